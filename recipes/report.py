@@ -7,7 +7,7 @@
 
 The report shows curves that can be zoomed and hovered, events, the plan, the goodput, the mixture
 of the data, slow ranks, and the recipes with their differences. --watch serves it on this machine
-until the run ends, and reloads it when the run has made steps.
+until the run ends, and reloads it when the run has completed more steps.
 Exit code 0: the report was written; 2: a run folder or an option is rejected.
 """
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write the report, and serve it if that is wanted.
+    """Write the report, and serve it with `--watch`.
 
     Raises:
         UserError: a run folder or an option is rejected.
@@ -62,7 +62,7 @@ def report(options: argparse.Namespace) -> None:
     if not options.watch:
         return
     watcher = Watcher(paths, page)
-    if not watcher.goes_on():
+    if not watcher.is_running():
         print("no process holds a run folder, so there is nothing to watch")
         return
     serve(watcher, port=options.port, seconds=options.every)

@@ -20,7 +20,7 @@ from recipes.training.checkpoint.state import WEIGHTS
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size
 from recipes.training.run_folder.provenance import versions
 
-BLOCK_ELEMENTS = 2**24  # of a tensor, that are averaged in float64 at a time
+BLOCK_ELEMENTS = 2**24  # elements of a tensor that are averaged in float64 at a time
 
 
 def sources_of(paths: Sequence[Path], last: int | None) -> list[CheckpointReader]:
@@ -38,8 +38,8 @@ def sources_of(paths: Sequence[Path], last: int | None) -> list[CheckpointReader
         sources = [open_checkpoint(path) for path in paths]
     elif len(paths) > 1:
         raise UserError(
-            f"--last {last} is for one run folder and {len(paths)} folders are given; leave out "
-            f"--last to average these checkpoints"
+            f"--last {last} needs one run folder, but {len(paths)} folders are given; leave --last "
+            f"out to average these checkpoints"
         )
     else:
         sources = undamaged(paths[0], last)
@@ -63,7 +63,8 @@ def sources_of(paths: Sequence[Path], last: int | None) -> list[CheckpointReader
 def average(sources: Sequence[CheckpointReader], output: Path) -> None:
     """Write a checkpoint with the mean of the weights, with one tensor in memory at a time.
 
-    It has the recipe, the step and the tokens of the last source, and no optimizer state.
+    The checkpoint has the recipe, the step and the tokens of the last source, and no optimizer
+    state.
 
     Args:
         sources: the checkpoints, oldest first

@@ -43,8 +43,8 @@ def undamaged(run: Path, count: int) -> list[CheckpointReader]:
 def model_of(source: CheckpointReader) -> ModelConfig:
     """Return the architecture of a run's checkpoint or of imported weights.
 
-    It is that of the stage of the checkpoint's step, whose sequence length and rotary positions the
-    weights were trained with.
+    The sequence length and the rotary positions are those of the stage in which the checkpoint was
+    saved, because the weights were trained with them.
     """
     manifest = source.manifest
     return ModelConfig.from_table(table_at(manifest.recipe, manifest.step)["model"])

@@ -162,7 +162,7 @@ def test_mistakes_on_the_command_line_are_named(run: Path, tmp_path: Path) -> No
     for words, message in {
         (run,): "a mean needs two or more different checkpoints",
         (checkpoint, checkpoint): "a mean needs two or more different checkpoints",
-        (run, checkpoint, "--last", 2): "--last 2 is for one run folder and 2 folders are given",
+        (run, checkpoint, "--last", 2): "--last 2 needs one run folder, but 2 folders are given",
         (run, "--last", 1): "a mean needs two or more different checkpoints",
         (run, "--last", 4): "--last 4: ",
     }.items():

@@ -1,4 +1,4 @@
-"""`report.py --watch` serves the page on this machine while the run goes on."""
+"""`report.py --watch` serves the page on this machine during the run."""
 
 import html
 import re

@@ -63,18 +63,21 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("kind", choices=[*MAKERS, "samples"], help="kind of the task, see above")
     parser.add_argument(
         "source",
-        help="folder of a corpus, relative to the repository's root; for samples a file, relative "
+        help="folder of a corpus, relative to the repository's root; for samples, a file, relative "
         "to the current folder",
     )
     parser.add_argument(
         "--output", required=True, help="file to write, relative to the repository's root"
     )
     parser.add_argument(
-        "--items", type=count, default=500, help="number of items (default: 500); not for samples"
+        "--items",
+        type=count,
+        default=500,
+        help="number of items (default: 500); has no effect with samples",
     )
     parser.add_argument(
         "--delimiter",
-        help="target_delimiter of the harness's task; default: a space if all continuations begin "
-        "with one; only for samples",
+        help="only for samples: target_delimiter of the harness's task; default: a space if all "
+        "continuations begin with one, otherwise nothing",
     )
     return parser.parse_args(arguments)

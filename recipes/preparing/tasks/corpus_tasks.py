@@ -12,16 +12,16 @@ from models.errors import UserError
 from recipes.preparing.tokenization import fast_tokenizer
 from recipes.training.data.token_file import TokenFile
 
-CONTEXT_LINES = 8  # of a prompt, at most
+CONTEXT_LINES = 8  # at most, in a prompt
 CHOICES = 4
 WORD = re.compile(r"[A-Za-z_]{4,}")  # an answer of the last-word task
-MIN_LINE_CHARACTERS = 8  # of a choice, without spaces: shorter lines are guessed from their length
+MIN_LINE_CHARACTERS = 8  # of a choice without its indent; shorter lines reveal themselves
 
 ItemMaker = Callable[[list[str], int, np.random.Generator], dict[str, Any] | None]
 
 
 def make_items(corpus: Path, make: ItemMaker, *, count: int) -> list[dict[str, Any]]:
-    """Return items from lines of a corpus' validation documents; the same in every call.
+    """Return items made from the validation documents of a corpus; the same in every call.
 
     Args:
         corpus: folder of a corpus that prepare_data.py has written

@@ -20,11 +20,11 @@ def items_of_samples(file: Path, delimiter: str | None) -> list[dict[str, Any]]:
 
     Args:
         file: the file
-        delimiter: the delimiter at the start of each continuation; None: a space if all
-            continuations of the file begin with one, otherwise nothing
+        delimiter: delimiter at the start of each continuation; None: a space if all continuations
+            of the file begin with a space, otherwise nothing
 
     Raises:
-        UserError: the file is missing or not such a file, or a task is of another kind.
+        UserError: the file is missing or has no samples, or its task is of another kind.
     """
     samples: dict[Any, tuple[str, dict[str, Any]]] = {}
     try:

@@ -20,8 +20,8 @@ class Axis:
     Attributes:
         label: its title, with the unit
         unit: tokens or FLOPs per unit of the axis
-        start: left end of the whole range, in units
-        end: right end
+        start: left end of the whole range, in units of the axis
+        end: right end, in the same units
     """
 
     label: str
@@ -94,4 +94,5 @@ def _largest(values: np.ndarray) -> float:
 
 
 def _fits(steps: np.ndarray) -> bool:
+    """Return True if the steps, which increase, fit into int32."""
     return not len(steps) or int(steps[-1]) < 2**31

@@ -15,9 +15,9 @@ from recipes.reporting.record.reduction import reduced, trend
 from recipes.reporting.record.run_record import RunRecord
 from recipes.reporting.record.steps import Steps
 
-FEW_POINTS = 120  # a curve with at most so many points shows each of them
-TREND_POINTS = 300  # means in the line through a noisy curve
-TREND_FROM = 4 * TREND_POINTS  # a curve with fewer points needs no such line
+FEW_POINTS = 120  # a sparse curve with at most this many points is drawn with markers
+TREND_POINTS = 300  # number of means in the thick line through a long curve
+TREND_FROM = 4 * TREND_POINTS  # a curve with fewer points needs no thick line
 ABANDONED = "#888888"
 
 
@@ -65,7 +65,7 @@ def number_text(value: float) -> str:
 
 
 def count_curves(panels: Sequence[Panel], runs: Sequence[RunRecord]) -> int:
-    """Return the number of curves with so many points that they may have to be reduced."""
+    """Return the number of curves that are long enough to be reduced."""
     return sum(
         name in steps.values and len(steps) > FEW_POINTS
         for panel in panels
@@ -79,10 +79,10 @@ def _curve(
     plot: Any, scene: Scene, panel: Panel, steps: Steps, name: str, *, run: int, title: str,
     abandoned: bool = False,
 ) -> Key:  # fmt: skip
-    """Draw a curve and return its entry of the legend.
+    """Draw a curve, and return its entry in the legend.
 
-    Of several runs, each has its colour and each metric its line style. Of a single run, each
-    metric has its colour.
+    In a report of several runs, the colour shows the run and the line style the metric. In a report
+    of one run, the colour shows the metric.
     """
     place = panel.metrics.index(name)
     values = steps.column(name) * panel.scale

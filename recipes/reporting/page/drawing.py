@@ -1,4 +1,4 @@
-"""What all figures of the page share: the x range, the cursor, fonts and tools.
+"""Parts that all figures of the page share: the x range, the cursor, fonts and tools.
 
 The script of the page (report.js) switches the x axis, hides runs and resets the zoom. It finds the
 curves by their tags: the index of the run and the role of the curve.
@@ -32,7 +32,7 @@ class Scene:
         axes: the x axes
         x_range: the x range of all figures, so that zooming one zooms all
         cursor: the vertical line at the mouse, in all figures
-        buckets: buckets of each curve
+        buckets: number of buckets to which a long curve is reduced
     """
 
     runs: Sequence[RunRecord]

@@ -13,9 +13,9 @@ from recipes.reporting.page.panels import LOSS
 from recipes.reporting.record.marks import SYMBOLS, TURNS, Mark, spread
 from recipes.reporting.record.run_record import RunRecord
 
-SAVES_ON_CURVE = 40
+MAX_SAVES_ON_CURVE = 40
 LANE_PIXELS = 24
-ENDED = ("rollback", "skip", "stop")  # they may have happened on a branch that was abandoned
+ON_ANY_BRANCH = ("rollback", "skip", "stop")  # may have happened on an abandoned branch
 
 
 def draw_lanes(scene: Scene) -> Any | None:
@@ -56,10 +56,11 @@ def draw_turns(plot: Any, scene: Scene) -> None:
 
 
 def draw_marks(plot: Any, scene: Scene) -> None:
-    """Draw the events on the curves of the training loss; of many saves only some."""
+    """Draw the events on the curves of the training loss, but only some of many saves."""
     for index, (run, marks) in enumerate(zip(scene.runs, scene.marks, strict=True)):
         saves = [mark for mark in marks if mark.kind == "save"]
-        chosen = [*spread(saves, SAVES_ON_CURVE), *(mark for mark in marks if mark.kind != "save")]
+        others = [mark for mark in marks if mark.kind != "save"]
+        chosen = [*spread(saves, MAX_SAVES_ON_CURVE), *others]
         if not chosen:
             continue
         data: dict[str, Any] = _mark_columns(run, chosen, scene)
@@ -72,14 +73,14 @@ def draw_marks(plot: Any, scene: Scene) -> None:
 
 
 def _heights(run: RunRecord, marks: Sequence[Mark]) -> np.ndarray:
-    """Return the loss at each mark; of marks before the first step, that of the first step."""
+    """Return the loss at each mark; marks before the first step get the loss of that step."""
     at, loss = [mark.step for mark in marks], run.steps.column(LOSS)
     if not len(run.steps):
         return np.full(len(marks), np.nan)
     heights = np.where(np.array(at) < run.steps.step[0], loss[0], run.steps.at(at, LOSS))
     for branch in run.abandoned:
         own = set(branch.step[1:].tolist())
-        on_branch = [mark.kind in ENDED and mark.step in own for mark in marks]
+        on_branch = [mark.kind in ON_ANY_BRANCH and mark.step in own for mark in marks]
         heights = np.where(on_branch, branch.at(at, LOSS), heights)
     return heights
 

@@ -26,11 +26,10 @@ UNITS = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: its title and a text for each run; `differs` marks it."""
+    """A row of a table: its title, and a text for each run."""
 
     title: str
     cells: Sequence[str]
-    differs: bool = False
 
 
 def summary(runs: Sequence[RunRecord]) -> list[Row]:
@@ -58,7 +57,7 @@ def summary(runs: Sequence[RunRecord]) -> list[Row]:
 
 
 def state(run: RunRecord) -> str:
-    """Return what the run is doing, or how it ended."""
+    """Return the state of the run: running, finished, stopped or interrupted."""
     if run.running:
         return "running"
     ends = [event for event in run.events if event["event"] in ("end", "stop", "start", "resume")]
@@ -145,8 +144,8 @@ def mixtures(run: RunRecord) -> list[tuple[str, list[SourceShare]]]:
 def _mixture_of_part(run: RunRecord, plan: StagePlan, part: int) -> list[SourceShare]:
     """Return the shares of the sources in a part of the data.
 
-    Samples are counted from the first one of the mixture, which the part may share with earlier
-    ones, in a run that has read every token once.
+    Samples are counted from the first sample of the mixture, which may have begun in an earlier
+    part. The boundaries of the parts are those of a run without rollbacks.
     """
     first = plan.first_of_part(part)
     train = first.recipe.data.train
@@ -180,7 +179,7 @@ def slowest_ranks(run: RunRecord) -> list[Sequence[str]]:
 
 
 def event_rows(run: RunRecord, most: int) -> list[dict[str, Any]]:
-    """Return the newest events of a run."""
+    """Return the newest events of a run, at most `most`."""
     return run.events[-most:]
 
 

@@ -42,11 +42,11 @@ DASHES = {"dashed": "7 3", "dotted": "2 2", "dotdash": "2 2 7 2"}
 
 @dataclass(frozen=True)
 class Watching:
-    """Settings of a page that is served while its runs go on.
+    """Settings of a page that is served during its runs.
 
     Attributes:
-        version: changes when the run folders do
-        seconds: between two questions of the page for the version
+        version: text that changes when a run folder changes
+        seconds: interval at which the page asks for the version
     """
 
     version: str
@@ -113,7 +113,7 @@ def render(
 def _run_facts(
     run: RunRecord, index: int, plan: tuple[Prediction | None, str], marks: Sequence[Any]
 ) -> dict[str, Any]:
-    """Return what the template shows of a run."""
+    """Return the facts about a run that the template shows."""
     wall_time, start = facts.wall_time_parts(run), 0.0
     for part in wall_time:
         part["start"] = start
@@ -211,7 +211,7 @@ def _subtitle(run: RunRecord) -> str:
 
 
 def _reduction(runs: Sequence[RunRecord], scene: Scene) -> str:
-    """Return what was left out of long curves."""
+    """Return a sentence about the reduction of long curves."""
     longest = max(len(run.steps) for run in runs)
     if longest <= 2 * scene.buckets:
         return "Every step is drawn."
@@ -223,7 +223,7 @@ def _reduction(runs: Sequence[RunRecord], scene: Scene) -> str:
 
 
 def _time(seconds: Any) -> str:
-    """Format a time of events.jsonl, which a user may have edited."""
+    """Format a time from events.jsonl; empty if it is not valid, because a user edited it."""
     if not isinstance(seconds, int | float) or not np.isfinite(seconds):
         return ""
     try:

@@ -1,4 +1,4 @@
-"""The panels of the page: which metrics are drawn together, with titles and units."""
+"""The panels of the page: groups of metrics that are drawn together, with titles and units."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ class Reference:
     """A horizontal line that a curve is compared with.
 
     Attributes:
-        label: such as "plan"
+        label: text in the legend, such as "plan"
         run: index of the run
-        value: in the panel's unit
+        value: height of the line, in the panel's unit
     """
 
     label: str
@@ -35,16 +35,16 @@ class Panel:
     """A figure of the page.
 
     Attributes:
-        key: part of the element's id
-        title: above the figure
+        key: part of the HTML element's id
+        title: title above the figure
         axis: title of the y axis, with its unit
         metrics: metrics of the curves
         scale: factor from a metric to the unit of the axis
         logarithmic: use a logarithmic axis
         thousands: write the numbers of the axis as 12,000
-        note: below the title
+        note: remark after the title
         references: lines that the curves are compared with
-        wide: takes the whole width of the page
+        wide: use the whole width of the page
     """
 
     key: str
@@ -123,7 +123,7 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
 
 
 def _utilisation(names: Iterable[str], plans: Mapping[int, Prediction]) -> Panel:
-    """Return the panel of the MFU; without a known peak that of the TFLOP/s."""
+    """Return the panel of the MFU, or of the TFLOP/s if no run knows the peak of its device."""
     if "mfu" in names:
         return Panel(
             key="mfu", title="Model FLOPs utilisation", axis="MFU (%)", scale=100.0,

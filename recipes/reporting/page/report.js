@@ -50,7 +50,7 @@
     try { sessionStorage.setItem("report", JSON.stringify(state)); } catch { /* private window */ }
   };
 
-  // Keep the part of the run that is shown when the axis changes: the runs' own steps decide.
+  // Another x axis shows the whole runs, because a zoom in one unit means nothing in another.
   for (const input of document.querySelectorAll("input[name=axis]")) {
     input.checked = input.value === state.axis;
     input.addEventListener("change", () => { state.axis = input.value; apply(null); });

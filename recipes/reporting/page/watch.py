@@ -1,4 +1,4 @@
-"""Serving of the page on this machine while its runs go on."""
+"""Serving of the page on this machine during its runs."""
 
 import hashlib
 import sys
@@ -13,7 +13,7 @@ from recipes.training.run_folder.lock import is_held
 
 HOST = "127.0.0.1"
 WATCHED = ("metrics.jsonl", "events.jsonl", "recipe.toml", "timeline.svg")
-LAST_ANSWERS_SECONDS = 2.0  # in which open pages still load the final state
+LAST_ANSWERS_SECONDS = 2.0  # time for open pages to load the final state
 
 
 class Watcher:
@@ -21,7 +21,7 @@ class Watcher:
 
     Args:
         paths: the run folders
-        generate: returns the page of a version
+        generate: function that returns the page as HTML, for a version
     """
 
     def __init__(self, paths: Sequence[Path], generate: Callable[[str], str]):
@@ -50,7 +50,7 @@ class Watcher:
                 self._page = (version, self.generate(version).encode())
             return self._page[1]
 
-    def goes_on(self) -> bool:
+    def is_running(self) -> bool:
         """Return True if a process holds one of the run folders."""
         return any(map(is_held, self.paths))
 
@@ -60,8 +60,8 @@ def serve(watcher: Watcher, *, port: int, seconds: float) -> None:
 
     Args:
         watcher: the page
-        port: 0 for a free one
-        seconds: between two looks at the runs
+        port: port to listen on; 0: a free port
+        seconds: interval at which the runs are checked
 
     Raises:
         UserError: the port is in use.
@@ -75,10 +75,10 @@ def serve(watcher: Watcher, *, port: int, seconds: float) -> None:
         ) from None
     thread = Thread(target=server.serve_forever, name="report", daemon=True)
     thread.start()
-    print(f"serving on http://{HOST}:{server.server_port}/ while the run goes on; Ctrl-C ends it",
+    print(f"serving on http://{HOST}:{server.server_port}/ until the run ends; Ctrl-C stops it",
           flush=True)  # fmt: skip
     try:
-        while watcher.goes_on():
+        while watcher.is_running():
             time.sleep(seconds)
         time.sleep(seconds + LAST_ANSWERS_SECONDS)
     except KeyboardInterrupt:

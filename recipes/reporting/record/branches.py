@@ -55,7 +55,7 @@ def abandoned_branches(kept: Sequence[Line], copies: Iterable[Sequence[Line]]) -
 
 
 def _unknown_parts(branch: Sequence[Line], known: set[tuple]) -> list[list[Line]]:
-    """Return the runs of successive lines that are not known, each after the line before it."""
+    """Return the sequences of unknown lines, each preceded by the line before it."""
     parts: list[list[Line]] = []
     is_new = [_identity(line) not in known for line in branch]
     if branch and is_new[0]:
@@ -69,6 +69,6 @@ def _unknown_parts(branch: Sequence[Line], known: set[tuple]) -> list[list[Line]
 
 
 def _identity(line: Line) -> tuple:
-    """Return what tells a line from another training of the same step; NaN equals NaN here."""
+    """Return a key that differs between two runs of the same step; NaN equals NaN here."""
     values = (line.get(key) for key in ("loss", "grad_norm", "step_seconds", "tokens"))
     return (line["step"], *map(repr, values))

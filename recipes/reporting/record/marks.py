@@ -1,4 +1,4 @@
-"""Events as marks on the curves, and in words."""
+"""Events as marks on the curves, with a description of each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 Event = Mapping[str, Any]
 MAX_TEXT = 300  # characters of a description
-MAX_MARKS = 400  # of a kind, spread over the run
+MAX_MARKS = 400  # marks of each kind, spread over the run
 # Kinds of marks, in the order of their lanes from the top; the symbols are Bokeh's.
 SYMBOLS = {
     "resume": "triangle",
@@ -33,7 +33,7 @@ class Mark:
     Attributes:
         kind: a key of SYMBOLS
         step: the last completed step
-        text: what happened, in words; anything that users or machines have written may be in it
+        text: description of the event; untrusted, because users and machines wrote its parts
     """
 
     kind: str
@@ -87,7 +87,7 @@ def describe(event: Event) -> str:
 
 
 def spread(marks: Sequence[Mark], most: int) -> Sequence[Mark]:
-    """Return at most `most` (2 or more) marks, evenly chosen, with the first and the newest one."""
+    """Return at most `most` marks (2 or more), evenly spaced, including the first and the last."""
     if len(marks) <= most:
         return marks
     last = len(marks) - 1

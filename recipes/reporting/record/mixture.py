@@ -14,10 +14,10 @@ class SourceShare:
     """A source of the mixture.
 
     Attributes:
-        path: of the corpus, as in the recipe
-        wanted: share of the samples that the weights ask for
-        samples: samples that the kept steps have read
-        share: share of the samples that the kept steps have read; 0 if they have read none
+        path: path of the corpus, as in the recipe
+        wanted: share that its weight asks for
+        samples: samples of this source that the kept steps have read
+        share: `samples` as a share of all samples that the kept steps have read; 0 if none
     """
 
     path: str
@@ -34,9 +34,9 @@ def shares_read(
 
     Args:
         sources: weights of the mixture, by path
-        ends: (step, samples read until its end) of each kept step, in increasing order
-        jumps: step -> first sample read next, for steps after which the data position jumped
-        batch: samples of a step whose predecessor is not known
+        ends: (step, number of samples read when it ended) of each kept step, in increasing order
+        jumps: step -> the next sample that is read, for steps after which the run skipped samples
+        batch: samples per step, used for steps whose predecessor is not in `ends`
     """
     weights = list(sources.values())
     shares = whole_shares(weights)

@@ -24,12 +24,12 @@ class Prediction:
     Attributes:
         gpu: name of the datasheet
         ranks: number of ranks
-        step_seconds: of a step
-        tokens_per_second: of all ranks
-        mfu: share of the peak
-        tflops_per_gpu: without recomputation
-        memory_gb: what rank 0 allocates at its peak, in 10^9 bytes, as in the metric `memory_gb`
-        fullest_gib: of the fullest stage, with the memory of CUDA and NCCL, in 2^30 bytes
+        step_seconds: duration of a step
+        tokens_per_second: throughput of all ranks
+        mfu: model FLOP/s as a share of the GPU's peak
+        tflops_per_gpu: model TFLOP/s per GPU, without recomputation
+        memory_gb: peak of what rank 0 allocates, in 10^9 bytes, as in the metric `memory_gb`
+        fullest_gib: memory of the fullest pipeline stage with CUDA and NCCL, in 2^30 bytes
         device_gib: memory of the device, in 2^30 bytes
     """
 

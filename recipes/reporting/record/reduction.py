@@ -1,4 +1,4 @@
-"""Reduction of a long curve to a number of points that a screen can show.
+"""Reduction of a long curve to as many points as a screen can show.
 
 The points of a curve are divided into buckets, and each bucket keeps its minimum and its maximum.
 A spike of a single step is therefore always drawn at its full height, which averaging or taking

@@ -1,4 +1,4 @@
-"""Everything that a run folder says about its run, read without changing the folder."""
+"""The record of a run: the contents of its run folder, read without changing it."""
 
 import tomllib
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from recipes.training.run_folder.lock import is_held
 from recipes.training.run_folder.wall_time import WallTime
 
 MAX_TIMELINE_BYTES = 1_500_000  # of a picture in the page
-MAX_LARGEST_STEP = 2**53  # a step above it is damage, and cannot be drawn
+MAX_STEP = 2**53  # a larger step number is damage, and cannot be drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,10 @@ class RunRecord:
         return flops_per_token(self.plan.at(step).recipe.model)
 
     def flops(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the training FLOPs of the first `tokens` tokens, which are not numbers if unknown.
+        """Return the training FLOPs of the first `tokens` tokens of the run; NaN if not known.
 
-        A token costs more in stages with longer sequences. The boundaries are those of a run that
-        has read every token once.
+        A token costs more in stages with longer sequences. The boundaries of the stages are those
+        of a run without rollbacks.
         """
         if self.plan is None:
             return np.full(len(tokens), np.nan)
@@ -101,7 +101,7 @@ class RunRecord:
 
     @property
     def first_samples(self) -> dict[int, int]:
-        """Step -> first sample read next, for steps after which the data position jumped."""
+        """Step -> the next sample that is read, for steps after which the run skipped samples."""
         return replay(self.events).first_samples()
 
 
@@ -185,7 +185,7 @@ def _read_lines(
     except OSError as error:
         problems.append(f"{file} cannot be read ({error.strerror})")
         return []
-    usable = [line for line in found if 0 <= line["step"] < MAX_LARGEST_STEP]
+    usable = [line for line in found if 0 <= line["step"] < MAX_STEP]
     written = sum(1 for line in complete.split(b"\n") if line.strip(b"\0 \t\r"))
     if damaged := written - len(usable):
         problems.append(
@@ -240,6 +240,8 @@ def _read_timeline(file: Path, problems: list[str]) -> bytes | None:
         problems.append(f"{file} cannot be read ({error.strerror})")
         return None
     if len(content) > MAX_TIMELINE_BYTES:
-        problems.append(f"{file} has {len(content) / 1e6:.1f} MB, too many for this page; open it")
+        problems.append(
+            f"{file} has {len(content) / 1e6:.1f} MB, too much for this page; open the file itself"
+        )
         return None
     return content

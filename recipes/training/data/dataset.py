@@ -3,9 +3,8 @@
 A corpus is cut into windows of sequence_length + 1 tokens, each overlapping the next by one token.
 The seed and the stages alone decide which window is sample n of the run (`order.py`). A step reads
 the next G samples, where G is the global batch of the step, and the data ranks divide them. Step k
-(from 1) of a recipe with one batch size reads the samples (k - 1) G .. k G - 1, unless the run was
-resumed with another batch: it then continues with the sample after the last one that the old batch
-read.
+(from 1) of a recipe with one batch size reads the samples (k - 1) G .. k G - 1. If the run was
+resumed with another batch, it continues with the sample after the last one read.
 
 A window may cross the ends of documents. With data.separate_documents, each micro-batch's `info`
 contains the lengths of its documents, which come from the token file's index. Therefore no stage
@@ -52,9 +51,9 @@ class Windows:
             )
 
     def read(self, index: int, positions: range | None = None) -> np.ndarray:
-        """Return the tokens at some positions of a window, and the next one: [n + 1].
+        """Return the tokens at n positions of a window, and the token after them: [n + 1].
 
-        positions: None: all s
+        positions: successive positions in the window; None: all positions
         """
         positions = positions or range(self.sequence_length)
         start = index * self.sequence_length
@@ -102,7 +101,7 @@ class TrainingData:
 
     @property
     def stage_recipe(self) -> Recipe:
-        """The recipe of the stage that evaluations use: that of the step in `evaluate_after`."""
+        """The recipe for evaluations: that of the step that `evaluate_after` was given last."""
         return self.plan.at(self._evaluated_step).recipe
 
     @property
@@ -140,7 +139,7 @@ class TrainingData:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides which samples the run reads; reads the files on first use."""
+        """The fingerprint of the data that the run reads; hashes the files on first use."""
         return fingerprint(self.recipe)
 
     def resume(self, progress: Progress, topology: Topology | None = None) -> None:
@@ -179,7 +178,8 @@ class TrainingData:
     def validation_windows(self, name: str) -> list[int]:
         """Return the windows that each validation reads from a set, spread evenly over its file.
 
-        All sets are validated over the same number of batches; a shorter one as a whole.
+        Each set is validated over `training.evaluation_batches` global batches, or as a whole if it
+        has fewer windows.
         """
         corpus, recipe = self.validation[name], self.stage_recipe
         wanted = recipe.training.evaluation_batches * recipe.batch.global_sequences
@@ -212,7 +212,7 @@ class TrainingData:
 
     @cached_property
     def token_bytes(self) -> np.ndarray | None:
-        """The bytes of text of each token, int64 [vocabulary]; None if tokens do not have any."""
+        """Bytes of text per token, int64 [vocabulary]; None if the tokenizer has no such table."""
         folder = repository_path(self.recipe.data.tokenizer)
         return token_bytes(folder, self.vocab_size)
 

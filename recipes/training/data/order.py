@@ -1,13 +1,13 @@
 """The order in which a run reads the windows of each corpus, over all parts of its data.
 
-Without stages, the windows of a corpus are read in a random permutation, another one for each
-epoch. If a stage changes the sequence length, the corpus is cut into other windows. The rest of the
-epoch then reads the new windows in a random permutation, without those that contain a token that
-the run has already read in this epoch. No token is therefore an input twice before the epoch is
-over. A window of which only a part has been read waits for the next epoch, with all windows.
+Without stages, the windows of a corpus are read in a random permutation, a new one for each epoch.
+If a stage changes the sequence length, the corpus is cut into windows of the new length. The rest
+of the epoch then reads, in a random permutation, only the windows without any token that the run
+has already read in this epoch. No token is therefore an input twice before the epoch is over. A
+window that has been read in part waits for the next epoch, which reads all windows.
 
-Everything follows from the seed and from the samples that each part of the data has given, so
-nothing is stored.
+The order is a function of the seed and of the number of samples read in each part of the data, so
+no order is stored.
 """
 
 from bisect import bisect_right
@@ -23,17 +23,17 @@ from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.progress import Reading
 
-CANDIDATES_PER_BLOCK = 2**14  # windows whose tokens are compared with the earlier ones at a time
+CANDIDATES_PER_BLOCK = 2**14  # windows that are compared with earlier passes at a time
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A permutation of the windows of one length, read up to some window.
+    """A pass over windows of one length in the current epoch, in the order of a permutation.
 
     Attributes:
         length: tokens of a window
         key: the key of the permutation
-        considered: number of windows of the permutation that were read, or left out
+        considered: number of windows at the start of the permutation that were read or left out
     """
 
     length: int
@@ -42,19 +42,20 @@ class Pass:
 
 
 class CorpusOrder:
-    """The windows that a corpus gives to its successive samples, from some point of the run on.
+    """The window of each successive sample of a corpus.
 
     Args:
         tokens: number of tokens of the corpus
-        name: the seed of the run and the number of the corpus, "1234/0"
+        name: beginning of the keys of its permutations: the seed of the run and the number of the
+            corpus, such as "1234/0"
     """
 
     def __init__(self, tokens: int, name: str):
         self.tokens, self.name = tokens, name
         self.length = 0
-        self.given = 0  # samples since `length` changed
-        self.epoch = 0  # at that point
-        self.earlier: tuple[Pass, ...] = ()  # what had been read of this epoch at that point
+        self.given = 0  # samples read since `length` changed
+        self.epoch = 0  # epoch in which `length` changed
+        self.earlier: tuple[Pass, ...] = ()  # passes of that epoch before `length` changed
         self._unread: _Unread | None = None
 
     @property
@@ -79,7 +80,7 @@ class CorpusOrder:
         self.given += samples
 
     def _finish_passes(self) -> None:
-        """Note what has been read of the current epoch."""
+        """Update `epoch` and `earlier` before `length` changes."""
         if not self.given:
             return
         if self._unread is not None:
@@ -98,7 +99,10 @@ class CorpusOrder:
         return self._unread.total if self._unread is not None else 0
 
     def windows(self, turns: np.ndarray) -> np.ndarray:
-        """Return the windows of the samples `turns`, counted from the present point; int64."""
+        """Return the windows of samples of this corpus; int64.
+
+        turns: numbers of the samples, counted from the last call of `give`
+        """
         turns = turns + self.given
         found = np.empty_like(turns)
         after = np.ones(len(turns), bool)
@@ -120,7 +124,7 @@ class CorpusOrder:
 class _Unread:
     """The windows of a permutation that contain no token of earlier passes.
 
-    They are found block by block, only as far as the run has come.
+    They are found block by block, and only the blocks that the run has reached.
     """
 
     def __init__(self, tokens: int, length: int, key: str, earlier: tuple[Pass, ...]):
@@ -131,7 +135,7 @@ class _Unread:
 
     @property
     def total(self) -> int:
-        """Number of all unread windows."""
+        """Number of unread windows in the whole permutation."""
         while not self._is_complete:
             self._append()
         return self._ends[-1]
@@ -142,7 +146,10 @@ class _Unread:
         return None if found is None else found[1]
 
     def considered(self, turns: int) -> int | None:
-        """Return how far `turns` windows use up the permutation; None if there are fewer."""
+        """Return the length of the permutation's start that contains `turns` unread windows.
+
+        None if the permutation has fewer unread windows.
+        """
         found = self._locate(turns - 1)
         return None if found is None else found[0] + 1
 
@@ -190,7 +197,7 @@ class _Unread:
 
 
 def source_numbers(plan: StagePlan) -> dict[str, int]:
-    """Return path -> number of each training corpus, in the order in which a stage first names it.
+    """Return path -> number of each training corpus, numbered in the order of first use.
 
     The number is part of the key of a corpus's permutation.
     """
@@ -203,14 +210,14 @@ def source_numbers(plan: StagePlan) -> dict[str, int]:
 
 @dataclass
 class Mixture:
-    """The samples of the current part of the data: which corpus and which window each one is.
+    """The corpus and the window of each sample of one part of the data.
 
     Attributes:
-        sources: the number of each of its corpora
-        weights: their weights
+        sources: number of each corpus of the mixture
+        weights: weight of each corpus
         orders: number of a corpus -> its order, at the first sample of the part
         first: the first sample of the mixture, from which the shares of the corpora count
-        before: samples that each corpus has given from `first` up to the part
+        before: samples of each corpus from `first` up to the start of the part
     """
 
     sources: tuple[int, ...]
@@ -235,7 +242,7 @@ class Mixture:
 def mixture_after(
     plan: StagePlan, readings: Iterable[Reading], part: int, begin: int, tokens: dict[int, int]
 ) -> Mixture:
-    """Return the mixture of a part of the data that begins after other samples have been read.
+    """Return the mixture of a part of the data, which continues after the samples read before.
 
     Args:
         plan: the stages of the run
@@ -245,7 +252,7 @@ def mixture_after(
         tokens: number of a corpus -> its tokens
 
     Returns:
-        The mixture. If corpora and weights are those of the samples before, their shares continue.
+        The mixture. If the part before had the same corpora and weights, their shares continue.
     """
     numbers, seed = source_numbers(plan), plan.recipe.seed
     orders = {number: CorpusOrder(count, f"{seed}/{number}") for number, count in tokens.items()}

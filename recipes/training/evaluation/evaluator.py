@@ -1,9 +1,9 @@
-"""Validation and tasks of a run, with the parallel model itself; the same in every layout.
+"""Validation and scoring of tasks, with the parallel model itself.
 
 Each rank that computes losses adds the losses of its labels in float64 into a table with a row for
 each window or request. The tables are summed over all ranks, and all further sums run over the
-complete table in its own order. So a result depends on the layout only as far as the rounding of
-the forward pass does.
+complete table in a fixed order. A result therefore depends on the layout only through the rounding
+of the forward pass.
 
 b micro-batch, s sequence, c context ranks.
 """
@@ -41,7 +41,7 @@ class Evaluator:
         `validation_position_losses` if the recipe asks for them; a set in a table has
         `validation/<name>/loss` and so on. Bits per byte are those of The Pile (arXiv 2101.00027,
         section 3.1), the loss of all predicted tokens in bits divided by the bytes of text that
-        these tokens stand for (`token_bytes`); they are left out if tokens stand for none.
+        these tokens stand for (`token_bytes`); they are left out if that number is not known.
         """
         metrics: dict[str, Any] = {}
         for name in self.data.validation:
@@ -87,11 +87,12 @@ class Evaluator:
         """Score all continuations of the tasks; collective.
 
         Returns:
-            The log-likelihood of each continuation in nats, and whether greedy decoding writes it.
+            The log-likelihood of each continuation in nats, and True for each continuation that
+            greedy decoding would generate.
         """
         tasks = self.data.tasks
         count = len(tasks.requests)
-        if not self.expects_documents:  # training has none, and all windows of tasks may have some
+        if not self.expects_documents:  # unlike in training, each window may have several documents
             self.engine.expect(self.data.two_documents())
             self.expects_documents = True
         table = np.zeros((count, 2))  # losses; labels that are the most likely tokens

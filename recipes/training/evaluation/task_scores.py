@@ -22,7 +22,7 @@ def task_scores(
 
     Cloze, as the harness's tasks `lambada_openai` and `lambada_standard`:
 
-    - `accuracy`: share of the items whose continuation is what greedy decoding writes (acc)
+    - `accuracy`: share of the items whose continuation greedy decoding would generate (acc)
     - `perplexity`: exp of the mean negative log-likelihood of a continuation (perplexity)
 
     Both kinds: `bits_per_byte` of the right choices, without delimiters, which is smoother than an
@@ -31,7 +31,7 @@ def task_scores(
     Args:
         items: the items of the task, all of one kind
         log_likelihoods: of each choice of each item, in nats
-        are_greedy: True if no token of a choice has a less likely logit than another token
+        are_greedy: True for each choice whose every token is the most likely one at its position
     """
     firsts = np.cumsum([0, *(len(item.choices) for item in items)])
     right = firsts[:-1] + [item.answer for item in items]
@@ -49,7 +49,7 @@ def task_scores(
 
 
 def _accuracy(items: Sequence[Item], values: np.ndarray, firsts: np.ndarray) -> float:
-    """Return the share of items whose right choice has the largest value, the first if equal."""
+    """Return the share of items whose right choice has the largest value; of equal, the first."""
     of_items = np.split(values, firsts[1:-1])
     chosen = [int(np.argmax(each)) for each in of_items]
     return float(np.mean([n == item.answer for n, item in zip(chosen, items, strict=True)]))

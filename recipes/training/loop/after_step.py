@@ -51,7 +51,7 @@ def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
     # 4. Stop: after a signal or the death of a launcher, save and end.
     if not ending and stop_request:
         ending = stop(run, step, stop_request)
-    # 5. Stages: end the steps of this engine before a stage that needs another one.
+    # 5. Stages: leave this engine if the next step belongs to a stage that needs another one.
     if not ending and step == run.last_step_of_engine < run.last_step:
         ending = Ending(FINISHED, step=step)
     return StepOutcome(step, ending)
@@ -91,7 +91,7 @@ def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) ->
     """Skip the last step, which is bad, if the weights are sound.
 
     After any other bad step, the loss of the next step shows whether the weights are sound. After
-    the last step, or before a stage with another engine, the weights are saved first, so the
+    the last step of the run or of an engine, no step follows before the weights are saved, so the
     validation loss is used instead.
 
     Returns:

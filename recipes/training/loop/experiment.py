@@ -26,7 +26,7 @@ class Experiment:
     Attributes:
         world: the ranks, as this process sees them
         plan: the stages of the whole recipe, with the overrides of the command line
-        recipe: the recipe of the stage that the ranks train, without stages
+        recipe: the plain recipe of the stage that the ranks train
         origin: the recipe's file and the overrides, for messages
         topology: the layout of the ranks in this stage
         config: the configuration of DeepSpeed

@@ -15,7 +15,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
     """Validate and score the tasks, each only if it is due; collective.
 
     Returns:
-        The metrics of what was due, with its duration in seconds.
+        The metrics of the evaluations that were due, with the duration of each in seconds.
     """
     metrics: dict[str, Any] = {}
     if is_due(step, run.recipe.training.evaluate_every, run.last_step):

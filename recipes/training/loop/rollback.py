@@ -15,7 +15,8 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
         reason: the problem with the step
 
     Returns:
-        The step to continue after; or the same step and an ending, if the run cannot roll back.
+        The step to continue after, with an ending if the ranks have to start again for an earlier
+        stage; or `step` and an ending, if the run cannot roll back.
     """
     limit = run.recipe.supervision.rollbacks
     if not limit:
@@ -40,7 +41,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     if run.supervisor.rank == 0:
         tell_skipped(run.folder, found)
     run.writer.damaged = found.skipped
-    if not is_same_engine:  # an earlier stage: the ranks start again, and load the checkpoint
+    if not is_same_engine:  # the ranks start again with the engine of the earlier stage
         run.tracker.roll_back(step, target, reason)
         return StepOutcome(target.step, Ending(FINISHED, step=target.step))
     with run.supervisor.crumb.waiting_for_disk("rolling back"):

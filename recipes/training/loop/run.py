@@ -33,7 +33,7 @@ class Run:
     """The objects that work together in a run.
 
     Attributes:
-        recipe: the recipe of the stage for which the engine was built, without stages
+        recipe: the plain recipe of the step for which the engine was built
         plan: the stages of the run
         last_step_of_engine: the last step before a stage that needs another engine, or of the run
         snapshots: takes snapshots in the memory of the nodes; None if the run takes none
@@ -68,20 +68,20 @@ class Run:
         return self.recipe.training.steps
 
     def is_save_due(self, step: int) -> bool:
-        """Return True if a checkpoint is due after a step: the last one of an engine is saved."""
+        """Return True if a checkpoint is due after a step, as always after an engine's last one."""
         is_boundary = step == self.last_step_of_engine
         return is_boundary or is_due(step, self.recipe.checkpoint.every, self.last_step)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run: its exit code, and a reason unless every step is done.
+    """The end of a run, or of an engine before the ranks start again for another stage.
 
     Attributes:
         code: the exit code
         reason: the reason; empty if every step is done
-        step: the last step before a stage that needs another engine, if the run ends there only to
-            start again; otherwise 0
+        step: the step after which the ranks start again with the engine of another stage; 0 if the
+            run ends
     """
 
     code: int
@@ -90,7 +90,7 @@ class Ending:
 
     @property
     def is_boundary(self) -> bool:
-        """True if the ranks start again with the engine of the next stage."""
+        """True if the ranks start again with the engine of another stage."""
         return self.step > 0
 
 

@@ -26,14 +26,15 @@ class Reading(NamedTuple):
 class Progress:
     """The number of steps that a run has completed, and the samples that it has read.
 
-    Both are needed, because the batch may have changed and a rollback skips samples.
+    The steps do not determine the samples, because the batch may have changed, and a rollback skips
+    samples.
 
     Attributes:
         step: number of completed steps
         samples: number of samples read
-        read: (part of the data, samples read up to its end), for each part that the run has left;
-            the other samples belong to the part of the last completed step. A part occurs twice if
-            the run has rolled back to an earlier stage.
+        read: (part of the data, number of samples read when the run left it), for each part that
+            the run has left; the samples after the last entry belong to the part of the last
+            completed step. A part may occur twice if the run has rolled back to an earlier stage.
     """
 
     step: int = 0
@@ -41,7 +42,7 @@ class Progress:
     read: Read = ()
 
     def after(self, step: int, plan: StagePlan) -> "Progress":
-        """Return the progress after a later step; the last stage has no end here."""
+        """Return the progress after a later step, which may lie beyond the last step of the run."""
         samples, read, part = self.samples, self.read, plan.at(self.step).part
         for span in plan.spans:
             first = max(span.first, self.step + 1)
@@ -58,7 +59,7 @@ class Progress:
         return replace(self, read=_left(self.read, plan.at(self.step).part, self.samples))
 
     def moved_to(self, step: int, plan: StagePlan) -> "Progress":
-        """Return the progress of a run that rolls back to an earlier step, and reads on."""
+        """Return the progress of a run that rolls back to a step, and reads the next samples."""
         here, there = plan.at(self.step).part, plan.at(step).part
         read = self.read if here == there else _left(self.read, here, self.samples)
         return Progress(step, self.samples, read)
@@ -78,7 +79,7 @@ class Progress:
         )
 
     def record(self) -> dict[str, Any]:
-        """Return the samples for an event, and the parts that the run has left."""
+        """Return the fields of an event: the samples, and the parts that the run has left."""
         read = {"read_parts": [list(each) for each in self.read]} if self.read else {}
         return {"samples": self.samples} | read
 
@@ -92,6 +93,12 @@ def read_from(record: Any) -> Read:
 
 
 def _left(read: Read, part: int, samples: int) -> Read:
-    """Return the record of a run that leaves a part of the data after a number of samples."""
+    """Return `read` with the part that the run leaves, if the run has read samples of it.
+
+    Args:
+        read: the parts that the run has left before
+        part: number of the part that the run leaves
+        samples: number of samples read so far
+    """
     is_empty = samples == (read[-1][1] if read else 0)
     return read if is_empty else (*read, (part, samples))

@@ -31,7 +31,7 @@ NOT_COMPILED = (
 )
 
 
-MAX_IMBALANCE = 1.1  # of context ranks, above which a run says so
+MAX_IMBALANCE = 1.1  # of context ranks; above it, the run prints a message
 
 
 def announce(

@@ -37,10 +37,10 @@ class Meter:
         """Return the metrics of the newest step.
 
         Args:
-            progress: the step, and the samples read until its end
-            loss: mean of the global batch, in nats per token
-            grad_norm: before clipping
-            learning_rate: of the step
+            progress: progress of the run after the step
+            loss: mean loss of the global batch, in nats per token
+            grad_norm: gradient norm before clipping
+            learning_rate: learning rate of the step
             seconds: duration of the step
             experts: use of the experts; None for a dense model
 

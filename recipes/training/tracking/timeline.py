@@ -36,8 +36,8 @@ class TimelineRecorder:
         recipe: the recipe of the run
         topology: the layout of the ranks
         folder: the run folder
-        show: called on rank 0 with the step, the name and the file of the picture
-        last_step: the last step that the engine runs; None for that of the recipe
+        show: function that gets the step, the name and the file of the picture; called on rank 0
+        last_step: the last step that the engine runs; None: the last step of the recipe
     """
 
     def __init__(

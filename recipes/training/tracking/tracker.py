@@ -51,7 +51,7 @@ def open_tracker(
         changed: keys of the recipe that have changed since the checkpoint was saved
         in_memory: True if the run resumes from a snapshot in the memory of the nodes
         metrics: the lines of metrics.jsonl; rank 0 reads them itself if they are not given
-        plan: the planner's numbers, by the name of the metric that they predict
+        plan: the planner's predictions, by the name of the metric
     """
     if rank != 0:
         yield Tracker()
@@ -102,7 +102,7 @@ class Tracker:
         """Report a rollback after a step, and the point at which the run continues."""
 
     def show(self, step: int, name: str, file: Path) -> None:
-        """Report a picture or a text of a step, which is in the run folder."""
+        """Report a picture or a text about a step, in a file of the run folder."""
 
     def saved(self, step: int, checkpoint: Path) -> None:
         """Report a checkpoint that has been published; any thread may call this."""

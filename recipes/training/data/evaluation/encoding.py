@@ -17,7 +17,7 @@ class Request:
 
     Attributes:
         tokens: context and continuation: int32 [n + 1]; the model reads the first n tokens
-        predicted: number of the last tokens that are the continuation
+        predicted: number of tokens of the continuation, which are the last ones
         is_cut: True if the start of the context was cut off
     """
 
@@ -64,10 +64,13 @@ class TaskTokenizer:
         """Return the tokens of each (context, continuation).
 
         As in `TemplateLM._encode_pair` of lm-evaluation-harness 0.4.13 (lm_eval/api/model.py),
-        spaces at the end of the context belong to the continuation, and the continuation's tokens
-        are those of the whole text after as many tokens as the context has. If the context is
-        empty, the BOS token, or otherwise the end-of-text token, takes its place
-        (`TemplateLM.loglikelihood`).
+        spaces at the end of the context belong to the continuation. If the context alone has n
+        tokens, the continuation's tokens are those of the whole text without the first n. In place
+        of an empty context, the model reads the BOS token, or the end-of-text token if there is no
+        BOS (`TemplateLM.loglikelihood`).
+
+        Raises:
+            UserError: a context is empty, and the tokenizer has neither of the two tokens.
         """
         contexts = [context.rstrip() for context, _ in pairs]
         wholes = [context + continuation for context, continuation in pairs]
@@ -90,7 +93,7 @@ class TaskTokenizer:
 
     @property
     def _prefix(self) -> int:
-        """The token before a text without a context."""
+        """The token that the model reads in place of an empty context."""
         for key in ("bos_token", "eos_token"):
             token = self.settings.get(key)
             content = token.get("content") if isinstance(token, dict) else token
@@ -98,6 +101,6 @@ class TaskTokenizer:
             if number is not None:
                 return number
         raise UserError(
-            f"{self.name} has neither a BOS nor an end-of-text token, which has to precede the "
-            f"choices of an item with an empty prompt; give each item a prompt"
+            f"{self.name} has neither a BOS nor an end-of-text token, one of which must precede "
+            f"the choices of an item with an empty prompt; give each item a prompt"
         )

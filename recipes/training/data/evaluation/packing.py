@@ -5,15 +5,18 @@ from collections.abc import Sequence
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the numbers of the sequences in each window, so that few windows hold all of them.
+    """Pack sequences into few windows by best-fit decreasing.
 
-    It is best-fit decreasing: from the longest sequence to the shortest, each is put into the
-    fullest window that has room for it, and into a new one if none has. It needs at most 11/9 of
-    the smallest number of windows, plus one (Johnson et al. 1974, doi 10.1137/0203025).
+    From the longest sequence to the shortest, each is put into the fullest window that has room for
+    it, or into a new window. If w windows would suffice, the result has at most 11/9 w + 4 windows
+    (Johnson et al. 1974, doi 10.1137/0203025).
 
     Args:
         lengths: lengths of the sequences, each 1 .. capacity
         capacity: length of a window
+
+    Returns:
+        The numbers of the sequences in each window.
     """
     windows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free positions, window), ascending

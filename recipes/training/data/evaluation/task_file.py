@@ -3,10 +3,10 @@
 {"prompt": "The capital of France is", "choices": ["Rome", "Paris"], "answer": 1}
 {"prompt": "The capital of France", "answer": "is"}
 
-A line with `choices` is a multiple-choice item, whose `answer` is the number of the right choice,
-from 0. A line without them is a cloze item, whose `answer` is the text that continues the prompt.
-The optional `delimiter`, by default a space, is put between prompt and continuation, as
-`target_delimiter` of lm-evaluation-harness. An optional `id` is not read.
+A line with `choices` is a multiple-choice item, whose `answer` is the index of the right choice,
+from 0. A line without `choices` is a cloze item, whose `answer` is the text that continues the
+prompt. The optional `delimiter`, by default a space, is put between prompt and continuation, as
+`target_delimiter` of lm-evaluation-harness. An optional `id` is ignored.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """The tasks of a recipe as windows of tokens: requests, packed as separate documents.
 
-Attention within documents keeps the requests of a window apart, so a window scores as many of them
-as fit. The rest of a window is one more document of padding.
+Attention stays within documents, so a window can hold as many requests as fit. The rest of the
+window is one more document, of padding.
 
 b micro-batch, s sequence, c context ranks.
 """

@@ -1,4 +1,4 @@
-"""The bytes of text that each token stands for, for losses in bits per byte."""
+"""Bytes of text per token, for losses in bits per byte."""
 
 import json
 import re
@@ -14,11 +14,11 @@ BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token of one byte, with SentencePi
 
 
 def token_bytes(tokenizer: Path, vocab_size: int) -> np.ndarray | None:
-    """Return the number of bytes of UTF-8 that each token id stands for: int64 [vocab_size].
+    """Return the number of bytes of UTF-8 text of each token id: int64 [vocab_size].
 
-    A token of a byte-level vocabulary stands for as many bytes as it has characters, and a token of
-    SentencePiece for the bytes of its text, in which U+2581 is a space. Special tokens, such as the
-    one between documents, and ids without a token stand for no text. The sum over a document
+    A token of a byte-level vocabulary has as many bytes as characters. A token of SentencePiece has
+    the bytes of its text, in which U+2581 is a space. Special tokens, such as the one between
+    documents, and ids without a token have 0 bytes. The sum over a document
     without special tokens is the length of its text after the tokenizer's normalisation; if
     SentencePiece puts a space before a text, that space counts.
 

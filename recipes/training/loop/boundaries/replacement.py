@@ -1,16 +1,17 @@
-"""The start of a stage that needs another engine: every rank replaces itself with a new process.
+"""Start of a stage that needs another engine: every rank replaces itself with a new process.
 
-A stage may change the sequence length, the size of micro-batches or the layout, from which the
-process groups, the kernels and the engine are built. The run saves a checkpoint, and each rank
-calls `execve` with its own command. The process keeps its PID, so its launcher notices nothing, and
-resumes from the checkpoint as after any other interruption. No memory, group or compiled kernel of
-the earlier engine is left.
+A stage may change the sequence length, the size of micro-batches or the layout, on which the
+process groups, the kernels and the engine depend. The run saves a checkpoint, and each rank
+calls `execve` with its own command. The process keeps its PID, so its launcher notices nothing. The
+new program resumes from the checkpoint as after any other interruption. No memory, group or
+compiled kernel of the earlier engine is left.
 
-- The ranks meet at another port, which rank 0 chooses. The store of the earlier process group may
-  still have its keys (torchrun's store lives as long as torchrun), and no rank can meet it.
+- The ranks meet at another port, which rank 0 chooses. The store at the earlier port may still hold
+  the keys of the earlier process group (torchrun's store lives as long as torchrun).
 - All descriptors are closed by `execve`, except for the standard streams and the lock of the run
-  folder, which therefore stays locked in between.
-- `--resume auto` replaces an earlier `--resume`, which would begin another branch.
+  folder, which therefore stays locked.
+- `--resume` is dropped, so that the default `auto` applies. An explicit `--resume` would begin
+  another branch.
 """
 
 import fcntl
@@ -27,8 +28,8 @@ from recipes.training.recipe.repository import REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.streams import finish_output
 
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # of torchrun
-SECONDS_FOR_READER = 30.0  # of the output so far
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun
+SECONDS_FOR_READER = 30.0  # maximum wait until the reader of the output has taken all of it
 
 
 def replace_process(folder: RunFolder, environment: Mapping[str, str]) -> NoReturn:
@@ -63,7 +64,7 @@ def command_of(arguments: Sequence[str], started: float, lock: int | None) -> li
 
     Args:
         arguments: the options of this process
-        started: time.monotonic() at which the new start begins
+        started: time.monotonic() at the beginning of the replacement, in seconds
         lock: the descriptor of the run folder's lock; None if this process does not hold it
     """
     kept: list[str] = []

@@ -31,9 +31,9 @@ class Data(Section):
     corpus is less than one sample from its share."""
 
     validation: str | dict[str, str]
-    """Path of the validation file, without .bin or .idx, or a table with the path of each of
-    several sets: `{ code = "data/code/validation", web = "data/web/validation" }`. None of them
-    may be a training corpus."""
+    """Path of the validation file, without .bin or .idx, or a table with a name and a path for each
+    of several sets: `{ code = "data/code/validation", web = "data/web/validation" }`. No validation
+    file may be a training corpus."""
 
     tokenizer: str
     """Folder of the tokenizer. Its hash must equal the one in the manifests of the corpora."""

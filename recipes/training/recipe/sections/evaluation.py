@@ -20,15 +20,15 @@ class Task(Section):
     writes such files."""
 
     limit: Count | None = None
-    """Number of items, from the first one on; leave it out to use all of them."""
+    """Number of items to use, from the start of the file. Leave it out to use all items."""
 
 
 class Evaluation(Section):
     """Tasks that the model is scored on during the run, by the log-likelihood of the answers."""
 
     every: NonNegative | None = None
-    """Steps between evaluations, and the last step; 0: never. Leave it out to evaluate with every
-    validation (`training.evaluate_every`)."""
+    """Steps between evaluations of the tasks, which also follow the last step; 0: never. Leave it
+    out to evaluate with every validation (`training.evaluate_every`)."""
 
     tasks: tuple[Task, ...] = ()
     """Tasks, each with a name and a path."""

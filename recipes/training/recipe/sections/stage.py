@@ -20,7 +20,7 @@ FIRST_STAGE = "first"  # the name of the steps before the first [[stage]]
 
 
 class Stage(Section):
-    """A later stage of the run. What a stage changes stays changed in the following stages."""
+    """A later stage of the run. Its changes also apply to the following stages."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
     """Name of the stage in messages, events and `--set stage.NAME.section.key=value`. The steps
@@ -53,12 +53,12 @@ class Stage(Section):
 
     @property
     def key(self) -> str:
-        """The stage as --set names it."""
+        """The name of the stage in the option --set."""
         return f"stage.{self.name}"
 
     @property
     def begins_schedule(self) -> bool:
-        """True if the stage has a schedule of the learning rate of its own."""
+        """True if a new schedule of the learning rate begins with the stage."""
         return bool({"learning_rate", "schedule"} & self.optimizer.keys())
 
     @model_validator(mode="after")
@@ -67,7 +67,7 @@ class Stage(Section):
             given = "neither" if self.start_step is None else "both"
             raise UserError(
                 f"{self.key} has {given} of start_step and start_tokens; use one of them, for "
-                f"example  start_step = 1000"
+                f"example start_step = 1000"
             )
         for section, keys in CHANGEABLE.items():
             for key in getattr(self, section):

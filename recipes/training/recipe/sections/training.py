@@ -26,12 +26,12 @@ class Ramp(Section):
     """Global batch of the first step."""
 
     increment: Count
-    """Sequences by which the global batch grows at a time. It must be a divisor of
-    `global_sequences` - `start_sequences`."""
+    """Sequences that each increase adds to the global batch; a divisor of `global_sequences` -
+    `start_sequences`."""
 
     samples: Count
-    """Sequences that the run reads until the global batch is `global_sequences`. Each size is used
-    for an equal part of them, rounded up to whole steps."""
+    """Sequences that the run reads before the global batch reaches `global_sequences`. Each batch
+    size reads an equal share of these sequences, rounded up to whole steps."""
 
 
 class Batch(Section):
@@ -87,14 +87,15 @@ class Schedule(Section):
     decay: Literal["cosine", "linear", "wsd", "constant"]
     """Shape of the decay. "cosine" and "linear" fall from the end of the warm-up to the last step;
     "wsd" (warm-up-stable-decay) is constant until the last `decay_steps`, then falls as
-    `decay_shape` says; "constant" does not fall, for example because a later `[[stage]]` does."""
+    `decay_shape` says; "constant" does not fall, for example because a later `[[stage]]` decays the
+    learning rate."""
 
     decay_steps: NonNegative = 0
     """Steps of the decay, only for `decay = "wsd"`, which requires it."""
 
     decay_shape: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the last `decay_steps` of "wsd": "linear", "sqrt" (1 - sqrt of the share of the
-    steps that are done; arXiv 2405.18392 found it the best) or "cosine"."""
+    """Shape of the decay of "wsd": "linear", "sqrt" (1 - sqrt(x), where x is the completed share of
+    `decay_steps`; the best shape in arXiv 2405.18392) or "cosine"."""
 
     minimum_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the last step; at most `optimizer.learning_rate`."""
@@ -184,7 +185,7 @@ class Training(Section):
 
     position_losses: NonNegative = 0
     """Number of equal parts of the sequence whose mean losses each validation reports, to see
-    whether the model uses long contexts; it divides `model.sequence_length`. 0: report none."""
+    whether the model uses long contexts; a divisor of `model.sequence_length`. 0: report none."""
 
     compare_replicas_every: NonNegative = 100
     """Steps between bitwise comparisons of weights that several ranks hold; 0: never, neither

@@ -25,7 +25,7 @@ class StageTable(NamedTuple):
 
 
 def stage_tables(recipe: dict[str, Any]) -> list[StageTable]:
-    """Return the stages of a recipe's table, the first of them without changes.
+    """Return the table of each stage of a recipe; that of the stage "first" has no changes.
 
     Args:
         recipe: the table of a recipe, with every default
@@ -65,16 +65,18 @@ def _check_names(stages: list[Stage]) -> None:
     names = [FIRST_STAGE]
     for stage in stages:
         if stage.name in names:
-            used = "is the name of the steps before" if stage.name == FIRST_STAGE else "is used by"
+            used = "is used by another stage"
+            if stage.name == FIRST_STAGE:
+                used = "is the name of the steps before the first [[stage]]"
             raise UserError(
-                f'stage.name = "{stage.name}" {used} another stage; use another name, for example '
+                f'stage.name = "{stage.name}" {used}; use another name, for example '
                 f'"{stage.name}-{len(names) + 1}"'
             )
         names.append(stage.name)
 
 
 class _TokenCounter:
-    """The tokens that a run has read before each stage, as whole numbers."""
+    """Counter of the tokens that a run reads before each stage, in integers."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -86,9 +88,9 @@ class _TokenCounter:
             self.tokens += (last - first + 1) * sequences * _length(stage)
 
     def first_step(self, stage: StageTable, tokens: int) -> int:
-        """Return the first step before which at least `tokens` are read, all later ones in `stage`.
+        """Return the first step before which the run has read at least `tokens` tokens.
 
-        It is at least the first step of the stage.
+        The run is assumed to stay in `stage`. The step is at least the first step of the stage.
         """
         read = self.tokens
         for first, last, sequences in batches(stage.table["batch"], stage.first, None):
@@ -105,13 +107,13 @@ def batches(
     """Return (first step, last step, global batch) for each batch size of a stage.
 
     With `batch.ramp`, the batch grows as Megatron's `RampupBatchsizeNumMicroBatchesCalculator`
-    computes it, from the samples that are read: start + increment x floor(samples read / (ramp's
-    samples / number of increments)).
+    computes it, from the number of samples read before a step: start + increment x floor(samples
+    read / (ramp.samples / number of increments)).
 
     Args:
         batch: the [batch] table of the stage
         first: first step of the stage
-        last: its last step; None if it is not known
+        last: last step of the stage; None if it is not known
     """
     size, ramp = batch["global_sequences"], batch.get("ramp")
     found: list[tuple[int, int | None, int]] = []

@@ -1,4 +1,4 @@
-"""The stages of a run: which recipe each step follows.
+"""The stages of a run, and the recipe that each step follows.
 
 `StagePlan` is the only place that knows about `[[stage]]` tables and `batch.ramp`. Every other
 module works with the plain recipe of a step, which has neither.
@@ -39,7 +39,7 @@ class Span:
         recipe: the recipe of these steps, without stages and without a ramp
         schedule_first, schedule_last: first and last step of the learning rate's schedule
         part: number of the part of the data, from 0; a part ends where the corpora, their weights,
-            the sequence length or the rotary positions change
+            the sequence length, the separation of documents or the rotary positions change
     """
 
     stage: str
@@ -92,13 +92,14 @@ class StagePlan:
 
     Attributes:
         recipe: the recipe, with its stages
-        spans: in the order of their steps
+        spans: the spans, in the order of their steps
 
     Args:
         recipe: a valid recipe
 
     Raises:
-        UserError: a stage is not possible; the message names it.
+        UserError: a stage does not fit into the run; the message names it.
+        StageRejected: the recipe of a stage is not valid.
     """
 
     def __init__(self, recipe: Recipe):
@@ -107,7 +108,7 @@ class StagePlan:
 
     @property
     def stages(self) -> list[Span]:
-        """The stages, each as the last of its spans, which has the full batch."""
+        """The last span of each stage, which has the full batch."""
         return [
             span
             for span, following in zip(self.spans, [*self.spans[1:], None], strict=True)
@@ -148,7 +149,7 @@ class StagePlan:
         return self.at(self.steps_of(stage)[-1]).recipe
 
     def samples_before(self, step: int) -> int:
-        """Return the samples that a run without rollbacks reads before a step."""
+        """Return the number of samples that a run without rollbacks reads before a step."""
         return sum(
             (min(span.last, step - 1) - span.first + 1) * span.recipe.batch.global_sequences
             for span in self.spans
@@ -156,7 +157,7 @@ class StagePlan:
         )
 
     def tokens_before(self, step: int) -> int:
-        """Return the tokens that a run without rollbacks reads before a step."""
+        """Return the number of tokens that a run without rollbacks reads before a step."""
         return sum(
             (min(span.last, step - 1) - span.first + 1) * span.recipe.tokens_per_step
             for span in self.spans
@@ -201,7 +202,7 @@ class StagePlan:
 
     @contextmanager
     def naming(self, span: Span) -> Iterator[None]:
-        """Let a UserError name the stage of a span, if the run has several."""
+        """Add the name of a span's stage to a UserError, if the run has several spans."""
         try:
             yield
         except UserError as problem:
@@ -214,9 +215,9 @@ def recipe_at(recipe: Recipe, step: int) -> Recipe:
 
 
 def table_at(recipe: dict[str, Any], step: int) -> dict[str, Any]:
-    """Return the table of a step's recipe, from the table of a recipe, for example a manifest's.
+    """Return the plain table of a step, from the table of a recipe with or without stages.
 
-    A table without [training], such as that of imported weights, has no stages.
+    The table may be a manifest's. That of imported weights has no [training] and no stages.
     """
     if not recipe.get("stage"):
         return recipe
@@ -227,8 +228,7 @@ def validate(table: dict[str, Any]) -> Recipe:
     """Return the recipe of a table without stages.
 
     Raises:
-        ValidationError: of pydantic.
-        UserError: the table is not a valid recipe.
+        ValidationError: the table is not a valid recipe.
     """
     return Recipe.model_validate_json(json.dumps(table))
 
@@ -279,10 +279,14 @@ def _span(
 
 
 def _plain_recipe(stage: StageTable, sequences: int) -> Recipe:
-    """Return the recipe of a stage at a batch size.
+    """Return the plain recipe of a stage.
+
+    Args:
+        stage: the table of the stage
+        sequences: global batch, in sequences
 
     Raises:
-        UserError: it is not valid; the message names the stage.
+        StageRejected: the recipe is not valid.
     """
     batch = {key: value for key, value in stage.table["batch"].items() if key != "ramp"}
     table = stage.table | {"batch": batch | {"global_sequences": sequences}}
@@ -298,7 +302,7 @@ def _next_part(before: Span, recipe: Recipe) -> int:
 
 
 def _data_of(recipe: Recipe) -> tuple[Any, ...]:
-    """Return the keys that decide which windows of which corpora a step reads, and as what."""
+    """Return the settings that decide which windows a step reads and how the model sees them."""
     model = recipe.model
     return (
         *(recipe.data.train, recipe.data.separate_documents),
@@ -307,10 +311,15 @@ def _data_of(recipe: Recipe) -> tuple[Any, ...]:
 
 
 def _check_stage(recipe: Recipe, span: Span, stage: StageTable) -> None:
-    """Check the end of the ramp and the length of the schedule in a stage.
+    """Check the positions, the end of the ramp and the length of the schedule of a stage.
+
+    Args:
+        recipe: the whole recipe
+        span: the last span of the stage
+        stage: the table of the stage
 
     Raises:
-        UserError: they do not fit into the stage.
+        UserError: one of them does not fit the stage.
     """
     about = _about_stage(stage.name)
     model = span.recipe.model
@@ -327,7 +336,8 @@ def _check_stage(recipe: Recipe, span: Span, stage: StageTable) -> None:
         if end >= span.last:
             raise UserError(
                 f"batch.ramp ends with step {end}, and stage.{recipe.stage[0].name} begins with "
-                f"step {span.last + 1}; use a later stage, or fewer batch.ramp.samples"
+                f"step {span.last + 1}, but a step with the full batch must come in between; let "
+                f"the stage begin with step {end + 2} or later, or use fewer batch.ramp.samples"
             )
     steps = span.schedule_last - span.schedule_first + 1
     if stage.begins_schedule:

@@ -9,7 +9,7 @@ from recipes.planning.inputs.kernels import fused_attention_seconds, matmul_seco
 from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.time.block_time import BACKWARD_SLOWER
 
-BACKWARD_MATMULS = 2.5  # of attention, for each of the forward pass (arXiv 2307.08691, section 4.1)
+BACKWARD_MATMULS = 2.5  # per matmul of attention's forward pass (arXiv 2307.08691, section 4.1)
 FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # position of a matmul's first factor
 COMMUNICATION = ("nccl:", "gloo:", "c10d::", "record_param_comms")
 KINDS = ("matmul", "attention", "communication", "other")
@@ -26,8 +26,8 @@ class Operation:
         name: name in torch, such as "aten::mm"
         shapes: shapes of its arguments
         calls: number of calls
-        seconds: time of all calls without that of operations that they call; on a GPU, the time of
-            its kernels
+        seconds: time of all calls, without the operations that they call; on a GPU, the time of
+            the kernels
     """
 
     name: str
@@ -126,7 +126,7 @@ def operations_table(
 def _sum_of_kind(
     kind: str, found: Sequence[Operation], planned: Sequence[float | None], total: float
 ) -> list[str]:
-    """Return the line of a kind: its time, and that of its planned calls beside the plan."""
+    """Return the line of a kind: its seconds, and the ratio to the planner's if there are any."""
     own = [(each, plan) for each, plan in zip(found, planned, strict=True) if each.kind == kind]
     if not own:
         return []

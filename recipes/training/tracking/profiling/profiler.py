@@ -27,7 +27,7 @@ from recipes.training.run_folder.line_file import write_whole
 from recipes.training.tracking.profiling.operations import Operation, Shapes, operations_table
 
 Show = Callable[[int, str, Path], None]
-MAX_RECORDED_ALLOCATIONS = 1_000_000  # newest allocations of the step that are kept
+MAX_RECORDED_ALLOCATIONS = 1_000_000  # only the newest allocations of the step are kept
 
 
 class StepProfiler:
@@ -38,7 +38,7 @@ class StepProfiler:
         recipe: the recipe of the run
         folder: the run folder
         precision: "fp32", "bf16" or "fp16"
-        show: called with the step, the name and the file of the table of operations
+        show: function that gets the step, the name and the file of the table of operations
     """
 
     def __init__(
@@ -104,10 +104,12 @@ class StepProfiler:
         seconds = sum(operation.seconds for operation in found)
         title = (
             f"{self.recipe.name}, step {self.step}, rank {dist.get_rank()}: {seconds:.3f} s in "
-            f"operations on {self.engine.device_name} (of each operation without its callees)"
+            f"operations on {self.engine.device_name} (each without the operations that it calls)"
         )
         if self.engine.on_gpu and not seconds:
-            title += "\nNo times of kernels: the driver lets only root profile GPUs (see CUPTI)."
+            title += (
+                "\nNo kernel times: the driver may allow only root to profile GPUs (see CUPTI)."
+            )
         return title
 
     def _gpu(self) -> Gpu | None:
@@ -122,7 +124,7 @@ class StepProfiler:
 
 
 def operations_of(recording: profile, *, on_gpu: bool) -> list[Operation]:
-    """Return the operations of a profile that take time, on a GPU by the time of their kernels."""
+    """Return the operations of a profile that take time; on a GPU, that of their kernels counts."""
     found = []
     for each in recording.key_averages(group_by_input_shape=True):
         if each.device_type != DeviceType.CPU:  # a kernel, which its operation counts already

@@ -1,4 +1,4 @@
-"""What Weights & Biases gets besides numbers: pictures, tables and references to checkpoints."""
+"""Pictures, tables and references to checkpoints for Weights & Biases."""
 
 import html
 import re
@@ -12,12 +12,12 @@ TASK_METRIC = re.compile(r"tasks/(?P<task>.+)/(?P<metric>[^/]+)")
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture or a text of a step, in a file of the run folder.
+    """A picture or a text about a step, in a file of the run folder.
 
     Attributes:
         step: the step
         name: name of the panel in W&B
-        file: an SVG or a text
+        file: an SVG or text file
     """
 
     step: int
@@ -36,7 +36,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint in the run folder, which becomes a reference artifact without its files.
+    """A checkpoint in the run folder. The artifact refers to it and does not contain its files.
 
     Attributes:
         step: the step after which it was saved

@@ -1,4 +1,4 @@
-"""Weights & Biases in a thread of its own, so that training neither waits for it nor stops."""
+"""Weights & Biases in a thread of its own, so that training never waits for it or fails with it."""
 
 import atexit
 import contextlib
@@ -29,8 +29,8 @@ class WandbThread:
         recipe: the recipe of the run
         folder: the run folder
         facts: facts about this start of the run, for its configuration and its summary
-        plan: the planner's numbers, by the name of the metric that they predict. They are part of
-            the configuration, and beside the metrics of each step as "planned/..."
+        plan: the planner's predictions, by the name of the metric; sent with the configuration, and
+            as "planned/..." with the metrics of each step
         metrics: the lines of metrics.jsonl so far, for the table of task scores
     """
 
