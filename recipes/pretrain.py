@@ -98,6 +98,7 @@ def pretrain(started: float | None = None) -> None:
         # 4. Start: find the newest undamaged checkpoint, and prepare the run folder.
         start = find_resume_point(experiment, claim, data, options.resume, options.resume_once)
         experiment = experiment.at(start.progress.step + 1)  # in the stage of the next step
+        data.resume(start.progress, experiment.topology)
     begin(experiment, claim, data, start, startup)
 
     with out_of_memory_explained(experiment, claim) as account:
@@ -119,7 +120,6 @@ def pretrain(started: float | None = None) -> None:
         if start.found.path:
             engine.load(start.found.reader(), weights_only=start.found.weights_only)
             startup.lap("loading")
-        data.resume(start.progress, topology)
 
         # 6. Train: run the steps, and record how the run ends.
         with open_run(experiment, claim, engine, data=data, start=start, startup=startup) as run:

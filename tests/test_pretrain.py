@@ -516,10 +516,10 @@ from recipes.training.data.dataset import TrainingData
 
 healthy = TrainingData.evaluation
 
-def evaluation(self):
+def evaluation(self, name=""):
     with open(FILE, "r+b") as stream:
         stream.truncate(1000)
-    return healthy(self)
+    return healthy(self, name)
 
 TrainingData.evaluation = evaluation
 pretrain.main()

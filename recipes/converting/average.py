@@ -18,6 +18,7 @@ from recipes.training.checkpoint.compatibility import TRAINING_ONLY, differences
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size
+from recipes.training.recipe.stages.plan import table_at
 from recipes.training.run_folder.provenance import versions
 
 BLOCK_ELEMENTS = 2**24  # elements of a tensor that are averaged in float64 at a time
@@ -104,7 +105,9 @@ def mean(sources: Sequence[CheckpointReader], name: str, shape: tuple[int, ...])
 
 
 def _check_same_model(first: CheckpointReader, other: CheckpointReader) -> None:
-    models = (source.manifest.recipe["model"] for source in (first, other))
+    models = (
+        table_at(source.manifest.recipe, source.manifest.step)["model"] for source in (first, other)
+    )
     changed = {
         f"model.{key}": values
         for key, values in differences(*models).items()

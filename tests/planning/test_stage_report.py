@@ -124,9 +124,9 @@ def test_launch_finds_a_layout_for_all_stages(tmp_path: Path) -> None:
     table["cluster"] = {"nodes": 4, "gpus_per_node": 1, "gpu": "cpu"}
     file.write_text(tomli_w.dumps(table | {"stage": [middle]}))
     replanner = Replanner(file)
-    own = replanner.on(4)
+    own = replanner.placement_on(4)
     assert own is not None and not own.chosen and own.pipelined
-    fewer = replanner.on(2)
+    fewer = replanner.placement_on(2)
     assert fewer is not None and fewer.chosen
     assert any(text.startswith("stage.middle.layout.pipeline=") for text in fewer.overrides)
     plan_of_fewer = StagePlan(load_recipe(file, fewer.overrides))

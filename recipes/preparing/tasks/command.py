@@ -43,7 +43,11 @@ def write_task(arguments: list[str]) -> None:
         items = make_items(corpus, MAKERS[options.kind], count=options.items)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, "".join(line(item) for item in items))
-    read_items(output)
+    try:
+        read_items(output)
+    except UserError:
+        output.unlink()
+        raise
     print(f"wrote {len(items):,} items to {output}; in a recipe:")
     print(f'\n[evaluation]\ntasks = [{{ name = "{output.stem}", path = "{options.output}" }}]')
 

@@ -28,10 +28,12 @@ def items_of_samples(file: Path, delimiter: str | None) -> list[dict[str, Any]]:
     """
     samples: dict[Any, tuple[str, dict[str, Any]]] = {}
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read ({error}); {ADVICE}") from None
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         place = f"{file}:{number}"
         try:
             sample = json.loads(line)

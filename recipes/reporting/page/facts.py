@@ -134,7 +134,7 @@ def mixtures(run: RunRecord) -> list[tuple[str, list[SourceShare]]]:
     found = []
     for part in plan.parts:
         spans = [span for span in plan.spans if span.part == part]
-        if len(run.steps) and spans[0].first > run.steps.step[-1]:
+        if spans[0].first > run.newest_step:
             break
         names = ", ".join(dict.fromkeys(span.stage for span in spans))
         found.append((names, _mixture_of_part(run, plan, part)))
@@ -232,9 +232,9 @@ def _compute(run: RunRecord) -> str:
 
 
 def _layout(run: RunRecord) -> str:
-    if run.recipe is None:
+    if run.plan is None:
         return NONE
-    layout, ranks = run.recipe.layout, run.world_size
+    layout, ranks = run.plan.at(run.newest_step).recipe.layout, run.world_size
     model = layout.pipeline * layout.tensor * layout.context
     data = f" x data {ranks // model}" if ranks else ""
     context = f" x context {layout.context}" if layout.context > 1 else ""

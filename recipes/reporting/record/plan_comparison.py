@@ -54,9 +54,9 @@ def predict(record: RunRecord, gpu: str | None) -> Prediction:
     Raises:
         UserError: the reason why there is no prediction.
     """
-    recipe, ranks = record.recipe, record.world_size
-    if recipe is None:
+    if record.plan is None:
         raise UserError("the recipe cannot be read")
+    recipe, ranks = record.plan.at(record.newest_step).recipe, record.world_size
     if ranks is None:
         raise UserError("the metrics do not tell the number of ranks")
     kind = precision(read_deepspeed_json(recipe.deepspeed))

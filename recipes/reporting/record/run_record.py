@@ -68,8 +68,12 @@ class RunRecord:
         """Training FLOPs per token at the newest step; None if the recipe cannot be read."""
         if self.plan is None:
             return None
-        step = int(self.steps.step[-1]) if len(self.steps) else 1
-        return flops_per_token(self.plan.at(step).recipe.model)
+        return flops_per_token(self.plan.at(self.newest_step).recipe.model)
+
+    @property
+    def newest_step(self) -> int:
+        """The newest kept step; 1 if there is none yet."""
+        return int(self.steps.step[-1]) if len(self.steps) else 1
 
     def flops(self, tokens: np.ndarray) -> np.ndarray:
         """Return the training FLOPs of the first `tokens` tokens of the run; NaN if not known.

@@ -79,7 +79,7 @@ class TrainingData:
         self.recipe, self.rank = recipe, rank
         self.plan = StagePlan(recipe)
         self._opened: dict[tuple[str, int], Windows] = {}
-        self._tasks: dict[int, Tasks] = {}  # by sequence length
+        self._tasks: dict[tuple[Any, ...], Tasks] = {}
         self.numbers = source_numbers(self.plan)
         for span in self.plan.spans:
             with self.plan.naming(span):
@@ -201,14 +201,17 @@ class TrainingData:
     @property
     def tasks(self) -> Tasks:
         """The tasks of the recipe; reads and tokenises their files on first use."""
-        length = self.sequence_length
-        if length not in self._tasks:
-            self._tasks[length] = open_tasks(self.stage_recipe)
-        return self._tasks[length]
+        return self._tasks_of(self.stage_recipe)
 
     @tasks.setter
     def tasks(self, tasks: Tasks) -> None:
-        self._tasks[self.sequence_length] = tasks
+        self._tasks[_encoding_of(self.stage_recipe)] = tasks
+
+    def _tasks_of(self, recipe: Recipe) -> Tasks:
+        key = _encoding_of(recipe)
+        if key not in self._tasks:
+            self._tasks[key] = open_tasks(recipe)
+        return self._tasks[key]
 
     @cached_property
     def token_bytes(self) -> np.ndarray | None:
@@ -226,9 +229,7 @@ class TrainingData:
             _ = self.token_bytes
         for span in self.plan.spans:
             with self.plan.naming(span):
-                length = span.recipe.model.sequence_length
-                if length not in self._tasks:
-                    self._tasks[length] = open_tasks(span.recipe)
+                self._tasks_of(span.recipe)
 
     def task_windows(self) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of one evaluation of the tasks, without dropout."""
@@ -371,3 +372,8 @@ class TrainingData:
                 f"model.vocab_size is {self.vocab_size}; use the size of the tokenizer that made it"
             )
         return tokens
+
+
+def _encoding_of(recipe: Recipe) -> tuple[Any, ...]:
+    """Return the keys on which the tokens of tasks depend: corpora may begin documents with BOS."""
+    return recipe.model.sequence_length, *(source.path for source in recipe.data.train)

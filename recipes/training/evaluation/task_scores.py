@@ -49,7 +49,12 @@ def task_scores(
 
 
 def _accuracy(items: Sequence[Item], values: np.ndarray, firsts: np.ndarray) -> float:
-    """Return the share of items whose right choice has the largest value; of equal, the first."""
+    """Return the share of items whose right choice has the largest value; of equal, the first.
+
+    It is not a number if a value is none, as with a diverged model.
+    """
+    if np.isnan(values).any():
+        return math.nan
     of_items = np.split(values, firsts[1:-1])
     chosen = [int(np.argmax(each)) for each in of_items]
     return float(np.mean([n == item.answer for n, item in zip(chosen, items, strict=True)]))

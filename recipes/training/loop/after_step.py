@@ -78,7 +78,7 @@ def handle_bad_step(
         return roll_back(run, step, reason)
     if severity == Severity.UNSAFE and is_last:
         outcome = roll_back(run, step, reason)
-        if not outcome.ending:
+        if not outcome.ending or outcome.ending.is_boundary:
             return outcome
         ending = skip_last_step(run, step, metrics, reason)
         return StepOutcome(step, ending) if ending else None

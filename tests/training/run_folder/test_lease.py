@@ -110,7 +110,8 @@ def test_a_checkpoint_is_published_only_with_the_lease(
     class Writer:
         recipe = type("Recipe", (), {"checkpoint": None})
         damaged = ()
+        on_publish = staticmethod(lambda *_: order.append("told"))
 
     Writer.folder = folder  # type: ignore[attr-defined]
     assert writer.CheckpointWriter._publish(Writer(), tmp_path, Manifest()) is None  # type: ignore[arg-type]
-    assert order[:3] == ["manifest", "lease", "publish"]
+    assert order[:3] == ["manifest", "lease", "publish"] and order[-1] == "told"

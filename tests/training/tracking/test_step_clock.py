@@ -101,17 +101,17 @@ class FakeRun(SimpleNamespace):
                 score_tasks=lambda: spend(7.0, {"tasks/a/accuracy": 0.5}),
             ),
             data=mock.Mock(),
+            plan=mock.Mock(),
             meter=SimpleNamespace(line=lambda *_, seconds, **more: {"step_seconds": seconds}),
         )
 
 
 def test_a_run_includes_the_time_between_steps_but_not_validation(time: Time) -> None:
     run = FakeRun(time)
-    with mock.patch("recipes.pretrain.learning_rate", return_value=0.1):
-        lines = []
-        for step in range(1, 6):
-            lines.append(train_step(run, step))
-            time.now += 0.25  # a save
+    lines = []
+    for step in range(1, 6):
+        lines.append(train_step(run, step))
+        time.now += 0.25  # a save
     assert [line["step_seconds"] for line in lines] == [2.0, 2.25, 2.25, 2.25, 2.25]
     assert [line["between_seconds"] for line in lines] == [0.0, 0.25, 0.25, 0.25, 0.25]
     assert [line.get("validation_seconds") for line in lines] == [None, None, 30.0, None, None]

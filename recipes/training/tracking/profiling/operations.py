@@ -62,9 +62,11 @@ class Operation:
         if precision not in gpu.peak_tflops:
             return None
         if self._first_factor is not None:
-            left, right = self.shapes[self._first_factor :][:2]
-            rows, inner, columns = left[-2], left[-1], right[-1]
-            batch = prod(left[:-2])
+            factors = self.shapes[self._first_factor :][:2]
+            if len(factors) < 2 or any(len(shape) < 2 for shape in factors):
+                return None
+            (*batches, rows, inner), (*_, columns) = factors
+            batch = prod(batches)
             if not batch * rows * inner * columns:
                 return None
             seconds = matmul_seconds(
@@ -76,9 +78,10 @@ class Operation:
     def _planned_attention(self, gpu: Gpu, precision: str) -> float | None:
         backward = "_backward" in self.name
         # The first argument of the backward pass is the output's gradient.
-        q, k = self.shapes[1:3] if backward else self.shapes[:2]
-        if len(q) != 4 or len(k) != 4:  # sequences of several lengths in one tensor
-            return None
+        tensors = self.shapes[1:3] if backward else self.shapes[:2]
+        if len(tensors) < 2 or any(len(shape) != 4 for shape in tensors):
+            return None  # for example sequences of several lengths in one tensor
+        q, k = tensors
         # [b, heads, s, d] in scaled_dot_product_attention, [b, s, heads, d] in kernels below it
         keys = k[2] if "scaled_dot_product" in self.name else k[1]
         flops = 4 * prod(q) * keys / 2
