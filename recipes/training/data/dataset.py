@@ -179,10 +179,11 @@ class TrainingData:
         """Return the windows that each validation reads from a set, spread evenly over its file.
 
         Each set is validated over `training.evaluation_batches` global batches, or as a whole if it
-        has fewer windows.
+        has fewer windows. They are batches of the first stage, so that a ramp or a later stage with
+        another batch does not change the windows.
         """
-        corpus, recipe = self.validation[name], self.stage_recipe
-        wanted = recipe.training.evaluation_batches * recipe.batch.global_sequences
+        corpus, first = self.validation[name], self.plan.stages[0].recipe
+        wanted = first.training.evaluation_batches * first.batch.global_sequences
         count = min(wanted, corpus.count)
         return [n * corpus.count // count for n in range(count)]
 
