@@ -159,7 +159,7 @@ REQUESTS_AT = Tasks.requests_at
 
 
 def without_documents(data: TrainingData) -> MicroBatchInfo:
-    return MicroBatchInfo(None, None, data._division(None))
+    return MicroBatchInfo(None, None, data._division(data.sequence_length, None))
 
 
 def faulty_worker(folder: str) -> dict[str, Any]:
