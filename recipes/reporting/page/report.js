@@ -160,12 +160,17 @@
 
   if (settings.version) {
     addEventListener("pagehide", remember);
+    let lost = 0; // seconds without an answer
     const poll = async () => {
       let version = settings.version;
       try {
         const answer = await fetch("version", { cache: "no-store" });
         if (answer.ok) version = await answer.text();
-      } catch { return; } // the run has ended, and with it the server
+        lost = 0;
+      } catch {
+        lost += settings.seconds;
+        if (lost > 60) return; // the run has ended, and with it the server
+      }
       if (version !== settings.version) location.reload();
       else setTimeout(poll, settings.seconds * 1000);
     };

@@ -174,8 +174,19 @@ class StagePlan:
         return self.first_of_part(part).recipe.model.sequence_length
 
     def first_of_part(self, part: int) -> Span:
-        """Return the first span of a part of the data."""
-        return next(span for span in self.spans if span.part == part)
+        """Return the first span of a part of the data.
+
+        Raises:
+            UserError: the recipe has no such part; a run that has read it rolled back to an earlier
+                stage, and its recipe has changed since.
+        """
+        for span in self.spans:
+            if span.part == part:
+                return span
+        raise UserError(
+            f"the run has read data of {part + 1} stages before it rolled back, and the recipe has "
+            f"only {len(self.parts)}; use the stages with which it was trained"
+        )
 
     @property
     def parts(self) -> range:
