@@ -165,7 +165,7 @@ def rank_command(
     words = [python[-1], "-u", str(PRETRAIN), str(file)]
     words += ["--run-dir", str(folder.path), "--resume", resume_option(options, recipe)]
     words += ["--resume-once", options.resume_once or f"launch-{time.time_ns():x}"]
-    pipelined = any(span.recipe.layout.pipeline > 1 for span in StagePlan(recipe).spans)
+    pipelined = StagePlan(recipe).is_pipelined
     variables = forwarded(os.environ, container=bool(options.container))
     set_torch_variables(variables, deterministic=recipe.training.deterministic, pipelined=pipelined)
     return Command(

@@ -72,7 +72,7 @@ def pretrain(started: float | None = None) -> None:
     set_torch_variables(
         os.environ,
         deterministic=recipe.training.deterministic,
-        pipelined=any(span.recipe.layout.pipeline > 1 for span in experiment.plan.spans),
+        pipelined=experiment.plan.is_pipelined,
     )
     from recipes.out_of_memory.explanation import out_of_memory_explained
     from recipes.training.engine.build import build_engine, build_grid, build_model, build_optimizer

@@ -155,7 +155,7 @@ def _placement(recipe: Recipe, overrides: Sequence[str], job: Job) -> Placement:
         overrides,
         _text(recipe),
         step_time(job).total,
-        pipelined=any(span.recipe.layout.pipeline > 1 for span in StagePlan(recipe).spans),
+        pipelined=StagePlan(recipe).is_pipelined,
         memory=fullest_stage(job),
         chosen=True,
     )

@@ -1,7 +1,7 @@
 """The planner's numbers for a run, by the name of the metric that each predicts."""
 
 from models.errors import UserError
-from recipes.planning.inputs.job import Machine, job_of
+from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import stage_memory
 from recipes.planning.output.plan_report import rates
 from recipes.planning.time.step_time import step_time
@@ -25,10 +25,15 @@ def predicted_metrics(recipe: Recipe, machine: Machine | None) -> dict[str, floa
         job = job_of(recipe, machine)
     except UserError:  # the planner rejects some recipes that the engine accepts
         return {}
+    return metrics_of_job(job, recipe.training.steps)
+
+
+def metrics_of_job(job: Job, steps: int) -> dict[str, float]:
+    """Return the predictions for a job of a number of steps, as `predicted_metrics` does."""
     seconds, memory = step_time(job).total, stage_memory(job)[0]
-    found = rates(job, seconds, recipe.training.steps)
+    found = rates(job, seconds, steps)
     # The metric is what torch's allocator counts; on a CPU, it is the memory of the process.
-    counted = memory.total if machine.gpu.device == "cpu" else memory.counted
+    counted = memory.total if job.machine.gpu.device == "cpu" else memory.counted
     return {
         "step_seconds": seconds,
         "tokens_per_second": found.tokens_per_second,

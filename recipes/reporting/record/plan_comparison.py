@@ -6,9 +6,8 @@ from models.errors import UserError
 from recipes.gpus.datasheet import gpus, load_gpu
 from recipes.planning.inputs.job import Machine, own_job
 from recipes.planning.inputs.software import THREEFOLD
-from recipes.planning.memory.peak import GIB, stage_memory
-from recipes.planning.output.plan_report import rates
-from recipes.planning.time.step_time import step_time
+from recipes.planning.memory.peak import GIB, fullest_stage
+from recipes.planning.output.predicted_metrics import metrics_of_job
 from recipes.reporting.record.run_record import RunRecord
 from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
 from recipes.training.recipe.schema import Recipe
@@ -67,17 +66,11 @@ def predict(record: RunRecord, gpu: str | None) -> Prediction:
     job, problem = own_job(recipe, machine, THREEFOLD)
     if job is None:
         raise UserError(problem)
-    seconds, stages = step_time(job).total, stage_memory(job)
-    found = rates(job, seconds, recipe.training.steps)
     return Prediction(
         gpu=name,
         ranks=ranks,
-        step_seconds=seconds,
-        tokens_per_second=found.tokens_per_second,
-        mfu=found.mfu,
-        tflops_per_gpu=found.model_tflops,
-        memory_gb=(stages[0].total if machine.gpu.device == "cpu" else stages[0].counted) / 1e9,
-        fullest_gib=max(stage.total for stage in stages) / GIB,
+        **metrics_of_job(job, recipe.training.steps),
+        fullest_gib=fullest_stage(job).total / GIB,
         device_gib=machine.gpu.memory_gib,
     )
 

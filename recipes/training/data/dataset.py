@@ -80,6 +80,7 @@ class TrainingData:
         self.plan = StagePlan(recipe)
         self._opened: dict[tuple[str, int], Windows] = {}
         self._tasks: dict[tuple[Any, ...], Tasks] = {}
+        self._sources: dict[int, dict[int, Windows]] = {}  # first step of a span -> its sources
         self.numbers = source_numbers(self.plan)
         for span in self.plan.spans:
             with self.plan.naming(span):
@@ -97,6 +98,12 @@ class TrainingData:
                 opened = [each.file for (other, _), each in self._opened.items() if other == path]
                 file = opened[0] if opened else open_corpus(path, recipe)
                 self._opened[key] = Windows(file, recipe.model.sequence_length)
+        self._sources[span.first] = {
+            self.numbers[str(repository_path(source.path))]: self._opened[
+                source.path, recipe.model.sequence_length
+            ]
+            for source in recipe.data.train
+        }
         check_document_starts(recipe)
 
     @property
@@ -129,13 +136,7 @@ class TrainingData:
 
     def sources(self, step: int = 1) -> dict[int, Windows]:
         """Return number -> corpus, as the windows of a step."""
-        recipe = self.plan.at(step).recipe
-        return {
-            self.numbers[str(repository_path(source.path))]: self._opened[
-                source.path, recipe.model.sequence_length
-            ]
-            for source in recipe.data.train
-        }
+        return self._sources[self.plan.at(step).first]
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:

@@ -116,6 +116,11 @@ class StagePlan:
         ]
 
     @property
+    def is_pipelined(self) -> bool:
+        """True if a stage of the run has a pipeline."""
+        return any(span.recipe.layout.pipeline > 1 for span in self.spans)
+
+    @property
     def names(self) -> list[str]:
         """The names of the stages."""
         return [span.stage for span in self.stages]

@@ -9,7 +9,7 @@ rank-00000.pickle         allocations on the GPU, for https://pytorch.org/memory
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import write_whole
 from recipes.training.tracking.profiling.operations import Operation, Shapes, operations_table
+from recipes.training.tracking.timeline import Show
 
-Show = Callable[[int, str, Path], None]
 MAX_RECORDED_ALLOCATIONS = 1_000_000  # only the newest allocations of the step are kept
 
 
