@@ -15,8 +15,8 @@ from models.errors import UserError
 from models.hugging_face.config import model_settings
 from models.hugging_face.tensors import Counterpart, counterparts
 from models.layer_specs import logical_shapes
+from recipes.converting.weight_files import write_weights
 from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size
 from recipes.training.run_folder.provenance import versions
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -184,18 +184,12 @@ def adopt(folder: Path, output: Path) -> ModelConfig:
             f"{folder}: {sorted(unknown)[0]} and {len(unknown) - 1} more tensors have no place in "
             f"a model with this config.json"
         )
-    files: dict[str, FileRecord] = {}
-    tensors: dict[str, str] = {}
-    for number, names in enumerate(split_by_size(shapes, dtype="F32")):
-        file = f"weights-{number:05d}.safetensors"
-        own = {name: shapes[name] for name in names}
-        with TensorFileWriter(output / file, own, dtype="F32") as writer:
-            for name in names:
-                parts = table[name].shapes(shapes[name]).items()
-                joined = table[name].join(theirs.read(part, shape) for part, shape in parts)
-                writer.write(name, joined.numpy().data)
-        files[file] = writer.record
-        tensors |= dict.fromkeys(names, file)
+
+    def joined(name: str) -> Tensor:
+        parts = table[name].shapes(shapes[name]).items()
+        return table[name].join(theirs.read(part, shape) for part, shape in parts)
+
+    files, tensors = write_weights(output, shapes, joined)
     Manifest(
         step=0,
         samples=0,

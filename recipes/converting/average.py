@@ -14,10 +14,10 @@ from torch import Tensor
 from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.converting.verified_source import model_of, open_checkpoint, undamaged
+from recipes.converting.weight_files import write_weights
 from recipes.training.checkpoint.compatibility import TRAINING_ONLY, differences
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
-from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size
 from recipes.training.recipe.stages.plan import table_at
 from recipes.training.run_folder.provenance import versions
 
@@ -72,16 +72,7 @@ def average(sources: Sequence[CheckpointReader], output: Path) -> None:
         output: folder to write
     """
     shapes = logical_shapes(model_of(sources[-1]))
-    files: dict[str, FileRecord] = {}
-    tensors: dict[str, str] = {}
-    for number, names in enumerate(split_by_size(shapes, dtype="F32")):
-        file = f"weights-{number:05d}.safetensors"
-        own = {name: shapes[name] for name in names}
-        with TensorFileWriter(output / file, own, dtype="F32") as writer:
-            for name in names:
-                writer.write(name, mean(sources, name, shapes[name]).numpy().data)
-        files[file] = writer.record
-        tensors |= dict.fromkeys(names, file)
+    files, tensors = write_weights(output, shapes, lambda name: mean(sources, name, shapes[name]))
     replace(
         sources[-1].manifest,
         loss_scale=None,

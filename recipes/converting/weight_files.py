@@ -1,0 +1,34 @@
+"""The files of a checkpoint that has only weights."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size
+
+
+def write_weights(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], weight: Callable[[str], Tensor]
+) -> tuple[dict[str, FileRecord], dict[str, str]]:
+    """Write weights as fp32, one at a time, divided over files of a limited size.
+
+    Args:
+        folder: folder to write into
+        shapes: name -> shape of each logical weight
+        weight: returns the weight with a name, fp32
+
+    Returns:
+        The records of the files, and name -> file, for the manifest.
+    """
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, str] = {}
+    for number, names in enumerate(split_by_size(shapes, dtype="F32")):
+        file = f"weights-{number:05d}.safetensors"
+        own = {name: shapes[name] for name in names}
+        with TensorFileWriter(folder / file, own, dtype="F32") as writer:
+            for name in names:
+                writer.write(name, weight(name).numpy().data)
+        files[file] = writer.record
+        tensors |= dict.fromkeys(names, file)
+    return files, tensors
