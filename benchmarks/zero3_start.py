@@ -74,7 +74,7 @@ def measure_creation(recipe: Recipe, ranks: int, whole: bool) -> Measurement:
         else:
             model = build.build_model(recipe, topology=topology, config=config, grid=grid)
         seconds, peak = time.monotonic() - began, resident("VmHWM")
-        optimizer = build.build_optimizer(model, recipe.optimizer)
+        optimizer = build.build_optimizer(model, recipe, config=config)
         engine = build.build_engine(
             recipe, config=config, grid=grid, model=model, optimizer=optimizer
         )

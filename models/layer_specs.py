@@ -34,7 +34,7 @@ from models.parallel.embedding import VocabParallelEmbedding
 from models.parallel.micro_batch_info import MicroBatchInfo, positions_in
 from models.parallel.norm import NORMS
 from models.parallel.rng import dropout, rows_in
-from models.sharding import Sharding, declared_parameter, sharding_of
+from models.sharding import Role, Sharding, declared_parameter, sharding_of
 from models.transformer import Block, recomputed
 
 TIED_KEY = "embedding"
@@ -136,12 +136,13 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
     gradient_scale: Callable[[], float] = staticmethod(lambda: 1.0)
     observe: Callable[[Tensor], None] | None = None
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis):
+    def __init__(self, config: ModelConfig, axis: TensorAxis, *, role: Role = "input"):
         super().__init__(
             config.vocab_size,
             config.hidden_size,
             padded_vocab_size=config.padded_vocab_size(axis.size),
             axis=axis,
+            role=role,
         )
         self.vocab_size = config.vocab_size
 
@@ -192,6 +193,9 @@ class TokenEmbedding(VocabularyTable):
 class Head(VocabularyTable):
     """The output layer: [s, b, h] to logits, or to the loss."""
 
+    def __init__(self, config: ModelConfig, axis: TensorAxis):
+        super().__init__(config, axis, role="output")
+
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """[s, b, h] to the logits [s, b, v/t]; given labels [b, s], to their mean loss in nats."""
         return self.predict(x, labels)
@@ -238,7 +242,7 @@ class LearnedPositions(Fusing):
         super().__init__()
         self.dropout, self.axis = config.dropout, axis
         shape = (config.sequence_length, config.hidden_size)
-        self.weight = declared_parameter(Sharding(shape), axis.size)
+        self.weight = declared_parameter(Sharding(shape, role="input"), axis.size)
 
     def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""

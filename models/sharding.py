@@ -4,24 +4,32 @@ Every parameter declares its sharding once. Initialisation, gradient norm, check
 read this declaration; no other code knows the layout of a parameter.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+Role = Literal["input", "hidden", "output", "vector"]
+
 
 @dataclass(frozen=True)
 class Sharding:
-    """The layout of a logical (unsharded, unpadded) tensor over the tensor ranks.
+    """The layout of a logical (unsharded, unpadded) tensor over the tensor ranks, and its role.
 
     shape: shape of the logical tensor
     dimension: the split dimension; None: every rank holds the whole tensor
-    blocks: parts of that dimension that are split separately, such as q|k|v or gate|up
+    blocks: parts of that dimension that are split separately, such as q|k|v or gate|up; of a tensor
+        that is not split, parts of its rows
     padded_size: size of that dimension with appended zero rows (vocabulary); None: no padding
     of_expert: the tensor belongs to one expert. With a split dimension, all tensor ranks hold parts
         of it; otherwise only the tensor rank that has this expert holds it, as a whole
+    role: what the tensor maps (arXiv 2203.03466, table 8): "hidden" matrices map activations whose
+        size grows with the width to such activations; "input" matrices (embeddings) and "output"
+        matrices (head, router) have one side that does not grow; "vector": norms and biases
     """
 
     shape: tuple[int, ...]
@@ -29,16 +37,28 @@ class Sharding:
     blocks: tuple[int, ...] = ()
     padded_size: int | None = None
     of_expert: bool = False
+    role: Role = "vector"
 
     def __post_init__(self) -> None:
+        assert (self.role == "vector") == (len(self.shape) == 1), "a matrix without a role"
         if self.dimension is not None:
             assert sum(self.blocks) == self.shape[self.dimension]
             assert self.padded_size is None or len(self.blocks) == 1
+        elif self.blocks:
+            assert sum(self.blocks) == self.shape[0]
 
     @property
     def replicated(self) -> bool:
         """True if every tensor rank holds the whole tensor."""
         return self.dimension is None and not self.of_expert
+
+    @property
+    def matrices(self) -> list[range]:
+        """The rows of each matrix in a logical tensor, such as those of q, k and v."""
+        if self.dimension == 1 or not self.blocks:
+            return [range(self.shape[0])]
+        ends = itertools.accumulate(self.blocks)
+        return [range(end - block, end) for end, block in zip(ends, self.blocks, strict=True)]
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         """Return the shape of the part that each of `tensor_size` ranks holds."""

@@ -112,7 +112,7 @@ def pretrain(started: float | None = None) -> None:
         check_nodes(experiment, claim=claim, grid=grid, step=step, startup=startup)
         model = build_model(recipe, topology=topology, config=config, grid=grid)
         startup.lap("model")
-        optimizer = build_optimizer(model, recipe.optimizer)
+        optimizer = build_optimizer(model, recipe, config=config)
         engine = account.engine = build_engine(
             recipe, config=config, grid=grid, model=model, optimizer=optimizer, crumb=crumb
         )

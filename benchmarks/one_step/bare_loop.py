@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.training.engine.build import build_optimizer
+from benchmarks.adamw import adamw
 from recipes.training.recipe.schema import Recipe
 
 
@@ -32,7 +32,7 @@ class BareLoop:
                 master.grad = torch.empty_like(master)
                 weight.register_post_accumulate_grad_hook(partial(self._accumulate, master))
         self.trained = list(trained.parameters())
-        self.optimizer = build_optimizer(trained, recipe.optimizer)
+        self.optimizer = adamw(trained, recipe.optimizer)
 
     def train(self, batch: Sequence[tuple[Any, ...]]) -> float:
         """Run a step; each micro-batch is a tuple of the model's arguments."""

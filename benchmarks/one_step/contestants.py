@@ -19,6 +19,7 @@ import torch._inductor.compile_fx  # once, before the contestants are forked
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from benchmarks.adamw import adamw
 from benchmarks.one_step import probes
 from benchmarks.one_step.bare_loop import BareLoop
 from benchmarks.one_step.shapes import Shape, can_compile
@@ -33,7 +34,7 @@ from models.parallel import linear
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.engine.build import build_from_recipe, build_optimizer
+from recipes.training.engine.build import build_from_recipe
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
@@ -247,7 +248,7 @@ def build_theirs(entry: Entry, recipe: Recipe, world: World) -> Train:
     config = build_deepspeed_config(json_of(recipe, entry), topology)
     with quiet():
         engine, *_ = deepspeed.initialize(
-            model=model, optimizer=build_optimizer(model, recipe.optimizer), config=config
+            model=model, optimizer=adamw(model, recipe.optimizer), config=config
         )
     if entry.compiled:
         engine.compile()

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from benchmarks.adamw import adamw
 from models.initialization import initialize
 from models.layer_specs import (
     SequentialModel,
@@ -35,7 +36,6 @@ from models.transformer import Block
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.build import (
     build_from_recipe,
-    build_optimizer,
     layers_of_virtual_stages,
 )
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
@@ -190,7 +190,7 @@ class Sequential:
     def __init__(self, recipe: Recipe, setting: Setting):
         specs = plain_specs(recipe)
         self.model = with_first_weights(SequentialModel(specs), recipe)
-        self.optimizer = build_optimizer(self.model, recipe.optimizer)
+        self.optimizer = adamw(self.model, recipe.optimizer)
         self.clipping = recipe.optimizer.gradient_clipping
         self.micro_batches = setting.micro_batches
 
@@ -242,7 +242,7 @@ def build_stock(recipe: Recipe, setting: Setting) -> Contestant:
         with_first_weights(model, recipe)
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=build_optimizer(model, recipe.optimizer),
+            optimizer=adamw(model, recipe.optimizer),
             config=build_deepspeed_config(recipe, topology),
         )
 
@@ -274,7 +274,7 @@ def build_torch(recipe: Recipe, setting: Setting) -> Contestant:
     else:
         schedule = ScheduleInterleaved1F1B([*stages], setting.micro_batches, loss_fn=loss_fn)
     mine = nn.ModuleList(chunks)
-    optimizer = build_optimizer(mine, recipe.optimizer)
+    optimizer = adamw(mine, recipe.optimizer)
 
     def step(tokens: Tensor, labels: Tensor) -> Turn:
         losses: list[Tensor] = []

@@ -31,7 +31,7 @@ from models.pipeline.schedule.order import Pipeline
 from models.pipeline.scheduled_engine import ScheduledEngine
 from models.pipeline.stage import Stage
 from recipes.planning.time.data_time import DataTraffic
-from recipes.training.engine.build import buckets_of_stage
+from recipes.training.engine.parameter_groups import UpdateRule, buckets_of_stage
 from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
 
@@ -239,7 +239,8 @@ def build(setting: Setting, way: Way) -> ScheduledEngine:
             layers_of_virtual_stages=[setting.layers // way.chunks] * pipeline.virtual_stages,
             recompute_interval=0,
         )
-        buckets = buckets_of_stage(model, elements=SHAPE[-1])
+        rules = dict.fromkeys(model.parameters(), UpdateRule("adamw", 1.0, 0.0, 1e-8))
+        buckets = buckets_of_stage(model, rules, elements=SHAPE[-1])
         optimizer = torch.optim.AdamW([{"params": bucket} for bucket in buckets], fused=True)
         config = deepspeed_config(setting.micro_batches)
         boundary = Boundary(SHAPE, torch.float32, TensorAxis())

@@ -27,7 +27,7 @@ from models.pipeline.schedule.passes import BACKWARD, Pass
 from models.pipeline.schedule.simulation import TimedPass, Timeline, pipeline_seconds, simulate
 from models.pipeline.scheduled_engine import ScheduledEngine
 from models.pipeline.stage import Stage
-from recipes.training.engine.build import buckets_of_stage
+from recipes.training.engine.parameter_groups import UpdateRule, buckets_of_stage
 from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
 
@@ -232,7 +232,8 @@ def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEn
             recompute_interval=0,
         )
         boundary = Boundary(SHAPE, torch.float32, TensorAxis())
-        buckets = buckets_of_stage(model, elements=2**24)
+        rules = dict.fromkeys(model.parameters(), UpdateRule("adamw", 1.0, 0.0, 1e-8))
+        buckets = buckets_of_stage(model, rules, elements=2**24)
         optimizer = torch.optim.AdamW([{"params": bucket} for bucket in buckets])
         return ScheduledEngine(
             model, optimizer, deepspeed_config(setting.micro_batches), boundary=boundary

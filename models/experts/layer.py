@@ -153,7 +153,8 @@ class Router(nn.Module):
     def __init__(self, settings: Experts, hidden_size: int, axis: TensorAxis):
         super().__init__()
         self.kind, self.axis = settings.router, axis
-        self.weight = declared_parameter(Sharding((settings.count, hidden_size)), axis.size)
+        sharding = Sharding((settings.count, hidden_size), role="output")
+        self.weight = declared_parameter(sharding, axis.size)
         self.bias = (
             declared_parameter(Sharding((settings.count,)), axis.size)
             if settings.has_bias
@@ -205,12 +206,13 @@ class ExpertMLPs(Deferring, Fusing):
         h, f = hidden_size, settings.ffn_hidden_size
         self.activation = activation
         blocks = (f, f) if activation == "swiglu" else (f,)  # gate|up, or up
-        up, down = Sharding((sum(blocks), h), 0, blocks), Sharding((h, f), 1, (f,))
+        up = Sharding((sum(blocks), h), 0, blocks, of_expert=True, role="hidden")
+        down = Sharding((h, f), 1, (f,), of_expert=True, role="hidden")
         self.numbers = axis.experts_here(settings.count)
         # All weights of a kind are adjacent in the optimizer's tensor (`grouped_matmul.stack`).
-        for name, split in (("up", up), ("down", down)):
-            whole = Sharding(split.shape)
-            sharding = replace(whole if axis.columns.size == 1 else split, of_expert=True)
+        whole_up, whole_down = replace(up, dimension=None), replace(down, dimension=None, blocks=())
+        for name, split, whole in (("up", up, whole_up), ("down", down, whole_down)):
+            sharding = whole if axis.columns.size == 1 else split
             for number in self.numbers:
                 parameter = declared_parameter(sharding, axis.tensor_size)
                 self.register_parameter(f"{name}_{number}", parameter)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from models.kernels.embedding import look_up
 from models.parallel.collectives import TensorAxis, leave_tensor_region
 from models.parallel.linear import column_parallel_matmul
-from models.sharding import Sharding, declared_parameter
+from models.sharding import Role, Sharding, declared_parameter
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -14,15 +14,23 @@ class VocabParallelEmbedding(nn.Module):
     s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks. `embed` communicates
     as a row-parallel linear layer does, `logits` as a column-parallel one.
 
-    Rows beyond `vocab_size` are zero and are never looked up.
+    Rows beyond `vocab_size` are zero and are never looked up. A table that is tied to the output
+    layer is an input matrix.
     """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, padded_vocab_size: int, axis: TensorAxis
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        padded_vocab_size: int,
+        axis: TensorAxis,
+        role: Role = "input",
     ):
         super().__init__()
         self.axis = axis
-        sharding = Sharding((vocab_size, hidden_size), 0, (vocab_size,), padded_vocab_size)
+        shape = (vocab_size, hidden_size)
+        sharding = Sharding(shape, 0, (vocab_size,), padded_vocab_size, role=role)
         self.weight = declared_parameter(sharding, axis.size)
 
     def embed(self, tokens: Tensor) -> Tensor:

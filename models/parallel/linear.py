@@ -34,7 +34,8 @@ class ColumnParallelLinear(Deferring):
     def __init__(self, in_size: int, blocks: tuple[int, ...], *, bias: bool, axis: TensorAxis):
         super().__init__()
         self.axis = axis
-        self.weight = declared_parameter(Sharding((sum(blocks), in_size), 0, blocks), axis.size)
+        sharding = Sharding((sum(blocks), in_size), 0, blocks, role="hidden")
+        self.weight = declared_parameter(sharding, axis.size)
         self.bias = (
             declared_parameter(Sharding((sum(blocks),), 0, blocks), axis.size) if bias else None
         )
@@ -64,7 +65,8 @@ class RowParallelLinear(Deferring):
     def __init__(self, in_size: int, out_size: int, *, bias: bool, axis: TensorAxis):
         super().__init__()
         self.axis = axis
-        self.weight = declared_parameter(Sharding((out_size, in_size), 1, (in_size,)), axis.size)
+        sharding = Sharding((out_size, in_size), 1, (in_size,), role="hidden")
+        self.weight = declared_parameter(sharding, axis.size)
         self.bias = declared_parameter(Sharding((out_size,)), axis.size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,16 +1,18 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from models.sharding import Sharding
 
 SHARDINGS = {
-    "replicated": Sharding((5, 3)),
-    "rows": Sharding((8, 3), 0, (8,)),
-    "columns": Sharding((3, 8), 1, (8,)),
-    "q|k|v": Sharding((16, 3), 0, (8, 4, 4)),
+    "replicated": Sharding((5, 3), role="hidden"),
+    "rows": Sharding((8, 3), 0, (8,), role="hidden"),
+    "columns": Sharding((3, 8), 1, (8,), role="hidden"),
+    "q|k|v": Sharding((16, 3), 0, (8, 4, 4), role="hidden"),
     "gate|up bias": Sharding((16,), 0, (8, 8)),
-    "vocabulary": Sharding((10, 3), 0, (10,), padded_size=16),
-    "a rank of padding only": Sharding((3, 2), 0, (3,), padded_size=16),
+    "vocabulary": Sharding((10, 3), 0, (10,), padded_size=16, role="input"),
+    "a rank of padding only": Sharding((3, 2), 0, (3,), padded_size=16, role="input"),
 }
 
 
@@ -54,3 +56,15 @@ def test_blocks_are_split_one_by_one() -> None:
     logical = torch.arange(16.0).view(16, 1)
     part = SHARDINGS["q|k|v"].local_part(logical.expand(16, 3), 1, 2)
     assert part[:, 0].tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
+
+
+def test_a_tensor_names_the_rows_of_its_matrices() -> None:
+    assert SHARDINGS["q|k|v"].matrices == [range(8), range(8, 12), range(12, 16)]
+    assert SHARDINGS["columns"].matrices == [range(3)]
+    whole = replace(SHARDINGS["q|k|v"], dimension=None)
+    assert whole.matrices == SHARDINGS["q|k|v"].matrices
+
+
+def test_a_matrix_must_have_a_role() -> None:
+    with pytest.raises(AssertionError, match="a matrix without a role"):
+        Sharding((4, 4))

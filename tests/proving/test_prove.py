@@ -465,8 +465,8 @@ def seeded_fault(fault: str) -> Iterator[None]:
         ),
         "q, k and v are declared as one block": (
             "models.parallel.linear.Sharding",
-            lambda shape, dimension=None, blocks=(): Sharding(
-                shape, dimension, (sum(blocks),) if blocks else ()
+            lambda shape, dimension=None, blocks=(), **others: Sharding(
+                shape, dimension, (sum(blocks),) if blocks else (), **others
             ),
         ),
         "column-parallel inputs keep partial gradients": (

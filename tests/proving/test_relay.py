@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,7 +89,7 @@ def seeded_fault(fault: str | None) -> Iterator[None]:
             return elements(self, *arguments, **settings)
 
     def joined(self: Sharding, rank: int, size: int, padded: bool = False) -> list:
-        whole = Sharding(self.shape, self.dimension, (sum(self.blocks),), self.padded_size)
+        whole = replace(self, blocks=(sum(self.blocks),))
         return ranges(whole, rank, size, padded)
 
     def late(self: Sharding, *arguments: Any, **settings: Any) -> Tensor:

@@ -2,14 +2,14 @@
 
     grid = build_grid(topology)
     model = build_model(recipe, topology=topology, config=config, grid=grid)
-    optimizer = build_optimizer(model, recipe.optimizer, bucket=bucket_elements(config))
+    optimizer = build_optimizer(model, recipe, config=config)
     engine = build_engine(recipe, config=config, grid=grid, model=model, optimizer=optimizer)
 
 `build_from_recipe` makes these four calls.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import nn
 
 from models.context_parallel.axis import ContextAxis
 from models.experts.axis import ExpertAxis
@@ -34,11 +33,6 @@ from models.layer_specs import (
 from models.parallel.collectives import TensorAxis
 from models.parallel.process_groups import NcclSettings, create_groups
 from models.pipeline.channels import Boundary
-from models.pipeline.gradients.buckets import (
-    deferring_parameters,
-    divide_into_buckets,
-    units_of_experts,
-)
 from models.pipeline.process_grid import ProcessGrid
 from models.pipeline.schedule.balance import pass_proportions
 from models.pipeline.schedule.order import Pipeline
@@ -50,11 +44,12 @@ from recipes.training.engine.deepspeed_patches import (
     without_memory_reports,
 )
 from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
-from recipes.training.engine.expert_groups import EXPERTS, is_marked, mark_experts
-from recipes.training.engine.sharded_creation import ShardedCreation, dimensions
+from recipes.training.engine.expert_groups import mark_experts
+from recipes.training.engine.parameter_groups import parameter_groups, rule_of
+from recipes.training.engine.sharded_creation import ShardedCreation
 from recipes.training.engine.zero_patches import without_needless_copies
 from recipes.training.recipe.deepspeed_config import precision, zero_stage
-from recipes.training.recipe.schema import Optimizer, Recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import quiet, should_compile
 from recipes.training.supervision.supervisor import Breadcrumb
@@ -81,7 +76,7 @@ def build_from_recipe(
     grid = build_grid(topology)
     model = build_model(recipe, topology=topology, config=config, grid=grid)
     lap("model")
-    optimizer = build_optimizer(model, recipe.optimizer, bucket=bucket_elements(config))
+    optimizer = build_optimizer(model, recipe, config=config)
     return build_engine(
         recipe, config=config, grid=grid, model=model, optimizer=optimizer, crumb=crumb
     )
@@ -149,59 +144,22 @@ def build_model(
 
 
 def build_optimizer(
-    model: nn.Module, settings: Optimizer, *, bucket: int = sys.maxsize
-) -> torch.optim.AdamW:
-    """Build AdamW, with weight decay for matrices and embeddings, but not for norms and biases.
-
-    Experts that other data ranks do not hold are in groups of their own, which ZeRO divides among
-    fewer ranks. In a stage of a pipeline, each group is a bucket of gradients.
+    model: Stage | SequentialModel, recipe: Recipe, *, config: dict[str, Any]
+) -> torch.optim.Optimizer:
+    """Build the optimizer of a rank, with the groups of `parameter_groups`.
 
     Args:
-        model: the result of `build_model`, or another model
-        settings: the optimizer's settings
-        bucket: maximum number of elements of a bucket
+        model: the result of `build_model`
+        recipe: the recipe
+        config: the DeepSpeed configuration of `build_deepspeed_config`
     """
-    parameters = list(model.parameters())
-    if isinstance(model, Stage):
-        groups = buckets_of_stage(model, elements=bucket)
-    else:
-        groups = divide_into_buckets(
-            [parameters], elements=sys.maxsize, kinds=kinds_of(parameters, set()), units={}
-        )
-    decays = [settings.weight_decay if dimensions(group[0]) >= 2 else 0.0 for group in groups]
-    return torch.optim.AdamW(
-        [
-            {"params": group, "weight_decay": decay}
-            | ({"moe": True, "name": EXPERTS} if is_marked(group[0]) else {})
-            for group, decay in zip(groups, decays, strict=True)
-        ],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.epsilon,
-        fused=True,
-    )
-
-
-def buckets_of_stage(stage: Stage, *, elements: int) -> list[list[nn.Parameter]]:
-    """Divide the parameters of a stage into buckets; tied ones are in the last buckets.
-
-    elements: maximum size of a bucket
-    """
-    chunks = [list(stage.parameters_of_chunk(n)) for n in range(stage.pipeline.chunks)]
-    untied = {parameter for chunk in chunks for parameter in chunk}
-    tied = [parameter for parameter in stage.parameters() if parameter not in untied]
-    deferred = deferring_parameters(stage) if stage.pipeline.splits else set()
-    kinds = kinds_of(stage.parameters(), deferred)
-    return divide_into_buckets(
-        [*chunks, tied], elements=elements, kinds=kinds, units=units_of_experts(stage)
-    )
-
-
-def kinds_of(
-    parameters: Iterable[nn.Parameter], deferred: set[nn.Parameter]
-) -> dict[nn.Parameter, tuple[bool, bool, bool]]:
-    """Return what distinguishes the optimizer groups: decay, marked experts, deferred gradients."""
-    return {each: (dimensions(each) >= 2, is_marked(each), each in deferred) for each in parameters}
+    settings = recipe.optimizer
+    rules = {
+        parameter: rule_of(name, parameter, recipe.model, settings)
+        for name, parameter in logical_parameters(model, recipe.model)
+    }
+    groups = parameter_groups(model, rules, bucket=bucket_elements(config))
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
 
 
 def bucket_elements(config: dict[str, Any]) -> int:

@@ -80,7 +80,7 @@ class Engine(ABC):
         if len(micro_batches) != self.micro_batches:
             self._set_micro_batches(len(micro_batches))
         for group in self.wrapped.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group["learning_rate_factor"]
         self._reset_statistics()
         loss = self._train(micro_batches)
         return StepResult(

@@ -76,8 +76,3 @@ class ShardedCreation:
         )
         partitioned.partition()
         partitioned.ds_tensor[len(own) :].zero_()  # padding
-
-
-def dimensions(parameter: nn.Parameter) -> int:
-    """Return the number of dimensions of a parameter, which may be partitioned."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))

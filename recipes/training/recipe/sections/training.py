@@ -102,7 +102,18 @@ class Schedule(Section):
 
 
 class Optimizer(Section):
-    """AdamW (arXiv 1711.05101); norms and biases have no weight decay."""
+    """The optimizer: AdamW (arXiv 1711.05101), or Muon for hidden matrices (arXiv 2502.16982).
+
+    Norms and biases have no weight decay.
+    """
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """"adamw" for all parameters; or "muon" for the matrices inside the layers, and AdamW for
+    embeddings, output layer, routers, norms and biases. Muon's updates are scaled to the size of
+    AdamW's, so that both use the same learning rate and weight decay."""
+
+    momentum: Probability = 0.95
+    """Decay rate of Muon's momentum; used only with `kind = "muon"`."""
 
     learning_rate: Annotated[float, Field(gt=0)]
     """Peak learning rate."""

@@ -1,0 +1,116 @@
+"""Division of the parameters into optimizer groups, each with one rule for its update."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from models.config import ModelConfig
+from models.pipeline.gradients.buckets import (
+    deferring_parameters,
+    divide_into_buckets,
+    units_of_experts,
+)
+from models.pipeline.stage import Stage
+from models.sharding import sharding_of
+from recipes.training.engine.expert_groups import EXPERTS, is_marked
+from recipes.training.recipe.sections.training import Optimizer
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How the optimizer updates a parameter.
+
+    Attributes:
+        algorithm: "muon" for hidden matrices if the recipe chooses it, otherwise "adamw"
+        learning_rate_factor: learning rate relative to that of the step
+        weight_decay: decoupled weight decay, multiplied by the learning rate of the parameter
+        epsilon: the term in AdamW's denominator
+    """
+
+    algorithm: Literal["adamw", "muon"]
+    learning_rate_factor: float
+    weight_decay: float
+    epsilon: float
+
+
+def rule_of(
+    name: str, parameter: nn.Parameter, model: ModelConfig, settings: Optimizer
+) -> UpdateRule:
+    """Return the rule of a parameter; norms and biases have no weight decay.
+
+    Args:
+        name: logical name
+        parameter: the parameter, whose declaration has its role
+        model: the model
+        settings: the optimizer's settings
+    """
+    role = sharding_of(parameter).role
+    return UpdateRule(
+        algorithm="muon" if role == "hidden" and settings.kind == "muon" else "adamw",
+        learning_rate_factor=1.0,
+        weight_decay=0.0 if role == "vector" else settings.weight_decay,
+        epsilon=settings.epsilon,
+    )
+
+
+def parameter_groups(
+    model: nn.Module, rules: Mapping[nn.Parameter, UpdateRule], *, bucket: int
+) -> list[dict[str, Any]]:
+    """Divide the parameters into groups with one rule, as torch's optimizers take them.
+
+    Experts that other data ranks do not hold are in groups of their own, which ZeRO divides among
+    fewer ranks. In a stage of a pipeline, each group is a bucket of gradients.
+
+    Args:
+        model: a stage of a pipeline, or a model with all layers
+        rules: the rule of each parameter
+        bucket: maximum number of elements of a bucket
+    """
+    if isinstance(model, Stage):
+        groups = buckets_of_stage(model, rules, elements=bucket)
+    else:
+        parameters = list(model.parameters())
+        kinds = _kinds_of(parameters, rules, set())
+        groups = divide_into_buckets([parameters], elements=sys.maxsize, kinds=kinds, units={})
+    return [_group(parameters, rules[parameters[0]]) for parameters in groups]
+
+
+def _group(parameters: list[nn.Parameter], rule: UpdateRule) -> dict[str, Any]:
+    """Return a group; `moe` and `name` are keys of DeepSpeed."""
+    group = {
+        "params": parameters,
+        "algorithm": rule.algorithm,
+        "learning_rate_factor": rule.learning_rate_factor,
+        "weight_decay": rule.weight_decay,
+        "eps": rule.epsilon,
+    }
+    return group | ({"moe": True, "name": EXPERTS} if is_marked(parameters[0]) else {})
+
+
+def buckets_of_stage(
+    stage: Stage, rules: Mapping[nn.Parameter, UpdateRule], *, elements: int
+) -> list[list[nn.Parameter]]:
+    """Divide the parameters of a stage into buckets; tied ones are in the last buckets.
+
+    elements: maximum size of a bucket
+    """
+    chunks = [list(stage.parameters_of_chunk(n)) for n in range(stage.pipeline.chunks)]
+    untied = {parameter for chunk in chunks for parameter in chunk}
+    tied = [parameter for parameter in stage.parameters() if parameter not in untied]
+    deferred = deferring_parameters(stage) if stage.pipeline.splits else set()
+    kinds = _kinds_of(stage.parameters(), rules, deferred)
+    return divide_into_buckets(
+        [*chunks, tied], elements=elements, kinds=kinds, units=units_of_experts(stage)
+    )
+
+
+def _kinds_of(
+    parameters: Iterable[nn.Parameter],
+    rules: Mapping[nn.Parameter, UpdateRule],
+    deferred: set[nn.Parameter],
+) -> dict[nn.Parameter, tuple[UpdateRule, bool, bool]]:
+    """Return what distinguishes the groups: rule, experts of few ranks, deferred gradients."""
+    return {each: (rules[each], is_marked(each), each in deferred) for each in parameters}
