@@ -55,7 +55,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/reporting/page/page.py: _time": PARSING,
     "recipes/reporting/record/run_record.py: _read_recipe": PARSING,
     "recipes/sweeping/choice.py: values_of_setting": PARSING,
-    "recipes/sweeping/sweep_folder.py: _read_json": PARSING,
+    "recipes/sweeping/sweep_folder.py: read_json": PARSING,
     "recipes/sweeping/wandb_runs.py: publish": "the message shows the error, and no result is lost",
     "recipes/sweeping/worlds/protocol.py: read_message": PARSING,
     "recipes/sweeping/worlds/rank.py: run_rank": "a trial that fails is a result of the sweep",
