@@ -45,7 +45,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/preparing/tokenization.py: read_report": PARSING,
     "recipes/preparing/tokenizer.py: load_tokenizer": FOREIGN,
     "recipes/preparing/workspace.py: lock_workspace": RAISES,
-    "recipes/planning/inputs/option_types.py: _number": PARSING,
+    "recipes/planning/inputs/option_types.py: number": PARSING,
     "recipes/nodes/connection.py: _parse": PARSING,
     "recipes/nodes/gpu_watch.py: GpuWatch._end": PARSING,
     "recipes/nodes/node_agent.py: NodeAgent.read_commands": PARSING,

@@ -1,4 +1,4 @@
-"""The models of a transfer check: each is a curve of the picture, one for each width and setting."""
+"""The models of a transfer check: a curve of the picture for each width and setting."""
 
 import itertools
 import math
@@ -102,8 +102,8 @@ def widened(path: Path, overrides: Sequence[str], models: Models) -> Iterator[Re
     recipe, _ = recipe_on_cluster(path, overrides, **models.cluster)
     if recipe.stage:
         raise UserError(
-            f"{short(path)} has {len(recipe.stage)} [[stage]] tables, and the transfer check trains "
-            f"one stage; use a recipe without [[stage]]"
+            f"{short(path)} has {len(recipe.stage)} [[stage]] tables, and only one stage can be "
+            f"trained here; use a recipe without [[stage]]"
         )
     for width in models.widths or [recipe.model.hidden_size]:
         yield at_width(recipe, width, name=str(short(path)))

@@ -1,7 +1,6 @@
 """The learning-rate sweep: the best learning rate of each curve, and what it shows."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean
@@ -149,10 +148,11 @@ def outcome_of(
     return Outcome(curve, results)
 
 
-def mean_or_none(values) -> float | None:
+def mean_or_none(values: Iterable[float | None]) -> float | None:
     """Return the mean of numbers; None if one of them is None."""
     found = list(values)
-    return None if None in found else mean(found)
+    finite = [each for each in found if each is not None]
+    return mean(finite) if finite and len(finite) == len(found) else None
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ def measure_training(request: dict[str, Any], world: World) -> Result:
     """
     recipe = checked_recipe(request, world)
     engine, data = start(recipe, world)
+    seconds: list[float] = []
     if request["kind"] == "coordinates":
-        training, seconds = activation_sizes(engine, data), []
+        training = activation_sizes(engine, data)
     else:
         training, seconds = losses(engine, data)
     device = engine.device_name
