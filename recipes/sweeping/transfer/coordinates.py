@@ -1,11 +1,17 @@
 """The coordinate check: are the sizes of activations independent of the width? (arXiv 2203.03466)
 
-A parametrization that transfers learning rates keeps the sizes of all activations, and of their
-changes by the first steps, as the width grows. The logits are compared by their change only: at the
-start, muP makes them smaller in wider models, by design.
+A parametrization that transfers learning rates keeps the sizes of all activations in the first
+steps, and what the steps do to the loss, as the width grows.
+
+Some sizes are shown without being judged, because narrow models differ in them by design or by
+chance. At the start, muP makes the logits smaller in wider models, and their random part remains
+afterwards: its size falls with the square root of the width. The changes of the other activations
+have a random part, too, which is significant in models of less than about 256 columns. The decrease
+of the loss contains only the systematic part of the changes of the logits.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import Literal
@@ -14,7 +20,7 @@ from recipes.sweeping.transfer.curves import Curve
 from recipes.sweeping.transfer.trials import TrainingTrial, coordinate_trials
 from recipes.sweeping.trial import Result
 
-LOGITS = "logits"
+LOGITS, LOSS = "logits", "loss"
 MAX_SPREAD = 1.1  # largest size relative to the smallest one over the widths
 Moment = Literal["start", "end", "change"]
 MOMENTS: dict[Moment, tuple[str, int]] = {  # moment -> list in a result, and index in the list
@@ -29,8 +35,9 @@ class Sizes:
     """The sizes of an activation over the widths of a family.
 
     Attributes:
-        place: "embedding", "blocks.0", "blocks.0.attention", ..., or "logits"
-        moment: "start", "end" (after the last step), or "change" (from the start to the end)
+        place: "embedding", "blocks.0", "blocks.0.attention", ..., "logits", or "loss"
+        moment: "start", "end" (after the last step), or "change" (from the start to the end; of the
+            loss, its decrease)
         by_width: width -> size, the mean of the seeds
     """
 
@@ -41,8 +48,8 @@ class Sizes:
     @property
     def spread(self) -> float:
         """The largest size relative to the smallest one."""
-        smallest = min(self.by_width.values())
-        return max(self.by_width.values()) / smallest if smallest else float("inf")
+        sizes = self.by_width.values()
+        return max(sizes) / min(sizes) if min(sizes) > 0 else math.inf
 
     @property
     def is_flat(self) -> bool:
@@ -76,8 +83,8 @@ class CoordinateCheck:
 
 
 def is_judged(place: str, moment: Moment) -> bool:
-    """Return True if a size decides the verdict: of the logits only the change does."""
-    return (moment == "change") == (place == LOGITS)
+    """Return True if a size decides the verdict."""
+    return place == LOSS if moment == "change" else place not in (LOGITS, LOSS)
 
 
 @dataclass
@@ -137,20 +144,21 @@ class Check:
         return CoordinateCheck(family, list(sizes_over_widths(by_width)), faults)
 
 
-def sizes_over_widths(results: dict[int, list[Result]]) -> Iterable[Sizes]:
+def sizes_over_widths(results: dict[int, list[Result]]) -> Iterator[Sizes]:
     """Yield the sizes of each place that all widths have, at each moment, as means of the seeds."""
     tables = {width: [each.training or {} for each in found] for width, found in results.items()}
     if not tables:
         return
+
+    def over_widths(kind: str, place: str, index: int) -> dict[int, float]:
+        return {w: mean(each[kind][place][index] for each in found) for w, found in tables.items()}
+
     places = [list(found[0]["sizes"]) for found in tables.values()]
     for place in [each for each in places[0] if all(each in others for others in places)]:
-        for moment in MOMENTS:
-            kind, index = MOMENTS[moment]
-            yield Sizes(
-                place,
-                moment,
-                {
-                    width: mean(table[kind][place][index] for table in found)
-                    for width, found in tables.items()
-                },
-            )
+        for moment, (kind, index) in MOMENTS.items():
+            yield Sizes(place, moment, over_widths(kind, place, index))
+    decreases = {
+        width: mean(each["losses"][0] - each["losses"][-1] for each in found)
+        for width, found in tables.items()
+    }
+    yield Sizes(LOSS, "change", decreases)

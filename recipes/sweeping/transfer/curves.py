@@ -15,7 +15,7 @@ from recipes.training.recipe.loading import parse_recipe, short
 from recipes.training.recipe.schema import Recipe
 
 SCALED_KEYS = ("hidden_size", "heads", "kv_heads", "ffn_hidden_size")
-SCALED_EXPERT_KEYS = ("ffn_hidden_size", "shared_ffn_hidden_size")
+SCALED_EXPERT_KEYS = ("ffn_hidden_size",)  # of which shared experts have a multiple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +135,10 @@ def at_width(recipe: Recipe, width: int, *, name: str) -> Recipe:
     table = recipe.model_dump(mode="json", exclude_none=True)
     for key in SCALED_KEYS:
         table["model"][key] = getattr(model, key) * width // model.hidden_size
-    for key in SCALED_EXPERT_KEYS if model.experts else ():
-        scaled = getattr(model.experts, key) * width // model.hidden_size
-        table["model"]["experts"][key] = scaled
+    experts = table["model"].get("experts", {})
+    for key in SCALED_EXPERT_KEYS:
+        if key in experts:
+            experts[key] = experts[key] * width // model.hidden_size
     table["model"]["head_size"] = model.attention_head_size
     return parse_recipe(table, f"{name} --widths {width}")
 

@@ -37,7 +37,7 @@ class TransferFolder(SweepFolder):
         if result.training is None:
             return found
         if "sizes" in result.training:
-            return found | {key: result.training[key] for key in ("sizes", "changes")}
+            return found | {key: result.training[key] for key in ("sizes", "changes", "losses")}
         return found | {
             "final_loss": final_loss(result),
             "diverged": result.training["diverged"],

@@ -29,17 +29,19 @@ def activation_sizes(engine: Engine, data: TrainingData) -> dict[str, Any]:
 
     Returns:
         `sizes`: place -> sizes at the start and after each step; `changes`: place -> sizes of the
-        difference from the start after each step; `losses`: the loss of each step. A place is
-        "embedding", "blocks.0.attention", "blocks.0.mlp", "blocks.0" (the residual stream after the
-        block), ..., or "logits".
+        difference from the start after each step. A place is "embedding", "blocks.0.attention",
+        "blocks.0.mlp", "blocks.0" (the residual stream after the block), ..., or "logits". `losses`
+        are those of the measured samples, at the start and after each step.
     """
-    first = activations(engine, data)
+    first, loss = activations(engine, data)
     sizes = {place: [size(value)] for place, value in first.items()}
     changes: dict[str, list[float]] = {place: [] for place in first}
-    losses = []
+    losses = [loss]
     for step in range(1, engine.recipe.training.steps + 1):
-        losses.append(train_step(engine, data, step).loss)
-        for place, value in activations(engine, data).items():
+        train_step(engine, data, step)
+        found, loss = activations(engine, data)
+        losses.append(loss)
+        for place, value in found.items():
             sizes[place].append(size(value))
             changes[place].append(size(value - first[place]))
     return {"sizes": sizes, "changes": changes, "losses": losses}
@@ -50,17 +52,16 @@ def size(value: Tensor) -> float:
     return float(value.double().square().mean().sqrt())
 
 
-def activations(engine: Engine, data: TrainingData) -> Activations:
-    """Return the activations of the samples of the first step, by place."""
+def activations(engine: Engine, data: TrainingData) -> tuple[Activations, float]:
+    """Return the activations of the samples of the first step by place, and their mean loss."""
     found: dict[str, list[Tensor]] = {}
 
     def record(place: str, value: Tensor) -> None:
         found.setdefault(place, []).append(value.detach().float().cpu())
 
     with recorded(engine, record):
-        for _ in engine.token_scores(data.step(1)):
-            pass
-    return {place: torch.cat(values, dim=1) for place, values in found.items()}
+        loss = engine.evaluate(data.step(1))
+    return {place: torch.cat(values, dim=1) for place, values in found.items()}, loss
 
 
 @contextlib.contextmanager
