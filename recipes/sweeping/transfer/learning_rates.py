@@ -9,7 +9,7 @@ from recipes.sweeping.scheduler import Scheduler, measure_all
 from recipes.sweeping.transfer.curves import Curve
 from recipes.sweeping.transfer.transfer_folder import final_loss
 from recipes.sweeping.transfer.trials import TrainingTrial, loss_trials
-from recipes.sweeping.trial import Result, Trial
+from recipes.sweeping.trial import FAULTS, Result, Trial
 
 FACTOR = 2.0  # between neighbouring learning rates of the automatic grid
 FIRST_POWERS = range(-2, 3)  # of the automatic grid around the recipe's learning rate
@@ -116,6 +116,11 @@ class Outcome:
     def best_loss(self) -> float | None:
         """The final loss at the best learning rate."""
         return None if self.best is None else self.losses[self.best]
+
+    @property
+    def has_faults(self) -> bool:
+        """True if a trial hung or crashed."""
+        return any(each.outcome in FAULTS for found in self.results.values() for each in found)
 
     @property
     def next_rate(self) -> float | None:

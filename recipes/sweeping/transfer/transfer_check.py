@@ -18,7 +18,7 @@ from recipes.sweeping.transfer.curves import Curve, Models, curves_of
 from recipes.sweeping.transfer.learning_rates import Outcome, Sweep, comparisons, verdicts
 from recipes.sweeping.transfer.transfer_folder import TABLE, TransferFolder
 from recipes.sweeping.transfer.trials import TrainingTrial
-from recipes.sweeping.trial import FAULTS, Result, Trial
+from recipes.sweeping.trial import Result, Trial
 from recipes.sweeping.worlds.launchers import Launcher
 from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
@@ -58,7 +58,7 @@ def check_transfer(
     # 2. Measure: trials with a result in the folder are not repeated.
     folder = TransferFolder(folder_path, SETTINGS)
     try:
-        results = run(folder, launcher, options.seconds_per_trial, check, sweep, say)
+        run(folder, launcher, options.seconds_per_trial, check, sweep, say)
         folder.write_table()
         checks = check.outcomes(folder.result) if check else []
         outcomes = sweep.outcomes(folder.result) if sweep else []
@@ -74,7 +74,7 @@ def check_transfer(
     if options.json:
         table = report.as_json(outcomes, found, comparisons(outcomes), checks)
         print(json.dumps(table | {"folder": str(folder.path)}))
-    faults = any(result.outcome in FAULTS for result in results)
+    faults = any(each.has_faults for each in outcomes)
     passes = all(each.passes for each in checks) and all(each.transfers for each in found)
     return 0 if passes and not faults else 1
 
@@ -155,8 +155,8 @@ def run(
     check: Check | None,
     sweep: Sweep | None,
     say: Say,
-) -> list[Result]:
-    """Measure the trials without a result, and return all results of this command."""
+) -> None:
+    """Measure the trials without a result."""
     scheduler = Scheduler(folder, launcher, seconds_per_trial)
     progress = report.TrainingProgress()
 
@@ -174,7 +174,6 @@ def run(
         raise
     finally:
         scheduler.stop()
-    return [result for _, result in progress.done]
 
 
 def summary(outcomes: list[Outcome], checks: list[CoordinateCheck]) -> Iterator[str]:

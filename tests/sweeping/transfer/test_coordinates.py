@@ -1,5 +1,7 @@
 """The coordinate check: its verdict, and the activations that it measures in a real engine."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.trial import start
 from recipes.sweeping.transfer.coordinates import Check, CoordinateCheck, Sizes, sizes_over_widths
 from recipes.sweeping.transfer.curves import Curve, at_width
+from recipes.sweeping.transfer.measuring import training
 from recipes.sweeping.transfer.measuring.activations import activation_sizes
-from recipes.sweeping.transfer.measuring.training import losses
 from recipes.sweeping.transfer.transfer_report import check_line, coordinate_lines
 from recipes.sweeping.transfer.trials import coordinate_trials, loss_trials
 from recipes.sweeping.trial import Result
+from recipes.training.data.dataset import TrainingData
+from recipes.training.engine.engine import Engine, StepResult
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
@@ -148,25 +152,32 @@ def test_mup_passes_where_the_standard_parametrization_fails(
     assert all((spread <= 1.1) == passes for place, spread in sizes.items() if place != "embedding")
 
 
-def train(folder: str, rate: float) -> dict[str, Any]:
-    """Train a small model at a learning rate; return its losses."""
+def train(folder: str, diverging_step: int | None) -> dict[str, Any]:
+    """Train a small model, whose loss is NaN at one step; return its losses."""
     world = join_world()
+    honest = training.train_step
+
+    def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
+        result = honest(engine, data, step)
+        return replace(result, loss=math.nan) if step == diverging_step else result
+
+    training.train_step = train_step
     write_corpus(Path(folder) / "data", 250)
     (curve,) = curves_on(Path(folder) / "data", (64,), training={"steps": 6, "evaluate_every": 4})
-    (trial,) = loss_trials(curve, [rate], 1)
+    (trial,) = loss_trials(curve, [1e-3], 1)
     engine, data = start(trial.recipe, world)
-    found, seconds = losses(engine, data)
+    found, seconds = training.losses(engine, data)
     assert len(seconds) == (found["diverged"] or 6)
     return found
 
 
 def test_a_training_is_validated_at_the_end_too(tmp_path: Path) -> None:
-    (found,) = run_ranks(1, train, str(tmp_path), 1e-3)
+    (found,) = run_ranks(1, train, str(tmp_path), None)
     assert [step for step, _ in found["validation"]] == [4, 6]
     assert len(found["losses"]) == 6 and found["diverged"] is None
 
 
 def test_a_diverged_training_is_a_result(tmp_path: Path) -> None:
-    (found,) = run_ranks(1, train, str(tmp_path), 1e30)
-    assert 1 < found["diverged"] <= 6 and len(found["losses"]) == found["diverged"] - 1
-    assert not found["validation"]
+    (found,) = run_ranks(1, train, str(tmp_path), 5)
+    assert found["diverged"] == 5 and len(found["losses"]) == 4
+    assert [step for step, _ in found["validation"]] == [4]
