@@ -25,7 +25,7 @@ from models.parametrization.factors import (
 )
 from recipes.training.engine.parameter_groups import UpdateRule, rule_of
 from recipes.training.recipe.loading import parse_recipe
-from tests.conftest import small_recipe
+from tests.conftest import changed, small_recipe
 from tests.models.experts.test_hugging_face import DOTS
 from tests.models.test_transformer import (
     DROPPING,
