@@ -45,7 +45,7 @@ from recipes.training.engine.deepspeed_patches import (
 )
 from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
 from recipes.training.engine.expert_groups import mark_experts
-from recipes.training.engine.parameter_groups import parameter_groups, rule_of
+from recipes.training.engine.optimizer.parameter_groups import parameter_groups, rule_of
 from recipes.training.engine.sharded_creation import ShardedCreation
 from recipes.training.engine.zero_patches import without_needless_copies
 from recipes.training.recipe.deepspeed_config import precision, zero_stage
