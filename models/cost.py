@@ -1,6 +1,7 @@
 """Costs of a model: parameters, FLOPs, logits. Used by the planner, the model and the metrics."""
 
 import math
+from collections import Counter
 
 from models.config import ModelConfig
 
@@ -64,6 +65,44 @@ def _common_parameters(config: ModelConfig, tensor: int) -> int:
     held_by_all = 2 * norm_parameters(config) + (2 * h if config.bias else 0)
     qk_norms = 2 * config.attention_head_size if config.qk_norm else 0
     return split // tensor + held_by_all + qk_norms
+
+
+def hidden_matrices(config: ModelConfig) -> dict[tuple[int, int], int]:
+    """Return the number of matrices inside the layers by shape, rows x columns.
+
+    These are the matrices that Muon updates: q, k, v, gate and up count separately; embeddings,
+    output layer and routers do not count.
+    """
+    h, query, key = config.hidden_size, config.query_size, config.key_value_size
+    inputs = 2 if config.activation == "swiglu" else 1  # gate and up, or only up
+    found: Counter[tuple[int, int]] = Counter()
+    found[query, h] += config.layers
+    found[key, h] += 2 * config.layers
+    found[h, query] += config.layers
+    for layer in range(config.layers):
+        experts = config.experts if config.has_experts(layer) else None
+        size = (config if experts else config.dense).mlp_size
+        mlps = {size: 1} if size else {}
+        if experts is not None:
+            mlps[experts.ffn_hidden_size] = mlps.get(experts.ffn_hidden_size, 0) + experts.count
+        for f, count in mlps.items():
+            found[f, h] += inputs * count
+            found[h, f] += count
+    return dict(found)
+
+
+def hidden_matrix_parameters(config: ModelConfig) -> int:
+    """Return the parameters in the matrices inside the layers."""
+    return sum(rows * columns * n for (rows, columns), n in hidden_matrices(config).items())
+
+
+def checkpoint_elements(config: ModelConfig, optimizer: str) -> int:
+    """Return the elements of weights and optimizer state: two states with AdamW, one with Muon.
+
+    optimizer: `optimizer.kind`
+    """
+    with_momentum = hidden_matrix_parameters(config) if optimizer == "muon" else 0
+    return 3 * parameter_count(config) - with_momentum
 
 
 def norm_parameters(config: ModelConfig) -> int:
