@@ -21,11 +21,13 @@ class MatrixPart:
     """The part of a logical matrix that a tensor rank holds.
 
     Attributes:
+        shape: rows and columns of the logical matrix
         elements: indices of the part in the rank's flattened parameter
         rows: rows of the matrix
         columns: columns of the matrix
     """
 
+    shape: tuple[int, int]
     elements: range
     rows: range
     columns: range
@@ -77,11 +79,11 @@ class Sharding:
 
     def matrix_parts(self, tensor_rank: int, tensor_size: int) -> list[MatrixPart]:
         """Return a rank's part of each of `matrices`."""
-        all_columns = range(math.prod(self.shape[1:]))
+        all_rows, all_columns = map(range, self.shape)
         if self.dimension == 1:
             (columns,) = itertools.starmap(range, self._ranges(tensor_rank, tensor_size))
-            elements = range(self.shape[0] * len(columns))
-            return [MatrixPart(elements, range(self.shape[0]), columns)]
+            elements = range(len(all_rows) * len(columns))
+            return [MatrixPart((len(all_rows), len(all_columns)), elements, all_rows, columns)]
         held = [(each.start, each.stop) for each in self.matrices]
         if self.dimension == 0:
             held = self._ranges(tensor_rank, tensor_size)
@@ -89,7 +91,8 @@ class Sharding:
         for matrix, (start, stop) in zip(self.matrices, held, strict=True):
             elements = range(first, first + (stop - start) * len(all_columns))
             rows = range(start - matrix.start, stop - matrix.start)
-            parts.append(MatrixPart(elements, rows, all_columns))
+            shape = len(matrix), len(all_columns)
+            parts.append(MatrixPart(shape, elements, rows, all_columns))
             first = elements.stop
         return parts
 

@@ -145,9 +145,19 @@ class MatrixExchange:
         places = {id(piece): values for piece, values in zip(received, split, strict=True)}
         for together in _batches(current.owned):
             matrices = torch.stack([_assembled(matrix, places, buffer) for matrix in together])
-            updates = orthogonalize(matrices).mul_(SIZE_OF_ADAMW * sqrt(max(together[0].shape)))
+            updates = orthogonalize(matrices).mul_(update_scale(together[0].shape))
             for matrix, update in zip(together, updates, strict=True):
                 _take_apart(matrix, update, places)
+
+
+def update_scale(shape: tuple[int, int]) -> float:
+    """Return the factor that gives an orthogonal matrix the root mean square of AdamW's updates.
+
+    Moonlight (arXiv 2502.16982), equation 4.
+
+    shape: rows and columns of the logical matrix
+    """
+    return SIZE_OF_ADAMW * sqrt(max(shape))
 
 
 def _batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:

@@ -124,10 +124,8 @@ def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Mat
                 piece = _piece(rank, shard.fragment, part)
                 if piece.length <= 0:
                     continue
-                rows = shard.sharding.matrices[number]
-                shape = len(rows), shard.sharding.shape[1]
                 key = shard.fragment.name, number
-                matrix = found.setdefault(key, Matrix(shape, shard.fragment.flat))
+                matrix = found.setdefault(key, Matrix(part.shape, piece.flat))
                 assert matrix.flat == piece.flat, "the ranks divide the parameters differently"
                 matrix.pieces.append(piece)
     for (name, number), matrix in found.items():
