@@ -9,6 +9,9 @@ from models.config import ModelConfig
 # 128k it allows 512 tokens on a CPU, where larger matmuls are not faster, and 2,048 on a GPU, where
 # matmuls of 512 tokens are bound by reading the weights.
 MAX_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+NEWTON_SCHULZ_ITERATIONS = 5  # for an update of Muon
+MUON_ROUND_ELEMENTS = 2**25  # of matrices that are exchanged together, on average per rank
+MUON_BATCH_ELEMENTS = 2**24  # of matrices of equal shape that are orthogonalized together
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.cost import MUON_BATCH_ELEMENTS
 from models.parallel.collectives import wait_for
 from models.sharding import sharding_of
 from recipes.training.checkpoint.state import TrainingState
@@ -24,7 +25,6 @@ from recipes.training.engine.optimizer.matrix_plan import (
 from recipes.training.engine.optimizer.newton_schulz import orthogonalize
 
 SIZE_OF_ADAMW = 0.2  # root mean square of AdamW's updates (Moonlight, section 2.2)
-BATCH_ELEMENTS = 2**24  # of matrices of equal shape that are orthogonalized together
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
     """Yield matrices of equal shape that are orthogonalized together."""
     for shape, group in groupby(sorted(matrices, key=lambda each: each.shape), lambda m: m.shape):
         of_shape = list(group)
-        count = max(1, BATCH_ELEMENTS // (shape[0] * shape[1]))
+        count = max(1, MUON_BATCH_ELEMENTS // (shape[0] * shape[1]))
         for first in range(0, len(of_shape), count):
             yield of_shape[first : first + count]
 

@@ -8,10 +8,9 @@ Matrices are exchanged in rounds, so that the buffers of a round stay small.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from models.cost import MUON_ROUND_ELEMENTS
 from models.sharding import MatrixPart, Sharding
 from recipes.training.checkpoint.state import Fragment
-
-ROUND_ELEMENTS = 2**25  # of a round, on average per rank; a single matrix may have more
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def owners_by_round(matrices: Iterable[Matrix], ranks: int) -> list[list[list[Ma
     """
     load = [0] * ranks
     rounds: list[list[list[Matrix]]] = []
-    for together in _filled(matrices, ROUND_ELEMENTS * ranks):
+    for together in _filled(matrices, MUON_ROUND_ELEMENTS * ranks):
         owned: list[list[Matrix]] = [[] for _ in range(ranks)]
         for matrix in sorted(together, key=lambda each: -each.cost):
             held = _held(matrix)

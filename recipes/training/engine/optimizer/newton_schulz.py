@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
+from models.cost import NEWTON_SCHULZ_ITERATIONS
+
 # Of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/), which Moonlight uses, too.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-ITERATIONS = 5
 EPSILON = 1e-7  # added to the norm
 
 
@@ -27,7 +28,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices  # [n, short, long]
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + EPSILON)
-    for _ in range(ITERATIONS):
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT  # [n, short, short]
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b A + c A^2
         x = torch.baddbmm(x, polynomial, x, beta=a)
