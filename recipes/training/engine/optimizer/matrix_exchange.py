@@ -68,10 +68,7 @@ class MatrixExchange:
             for fragment in state.fragments
             if sharding_of(state.parameters[fragment.name]).role == "hidden"
         ]
-        shards = [own]
-        if group is not None:
-            shards = [[] for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(shards, own, group=group)
+        shards = [own] if group is None else gather_shards(own, state, group)
         self.ranks = len(shards)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.flats = {id(flat): number for number, flat in enumerate(state.weights)}
@@ -148,6 +145,18 @@ class MatrixExchange:
             updates = orthogonalize(matrices).mul_(update_scale(together[0].shape))
             for matrix, update in zip(together, updates, strict=True):
                 _take_apart(matrix, update, places)
+
+
+def gather_shards(
+    own: list[Shard], state: TrainingState, group: dist.ProcessGroup
+) -> list[list[Shard]]:
+    """Return the shards of each rank of a group; collective.
+
+    `plan.py --trace`, which simulates one rank, replaces this function; it reads `state`.
+    """
+    shards: list[list[Shard]] = [[] for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(shards, own, group=group)
+    return shards
 
 
 def update_scale(shape: tuple[int, int]) -> float:
