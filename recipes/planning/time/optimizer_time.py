@@ -1,5 +1,6 @@
 """Predicted seconds of the optimizer's update."""
 
+from functools import lru_cache
 from math import ceil
 
 from models.cost import (
@@ -7,10 +8,13 @@ from models.cost import (
     MUON_ROUND_ELEMENTS,
     NEWTON_SCHULZ_ITERATIONS,
 )
+from recipes.gpus.datasheet import Gpu
 from recipes.planning.inputs.hidden_matrices import (
+    Matrices,
+    blocks_share,
     elements_of,
     exchange_precision,
-    matrices_of_stage,
+    matrices_of_layers,
     ranks_of_exchange,
 )
 from recipes.planning.inputs.job import Job
@@ -61,12 +65,14 @@ def muon_time(job: Job) -> float:
     another one. The element-wise work on the shards takes as long as AdamW's.
     """
     ranks = ranks_of_exchange(job)
-    matrices = max((matrices_of_stage(job, n) for n in range(job.layout.pipeline)), key=elements_of)
-    computed = owner_seconds(job, matrices, ranks)
+    share = max(blocks_share(job, stage) for stage in range(job.layout.pipeline))
+    matrices = matrices_of_layers(job.model, share)
+    precision = exchange_precision(job)
+    computed = owner_seconds(job.machine.gpu, precision, matrices, ranks)
     if ranks == 1:
         return computed
     elements = elements_of(matrices)
-    moved = elements / ranks * BYTES[exchange_precision(job)]
+    moved = elements / ranks * BYTES[precision]
     exchanged = all_to_all_seconds(job.machine, moved, ranks=ranks, stride=1)
     rounds = 1
     # DeepSpeed updates one optimizer group at a time, except in bf16 without ZeRO-3.
@@ -77,14 +83,15 @@ def muon_time(job: Job) -> float:
     return computed + 2 * exchanged - hidden
 
 
-def owner_seconds(job: Job, matrices: dict[tuple[int, int], float], ranks: int) -> float:
+@lru_cache(maxsize=4096)
+def owner_seconds(gpu: Gpu, precision: str, matrices: Matrices, ranks: int) -> float:
     """Return the seconds of the rank with the most work, if each matrix has one owner.
 
     The work is at least the mean of the ranks. If k matrices take at least t each, some rank has
     k / ranks of them, rounded up, and takes that many times t.
     """
     costs = sorted(
-        ((newton_schulz_seconds(job, shape, n / ranks), n) for shape, n in matrices.items()),
+        ((newton_schulz_seconds(gpu, precision, shape, n / ranks), n) for shape, n in matrices),
         reverse=True,
     )
     most = sum(seconds * n for seconds, n in costs) / ranks
@@ -95,15 +102,15 @@ def owner_seconds(job: Job, matrices: dict[tuple[int, int], float], ranks: int) 
     return most
 
 
-def newton_schulz_seconds(job: Job, shape: tuple[int, int], count: float) -> float:
+def newton_schulz_seconds(gpu: Gpu, precision: str, shape: tuple[int, int], count: float) -> float:
     """Return the seconds in which a rank orthogonalizes a matrix.
 
     Args:
-        job: the job
+        gpu: the GPU
+        precision: precision of the matmuls
         shape: rows and columns
         count: number of matrices of this shape per rank, which share kernels
     """
-    gpu, precision = job.machine.gpu, exchange_precision(job)
     short, long = sorted(shape)
     batch = max(1, min(ceil(count), MUON_BATCH_ELEMENTS // (short * long)))
     products = sum(
