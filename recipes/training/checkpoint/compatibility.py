@@ -36,6 +36,13 @@ def check_same_run(
             f'--set training.initial_weights="{checkpoint}"'
         )
     saved, now = manifest.recipe, recipe.model_dump(mode="json")
+    kind = saved["optimizer"].get("kind", "adamw")
+    if kind != recipe.optimizer.kind:
+        raise UserError(
+            f'{checkpoint} has the optimizer state of optimizer.kind = "{kind}", not of '
+            f'"{recipe.optimizer.kind}"; use optimizer.kind = "{kind}", or start a new run from '
+            f"its weights with --run-dir and training.initial_weights"
+        )
     before, after = (_begun(fingerprint, manifest.step) for fingerprint in (manifest.data, data))
     # Older checkpoints do not record these two keys. Corpora are always compared by content.
     unrecorded = {"separate_documents": False, "document_starts": data.get("document_starts")}
