@@ -23,7 +23,7 @@ from models.parametrization.factors import (
     query_multiplier,
     residual_multiplier,
 )
-from recipes.training.engine.parameter_groups import UpdateRule, rule_of
+from recipes.training.engine.optimizer.parameter_groups import UpdateRule, rule_of
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.models.experts.test_hugging_face import DOTS
