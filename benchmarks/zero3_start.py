@@ -64,7 +64,7 @@ def measure_creation(recipe: Recipe, ranks: int, whole: bool) -> Measurement:
     topology = recipe.topology(World(rank=0, size=ranks, local_size=ranks))
     config = build_deepspeed_config(recipe, topology)
     with one_rank_of(ranks, 0):
-        grid = build.build_grid(topology)
+        grid = build.build_grid(topology, recipe.optimizer)
         before, began = resident("VmRSS"), time.monotonic()
         if whole:
             with replaced(build, "ShardedCreation", lambda *_, **__: lambda *_: None):

@@ -1,6 +1,7 @@
 """Costs of a model: parameters, FLOPs, logits. Used by the planner, the model and the metrics."""
 
 import math
+from collections import Counter
 
 from models.config import ModelConfig
 
@@ -8,6 +9,9 @@ from models.config import ModelConfig
 # 128k it allows 512 tokens on a CPU, where larger matmuls are not faster, and 2,048 on a GPU, where
 # matmuls of 512 tokens are bound by reading the weights.
 MAX_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+NEWTON_SCHULZ_ITERATIONS = 5  # for an update of Muon
+MUON_ROUND_ELEMENTS = 2**25  # of matrices that are exchanged together, on average per rank
+MUON_BATCH_ELEMENTS = 2**24  # of matrices of equal shape that are orthogonalized together
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -64,6 +68,44 @@ def _common_parameters(config: ModelConfig, tensor: int) -> int:
     held_by_all = 2 * norm_parameters(config) + (2 * h if config.bias else 0)
     qk_norms = 2 * config.attention_head_size if config.qk_norm else 0
     return split // tensor + held_by_all + qk_norms
+
+
+def hidden_matrices(config: ModelConfig) -> dict[tuple[int, int], int]:
+    """Return the number of matrices inside the layers by shape, rows x columns.
+
+    These are the matrices that Muon updates: q, k, v, gate and up count separately; embeddings,
+    output layer and routers do not count.
+    """
+    h, query, key = config.hidden_size, config.query_size, config.key_value_size
+    inputs = 2 if config.activation == "swiglu" else 1  # gate and up, or only up
+    found: Counter[tuple[int, int]] = Counter()
+    found[query, h] += config.layers
+    found[key, h] += 2 * config.layers
+    found[h, query] += config.layers
+    for layer in range(config.layers):
+        experts = config.experts if config.has_experts(layer) else None
+        size = (config if experts else config.dense).mlp_size
+        mlps = {size: 1} if size else {}
+        if experts is not None:
+            mlps[experts.ffn_hidden_size] = mlps.get(experts.ffn_hidden_size, 0) + experts.count
+        for f, count in mlps.items():
+            found[f, h] += inputs * count
+            found[h, f] += count
+    return dict(found)
+
+
+def hidden_matrix_parameters(config: ModelConfig) -> int:
+    """Return the parameters in the matrices inside the layers."""
+    return sum(rows * columns * n for (rows, columns), n in hidden_matrices(config).items())
+
+
+def checkpoint_elements(config: ModelConfig, optimizer: str) -> int:
+    """Return the elements of weights and optimizer state: two states with AdamW, one with Muon.
+
+    optimizer: `optimizer.kind`
+    """
+    with_momentum = hidden_matrix_parameters(config) if optimizer == "muon" else 0
+    return 3 * parameter_count(config) - with_momentum
 
 
 def norm_parameters(config: ModelConfig) -> int:

@@ -16,6 +16,23 @@ from models.parametrization.roles import Role
 
 
 @dataclass(frozen=True)
+class MatrixPart:
+    """The part of a logical matrix that a tensor rank holds.
+
+    Attributes:
+        shape: rows and columns of the logical matrix
+        elements: indices of the part in the rank's flattened parameter
+        rows: rows of the matrix
+        columns: columns of the matrix
+    """
+
+    shape: tuple[int, int]
+    elements: range
+    rows: range
+    columns: range
+
+
+@dataclass(frozen=True)
 class Sharding:
     """The layout of a logical (unsharded, unpadded) tensor over the tensor ranks, and its role.
 
@@ -58,6 +75,25 @@ class Sharding:
             return [range(self.shape[0])]
         ends = itertools.accumulate(self.blocks)
         return [range(end - block, end) for end, block in zip(ends, self.blocks, strict=True)]
+
+    def matrix_parts(self, tensor_rank: int, tensor_size: int) -> list[MatrixPart]:
+        """Return a rank's part of each of `matrices`."""
+        all_rows, all_columns = map(range, self.shape)
+        if self.dimension == 1:
+            (columns,) = itertools.starmap(range, self._ranges(tensor_rank, tensor_size))
+            elements = range(len(all_rows) * len(columns))
+            return [MatrixPart((len(all_rows), len(all_columns)), elements, all_rows, columns)]
+        held = [(each.start, each.stop) for each in self.matrices]
+        if self.dimension == 0:
+            held = self._ranges(tensor_rank, tensor_size)
+        parts, first = [], 0  # element of the rank's parameter
+        for matrix, (start, stop) in zip(self.matrices, held, strict=True):
+            elements = range(first, first + (stop - start) * len(all_columns))
+            rows = range(start - matrix.start, stop - matrix.start)
+            shape = len(matrix), len(all_columns)
+            parts.append(MatrixPart(shape, elements, rows, all_columns))
+            first = elements.stop
+        return parts
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         """Return the shape of the part that each of `tensor_size` ranks holds."""

@@ -107,7 +107,7 @@ def pretrain(started: float | None = None) -> None:
         recipe, topology, config = experiment.recipe, experiment.topology, experiment.config
         crumb = claim.supervisor.crumb  # tells the supervisor what this rank is doing
         crumb.note("building the engine")
-        grid = build_grid(topology)
+        grid = build_grid(topology, recipe.optimizer)
         step = start.progress.step
         check_nodes(experiment, claim=claim, grid=grid, step=step, startup=startup)
         model = build_model(recipe, topology=topology, config=config, grid=grid)

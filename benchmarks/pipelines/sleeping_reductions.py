@@ -31,7 +31,7 @@ from models.pipeline.schedule.order import Pipeline
 from models.pipeline.scheduled_engine import ScheduledEngine
 from models.pipeline.stage import Stage
 from recipes.planning.time.data_time import DataTraffic
-from recipes.training.engine.parameter_groups import UpdateRule, buckets_of_stage
+from recipes.training.engine.optimizer.parameter_groups import UpdateRule, buckets_of_stage
 from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
 

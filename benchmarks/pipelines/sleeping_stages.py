@@ -27,7 +27,7 @@ from models.pipeline.schedule.passes import BACKWARD, Pass
 from models.pipeline.schedule.simulation import TimedPass, Timeline, pipeline_seconds, simulate
 from models.pipeline.scheduled_engine import ScheduledEngine
 from models.pipeline.stage import Stage
-from recipes.training.engine.parameter_groups import UpdateRule, buckets_of_stage
+from recipes.training.engine.optimizer.parameter_groups import UpdateRule, buckets_of_stage
 from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
 

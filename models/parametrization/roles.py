@@ -6,8 +6,8 @@ from typing import Literal
 
 Role = Literal["input", "hidden", "output", "vector"]
 
-# attention.output.weight, mlp.down.weight, mlp.shared.down.weight, mlp.experts.down_5
-RESIDUAL_WEIGHTS = re.compile(r"\.(attention\.output\.weight|down\.weight|down_\d+)$")
+# attention.output.weight, mlp.down.bias, mlp.shared.down.weight, mlp.experts.down_5
+INTO_RESIDUAL_STREAM = re.compile(r"\.(attention\.output|down)\.(weight|bias)$|\.down_\d+$")
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Place:
     Attributes:
         role: role that the parameter declares (`models.sharding.Sharding`)
         in_block: True for parameters of the layers, False for embeddings, final norm and head
-        writes_residual: True for matrices whose output is added to the residual stream
+        writes_residual: True for matrices whose output is added to the residual stream, and for
+            their biases
     """
 
     role: Role
@@ -35,5 +36,10 @@ def place_of(name: str, role: Role) -> Place:
     return Place(
         role,
         in_block=name.startswith("blocks."),
-        writes_residual=RESIDUAL_WEIGHTS.search(name) is not None,
+        writes_residual=writes_residual(name),
     )
+
+
+def writes_residual(name: str) -> bool:
+    """Return True for the parameters of a linear layer that writes into the residual stream."""
+    return INTO_RESIDUAL_STREAM.search(name) is not None

@@ -17,12 +17,15 @@ class ProcessGrid(PipelineParallelGrid):
     Attributes:
         shard_group: this rank's group of data ranks that divide the optimizer state (hybrid
             sharding); None: all data ranks do
+        optimizer_group: the ranks that hold one copy of the optimizer state of this rank's stage,
+            if the optimizer exchanges matrices between them; otherwise None
         same_shard_group: the data ranks of all such groups that hold the same shard as this rank
 
     Args:
         topology: the sizes of the axes
         shard_groups: the global ranks of every shard group; None: no hybrid sharding
         same_shard_groups: the global ranks of every group that holds the same shard
+        optimizer_groups: the global ranks of every `optimizer_group`; None: there is none
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class ProcessGrid(PipelineParallelGrid):
         *,
         shard_groups: list[list[int]] | None = None,
         same_shard_groups: list[list[int]] | None = None,
+        optimizer_groups: list[list[int]] | None = None,
     ):
         self._topo = topology
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -56,6 +60,7 @@ class ProcessGrid(PipelineParallelGrid):
         self.dp_proc_group = create_groups(self.dp_groups)
         self.shard_group = create_groups(shard_groups) if shard_groups else None
         self.same_shard_group = create_groups(same_shard_groups) if same_shard_groups else None
+        self.optimizer_group = create_groups(optimizer_groups) if optimizer_groups else None
         self.pipe_groups, self.pp_group = self._axis("pipe")
         self.pp_proc_group = create_groups(self.pipe_groups)
         self.model_groups, self.slice_group = self._axis("model")

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from models.layer_specs import observed_scores
@@ -53,6 +54,9 @@ def warm_up(
     _run_passes(engine, inputs, info, note)
     note("warming up: reduction of gradients")
     engine.gradients.finish()  # the next step's first gradients replace these
+    if engine.grid.optimizer_group is not None:
+        note("warming up: group of the optimizer")
+        _connect_all(engine.grid.optimizer_group, engine.device)
     warm_up_evaluation(engine, tokens, labels, info, note=note)
 
 
@@ -83,6 +87,12 @@ def warm_up_evaluation(
     engine.module.train()
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
+
+
+def _connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Send one number from each rank of a group to each other one; collective."""
+    numbers = torch.ones(dist.get_world_size(group), device=device)
+    dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
 
 
 def _on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:

@@ -67,7 +67,12 @@ def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, topology:
     for rank in range(topology.world_size):
         names = [name for name in shapes if owners[name] == rank]
         for label, kinds in KINDS_OF_FILE.items():
-            keys = {tensor_key(kind, name): (kind, name) for kind in kinds for name in names}
+            keys = {
+                key: (kind, name)
+                for kind in kinds
+                for name in names
+                if (key := tensor_key(kind, name)) in source.manifest.tensors
+            }
             file = f"{label}-{rank:05d}.safetensors"
             own = {key: shapes[name] for key, (_, name) in keys.items()}
             if not own:

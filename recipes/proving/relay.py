@@ -24,6 +24,7 @@ from recipes.proving.trial import (
     train_step,
 )
 from recipes.training.checkpoint import resume_point
+from recipes.training.checkpoint.state import KINDS
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
@@ -87,12 +88,12 @@ def save(engine: Engine, data: TrainingData, folder: RunFolder, *, step: int) ->
 
 
 def everything(engine: Engine) -> dict[str, Tensor]:
-    """Return all logical weights, fp32 weights and both moments on rank 0.
+    """Return all logical weights, fp32 weights and optimizer states on rank 0.
 
     They are read with DeepSpeed's functions, independently of our checkpoint code.
     """
     tensors = {f"weight {n}": t for n, t in gather(engine, held_weights(engine)).items()}
-    for kind in ("fp32", "exp_avg", "exp_avg_sq"):
+    for kind in ("fp32", *KINDS[1:]):
         held = gather(engine, held_state(engine, kind))
         tensors |= {f"{kind} {name}": tensor for name, tensor in held.items()}
     return tensors

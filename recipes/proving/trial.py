@@ -87,7 +87,7 @@ def train(case: ProofCase, world: World) -> Outcome | None:
         results.append(train_step(engine, data, step))
         margin = min(margin, margin_of(engine))
     weights = gather(engine, held_weights(engine))
-    moments = gather(engine, held_state(engine, "exp_avg"))
+    moments = gather(engine, first_moments(engine))
     drifted = engine.differing_replicas()
     if world.rank != 0:
         return None
@@ -141,15 +141,21 @@ def held_weights(engine: Engine) -> dict[str, Tensor]:
         return {name: parameter.detach().cpu().clone() for name, parameter in held.items()}
 
 
-def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
-    """Return this tensor rank's part of every optimizer state of its stage; collective.
+def first_moments(engine: Engine) -> dict[str, Tensor]:
+    """Return this tensor rank's part of AdamW's first moments and Muon's momentum; collective.
 
-    The first moments are running means of the gradients. Unlike Adam's steps, they show an error in
-    the scale of a gradient.
+    They are running means or sums of the gradients. Unlike the updates, they show an error in the
+    scale of a gradient.
+    """
+    return held_state(engine, "exp_avg") | held_state(engine, "momentum_buffer")
+
+
+def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
+    """Return this tensor rank's part of an optimizer state of all weights that have it; collective.
 
     Args:
         engine: the engine
-        kind: "fp32" for the fp32 weights, "exp_avg" or "exp_avg_sq"
+        kind: "fp32" for the fp32 weights, or a kind of `checkpoint/state.py`
     """
     optimizer = engine.wrapped.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # not ZeRO-3
@@ -163,6 +169,7 @@ def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
             else safe_get_full_optimizer_state(parameter, kind)
         ).cpu()
         for name, parameter in engine.parameters()
+        if kind == "fp32" or kind in engine.state.kinds(name)
     }
 
 

@@ -35,6 +35,8 @@ from models.parallel.rng import token_positions
 from models.pipeline.replacement import replaced
 from models.transformer import rotary_table
 from models.turns import Turns
+from recipes.tracing.fake_shards import shards_of_all_ranks
+from recipes.training.engine.optimizer import matrix_exchange
 
 
 @contextlib.contextmanager
@@ -82,6 +84,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(accelerator, "is_fp16_supported", lambda self: True),
         replaced(routes, "on_host", equal_counts),
         replaced(Turns, "take", one_after_the_other),  # fake tensors exist in this thread only
+        replaced(matrix_exchange, "gather_shards", shards_of_all_ranks),
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
         replaced(functional, "linear", functional.linear),  # which ZeRO-3 replaces
         FakeTensorMode(allow_non_fake_inputs=True),

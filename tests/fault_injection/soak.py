@@ -55,6 +55,7 @@ EXPERTS: dict[str, Any] = {
     },
     "layout__expert": 2,
 }  # fmt: skip
+MUON: dict[str, Any] = {"optimizer__kind": "muon"}
 OUTPUT_CHARACTERS = 2000  # characters of a rank's output, in a report
 
 
@@ -177,6 +178,7 @@ def soak(
     resumes: int = 0,
     fault: str | None = None,
     experts: bool = False,
+    muon: bool = False,
 ) -> Report:
     """Kill runs until the numbers of kills and of resumed runs are reached.
 
@@ -185,9 +187,11 @@ def soak(
     resumes: number of resumed runs
     fault: one of `FAULTS`, to check that it is detected
     experts: the model has experts, which the data ranks divide
+    muon: the optimizer is Muon
     """
     chance, report = random.Random(seed), Report()
-    recipe = write_recipe(folder, **(EXPERTS if experts else {}))
+    changes = (EXPERTS if experts else {}) | (MUON if muon else {})
+    recipe = write_recipe(folder, **changes)
     for name in ("imports", "undisturbed"):  # the first run waits for the server
         undisturbed = Run(recipe, folder / name, None)
         started = time.monotonic()
@@ -376,6 +380,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--fault", choices=FAULTS, help="a fault that the soak must detect")
     parser.add_argument("--experts", action="store_true", help="train a model with experts")
+    parser.add_argument("--muon", action="store_true", help="train with Muon")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = soak(
@@ -384,6 +389,7 @@ def main() -> None:
             seed=options.seed,
             fault=options.fault,
             experts=options.experts,
+            muon=options.muon,
         )
     print(report)
     sys.exit(1 if report.wrong else 0)

@@ -8,11 +8,16 @@ from tests.fault_injection.soak import FAULTS, soak
 
 
 @pytest.mark.parametrize(
-    "experts", [False, pytest.param(True, marks=pytest.mark.long)], ids=["dense", "experts"]
+    "kind",
+    [
+        "dense",
+        pytest.param("experts", marks=pytest.mark.long),
+        pytest.param("muon", marks=pytest.mark.long),
+    ],
 )
-def test_nothing_is_lost_under_kills(experts: bool, tmp_path: Path) -> None:
+def test_nothing_is_lost_under_kills(kind: str, tmp_path: Path) -> None:
     # The faults below show that some kills hit a save: "publish early" is detected in no other way.
-    report = soak(tmp_path, kills=5, seed=1, resumes=2, experts=experts)
+    report = soak(tmp_path, kills=5, seed=1, resumes=2, **({} if kind == "dense" else {kind: True}))
     assert not report.wrong, str(report)
     assert report.kills.total() >= 5 and report.resumes >= 2
 

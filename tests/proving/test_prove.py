@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from models.parallel.rng import attention_rows
 from models.pipeline.gradients.flat_gradients import FlatGradients
 from models.pipeline.gradients.reduction import ShardedReduction
 from models.pipeline.stage import Stage
-from models.sharding import Sharding
+from models.sharding import MatrixPart, Sharding
 from models.transformer import rotary_table
 from recipes import prove
 from recipes.proving import compare as comparison
@@ -46,6 +46,9 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.engine.engine import Engine
 from recipes.training.engine.expert_groups import is_marked
+from recipes.training.engine.optimizer.matrix_exchange import MatrixExchange, update_scale
+from recipes.training.engine.optimizer.muon import Muon
+from recipes.training.engine.optimizer.newton_schulz import orthogonalize
 from recipes.training.engine.zero_patches import sum_of_squares
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe, shipped_recipes
 from recipes.training.recipe.schema import Recipe
@@ -325,6 +328,7 @@ EXPERTS = {
     },
     "model__layers": 2,
 }  # fmt: skip
+MUON = {"optimizer__kind": "muon"}
 MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     "the tied gradients are not added up": (GPT_SWITCHES, {"pipeline": 2}),
     "q, k and v are declared as one block": ({}, {"tensor": 2}),
@@ -372,6 +376,10 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
         {"zero": 2, "reduce_every": 2, "shard_group": 1},
     ),
     "each shard group counts in the gradient norm": ({}, {"shard_group": 1}),
+    "Muon orthogonalizes the part of a tensor rank": (MUON, {"tensor": 2}),
+    "Muon takes q, k and v for one matrix": (MUON, {"zero": 2, "reduce_every": 1}),
+    "Muon has the momentum of another rank": (MUON, {"zero": 2, "reduce_every": 1}),
+    "Muon scales updates by the shape of a part": (MUON, {"tensor": 2}),
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
@@ -384,6 +392,7 @@ DRIFTING = (  # faults that make replicas of one weight diverge
     "gradients are not summed over the shard groups",
 )
 AGGREGATE = PipelineEngine._aggregate_total_loss
+ADD_MOMENTUM = Muon._add_momentum
 TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN, TAKE_SUM, FINISH_STEP = (
     Stage.take_micro_batch_infos,
     Deferral.take,
@@ -452,6 +461,33 @@ def experts_twice(
         yield gradient, parameter
         if is_marked(parameter):
             yield gradient, parameter
+
+
+def orthogonalized_parts(
+    self: MatrixExchange, flats: dict[int, torch.Tensor], meanwhile: Callable[[], None]
+) -> None:
+    """Orthogonalize the parts of this tensor rank, which holds them as a whole."""
+    meanwhile()
+    held = {self.flats[key]: values for key, values in flats.items()}
+    for matrix in self.matrices:
+        for piece in matrix.pieces:
+            if piece.rank == self.rank and piece.flat in held:
+                values = held[piece.flat][piece.offset : piece.offset + piece.length]
+                part = values.view(1, len(piece.part.rows), len(piece.part.columns))
+                values.copy_(orthogonalize(part).flatten() * update_scale(matrix.shape))
+
+
+def as_one_matrix(self: Sharding, tensor_rank: int, tensor_size: int) -> list[MatrixPart]:
+    """Return the whole parameter as one matrix; without tensor ranks."""
+    rows, columns = self.shape
+    return [MatrixPart(self.shape, range(rows * columns), range(rows), range(columns))]
+
+
+def momentum_of_rank_0(self: Muon, weights: torch.Tensor, beta: float) -> torch.Tensor:
+    """Add the gradient to the momentum of the first rank."""
+    if self.state[weights]:
+        torch.distributed.broadcast(self.state[weights]["momentum_buffer"], 0)
+    return ADD_MOMENTUM(self, weights, beta)
 
 
 @contextlib.contextmanager
@@ -567,6 +603,22 @@ def seeded_fault(fault: str) -> Iterator[None]:
         "each shard group counts in the gradient norm": (
             "recipes.training.engine.zero_patches.sum_of_squares",
             lambda *arguments: 2 * sum_of_squares(*arguments),
+        ),
+        "Muon orthogonalizes the part of a tensor rank": (
+            "recipes.training.engine.optimizer.matrix_exchange.MatrixExchange.__call__",
+            orthogonalized_parts,
+        ),
+        "Muon takes q, k and v for one matrix": (
+            "models.sharding.Sharding.matrix_parts",
+            as_one_matrix,
+        ),
+        "Muon has the momentum of another rank": (
+            "recipes.training.engine.optimizer.muon.Muon._add_momentum",
+            momentum_of_rank_0,
+        ),
+        "Muon scales updates by the shape of a part": (
+            "recipes.training.engine.optimizer.matrix_exchange.update_scale",
+            lambda shape: update_scale((shape[0] // 2, shape[1])),
         ),
         "the last norm's gradient is a thousandth too large": (
             "recipes.proving.trial.build_from_recipe",

@@ -54,6 +54,18 @@ WAYS = {
     "bf16": (1, {"deepspeed": "ds_configs/zero1_bf16.json"}),
     "zero2": (2, {"deepspeed": "ds_configs/zero2_bf16.json", "model__dropout": 0.1}),
     "zero3": (1, {"deepspeed": "ds_configs/zero3_bf16.json"}),
+    "muon": (
+        4,
+        {
+            "deepspeed": "ds_configs/zero1_bf16.json",
+            "layout__tensor": 2,
+            "optimizer__kind": "muon",
+        },
+    ),
+    "muon with zero3": (
+        2,
+        {"deepspeed": "ds_configs/zero3_fp32.json", "optimizer__kind": "muon"},
+    ),
     "stages": (
         4,
         {"layout__pipeline": 2, "layout__tensor": 2, "model__layers": 8} | GPT_SWITCHES,
@@ -88,7 +100,12 @@ WAYS = {
         {"layout": {"pipeline": 2, "schedule": "zb-v"}, "model__layers": 4},
     ),
 }
-MARKS = {"interleaved": [], "zero2": [pytest.mark.long], "stages": [pytest.mark.long]}
+MARKS = {
+    "interleaved": [],
+    "zero2": [pytest.mark.long],
+    "muon": [pytest.mark.long],
+    "stages": [pytest.mark.long],
+}
 
 
 @pytest.mark.parametrize(

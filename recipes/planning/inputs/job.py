@@ -166,6 +166,7 @@ class Job:
     Attributes:
         precision: precision of the matmuls, a key of `Gpu.peak_tflops`
         expert_imbalance: rows of the expert rank with the most tokens, relative to the mean
+        optimizer: `optimizer.kind` of the recipe
     """
 
     model: ModelConfig
@@ -175,6 +176,7 @@ class Job:
     precision: str
     software: Software
     expert_imbalance: float = 1.0
+    optimizer: str = "adamw"
 
     @cached_property
     def micro_batches(self) -> int:
@@ -335,6 +337,7 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
         global_sequences=recipe.batch.global_sequences,
         precision=kind,
         software=replace(software, footprint={**software.footprint, kind: footprint}),
+        optimizer=recipe.optimizer.kind,
     )
 
 

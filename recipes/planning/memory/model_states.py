@@ -8,17 +8,22 @@ from dataclasses import dataclass
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.job import JobLayout
 
+MOMENT_BYTES = 4  # of a parameter in one state of the optimizer
+
 
 def state_bytes(
     footprint: Footprint,
     layout: JobLayout,
     parameters: float,
     routed: float = 0.0,
+    with_momentum: float = 0.0,
 ) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and optimizer state kept between steps.
 
     routed: number of `parameters` that belong to experts; only replicas / expert ranks have the
         same ones and shard their optimizer state
+    with_momentum: number of parameters, on all ranks that shard them, that Muon updates and that
+        have one state instead of two
 
     Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 shards the optimizer state over
     the data ranks, or those of a shard group, stage 2 also gradients, stage 3 also weights.
@@ -30,7 +35,7 @@ def state_bytes(
     owners = layout.optimizer_ranks
     gradients = footprint.gradient * (sharded / owners if stage >= 2 else parameters)
     optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
-    optimizer *= sharded / owners
+    optimizer = (optimizer * sharded - MOMENT_BYTES * with_momentum) / owners
     return weights, gradients, optimizer
 
 

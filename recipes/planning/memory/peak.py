@@ -26,6 +26,7 @@ from recipes.planning.memory.activations import (
 )
 from recipes.planning.memory.grouped_gradients import grouped_bytes, table_gradient_bytes
 from recipes.planning.memory.model_states import TransientBytes, state_bytes, transient_bytes
+from recipes.planning.memory.muon_working import momentum_parameters, muon_working_bytes
 from recipes.planning.memory.working_memory import (
     block_working_bytes,
     forward_working_bytes,
@@ -150,7 +151,9 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
     layout, footprint = job.layout, job.footprint
     parameters = stage_parameters(job)[stage]
     routed = routed_stage_parameters(job)[stage]
-    weights, gradients, optimizer = state_bytes(footprint, layout, parameters, routed)
+    weights, gradients, optimizer = state_bytes(
+        footprint, layout, parameters, routed, momentum_parameters(job, stage)
+    )
     moment = max(peak_candidates(job, stage, parameters), key=lambda each: each.total)
     wasted = footprint.fragmentation * (moment.activations + moment.working)
     return StageMemory(
@@ -204,7 +207,10 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
             0.0 if before_backward and not is_grouped else passing.buffers,
         ),
         Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
-        Moment(gradients=footprint.updating * own_parameters(job, stage) / layout.optimizer_ranks),
+        Moment(
+            working=muon_working_bytes(job, stage),
+            gradients=footprint.updating * own_parameters(job, stage) / layout.optimizer_ranks,
+        ),
     ]
     reduced = gradients + passing.reducing
     if not job.shards_in_passes:  # at the end of the step

@@ -10,26 +10,19 @@ from models.pipeline.schedule.order import Pipeline
 from models.pipeline.schedule.passes import Kind
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
 from recipes.planning.inputs.job import Job
-from recipes.planning.inputs.kernels import memory_seconds
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
     dense_blocks,
     dense_of_virtual_stages,
     last_stage,
-    routed_stage_parameters,
-    stage_parameters,
-    table_parameters,
     tokens_per_micro_batch,
 )
 from recipes.planning.time.block_time import ForwardBackward, block_job, block_passes, end_passes
 from recipes.planning.time.data_time import data_time
 from recipes.planning.time.network import gather_seconds, transfer_seconds
+from recipes.planning.time.optimizer_time import optimizer_time
 from recipes.training.recipe.deepspeed_config import BYTES
 
-# Bytes per parameter that an Adam step in mixed precision reads and writes: fp32 weight and two
-# moments read and written (24); fp32 gradient read for the norm, read, scaled and written, and read
-# for the update (16); 16-bit weight written (2).
-OPTIMIZER_BYTES = 42
 MAX_SIMULATED_STAGES = 4
 MAX_SIMULATED_ROUNDS = 2  # a round has one micro-batch per stage
 
@@ -241,22 +234,3 @@ def transfer_time(job: Job) -> float:
     if layout.sequence_parallel:
         return part
     return part + gather_seconds(job.machine, row, ranks=layout.tensor, stride=1)
-
-
-def optimizer_time(job: Job) -> float:
-    """Return the seconds of a rank's update, the reduction of tied embeddings, and host time."""
-    layout = job.layout
-    both = zip(stage_parameters(job), routed_stage_parameters(job), strict=True)
-    parameters = max(all_of + routed * (layout.expert - 1) for all_of, routed in both)
-    update = memory_seconds(
-        job.machine.gpu, parameters / job.layout.optimizer_ranks * OPTIMIZER_BYTES
-    )
-    tied = 0.0
-    if job.model.tie_embeddings and layout.pipeline > 1:
-        table = table_parameters(job.model, layout.tensor)
-        tied = 2 * transfer_seconds(
-            job.machine,
-            table * job.software.bytes_of_gradients(BYTES[job.precision]),
-            stride=layout.tensor * layout.replicas,
-        )
-    return update + tied + job.software.step_seconds

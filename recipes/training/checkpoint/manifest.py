@@ -4,7 +4,8 @@ checkpoints/step-0000100/
   manifest.json                step, samples, recipe, layout, versions; size, SHA-256 of each file
   manifest.sha256              the SHA-256 of manifest.json
   weights-00000.safetensors    fp32 weights: logical tensors, the same in every layout
-  moments-00000.safetensors    Adam's moments, as exp_avg/NAME and exp_avg_sq/NAME
+  moments-00000.safetensors    AdamW's moments, as exp_avg/NAME and exp_avg_sq/NAME; Muon's
+                               momentum, as momentum_buffer/NAME
 
 A folder with such a name is complete, because it is written under a name that ends with
 `.incomplete` and then renamed.

@@ -1,14 +1,15 @@
 """This rank's share of the training state, at the addresses where DeepSpeed keeps it.
 
 ZeRO concatenates the parameters of an optimizer group, cuts the result into equal parts and gives
-one part to every data rank. A *flat* is such a part: the fp32 weights, and Adam's two moments with
-the same length. A *fragment* is the range of a flat that belongs to one parameter. Flats end in
-padding, which belongs to no parameter and stays zero.
+one part to every data rank. A *flat* is such a part: the fp32 weights, and AdamW's two moments or
+Muon's momentum with the same length. A *fragment* is the range of a flat that belongs to one
+parameter. Flats end in padding, which belongs to no parameter and stays zero.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 WEIGHTS = "weights"
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
-KINDS = (WEIGHTS, *MOMENTS)
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # by algorithm
+KINDS = (WEIGHTS, *STATES["adamw"], *STATES["muon"])
 LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -42,12 +43,18 @@ class TrainingState(ABC):
     """This rank's share of weights and moments.
 
     Args:
-        optimizer: DeepSpeed's wrapper around AdamW
+        optimizer: DeepSpeed's wrapper around the optimizer
         parameters: the parameters by logical name; each has an attribute `sharding`
+        algorithms: "adamw" or "muon" by logical name; a parameter without an entry has "adamw"
     """
 
-    def __init__(self, optimizer: Any, parameters: Mapping[str, nn.Parameter]):
-        self.optimizer, self.parameters = optimizer, parameters
+    def __init__(
+        self,
+        optimizer: Any,
+        parameters: Mapping[str, nn.Parameter],
+        algorithms: Mapping[str, str],
+    ):
+        self.optimizer, self.parameters, self.algorithms = optimizer, parameters, algorithms
         self.fragments = [f for f in self._find_fragments() if len(f.elements)]
 
     @property
@@ -59,21 +66,35 @@ class TrainingState(ABC):
     def _find_fragments(self) -> Iterable[Fragment]: ...
 
     @abstractmethod
+    def _group_of(self, flat: int) -> int:
+        """Return the number of the optimizer group that a flat belongs to."""
+
+    @abstractmethod
     def _weights_have_changed(self) -> None:
         """Copy the weights from the flats to the model."""
 
     def tensors(self) -> list[dict[str, Tensor]]:
-        """Return each flat's weights and moments, without copying; the next step changes them."""
+        """Return each flat's weights and state, without copying; the next step changes them."""
         flats = []
-        for flat in self.weights:
-            state = self._adam(flat)
-            flats.append({WEIGHTS: flat.detach()} | {kind: state[kind] for kind in MOMENTS})
+        for number, flat in enumerate(self.weights):
+            kinds = self._states_of_flat(number)
+            state = initial_state(self.optimizer.optimizer.state, flat, kinds)
+            flats.append({WEIGHTS: flat.detach()} | {kind: state[kind] for kind in kinds})
         return flats
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """Return what is stored of a parameter: its weights and the states of its algorithm."""
+        return (WEIGHTS, *STATES[self.algorithms.get(name, "adamw")])
+
+    def _states_of_flat(self, number: int) -> tuple[str, ...]:
+        group = self.optimizer.optimizer.param_groups[self._group_of(number)]
+        return STATES[group.get("algorithm", "adamw")]
 
     @property
     def updates(self) -> int:
         """The number of steps that the optimizer has taken."""
-        return int(self._adam(self.weights[0])["step"])
+        self.tensors()
+        return int(self.optimizer.optimizer.state[self.weights[0]]["step"])
 
     @property
     def loss_scale(self) -> dict[str, Any] | None:
@@ -99,26 +120,34 @@ class TrainingState(ABC):
                 from 0
             loss_scale: state of fp16's dynamic loss scale
         """
-        kinds = (WEIGHTS,) if updates is None else KINDS
         flats = self.tensors()
         for fragment in self.fragments:
             stop = fragment.offset + len(fragment.elements)
-            for kind in kinds:
+            for kind in (WEIGHTS,) if updates is None else self.kinds(fragment.name):
                 flats[fragment.flat][kind][fragment.offset : stop] = read(kind, fragment)
         for flat in self.weights:
-            self._adam(flat)["step"].fill_(updates or 0)
+            self.optimizer.optimizer.state[flat]["step"].fill_(updates or 0)
         if loss_scale and self.loss_scale:
             for key, value in loss_scale.items():
                 setattr(self.optimizer.loss_scaler, key, value)
         self._weights_have_changed()
 
-    def _adam(self, flat: Tensor) -> dict[str, Tensor]:
-        """Return AdamW's state; create it if AdamW has not taken its first step yet."""
-        state = self.optimizer.optimizer.state[flat]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
-            state |= {kind: torch.zeros_like(flat) for kind in MOMENTS}
-        return state
+
+def initial_state(
+    states: Mapping[Tensor, dict[str, Tensor]], weights: Tensor, kinds: Iterable[str]
+) -> dict[str, Tensor]:
+    """Return the optimizer's state of a tensor of weights; create it before the first step.
+
+    Args:
+        states: the attribute `state` of a torch optimizer
+        weights: the tensor
+        kinds: names of the states, apart from the number of steps
+    """
+    state = states[weights]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=weights.device)
+        state |= {kind: torch.zeros_like(weights) for kind in kinds}
+    return state
 
 
 class SharedState(TrainingState):
@@ -130,6 +159,10 @@ class SharedState(TrainingState):
         if hasattr(self.optimizer, "fp32_groups_flat_partition"):  # BF16_Optimizer
             return self.optimizer.fp32_groups_flat_partition
         return self.optimizer.single_partition_of_fp32_groups
+
+    @override
+    def _group_of(self, flat: int) -> int:
+        return flat
 
     @override
     def _find_fragments(self) -> Iterable[Fragment]:
@@ -157,6 +190,10 @@ class PartitionedState(TrainingState):
         return self.optimizer.fp32_partitioned_groups_flat
 
     @override
+    def _group_of(self, flat: int) -> int:
+        return self.optimizer.sub_group_to_group_id[flat]
+
+    @override
     def _find_fragments(self) -> Iterable[Fragment]:
         for name, parameter in self.parameters.items():
             number = self.optimizer.get_param_id(parameter)
@@ -182,7 +219,11 @@ class PartitionedState(TrainingState):
         optimizer.checkpoint_event_epilogue()
 
 
-def training_state(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> TrainingState:
-    """Return the training state of the optimizer that DeepSpeed has wrapped around AdamW."""
+def training_state(
+    optimizer: Any,
+    parameters: Mapping[str, nn.Parameter],
+    algorithms: Mapping[str, str] = MappingProxyType({}),
+) -> TrainingState:
+    """Return the training state of DeepSpeed's wrapper around the optimizer (`TrainingState`)."""
     partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    return (PartitionedState if partitioned else SharedState)(optimizer, parameters)
+    return (PartitionedState if partitioned else SharedState)(optimizer, parameters, algorithms)

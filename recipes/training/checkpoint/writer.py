@@ -23,10 +23,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from models.cost import parameter_count
+from models.cost import checkpoint_elements
 from models.parallel.process_groups import create_host_groups
 from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.state import KINDS, TrainingState
+from recipes.training.checkpoint.state import TrainingState
+from recipes.training.checkpoint.tensor_file import BYTES
 from recipes.training.checkpoint.writing.assembly import Assembly
 from recipes.training.checkpoint.writing.rank_files import Written, united, write_files
 from recipes.training.recipe.schema import Recipe
@@ -181,7 +182,8 @@ class CheckpointWriter:
         return self._problem
 
     def _lack_of_room(self) -> str | None:
-        needed = 4 * len(KINDS) * parameter_count(self.recipe.model) + RESERVED_DISK_BYTES
+        elements = checkpoint_elements(self.recipe.model, self.recipe.optimizer.kind)
+        needed = BYTES["F32"] * elements + RESERVED_DISK_BYTES
         folder = self.folder.checkpoints
         try:
             folder.mkdir(exist_ok=True)  # a run folder that was moved away is not created again

@@ -1,6 +1,6 @@
 """Build the model of a rank, its optimizer and its engine.
 
-    grid = build_grid(topology)
+    grid = build_grid(topology, recipe.optimizer)
     model = build_model(recipe, topology=topology, config=config, grid=grid)
     optimizer = build_optimizer(model, recipe, config=config)
     engine = build_engine(recipe, config=config, grid=grid, model=model, optimizer=optimizer)
@@ -39,17 +39,20 @@ from models.pipeline.schedule.order import Pipeline
 from models.pipeline.scheduled_engine import ScheduledEngine
 from models.pipeline.stage import Stage
 from recipes.training.engine.deepspeed_patches import (
+    allow_muon,
     import_muon,
     replace_timers,
     without_memory_reports,
 )
 from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
 from recipes.training.engine.expert_groups import mark_experts
-from recipes.training.engine.parameter_groups import parameter_groups, rule_of
+from recipes.training.engine.optimizer.matrix_exchange import MatrixExchange
+from recipes.training.engine.optimizer.muon import Muon
+from recipes.training.engine.optimizer.parameter_groups import parameter_groups, rules_of
 from recipes.training.engine.sharded_creation import ShardedCreation
 from recipes.training.engine.zero_patches import without_needless_copies
 from recipes.training.recipe.deepspeed_config import precision, zero_stage
-from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.schema import Optimizer, Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import quiet, should_compile
 from recipes.training.supervision.supervisor import Breadcrumb
@@ -73,7 +76,7 @@ def build_from_recipe(
         crumb: records the engine's current activity for hang reports
         lap: called with "model" when the model is built
     """
-    grid = build_grid(topology)
+    grid = build_grid(topology, recipe.optimizer)
     model = build_model(recipe, topology=topology, config=config, grid=grid)
     lap("model")
     optimizer = build_optimizer(model, recipe, config=config)
@@ -82,14 +85,16 @@ def build_from_recipe(
     )
 
 
-def build_grid(topology: Topology) -> ProcessGrid:
+def build_grid(topology: Topology, settings: Optimizer) -> ProcessGrid:
     """Create the process groups of the parallel axes; collective."""
+    optimizer_groups = topology.optimizer_groups() if settings.kind == "muon" else [[0]]
     return ProcessGrid(
         PipeModelDataParallelTopology(
             num_pp=topology.pipeline, num_dp=topology.replicas, num_mp=topology.tensor
         ),
         shard_groups=topology.shard_groups() if topology.is_hybrid else None,
         same_shard_groups=topology.same_shard_groups() if topology.is_hybrid else None,
+        optimizer_groups=optimizer_groups if len(optimizer_groups[0]) > 1 else None,
     )
 
 
@@ -154,12 +159,12 @@ def build_optimizer(
         config: the DeepSpeed configuration of `build_deepspeed_config`
     """
     settings = recipe.optimizer
-    rules = {
-        parameter: rule_of(name, parameter, recipe.model, settings)
-        for name, parameter in logical_parameters(model, recipe.model)
-    }
+    rules = rules_of(logical_parameters(model, recipe.model), recipe.model, settings)
     groups = parameter_groups(model, rules, bucket=bucket_elements(config))
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+    rate, betas = settings.learning_rate, settings.betas
+    if settings.kind == "muon":
+        return Muon(groups, lr=rate, betas=betas, momentum=settings.momentum)
+    return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
 
 
 def bucket_elements(config: dict[str, Any]) -> int:
@@ -188,6 +193,7 @@ def build_engine(
     """
     axis = tensor_axis(grid, recipe.layout.sequence_parallel)
     import_muon()
+    allow_muon()
     kind: type[Engine]
     with quiet(), without_memory_reports():
         if isinstance(model, Stage):
@@ -210,7 +216,16 @@ def build_engine(
         expect_gradient_scale(wrapped.module, partial(loss_gradient, wrapped))
     for layer in expert_layers(wrapped.module):
         layer.gradient_scale = partial(loss_gradient, wrapped)
-    return kind(wrapped, recipe, axis, crumb or Breadcrumb())
+    engine = kind(wrapped, recipe, axis, crumb or Breadcrumb())
+    if isinstance(optimizer, Muon):
+        optimizer.exchange = MatrixExchange(
+            engine.state,
+            grid.optimizer_group,
+            tensor_rank=axis.rank,
+            tensor_size=axis.size,
+            dtype=torch.bfloat16 if precision(config) == "bf16" else torch.float32,
+        )
+    return engine
 
 
 def config_of_stage(config: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,13 @@ upstream change that would make the override removable.
   events of each step. Ours: timers that do nothing, unless the JSON asks for times. Reason: the
   events of a long run accumulate. Gain: constant memory, and no synchronization per batch.
   Removable if the engine creates its timers only under `wall_clock_breakdown`.
+- `allow_muon`. Upstream: ZeRO accepts only optimizers in a list of types, unless the JSON has
+  `zero_allow_untested_optimizer`, which warns. Ours: our Muon is in the list. Reason: it is tested.
+  Gain: no warning, and no key to set. Removable if the list becomes an argument.
 - `import_muon`. Upstream: the check whether an optimizer is Muon imports Muon, whose decorators
   import torch's compiler. Ours: the module is imported with the compiler disabled. Reason: no
-  optimizer of ours is Muon. Gain: most of a second of start-up. Removable if Muon is imported only
-  for a Muon optimizer.
+  optimizer of ours is DeepSpeed's Muon. Gain: most of a second of start-up. Removable if Muon is
+  imported only for a Muon optimizer.
 
 - `without_memory_reports`. Upstream: BF16_Optimizer's constructor reports the memory twice per
   optimizer group, each time after a full garbage collection. Ours: no reports. Reason: their text
@@ -120,9 +123,11 @@ from contextlib import AbstractContextManager
 
 import deepspeed
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.zero import utils
 from deepspeed.utils.timer import NoopTimer
 
 from models.pipeline.replacement import replaced
+from recipes.training.engine.optimizer.muon import Muon
 
 COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # a variable that torch reads
 
@@ -131,6 +136,12 @@ def replace_timers(engine: deepspeed.DeepSpeedEngine) -> None:
     """Give an engine timers that do nothing, unless the JSON asks for times."""
     if not (engine.wall_clock_breakdown() or engine.flops_profiler_enabled()):
         engine.timers = NoopTimer()
+
+
+def allow_muon() -> None:
+    """Let DeepSpeed's check of optimizers pass for our Muon."""
+    if Muon not in utils.ZERO_SUPPORTED_OPTIMIZERS:
+        utils.ZERO_SUPPORTED_OPTIMIZERS.append(Muon)
 
 
 def without_memory_reports() -> AbstractContextManager[None]:

@@ -29,6 +29,8 @@ from recipes.training.checkpoint.state import Fragment, TrainingState, training_
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.expert_groups import expert_data_group, is_marked
 from recipes.training.engine.expert_report import ExpertReport, expert_report
+from recipes.training.engine.optimizer.muon import Muon
+from recipes.training.engine.optimizer.parameter_groups import rules_of
 from recipes.training.engine.router_bias import update_biases
 from recipes.training.engine.stopwatch import Stopwatch
 from recipes.training.recipe.schema import Recipe
@@ -58,7 +60,13 @@ class Engine(ABC):
         self.wrapped, self.recipe, self.axis, self.crumb = wrapped, recipe, axis, crumb
         self.stopwatch = Stopwatch(self.device, off=not recipe.supervision.compare_speed_every)
         self.expert_layers = expert_layers(wrapped.module)
-        self.state: TrainingState = training_state(wrapped.optimizer, dict(self.parameters()))
+        parameters = dict(self.parameters())
+        rules = rules_of(parameters.items(), recipe.model, recipe.optimizer)
+        self.state: TrainingState = training_state(
+            wrapped.optimizer,
+            parameters,
+            {name: rules[each].algorithm for name, each in parameters.items()},
+        )
         self._report: ExpertReport | None = None  # of this step
         # A stage may change the number of micro-batches, but not their size.
         self._tokens_per_micro_batch = recipe.tokens_per_step // self.micro_batches
@@ -258,6 +266,9 @@ class Engine(ABC):
             found[expert_data_group().group_name] = "data"
         for group in self._shard_groups():
             found[group.group_name] = "data"
+        optimizer = self.wrapped.optimizer.optimizer
+        if isinstance(optimizer, Muon) and optimizer.exchange and optimizer.exchange.group:
+            found[optimizer.exchange.group.group_name] = "optimizer"
         return found
 
     def _shard_groups(self) -> list[dist.ProcessGroup]:

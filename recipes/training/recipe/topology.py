@@ -194,6 +194,10 @@ class Topology:
             for tensor in range(self.tensor)
         ]
 
+    def optimizer_groups(self) -> list[list[int]]:
+        """The global ranks of every group that holds one copy of a stage's optimizer state."""
+        return self._neighbours((self.shard_group or self.replicas) * self.tensor)
+
     def same_shard_groups(self) -> list[list[int]]:
         """The global ranks of every group that holds the same shard."""
         span = (self.shard_group or self.replicas) * self.tensor

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from models.errors import UserError
-from recipes.training.checkpoint.state import KINDS
 from recipes.training.checkpoint.writer import EXCHANGE_TIMEOUT, CheckpointWriter, Counters
 from recipes.training.checkpoint.writing.rank_files import Written, united
 from recipes.training.run_folder.progress import Progress
@@ -100,7 +99,10 @@ class SnapshotWriter:
 
     def _bytes_per_node(self) -> int:
         """Return the size of the files that this rank's node holds of a snapshot."""
-        elements = sum(map(math.prod, self.writer.assembly.shapes.values())) * len(KINDS)
+        assembly = self.writer.assembly
+        elements = sum(
+            math.prod(shape) * len(assembly.kinds[name]) for name, shape in assembly.shapes.items()
+        )
         return FP32_BYTES * elements * self.files_per_node
 
     def _write_files(self, workspace: Path) -> Written:

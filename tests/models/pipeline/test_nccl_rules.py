@@ -36,11 +36,13 @@ EXPERTS = {
     },
     "model__initial_std": 0.1,
 }  # fmt: skip
+MUON = {"optimizer__kind": "muon"}
 SPLIT = {"tensor": 2, "sequence_parallel": True}
 FOUR_STAGES = ("zb-v",)  # the long tests run all schedules, with eight stages
 QUICK_LAYOUTS_OF_FOUR = (
     "zb-v", "sequence parallel, recomputed", "data, bf16", "context, gather", "context, ring",
     "experts", "experts, overlap, ZeRO-2", "experts, tensor, bf16", "ZeRO-2, interleaved",
+    "Muon, bf16",
 )  # fmt: skip
 LONG = [(2, "one hardware queue"), (4, "posting order")]
 EXHAUSTIVE = [
@@ -148,6 +150,17 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
             **EXPERTS,
         },
         "tensor": {"layout": {"tensor": 2}, "data": world_size // 4},
+        "Muon, bf16": {
+            "layout": {"schedule": "zb-v", **across},
+            "data": 2,
+            "deepspeed": BFLOAT16,
+            **MUON,
+        },
+        "Muon, tensor": {
+            "layout": {"tensor": 2, "schedule": "interleaved", "chunks": 2},
+            "data": world_size // 4,
+            **MUON,
+        },
         "sequence parallel, recomputed": {
             "layout": {**SPLIT, "schedule": "zb-v", "recompute": "full"},
             "data": world_size // 4,

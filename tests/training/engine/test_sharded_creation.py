@@ -37,7 +37,7 @@ def parts_of_rank(settings: dict[str, Any]) -> tuple[int, dict[str, tuple[int, T
     recipe = parse_recipe(settings, "test")
     topology = recipe.topology(world)
     config = build_deepspeed_config(recipe, topology)
-    grid = build_grid(topology)
+    grid = build_grid(topology, recipe.optimizer)
     model = build_model(recipe, topology=topology, config=config, grid=grid)
     axis = tensor_axis(grid, recipe.layout.sequence_parallel)
     parts = {}

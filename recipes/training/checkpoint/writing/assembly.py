@@ -69,12 +69,15 @@ class Assembly:
             and (tensor_rank == 0 or not self.shardings[fragment.name].replicated)
         ]
         everyones: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyones, (self.shardings, own), group=group)
+        kinds = {name: state.kinds(name) for name in self.shardings}
+        dist.all_gather_object(everyones, (self.shardings, kinds, own), group=group)
         self.shardings = {}
-        for shardings, _ in everyones:  # ranks may hold different experts
+        self.kinds: dict[str, tuple[str, ...]] = {}
+        for shardings, kinds, _ in everyones:  # ranks may hold different experts
             self.shardings |= shardings
+            self.kinds |= kinds
         self.pieces: dict[str, list[Piece]] = {name: [] for name in self.shardings}
-        for _, pieces in everyones:
+        for *_, pieces in everyones:
             for piece in pieces:
                 self.pieces[piece.fragment.name].append(piece)
         shapes = {name: sharding.shape for name, sharding in self.shardings.items()}
@@ -90,6 +93,10 @@ class Assembly:
             if self.owners[name] == self.rank
         }
 
+    def shapes_of(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Return the `shapes` of the tensors that have a kind of state."""
+        return {name: shape for name, shape in self.shapes.items() if kind in self.kinds[name]}
+
     def send(self, flats: Flats) -> list[dist.Work]:
         """Begin to send this rank's pieces of tensors that other ranks assemble."""
         works = [
@@ -102,7 +109,7 @@ class Assembly:
             for kind in KINDS
             for name, pieces in self.pieces.items()
             for piece in pieces
-            if piece.rank == self.rank != self.owners[name]
+            if kind in self.kinds[name] and piece.rank == self.rank != self.owners[name]
         ]
         return [work for work in works if work is not None]
 
@@ -112,7 +119,7 @@ class Assembly:
         The caller must exhaust the iterators of all kinds, because other ranks wait until their
         messages have arrived.
         """
-        for name in self.shapes:
+        for name in self.shapes_of(kind):
             yield name, self._put_together(kind, name, flats)
 
     def _put_together(self, kind: str, name: str, flats: Flats) -> Tensor:

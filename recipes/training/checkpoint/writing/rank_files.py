@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from recipes.training.checkpoint.manifest import tensor_key
-from recipes.training.checkpoint.state import MOMENTS, WEIGHTS
+from recipes.training.checkpoint.state import KINDS, WEIGHTS
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter
 from recipes.training.checkpoint.writing.assembly import Assembly, Flats
 
-KINDS_OF_FILE = {"weights": (WEIGHTS,), "moments": MOMENTS}  # for each of a rank's files
+KINDS_OF_FILE = {"weights": (WEIGHTS,), "moments": KINDS[1:]}  # for each of a rank's files
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def write_files(
         shapes = {
             tensor_key(kind, name): shape
             for kind in kinds
-            for name, shape in assembly.shapes.items()
+            for name, shape in assembly.shapes_of(kind).items()
         }
         try:
             if shapes and not problem:

@@ -67,6 +67,19 @@ def rule_of(
     )
 
 
+def rules_of(
+    parameters: Iterable[tuple[str, nn.Parameter]], model: ModelConfig, settings: Optimizer
+) -> dict[nn.Parameter, UpdateRule]:
+    """Return the rule of each parameter.
+
+    Args:
+        parameters: pairs of logical name and parameter
+        model: the model
+        settings: the optimizer's settings
+    """
+    return {each: rule_of(name, each, model, settings) for name, each in parameters}
+
+
 def parameter_groups(
     model: nn.Module, rules: Mapping[nn.Parameter, UpdateRule], *, bucket: int
 ) -> list[dict[str, Any]]:

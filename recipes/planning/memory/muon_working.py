@@ -1,0 +1,51 @@
+"""Memory that Muon needs while it updates the weights."""
+
+from functools import lru_cache
+from math import ceil
+
+from models.cost import MUON_BATCH_ELEMENTS, MUON_ROUND_ELEMENTS
+from recipes.planning.inputs.hidden_matrices import (
+    Matrices,
+    blocks_share,
+    elements_of,
+    exchange_precision,
+    matrices_of_layers,
+    ranks_of_exchange,
+)
+from recipes.planning.inputs.job import Job
+from recipes.training.recipe.deepspeed_config import BYTES
+
+
+def momentum_parameters(job: Job, stage: int) -> float:
+    """Return `optimizer_ranks` times the parameters of a rank that have a momentum only."""
+    if job.optimizer != "muon":
+        return 0.0
+    return elements_of(matrices_of_layers(job.model, blocks_share(job, stage))) / job.layout.tensor
+
+
+def muon_working_bytes(job: Job, stage: int) -> float:
+    """Return the bytes of exchanged matrices and of Newton-Schulz iterations; 0 with AdamW.
+
+    Three messages of a round exist at the same time, and two of the following round. A batch of
+    matrices exists three times (input, current and next iterate), with two square matrices.
+    """
+    if job.optimizer != "muon":
+        return 0.0
+    matrices = matrices_of_layers(job.model, blocks_share(job, stage))
+    elements = _working_elements(matrices, ranks_of_exchange(job))
+    return BYTES[exchange_precision(job)] * elements
+
+
+@lru_cache(maxsize=1024)
+def _working_elements(matrices: Matrices, ranks: int) -> float:
+    """Return the elements of messages and of the largest batch of matrices."""
+    own = elements_of(matrices) / ranks
+    of_round = min(own, MUON_ROUND_ELEMENTS)
+    messages = of_round if ranks == 1 else 3 * of_round + 2 * min(own - of_round, of_round)
+    most = 0.0
+    for shape, count in matrices:
+        short, long = sorted(shape)
+        of_rank = max(1, ceil(count / ranks))
+        batch = max(1, min(of_rank, MUON_BATCH_ELEMENTS // (short * long)))
+        most = max(most, batch * (3 * short * long + 2 * short * short))
+    return messages + most

@@ -1,0 +1,106 @@
+"""Muon for hidden matrices, and AdamW for the other parameters."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from recipes.training.checkpoint.state import STATES, initial_state
+
+(MOMENTUM,) = STATES["muon"]
+
+
+class Orthogonalize(Protocol):
+    """Replaces the elements of logical matrices in flat tensors by their updates.
+
+    Attributes:
+        group: the ranks that exchange elements; None: only this one
+    """
+
+    group: dist.ProcessGroup | None
+
+    def __call__(self, flats: Mapping[int, Tensor], meanwhile: Callable[[], None]) -> None:
+        """Replace the elements in place.
+
+        Args:
+            flats: this rank's shard of each flat tensor, by `id` of the tensor of its weights
+            meanwhile: function to call while elements are exchanged
+        """
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Moonlight, arXiv 2502.16982, equations 2 to 4) and AdamW, by group.
+
+    A group with the key `algorithm` "muon" holds elements of matrices. The update of a matrix is
+
+        momentum = beta * momentum + gradient
+        update   = 0.2 * sqrt(max(rows, columns)) * orthogonalize(gradient + beta * momentum)
+        weight   = weight - rate * (weight_decay * weight + update)
+
+    where the sum in the second line is Nesterov's momentum. The factor gives the update the root
+    mean square of AdamW's. DeepSpeed passes each group as one flat tensor, this rank's shard, so
+    that `exchange` has to gather the matrices.
+
+    Like torch's fused AdamW, it divides the gradients by the attribute `grad_scale`, if it exists.
+
+    Args:
+        groups: the groups of `parameter_groups`
+        lr: learning rate
+        betas: decay rates of AdamW's moments
+        momentum: beta of Muon
+    """
+
+    grad_scale: Tensor | None = None
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        momentum: float,
+    ):
+        # AdamW takes the groups and the state of this optimizer in each step.
+        self.adamw = torch.optim.AdamW([torch.zeros(1)], lr=lr, betas=betas, fused=True)
+        super().__init__(groups, self.adamw.defaults | {"momentum": momentum})
+        self.exchange: Orthogonalize | None = None  # set when the flat tensors exist
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all groups that have gradients; collective within the ranks of the exchange."""
+        groups = [each for each in self.param_groups if each["algorithm"] == "muon"]
+        updates: dict[int, Tensor] = {}
+        for group in groups:
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    updates[id(weights)] = self._add_momentum(weights, group["momentum"])
+        if not updates:
+            self._step_adamw()
+            return
+        assert self.exchange is not None, "the exchange of matrices is not set"
+        self.exchange(updates, self._step_adamw)
+        for group in groups:
+            for weights in group["params"]:
+                if weights.grad is not None:
+                    weights.mul_(1 - group["lr"] * group["weight_decay"])
+                    weights.add_(weights.grad, alpha=-group["lr"])
+
+    def _add_momentum(self, weights: Tensor, beta: float) -> Tensor:
+        """Update the momentum, and replace the gradient by Nesterov's momentum."""
+        state = initial_state(self.state, weights, (MOMENTUM,))
+        gradient = weights.grad
+        assert gradient is not None
+        if self.grad_scale is not None:
+            gradient.div_(self.grad_scale)
+        momentum = state[MOMENTUM].mul_(beta).add_(gradient)
+        state["step"] += 1
+        return gradient.add_(momentum, alpha=beta)
+
+    def _step_adamw(self) -> None:
+        adamw = self.adamw
+        adamw.param_groups = [each for each in self.param_groups if each["algorithm"] == "adamw"]
+        adamw.state = self.state
+        adamw.grad_scale = self.grad_scale  # type: ignore[attr-defined]
+        adamw.step()
