@@ -147,7 +147,7 @@ def coordinates(checks: Sequence[CoordinateCheck], title: str) -> Figure:
         row[0].set_ylabel(f"{check.family}\nRMS" if check.family else "RMS", fontsize=8)
         row[-1].legend(
             loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0, fontsize=7,
-            frameon=False, title="largest / smallest", title_fontsize=7,
+            frameon=False, title="largest / smallest\nof the solid lines", title_fontsize=7,
         )  # fmt: skip
     for axes in grid[-1]:
         axes.set_xlabel("width", fontsize=8)
@@ -163,10 +163,11 @@ def draw_sizes(axes: Axes, check: CoordinateCheck, moment: Moment) -> None:
         if each.moment != moment:
             continue
         widths, sizes = list(each.by_width), list(each.by_width.values())
-        worst = max(other.spread for other in check.sizes if other.place == each.place)
+        spreads = [other.spread for other in judged if other.place == each.place]
+        label = f"{each.place}: {max(spreads):.2f}" if spreads else f"{each.place}: not judged"
         axes.plot(
             widths, sizes, marker="o", markersize=3, linewidth=1.2,
-            linestyle="-" if each in judged else ":", label=f"{each.place}: {worst:.2f}",
+            linestyle="-" if each in judged else ":", label=label,
             color=matplotlib.colormaps["tab20"](places.index(each.place) % 20),
         )  # fmt: skip
     axes.set(xscale="log", yscale="log")
