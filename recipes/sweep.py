@@ -7,7 +7,7 @@
     python recipes/sweep.py recipes/llama/7b.toml --nodes 1,2,4 --top 5 --hostfile hosts
     sbatch --nodes=4 slurm/sweep.slurm recipes/llama/7b.toml
     python recipes/sweep.py recipes/tiny.toml --learning-rate auto --widths 96,192,384
-    python recipes/sweep.py recipes/tiny.toml --coordinates 4 --widths 96,192,384
+    python recipes/sweep.py recipes/tiny.toml --coordinate-check 4 --widths 96,192,384
     python recipes/sweep.py --links my-node
     python recipes/sweep.py --links my-cluster --nodes 2 --gpus-per-node 8 --gpu H100 \\
         --hostfile hosts
@@ -17,7 +17,7 @@ steps after two steps of warm-up, on synthetic data. Every trial ends as ok, out
 crashed, rejected or too_large, and is a row of sweep.csv in the sweep folder. Rerun the same
 command to continue an interrupted sweep; several commands may share a folder.
 
-With --learning-rate, each recipe is trained at several learning rates. With --coordinates, the
+With --learning-rate, each recipe is trained at several learning rates. With --coordinate-check, the
 sizes of its activations are measured in the first steps. Both compare widths of a model.
 
 With --links, no recipe is measured. Instead, the command measures the matmul rate of each GPU and
@@ -92,7 +92,7 @@ def command_of(options: argparse.Namespace) -> Callable[[argparse.Namespace], in
     """Return the function that does what the options ask for."""
     if options.links is not None:
         return measure_links
-    if options.learning_rate is not None or options.coordinates is not None:
+    if options.learning_rate is not None or options.coordinate_check is not None:
         return compare_trainings
     return sweep
 

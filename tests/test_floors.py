@@ -145,8 +145,6 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.sweeping.transfer.coordinates",
     "recipes.sweeping.transfer.curves",
     "recipes.sweeping.transfer.transfer_folder",
-    "recipes.sweeping.transfer.transfer_picture",
-    "recipes.sweeping.transfer.transfer_report",
     "recipes.sweeping.transfer.trials",
     "recipes.sweeping.trial",
     "recipes.sweeping.wandb_runs",

@@ -28,7 +28,7 @@ NOT_WITH_LINKS = {  # options of a sweep of recipes: name in the namespace -> on
     "wandb": "--wandb",
     "split": "--split",
     "learning_rate": "--learning-rate",
-    "coordinates": "--coordinates",
+    "coordinate_check": "--coordinate-check",
     "widths": "--widths",
     "seeds": "--seeds",
 }
@@ -66,15 +66,16 @@ def parse_command_line(description: str) -> argparse.Namespace:
         parser.error(f"--links measures no recipe; leave out {', '.join(others)}")
     if options.halving and options.rounds > 1:
         parser.error("--halving and --rounds exclude each other; leave out one of them")
-    trains = options.learning_rate is not None or options.coordinates is not None
+    trains = options.learning_rate is not None or options.coordinate_check is not None
     if trains and (others := given_options(parser, NOT_WITH_TRAINING)):
         parser.error(
-            f"--learning-rate and --coordinates train each recipe in its own layout; leave out "
-            f"{', '.join(others)}"
+            f"--learning-rate and --coordinate-check train each recipe in its own layout; leave "
+            f"out {', '.join(others)}"
         )
     if not trains and (others := given_options(parser, ONLY_WITH_TRAINING)):
         parser.error(
-            f"{', '.join(others)}: only for trainings; add --learning-rate auto or --coordinates 4"
+            f"{', '.join(others)}: only for trainings; add --learning-rate auto or "
+            f"--coordinate-check 4"
         )
     if options.steps is None and not trains:
         options.steps = DEFAULT_STEPS
@@ -170,7 +171,7 @@ def add_transfer_options(group: argparse._ArgumentGroup) -> None:
         "of two around the recipe's, until the best one is inside",
     )  # fmt: skip
     group.add_argument(
-        "--coordinates", type=count, metavar="STEPS",
+        "--coordinate-check", type=count, metavar="STEPS",
         help="coordinate check: measure the sizes of the activations at the start and after STEPS "
         "steps on synthetic data, and compare them over the widths",
     )  # fmt: skip

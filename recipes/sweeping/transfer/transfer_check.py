@@ -48,7 +48,9 @@ def check_transfer(
     """
     # 1. Trials: reject what cannot run before any process starts.
     curves = curves_of(models_of(options))
-    check = Check(curves, options.coordinates, options.seeds) if options.coordinates else None
+    check = (
+        Check(curves, options.coordinate_check, options.seeds) if options.coordinate_check else None
+    )
     sweep = Sweep(curves, options.learning_rate or None, options.seeds) if (
         options.learning_rate is not None
     ) else None  # fmt: skip
@@ -114,7 +116,7 @@ def check_request(options: argparse.Namespace, curves: list[Curve]) -> None:
     Raises:
         UserError: it has not.
     """
-    if options.coordinates is None:
+    if options.coordinate_check is None:
         return
     families: dict[str, list[int]] = {}
     for curve in curves:
@@ -122,7 +124,7 @@ def check_request(options: argparse.Namespace, curves: list[Curve]) -> None:
     for widths in families.values():
         if len(widths) == 1:
             raise UserError(
-                f"--coordinates compares widths, and there is only width {widths[0]}; use "
+                f"--coordinate-check compares widths, and there is only width {widths[0]}; use "
                 f"--widths {widths[0]},{2 * widths[0]},{4 * widths[0]}"
             )
 

@@ -92,8 +92,8 @@ def test_a_crash_is_a_fault_and_has_no_loss(tmp_path: Path, corpus: Path) -> Non
         (("--learning-rate", "0"), "0 is not a learning rate; use auto, or for example"),
         (("--learning-rate", "1e-3,1e-3"), "1e-3 is given twice"),
         (("--learning-rate", "1e-3", "--halving"), "leave out --halving"),
-        (("--coordinates", "3"), "use --widths 64,128,256"),
-        (("--widths", "64"), "add --learning-rate auto or --coordinates 4"),
+        (("--coordinate-check", "3"), "use --widths 64,128,256"),
+        (("--widths", "64"), "add --learning-rate auto or --coordinate-check 4"),
         (("--links", "x", "--widths", "64"), "leave out"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_folder_of_a_layout_sweep_is_rejected(tmp_path: Path, corpus: Path) ->
 @pytest.mark.long
 def test_real_ranks_train_and_measure_activations(tmp_path: Path, corpus: Path) -> None:
     options = (
-        "--learning-rate", "1e-3,1e3", "--coordinates", "2", "--widths", "32,64",
+        "--learning-rate", "1e-3,1e3", "--coordinate-check", "2", "--widths", "32,64",
         "--set", "optimizer.kind=adamw,muon", "--steps", "8",
     )  # fmt: skip
     sweep = transfer(tmp_path, corpus, *options, fake=False)
