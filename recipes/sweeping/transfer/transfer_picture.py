@@ -119,14 +119,14 @@ def draw_steps(axes: Axes, outcomes: Sequence[Outcome], compared: Sequence[Compa
             [step for step, _ in points], [loss for _, loss in points], linewidth=1.3, marker="o",
             markersize=2.5, label=label, **style_of(outcome, outcomes),
         )  # fmt: skip
-    for each in compared:
+    for number, each in enumerate(compared):
         goal = each.reference.best_loss
         if goal is None:
             continue
         axes.axhline(goal, color="0.4", linewidth=0.8, linestyle=(0, (4, 3)))
         if each.step is not None:
             axes.annotate(
-                f"step {each.step}", (each.step, goal), (0, 14), textcoords="offset points",
+                f"step {each.step}", (each.step, goal), (0, 14 + 12 * number), textcoords="offset points",
                 ha="center", fontsize=8, arrowprops={"arrowstyle": "->", "linewidth": 0.8},
             )  # fmt: skip
     axes.set(xlabel="step", ylabel="validation loss", yscale="log")
