@@ -101,3 +101,22 @@ def test_spelling_out_a_default_gives_the_same_model(corpus: Path) -> None:
     saved, now = recipe_of(corpus), recipe_of(corpus, model__head_size=16)
     assert saved.model.head_size is None and saved.model.attention_head_size == 16
     check_same_run(HERE, manifest_of(saved), now, fingerprint(now))
+
+
+@pytest.mark.parametrize(("saved", "now"), [("adamw", "muon"), ("muon", "adamw")])
+def test_the_state_of_another_optimizer_is_rejected(saved: str, now: str, corpus: Path) -> None:
+    before, after = (recipe_of(corpus, optimizer__kind=kind) for kind in (saved, now))
+    check_same_run(HERE, manifest_of(before), before, fingerprint(before))
+    message = f'optimizer.kind = "{saved}", not of "{now}"; use optimizer.kind = "{saved}", or'
+    with pytest.raises(UserError, match=message):
+        check_same_run(HERE, manifest_of(before), after, fingerprint(after))
+
+
+def test_an_older_checkpoint_has_the_state_of_adamw(corpus: Path) -> None:
+    recipe = recipe_of(corpus)
+    saved = manifest_of(recipe)
+    del saved.recipe["optimizer"]["kind"]
+    check_same_run(HERE, saved, recipe, fingerprint(recipe))
+    muon = recipe_of(corpus, optimizer__kind="muon")
+    with pytest.raises(UserError, match=r'the optimizer state of optimizer\.kind = "adamw"'):
+        check_same_run(HERE, saved, muon, fingerprint(muon))
