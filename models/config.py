@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from models.errors import STRICT_SECTION, UserError
 from models.experts.settings import Experts
+from models.parametrization.base_sizes import Parametrization, check_base_sizes
 from models.rope_scaling import MAX_SIZE, RopeScaling
 
 
@@ -66,6 +67,19 @@ class ModelConfig:
     """Dropout probability of the attention probabilities."""
     initial_std: float = 0.02
     """Standard deviation of the initial weights."""
+    parametrization: Parametrization = "standard"
+    """How initial weights, updates and the forward pass depend on the size of the model:
+    "mup" keeps the best learning rate when the width changes (arXiv 2203.03466), "completep" also
+    when the depth changes (arXiv 2505.01618).
+    """
+    base_hidden_size: int | None = None
+    """Hidden size of the model whose learning rate was tuned, for "mup" and "completep"."""
+    base_layers: int | None = None
+    """Number of layers of the model whose learning rate was tuned, for "completep"."""
+    base_head_size: int | None = None
+    """Head size of the model whose learning rate was tuned, for "mup" and "completep";
+    by default that of this model.
+    """
 
     def __post_init__(self) -> None:
         for key, field in type(self).__dataclass_fields__.items():
@@ -106,6 +120,19 @@ class ModelConfig:
             )
         if self.experts is not None:
             self._check_experts(self.experts)
+        check_base_sizes(
+            self.parametrization,
+            {
+                "base_hidden_size": self.base_hidden_size,
+                "base_layers": self.base_layers,
+                "base_head_size": self.base_head_size,
+            },
+            {
+                "base_hidden_size": self.hidden_size,
+                "base_layers": self.layers,
+                "base_head_size": self.attention_head_size,
+            },
+        )
         if self.positions == "rope" and self.attention_head_size % 2:
             raise UserError(
                 f"head_size = {self.attention_head_size} is odd and rotary positions turn pairs; "

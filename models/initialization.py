@@ -8,22 +8,22 @@ A rank draws only the chunks of rows that contain elements of its part; a chunk 
 | biases                                       | 0                                            |
 | weights that write into the residual stream  | normal, initial_std / sqrt(2 layers) (GPT-2) |
 | all other weights, embeddings included       | normal, initial_std                          |
+
+The parametrizations "mup" and "completep" change the standard deviations of matrices in the layers,
+but not the normal numbers that they multiply (`models/parametrization/factors.py`).
 """
 
 import hashlib
 import math
-import re
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+from models.parametrization.factors import initial_std
+from models.parametrization.roles import place_of
 from models.sharding import sharding_of
-
-# attention.output.weight, mlp.down.weight, mlp.shared.down.weight, mlp.experts.down_5
-RESIDUAL_WEIGHTS = re.compile(r"\.(attention\.output\.weight|down\.weight|down_\d+)$")
-
 
 # Maximum number of elements drawn at a time. A change would change the initial values of every
 # parameter that has more elements.
@@ -59,9 +59,8 @@ def initialize(
         elif name.endswith("bias"):
             values.zero_()
         else:
-            residual = RESIDUAL_WEIGHTS.search(name)
-            std = config.initial_std / (math.sqrt(2 * config.layers) if residual else 1)
             sharding = sharding_of(parameter)
+            std = initial_std(config, place_of(name, sharding.role))
             rows = NormalRows(sharding.shape, name=name, seed=seed)
             at_once = max(1, CHUNK_ELEMENTS // tensor_size)
             for first in range(0, len(wanted), at_once):

@@ -34,7 +34,9 @@ from models.parallel.embedding import VocabParallelEmbedding
 from models.parallel.micro_batch_info import MicroBatchInfo, positions_in
 from models.parallel.norm import NORMS
 from models.parallel.rng import dropout, rows_in
-from models.sharding import Role, Sharding, declared_parameter, sharding_of
+from models.parametrization.factors import output_multiplier
+from models.parametrization.roles import Role
+from models.sharding import Sharding, declared_parameter, sharding_of
 from models.transformer import Block, recomputed
 
 TIED_KEY = "embedding"
@@ -145,9 +147,12 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
             role=role,
         )
         self.vocab_size = config.vocab_size
+        self.multiplier = output_multiplier(config)
 
     def predict(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """[s, b, h] to the logits [s, b, v/t]; given labels [b, s], to their mean loss in nats."""
+        if self.multiplier != 1:
+            x = x * self.multiplier  # cheaper than the logits, which are larger
         if labels is None:
             return self.logits(x)
         return vocab_parallel_loss(

@@ -8,12 +8,11 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-Role = Literal["input", "hidden", "output", "vector"]
+from models.parametrization.roles import Role
 
 
 @dataclass(frozen=True)

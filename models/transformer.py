@@ -37,10 +37,11 @@ from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from models.parallel.micro_batch_info import Documents, MicroBatchInfo, positions_in
 from models.parallel.norm import NORMS, RMSNorm
 from models.parallel.rng import stream_rows, token_positions
+from models.parametrization.factors import query_multiplier, residual_multiplier
 
 
 class Block(Fusing):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """x + m attention(norm(x)), then x + m mlp(norm(x)), with a residual multiplier m, mostly 1.
 
     name: name of the layer, on which its dropout masks depend
     context: ranks that hold the other tokens of the same sequences
@@ -96,6 +97,7 @@ class Block(Fusing):
                 number=int(name.removeprefix("blocks.")),
             )
         self.dropout, self.axis = config.dropout, axis
+        self.multiplier = residual_multiplier(config)
 
     def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
@@ -114,7 +116,7 @@ class Block(Fusing):
             rows = stream_rows(
                 y, key=key, layer=layer, axis=self.axis, fuse=self.fuse, slices=info.slices
             )
-        return Branch(y, bias, rows, self.dropout)
+        return Branch(y, bias, rows, self.dropout, self.multiplier)
 
 
 class Attention(Fusing):
@@ -145,6 +147,7 @@ class Attention(Fusing):
         self.output = RowParallelLinear(
             config.heads * d, config.hidden_size, bias=config.bias, axis=axis
         )
+        self.query_multiplier = query_multiplier(config)
         self.frequencies = Frequencies(d, config.rope_theta, config.rope_scaling)
         if config.qk_norm:
             self.q_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
@@ -169,6 +172,8 @@ class Attention(Fusing):
             order=self._order(qkv, info),
             fuse=self.fuse,
         )
+        if self.query_multiplier != 1:
+            q = q * self.query_multiplier
         core = partial(self._core, info=info)
         y = recomputed(core, q, k, v) if self.recompute_core else core(q, k, v)
         return self.output(y)

@@ -16,6 +16,7 @@ FLOORS = [
         "models.rope_scaling",
         "models.turns",
         "models.cost",
+        "models.parametrization",
         "models.pipeline.schedule",
         "models.context_parallel.division",
         "models.experts.settings",

@@ -2,16 +2,27 @@
 
 The classes are Llama, Qwen3, Mixtral, Qwen3-MoE, Dots1 and GPT-2. Names of tensors are those of
 files: transformers joins the experts of a layer when it loads them.
+
+Those classes have no multipliers of "mup" and "completep", so weights are multiplied by them: the
+output multiplier is in the final norm, because the head may be tied to the embedding, the residual
+multiplier in the matrices that write into the residual stream and in their biases, and that of the
+queries in their norm, or without one in the rows of the queries.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from models.config import ModelConfig
 from models.hugging_face.families import family_of
+from models.parametrization.factors import (
+    output_multiplier,
+    query_multiplier,
+    residual_multiplier,
+)
+from models.parametrization.roles import writes_residual
 
 
 @dataclass(frozen=True)
@@ -21,11 +32,16 @@ class Counterpart:
     names: names in transformers, in the order in which our tensor joins them along dimension 0
     sizes: their sizes along dimension 0
     transposed: True for GPT-2's Conv1D, which stores weights as [in, out]; ours are [out, in]
+    multiplier: factor of ours in theirs
+    multiplied_rows: number of rows of our tensor, from the first one, that have the factor; None:
+        all rows
     """
 
     names: tuple[str, ...]
     sizes: tuple[int, ...] = ()
     transposed: bool = False
+    multiplier: float = 1.0
+    multiplied_rows: int | None = None
 
     def shapes(self, ours: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return their shapes by name, given the shape of our tensor."""
@@ -36,6 +52,9 @@ class Counterpart:
 
     def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield their names and tensors, given our tensor."""
+        if self.multiplier != 1:
+            ours = ours.clone()
+            ours[: self.multiplied_rows].mul_(self.multiplier)
         parts = ours.split(self.sizes) if self.sizes else (ours,)
         for name, part in zip(self.names, parts, strict=True):
             yield name, part.t().contiguous() if self.transposed else part
@@ -43,11 +62,18 @@ class Counterpart:
     def join(self, theirs: Iterable[Tensor]) -> Tensor:
         """Return our tensor, given their tensors in the order of `names`."""
         parts = [part.t() if self.transposed else part for part in theirs]
-        return (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
+        ours = (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
+        if self.multiplier != 1:
+            ours = ours.clone()
+            ours[: self.multiplied_rows].div_(self.multiplier)
+        return ours
 
 
 def to_hugging_face(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename and split our logical tensors: weights, or other tensors of the same shapes."""
+    """Rename and split our logical tensors, and multiply them by the model's multipliers.
+
+    They may be weights, or without multipliers other tensors of the same shapes.
+    """
     theirs: dict[str, Tensor] = {}
     for name, counterpart in counterparts(config).items():
         theirs |= dict(counterpart.split(tensors[name]))
@@ -64,8 +90,20 @@ def from_hugging_face(config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict
 
 def counterparts(config: ModelConfig) -> dict[str, Counterpart]:
     """Return the counterpart of every parameter by our logical name."""
-    family = family_of(config)
-    return _gpt2(config) if family == "gpt2" else _llama(config)
+    table = _gpt2(config) if family_of(config) == "gpt2" else _llama(config)
+    queries = "attention.q_norm." if config.qk_norm else "attention.qkv."
+    for name, counterpart in table.items():
+        if name.startswith("final_norm."):
+            table[name] = replace(counterpart, multiplier=output_multiplier(config))
+        elif writes_residual(name):
+            table[name] = replace(counterpart, multiplier=residual_multiplier(config))
+        elif queries in name:
+            table[name] = replace(
+                counterpart,
+                multiplier=query_multiplier(config),
+                multiplied_rows=None if config.qk_norm else config.query_size,
+            )
+    return table
 
 
 def _llama(config: ModelConfig) -> dict[str, Counterpart]:

@@ -20,18 +20,22 @@ from models.kernels.fusing import Function
 
 
 class Branch(NamedTuple):
-    """The output of one half of a block on its way to the residual stream: dropout(y + bias).
+    """The output of one half of a block on its way to the residual stream.
+
+    It is multiplier * dropout(y + bias).
 
     y: [s, b, h], result of a row-parallel matmul
     bias: [h]; None: no bias
     rows: int64 [s, b], the row numbers of the dropout mask; None: no dropout
     probability: probability that an element is dropped
+    multiplier: factor of the output
     """
 
     y: Tensor
     bias: Tensor | None = None
     rows: Tensor | None = None
     probability: float = 0.0
+    multiplier: float = 1.0
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, fuse: Function) -> Tensor:
@@ -43,9 +47,9 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, fuse: F
 
 
 def add(x: Tensor, branch: Branch, fuse: Function) -> Tensor:
-    """Return x + dropout(y + bias): [s, b, h]."""
+    """Return x + multiplier * dropout(y + bias): [s, b, h]."""
     if branch.bias is None and branch.rows is None:
-        return x + branch.y
+        return torch.add(x, branch.y, alpha=branch.multiplier)
     return _Add.apply(x, *branch, fuse)
 
 
@@ -58,7 +62,7 @@ def add_and_norm(
     epsilon: float,
     fuse: Function,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + dropout(y + branch.bias) and the `norm` of that sum: each [s, b, h]."""
+    """Return the sum of `add` and the `norm` of that sum: each [s, b, h]."""
     return _AddAndNorm.apply(x, *branch, weight, bias, epsilon, fuse)
 
 
@@ -77,26 +81,25 @@ class _Norm(torch.autograd.Function):
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, bias, rows, probability, fuse):
-        ctx.fuse, ctx.probability, ctx.has_bias = fuse, probability, bias is not None
-        total, keep = fuse(_add)(x, y, bias, rows, probability)
+    def forward(ctx, x, y, bias, rows, probability, multiplier, fuse):
+        ctx.fuse, ctx.branch = fuse, (probability, multiplier, bias is not None)
+        total, keep = fuse(_add)(x, y, bias, rows, probability, multiplier)
         ctx.save_for_backward(keep)
         return total
 
     @staticmethod
     def backward(ctx, grad):
         (keep,) = ctx.saved_tensors
-        grad_y, grad_bias = ctx.fuse(_branch_backward)(grad, keep, ctx.probability, ctx.has_bias)
-        return grad, grad if grad_y is None else grad_y, grad_bias, None, None, None
+        grad_y, grad_bias = ctx.fuse(_branch_backward)(grad, keep, *ctx.branch)
+        return grad, grad if grad_y is None else grad_y, grad_bias, None, None, None, None
 
 
 class _AddAndNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, y_bias, rows, probability, weight, bias, epsilon, fuse):
-        ctx.fuse, ctx.branch = fuse, (probability, y_bias is not None)
-        total, keep, normed, *statistics = fuse(_add_and_norm)(
-            x, y, y_bias, rows, probability, weight, bias, epsilon
-        )
+    def forward(ctx, x, y, y_bias, rows, probability, multiplier, weight, bias, epsilon, fuse):
+        ctx.fuse, ctx.branch = fuse, (probability, multiplier, y_bias is not None)
+        branch = Branch(y, y_bias, rows, probability, multiplier)
+        total, keep, normed, *statistics = fuse(_add_and_norm)(x, *branch, weight, bias, epsilon)
         ctx.save_for_backward(keep, total, weight, bias, *statistics)
         return total, normed
 
@@ -108,7 +111,7 @@ class _AddAndNorm(torch.autograd.Function):
         )
         grad_y_bias, grad_weight, grad_bias = others
         grad_y = grad_x if grad_y is None else grad_y
-        return grad_x, grad_y, grad_y_bias, None, None, grad_weight, grad_bias, None, None
+        return grad_x, grad_y, grad_y_bias, None, None, None, grad_weight, grad_bias, None, None
 
 
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> tuple[Tensor, ...]:
@@ -158,7 +161,12 @@ def sums_in_16_bits(x: Tensor) -> bool:
 
 
 def _add(
-    x: Tensor, y: Tensor, bias: Tensor | None, rows: Tensor | None, probability: float
+    x: Tensor,
+    y: Tensor,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    probability: float,
+    multiplier: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the sum and the dropout mask."""
     keep = None
@@ -167,14 +175,16 @@ def _add(
     if rows is not None:
         keep = keep_mask(rows, y.shape[-1], probability)
         y = drop(y, keep, probability)
-    return x + y, keep
+    return torch.add(x, y, alpha=multiplier), keep
 
 
 def _branch_backward(
-    grad: Tensor, keep: Tensor | None, probability: float, has_bias: bool
+    grad: Tensor, keep: Tensor | None, probability: float, multiplier: float, has_bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of y (None if it equals the gradient of the sum) and of the bias."""
-    grad_y = None if keep is None else drop(grad, keep, probability)
+    grad_y = None if multiplier == 1 else grad * multiplier
+    if keep is not None:
+        grad_y = drop(grad if grad_y is None else grad_y, keep, probability)
     if not has_bias:
         return grad_y, None
     return grad_y, (grad if grad_y is None else grad_y).flatten(0, -2).sum(0)
@@ -186,11 +196,12 @@ def _add_and_norm(
     y_bias: Tensor | None,
     rows: Tensor | None,
     probability: float,
+    multiplier: float,
     weight: Tensor,
     bias: Tensor | None,
     epsilon: float,
 ) -> tuple[Tensor | None, ...]:
-    total, keep = _add(x, y, y_bias, rows, probability)
+    total, keep = _add(x, y, y_bias, rows, probability, multiplier)
     return total, keep, *_norm(total, weight, bias, epsilon)
 
 
@@ -198,7 +209,7 @@ def _add_and_norm_backward(
     grad_total: Tensor,
     grad: Tensor,
     keep: Tensor | None,
-    branch: tuple[float, bool],
+    branch: tuple[float, float, bool],
     total: Tensor,
     weight: Tensor,
     bias: Tensor | None,

@@ -15,7 +15,11 @@ from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.converting.verified_source import model_of, open_checkpoint, undamaged
 from recipes.converting.weight_files import write_weights
-from recipes.training.checkpoint.compatibility import TRAINING_ONLY, differences
+from recipes.training.checkpoint.compatibility import (
+    TRAINING_ONLY,
+    differences,
+    spelled_out,
+)
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
 from recipes.training.recipe.stages.plan import table_at
@@ -97,7 +101,8 @@ def mean(sources: Sequence[CheckpointReader], name: str, shape: tuple[int, ...])
 
 def _check_same_model(first: CheckpointReader, other: CheckpointReader) -> None:
     models = (
-        table_at(source.manifest.recipe, source.manifest.step)["model"] for source in (first, other)
+        spelled_out(table_at(source.manifest.recipe, source.manifest.step)["model"])
+        for source in (first, other)
     )
     changed = {
         f"model.{key}": values

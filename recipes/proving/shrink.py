@@ -1,6 +1,7 @@
 """Reduction of a recipe to small sizes that train in seconds, with the same structure."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,28 @@ def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
     sizes["initial_std"] = model.initial_std * spread
     if model.head_size is not None:  # the recipe sets the head size separately
         sizes |= {"head_size": HEAD_SIZE, "hidden_size": heads * HEAD_SIZE + 8}
+    sizes |= small_base(model, sizes)
     if model.experts is not None:
         sizes["experts"] = small_experts(model.experts, ranks, sizes["layers"])
     return sizes
+
+
+def small_base(model: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of the base model of the small model, in the ratios of the recipe.
+
+    sizes: hidden size and layers of the small model
+    """
+    pairs = {  # base size -> sizes of the recipe's model and of the small model
+        "base_hidden_size": (model.hidden_size, sizes["hidden_size"]),
+        "base_layers": (model.layers, sizes["layers"]),
+        "base_head_size": (model.attention_head_size, HEAD_SIZE),
+    }
+    given = {key: getattr(model, key) for key in pairs}
+    return {
+        key: max(1, round(base * pairs[key][1] / pairs[key][0]))
+        for key, base in given.items()
+        if base is not None
+    }
 
 
 def small_experts(experts: Experts, ranks: int, layers: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models import cost
 from models.config import ModelConfig
 from models.hugging_face.config import hugging_face_config
-from models.hugging_face.tensors import from_hugging_face, to_hugging_face
+from models.hugging_face.tensors import counterparts, from_hugging_face, to_hugging_face
 from models.initialization import NormalRows, initialize
 from models.layer_specs import (
     SequentialModel,
@@ -58,6 +58,22 @@ SHAPES = {
         tie_embeddings=True,
         kv_heads=6,
     ),
+}
+STANDARD: dict[str, Any] = {"parametrization": "standard"} | dict.fromkeys(
+    ("base_hidden_size", "base_layers", "base_head_size")
+)
+MUP: dict[str, Any] = {"parametrization": "mup", "base_hidden_size": 20}
+COMPLETEP: dict[str, Any] = {
+    "parametrization": "completep",
+    "base_hidden_size": 20,
+    "base_layers": 2,
+    "base_head_size": 6,
+}
+SHAPES |= {
+    "llama, mup": replace(LLAMA, **MUP, base_head_size=5),
+    "llama, tied, completep": replace(SHAPES["llama-tied"], **COMPLETEP),
+    "qwen3, completep": replace(SHAPES["qwen3"], **COMPLETEP),
+    "gpt2, completep": replace(SHAPES["gpt2"], **COMPLETEP),
 }
 RECOMPUTE = {  # name -> (recompute attention cores, blocks recomputed at a time)
     "none": (False, 0),
@@ -221,8 +237,18 @@ def reference(config: ModelConfig, documents: Documents | None = None) -> Outcom
     )
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_of(tokens).flatten())
     loss.backward()
-    gradients = from_hugging_face(config, {name: p.grad for name, p in model.named_parameters()})
-    return logits.detach(), loss.detach(), gradients
+    gradients = {name: torch.as_tensor(p.grad) for name, p in model.named_parameters()}
+    return logits.detach(), loss.detach(), gradients_from_hugging_face(config, gradients)
+
+
+def gradients_from_hugging_face(
+    config: ModelConfig, theirs: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return gradients under our names: where their weight is m times ours, m times theirs."""
+    gradients = from_hugging_face(config, theirs)  # divided by m, like weights
+    for name, each in counterparts(config).items():
+        gradients[name][: each.multiplied_rows] *= each.multiplier**2
+    return gradients
 
 
 def largest_difference(one: Outcome, other: Outcome) -> float:

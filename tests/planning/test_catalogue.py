@@ -5,7 +5,7 @@ The published values are repeated here, independently of the recipes, each with 
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -90,6 +90,11 @@ GPT3_TRAINING = {
     "gpt-13b": (13.0e9, 2e6, 1e-4),
     "gpt-175b": (175.0e9, 3.2e6, 0.6e-4),
 }
+# The same shapes in the parametrization CompleteP, with 20 tokens per parameter of the largest one.
+COMPLETEP = {
+    f"completep-{name}": replace(GPT3[name], tokens=20 * GPT3["gpt-1.3b"].parameters)
+    for name in ("gpt-125m", "gpt-350m", "gpt-760m", "gpt-1.3b")
+}
 # Narayanan et al. 2021, table 1: parameters in units of 1e9, heads, hidden size, layers, tensor,
 # pipeline, GPUs, global batch; and the tokens of its section 5.1.
 MEGATRON = {
@@ -141,6 +146,7 @@ MIXTURES = {
 }
 PUBLISHED = (
     GPT3
+    | COMPLETEP
     | {
         name: gpt(layers, hidden, heads, equation_2(layers, hidden) + 2 * hidden, tokens)
         for name, (_, heads, hidden, layers, *_, tokens) in MEGATRON.items()
@@ -201,6 +207,26 @@ def test_gpt_3_training_matches_its_table(name: str) -> None:
     assert recipe.optimizer.schedule.minimum_learning_rate == pytest.approx(rate / 10)
     model = recipe.model
     assert (model.vocab_size, model.sequence_length) == (50257, 2048)
+
+
+def test_the_completep_recipes_differ_only_in_the_size_of_the_model() -> None:
+    base, *larger = map(shipped, COMPLETEP)
+    model = replace(base.model, parametrization="standard", base_hidden_size=None,
+                    base_layers=None, base_head_size=None)  # fmt: skip
+    assert model == shipped("gpt-125m").model
+    for recipe in larger:
+        assert (recipe.optimizer, recipe.batch, recipe.training) == (
+            base.optimizer,
+            base.batch,
+            base.training,
+        )
+        ours = recipe.model
+        assert ours.parametrization == "completep"
+        assert (ours.base_hidden_size, ours.base_layers, ours.base_head_size) == (
+            base.model.hidden_size,
+            base.model.layers,
+            base.model.attention_head_size,
+        )
 
 
 @pytest.mark.parametrize("name", MEGATRON)

@@ -48,11 +48,11 @@ def check_same_run(
     unrecorded = {"separate_documents": False, "document_starts": data.get("document_starts")}
     different = differences(
         {
-            "model": _spelled_out(saved["model"]),
+            "model": spelled_out(saved["model"]),
             "seed": saved["seed"],
             "data": unrecorded | before.shared,
         },
-        {"model": _spelled_out(now["model"]), "seed": now["seed"], "data": after.shared},
+        {"model": spelled_out(now["model"]), "seed": now["seed"], "data": after.shared},
     )
     if different:
         raise UserError(
@@ -117,8 +117,8 @@ def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
     Raises:
         UserError: the checkpoint has another model; the message names each key that differs.
     """
-    theirs = _spelled_out(table_at(manifest.recipe, manifest.step)["model"])
-    ours = _spelled_out(recipe.model_dump(mode="json")["model"])
+    theirs = spelled_out(table_at(manifest.recipe, manifest.step)["model"])
+    ours = spelled_out(recipe.model_dump(mode="json")["model"])
     free = (*TRAINING_ONLY, *(ROTARY_KEYS if recipe.model.positions == "rope" else ()))
     different = {
         name: values
@@ -163,9 +163,16 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[A
     return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
 
 
-def _spelled_out(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the [model] section with the head size filled in."""
-    return model | {"head_size": ModelConfig.from_table(model).attention_head_size}
+def spelled_out(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the [model] section with the keys that have a default of their own filled in.
+
+    Checkpoints of older versions and imported ones lack the parametrization: it is the standard.
+    """
+    config = ModelConfig.from_table(model)
+    filled = {"head_size": config.attention_head_size, "parametrization": config.parametrization}
+    if config.parametrization != "standard":
+        filled["base_head_size"] = config.base_head_size or config.attention_head_size
+    return model | filled
 
 
 def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:

@@ -25,7 +25,16 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from tests.models.test_transformer import LLAMA, Outcome, labels_of, relative
+from tests.models.test_transformer import (
+    COMPLETEP,
+    LLAMA,
+    MUP,
+    STANDARD,
+    Outcome,
+    gradients_from_hugging_face,
+    labels_of,
+    relative,
+)
 
 MIXTRAL = Experts(count=8, per_token=2, ffn_hidden_size=40, router="softmax-after-topk")
 QWEN3 = Experts(count=8, per_token=3, ffn_hidden_size=40)
@@ -50,6 +59,11 @@ MODELS = {
         head_size=16,
         experts=replace(DOTS, dense_layers=1, normalize=True, output_scale=2.5),
     ),
+}
+
+WITH_MULTIPLIERS = {
+    "Mixtral, mup": replace(LLAMA, experts=MIXTRAL, **MUP),
+    "Dots1, completep": replace(LLAMA, qk_norm=True, experts=DOTS, **COMPLETEP),
 }
 
 
@@ -122,7 +136,7 @@ def run_theirs(config: ModelConfig, folder: Path) -> Outcome:
             buffer.zero_()
     model.save_pretrained(folder / "gradients")
     gradients = load_file(folder / "gradients" / "model.safetensors")
-    return logits.detach(), loss.detach(), from_hugging_face(config, gradients)
+    return logits.detach(), loss.detach(), gradients_from_hugging_face(config, gradients)
 
 
 @pytest.fixture(params=MODELS)
@@ -130,13 +144,23 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.parametrize("config", [*MODELS.values(), *WITH_MULTIPLIERS.values()])
 def test_logits_loss_and_every_gradient_are_those_of_transformers(
-    name: str, tmp_path: Path
+    config: ModelConfig, tmp_path: Path
 ) -> None:
-    config = MODELS[name]
     ours, weights = run_ours(config)
     export(config, weights, tmp_path)
     assert largest_difference(ours, run_theirs(config, tmp_path)) < 1e-5
+
+
+@pytest.mark.parametrize("config", WITH_MULTIPLIERS.values())
+def test_weights_with_multipliers_survive_a_round_trip(config: ModelConfig) -> None:
+    _, weights = run_ours(config)
+    theirs = to_hugging_face(config, weights)
+    back = from_hugging_face(config, theirs)
+    assert all(relative(back[each], weights[each]) < 1e-6 for each in weights)
+    plain = to_hugging_face(replace(config, **STANDARD), weights)
+    assert any(relative(theirs[each], plain[each]) > 0.1 for each in theirs)
 
 
 def test_weights_survive_a_round_trip_bit_for_bit(name: str, tmp_path: Path) -> None:

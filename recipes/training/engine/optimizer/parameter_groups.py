@@ -3,11 +3,18 @@
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from models.config import ModelConfig
+from models.parametrization.factors import (
+    Algorithm,
+    epsilon_factor,
+    learning_rate_factor,
+    weight_decay_factor,
+)
+from models.parametrization.roles import place_of
 from models.pipeline.gradients.buckets import (
     deferring_parameters,
     divide_into_buckets,
@@ -30,7 +37,7 @@ class UpdateRule:
         epsilon: the term in AdamW's denominator
     """
 
-    algorithm: Literal["adamw", "muon"]
+    algorithm: Algorithm
     learning_rate_factor: float
     weight_decay: float
     epsilon: float
@@ -39,7 +46,9 @@ class UpdateRule:
 def rule_of(
     name: str, parameter: nn.Parameter, model: ModelConfig, settings: Optimizer
 ) -> UpdateRule:
-    """Return the rule of a parameter; norms and biases have no weight decay.
+    """Return the rule of a parameter, scaled as the model's parametrization asks for.
+
+    Norms and biases have no weight decay.
 
     Args:
         name: logical name
@@ -47,12 +56,14 @@ def rule_of(
         model: the model
         settings: the optimizer's settings
     """
-    role = sharding_of(parameter).role
+    place = place_of(name, sharding_of(parameter).role)
+    algorithm: Algorithm = "muon" if place.role == "hidden" and settings.kind == "muon" else "adamw"
+    decay = settings.weight_decay * weight_decay_factor(model, place, algorithm)
     return UpdateRule(
-        algorithm="muon" if role == "hidden" and settings.kind == "muon" else "adamw",
-        learning_rate_factor=1.0,
-        weight_decay=0.0 if role == "vector" else settings.weight_decay,
-        epsilon=settings.epsilon,
+        algorithm=algorithm,
+        learning_rate_factor=learning_rate_factor(model, place, algorithm),
+        weight_decay=0.0 if place.role == "vector" else decay,
+        epsilon=settings.epsilon * epsilon_factor(model, place),
     )
 
 
