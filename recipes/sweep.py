@@ -6,6 +6,8 @@
     python recipes/sweep.py recipes/mine.toml --set batch.micro_sequences=1,2,4
     python recipes/sweep.py recipes/llama/7b.toml --nodes 1,2,4 --top 5 --hostfile hosts
     sbatch --nodes=4 slurm/sweep.slurm recipes/llama/7b.toml
+    python recipes/sweep.py recipes/tiny.toml --learning-rate auto --widths 96,192,384
+    python recipes/sweep.py recipes/tiny.toml --coordinate-check 4 --widths 96,192,384
     python recipes/sweep.py --links my-node
     python recipes/sweep.py --links my-cluster --nodes 2 --gpus-per-node 8 --gpu H100 \\
         --hostfile hosts
@@ -15,11 +17,15 @@ steps after two steps of warm-up, on synthetic data. Every trial ends as ok, out
 crashed, rejected or too_large, and is a row of sweep.csv in the sweep folder. Rerun the same
 command to continue an interrupted sweep; several commands may share a folder.
 
+With --learning-rate, each recipe is trained at several learning rates. With --coordinate-check, the
+sizes of its activations are measured in the first steps. Both compare widths of a model.
+
 With --links, no recipe is measured. Instead, the command measures the matmul rate of each GPU and
 the bandwidth and latency of the links, and writes a datasheet of this cluster for the planner.
 
 Exit code 0: every trial was measured, ran out of memory or was rejected; 1: a trial or --links hung
-or crashed, or the command stopped; 2: a recipe or an option is invalid.
+or crashed, the command stopped, or a comparison over widths failed; 2: a recipe or an option is
+invalid.
 """
 
 import sys
@@ -33,7 +39,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from models.errors import UserError
@@ -44,6 +50,7 @@ from recipes.sweeping.links.preflight import Preflight
 from recipes.sweeping.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, repeat
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.sweep_options import parse_command_line
+from recipes.sweeping.transfer.transfer_check import check_transfer
 from recipes.sweeping.trial import Result, Trial, preference
 from recipes.sweeping.wandb_runs import check_wandb, publish
 from recipes.sweeping.worlds.launchers import (
@@ -69,7 +76,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        code = sweep(options) if options.links is None else measure_links(options)
+        code = command_of(options)(options)
     except SystemExit as end:  # raised by the signal handler above
         code = int(end.code or 0)
     except UserError as problem:
@@ -79,6 +86,23 @@ def main() -> None:
         print(f"sweep.py: {problem}", file=sys.stderr)
         code = 1
     leave(code)
+
+
+def command_of(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    """Return the function that does what the options ask for."""
+    if options.links is not None:
+        return measure_links
+    if options.learning_rate is not None or options.coordinate_check is not None:
+        return compare_trainings
+    return sweep
+
+
+def compare_trainings(options: argparse.Namespace) -> int:
+    """Sweep learning rates, check the sizes of activations, and compare both over widths."""
+    folder = default_folder(options.recipes)
+    folder = options.sweep_dir or folder.with_name(f"{folder.name}-transfer")
+    say = print_to_stderr if options.json else print_line
+    return check_transfer(options, launcher_of(options), folder, say)
 
 
 def sweep(options: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from recipes.gpus.datasheet import is_cpu
 from recipes.planning.inputs.stage_contents import stage_parameters
@@ -79,8 +78,9 @@ class Scheduler:
 
     def _run(self, trial: Trial) -> Result:
         """Measure a trial, and stop the world unless the outcome is "ok"."""
+        request = trial.request(self.folder.corpus)
         try:
-            result = self._world_for(trial).run(self._request(trial), self._limit(trial))
+            result = self._world_for(trial).run(request, self._limit(trial))
         except WorldAbandoned:
             self.stop()
             return self._run(trial)
@@ -105,27 +105,6 @@ class Scheduler:
                 if attempt == MAX_FAILED_STARTS:
                     raise SweepStopped(f"the ranks cannot be started: {problem}") from None
         raise AssertionError("unreachable")
-
-    def _request(self, trial: Trial) -> dict[str, Any]:
-        """Return the request of a trial: its recipe on synthetic data."""
-        model = trial.recipe.model
-        corpus = self.folder.corpus(model.vocab_size, model.sequence_length).resolve()
-        table = trial.recipe.model_dump(mode="json", exclude_none=True)
-        table["data"] |= {
-            "train": [{"path": str(corpus / "train")}],
-            "validation": str(corpus / "validation"),
-            "tokenizer": str(corpus / "tokenizer"),
-        }
-        table["training"] |= {"evaluate_every": 0}
-        table["training"].pop("initial_weights", None)
-        table["tracking"] = {"mode": "disabled"}
-        return {
-            "key": trial.key,
-            "recipe": table,
-            "warm_up": trial.warm_up,
-            "steps": trial.steps,
-            "split": trial.split,
-        }
 
     def _limit(self, trial: Trial) -> float:
         """Return the time limit of a trial in seconds."""

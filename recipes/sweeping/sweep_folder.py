@@ -71,7 +71,7 @@ class SweepFolder:
         file = self._trial_file(trial.key)
         if not file.exists():
             recipe = trial.recipe.model_dump(mode="json", exclude_none=True)
-            row = row_of_trial(trial)
+            row = self._row_of_trial(trial)
             self._write_json(file, {"identity": trial.identity, "row": row, "recipe": recipe})
 
     def add_rejection(self, rejection: Rejection) -> None:
@@ -83,7 +83,7 @@ class SweepFolder:
 
     def result(self, key: str) -> Result | None:
         """Return the result of a trial, or None if it is still to be measured."""
-        table = _read_json(self._result_file(key))
+        table = read_json(self._result_file(key))
         return Result.from_json(table["result"]) if table else None
 
     def answer(self, trial: Trial) -> Result | None:
@@ -95,8 +95,8 @@ class SweepFolder:
         return result if result and result.answers(trial) else None
 
     def record(self, trial: Trial, result: Result) -> None:
-        """Write the result of a trial, and rewrite sweep.csv."""
-        row = row_of_result(trial, result)
+        """Write the result of a trial, and rewrite the table."""
+        row = self._row_of_result(trial, result)
         self._write_json(self._result_file(trial.key), {"result": result.as_json(), "row": row})
         self.write_table()
 
@@ -148,7 +148,7 @@ class SweepFolder:
         for file in sorted((self.path / "results").glob("*.json")):
             written, _ = self._rows.get(file.stem, (0, None))
             if (changed := file.stat().st_mtime_ns) != written:
-                trial, result = _read_json(self._trial_file(file.stem)), _read_json(file)
+                trial, result = read_json(self._trial_file(file.stem)), read_json(file)
                 if trial and result:
                     row = trial["row"] | result["row"]
                     outcome = {key: result["result"][key] for key in ("outcome", "reason")}
@@ -187,6 +187,14 @@ class SweepFolder:
                 f"the same command to continue"
             ) from None
 
+    def _row_of_trial(self, trial: Trial) -> Row:
+        """Return the columns of the table that describe a trial."""
+        return row_of_trial(trial)
+
+    def _row_of_result(self, trial: Trial, result: Result) -> Row:
+        """Return the columns of the table with the measured values of a trial."""
+        return row_of_result(trial, result)
+
     def _remove_abandoned_claims(self) -> None:
         """Remove the claims of schedulers that no longer run."""
         with contextlib.suppress(OSError):  # another scheduler removes them
@@ -216,7 +224,7 @@ class SweepFolder:
         flush(fresh)
         with contextlib.suppress(FileExistsError):
             os.link(fresh, file)  # fails if another scheduler was first
-        earlier = _read_json(file) or {}
+        earlier = read_json(file) or {}
         if other := {key: value for key, value in earlier.items() if settings.get(key) != value}:
             was = ", ".join(f"{key} = {json.dumps(value)}" for key, value in other.items())
             now = ", ".join(f"{key} = {json.dumps(settings.get(key))}" for key in other)
@@ -248,7 +256,7 @@ def _order_of_rounds(row: Row) -> tuple[Any, ...]:
     return row.get("steps", 0), preference(outcome=row["outcome"], split=split, seconds=seconds)
 
 
-def _read_json(file: Path) -> dict[str, Any] | None:
+def read_json(file: Path) -> dict[str, Any] | None:
     """Return the content of a file, or None if it does not exist or is damaged."""
     try:
         content = json.loads(file.read_text())

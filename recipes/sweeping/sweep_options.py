@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from recipes.planning.inputs.option_types import count, counts, parser_with_examples, seconds
+from recipes.planning.inputs.option_types import (
+    count,
+    counts,
+    number,
+    parser_with_examples,
+    seconds,
+)
 from recipes.training.recipe.loading import DEFAULT_RECIPE
 
 MAX_ROUNDS = 100
@@ -21,7 +27,22 @@ NOT_WITH_LINKS = {  # options of a sweep of recipes: name in the namespace -> on
     "sweep_dir": "--sweep-dir",
     "wandb": "--wandb",
     "split": "--split",
+    "learning_rate": "--learning-rate",
+    "coordinate_check": "--coordinate-check",
+    "widths": "--widths",
+    "seeds": "--seeds",
 }
+NOT_WITH_TRAINING = {  # options that choose or measure layouts
+    "layouts": "--layouts",
+    "top": "--top",
+    "warm_up": "--warm-up",
+    "rounds": "--rounds",
+    "halving": "--halving",
+    "wandb": "--wandb",
+    "split": "--split",
+}
+ONLY_WITH_TRAINING = {"widths": "--widths", "seeds": "--seeds"}
+DEFAULT_STEPS = 5
 
 
 def parse_command_line(description: str) -> argparse.Namespace:
@@ -37,6 +58,7 @@ def parse_command_line(description: str) -> argparse.Namespace:
     )  # fmt: skip
     add_trial_options(parser.add_argument_group("trials"))
     add_measuring_options(parser.add_argument_group("measuring"))
+    add_transfer_options(parser.add_argument_group("transfer of learning rates"))
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # set by our launchers
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
     options = parser.parse_args()
@@ -44,6 +66,19 @@ def parse_command_line(description: str) -> argparse.Namespace:
         parser.error(f"--links measures no recipe; leave out {', '.join(others)}")
     if options.halving and options.rounds > 1:
         parser.error("--halving and --rounds exclude each other; leave out one of them")
+    trains = options.learning_rate is not None or options.coordinate_check is not None
+    if trains and (others := given_options(parser, NOT_WITH_TRAINING)):
+        parser.error(
+            f"--learning-rate and --coordinate-check train each recipe in its own layout; leave "
+            f"out {', '.join(others)}"
+        )
+    if not trains and (others := given_options(parser, ONLY_WITH_TRAINING)):
+        parser.error(
+            f"{', '.join(others)}: only for trainings; add --learning-rate auto or "
+            f"--coordinate-check 4"
+        )
+    if options.steps is None and not trains:
+        options.steps = DEFAULT_STEPS
     return options
 
 
@@ -83,7 +118,11 @@ def add_trial_options(group: argparse._ArgumentGroup) -> None:
 
 def add_measuring_options(group: argparse._ArgumentGroup) -> None:
     """Add the options of the measurement."""
-    group.add_argument("--steps", type=count, default=5, help="measured steps (default: 5)")
+    group.add_argument(
+        "--steps", type=count,
+        help=f"measured steps (default: {DEFAULT_STEPS}); with --learning-rate, the steps of each "
+        "training (default: the recipe's)",
+    )  # fmt: skip
     group.add_argument(
         "--warm-up", type=count, default=2, help="steps before the measured ones (default: 2)"
     )
@@ -122,3 +161,44 @@ def add_measuring_options(group: argparse._ArgumentGroup) -> None:
         help="at the end, write each trial to Weights & Biases as a run of one group",
     )  # fmt: skip
     group.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def add_transfer_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of the learning-rate sweep and the coordinate check."""
+    group.add_argument(
+        "--learning-rate", type=learning_rates, metavar="auto|RATE[,RATE...]",
+        help="train each recipe at several learning rates and compare the best ones; auto: factors "
+        "of two around the recipe's, until the best one is inside",
+    )  # fmt: skip
+    group.add_argument(
+        "--coordinate-check", type=count, metavar="STEPS",
+        help="coordinate check: measure the sizes of the activations at the start and after STEPS "
+        "steps on synthetic data, and compare them over the widths",
+    )  # fmt: skip
+    group.add_argument(
+        "--widths", type=counts, metavar="WIDTH[,WIDTH...]",
+        help="hidden sizes to which each recipe is scaled, such as 64,128,256 (default: its own)",
+    )  # fmt: skip
+    group.add_argument(
+        "--seeds", type=count, default=1, help="trainings with different seeds (default: 1)"
+    )
+
+
+def learning_rates(text: str) -> list[float]:
+    """Parse learning rates separated by commas; the list is empty for "auto".
+
+    Raises:
+        ArgumentTypeError: a rate is not a number above 0 and up to 1,000, or is given twice.
+    """
+    if text == "auto":
+        return []
+    example = "use auto, or for example 1e-3,2e-3,4e-3"
+    rates = []
+    for part in text.split(","):
+        rate = number(part)
+        if not 0 < rate <= 1000:
+            raise argparse.ArgumentTypeError(f"{part} is not a learning rate; {example}")
+        if rate in rates:
+            raise argparse.ArgumentTypeError(f"{part} is given twice; {example}")
+        rates.append(rate)
+    return rates

@@ -3,9 +3,10 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -141,6 +142,26 @@ class Trial:
             {"identity": self.identity, "steps": self.steps, "warm_up": self.warm_up} | later
         )
 
+    def request(self, corpus: Callable[[int, int], Path]) -> dict[str, Any]:
+        """Return what the ranks read: the recipe on synthetic data, and the steps to measure.
+
+        Args:
+            corpus: returns the folder of a synthetic corpus, given the sizes of vocabulary and
+                sequences
+        """
+        table = self.recipe.model_dump(mode="json", exclude_none=True)
+        table["data"] |= data_in(corpus, self.recipe)
+        table["training"] |= {"evaluate_every": 0}
+        table["training"].pop("initial_weights", None)
+        table["tracking"] = {"mode": "disabled"}
+        return {
+            "key": self.key,
+            "recipe": table,
+            "warm_up": self.warm_up,
+            "steps": self.steps,
+            "split": self.split,
+        }
+
     def with_steps(self, steps: int) -> "Trial":
         """Return the trial with another number of measured steps."""
         return replace(self, steps=steps)
@@ -196,6 +217,7 @@ class Result:
         split: the split of a step; None if it was not measured
         seconds: duration of the whole trial, as measured by the scheduler
         links: the measurements of `sweep.py --links`; None for a trial
+        training: the losses or the activation sizes of a trial of `transfer`; None for others
     """
 
     outcome: Outcome
@@ -209,6 +231,7 @@ class Result:
     split: Split | None = None
     seconds: float = 0.0
     links: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
 
     @property
     def median_seconds(self) -> float | None:
@@ -259,6 +282,16 @@ def competitors(
             group = groups.setdefault((trial.source, trial.world.size), [])
             group.append((result.median_seconds, trial))
     return groups
+
+
+def data_in(corpus: Callable[[int, int], Path], recipe: Recipe) -> dict[str, Any]:
+    """Return the keys of the [data] section that select a synthetic corpus for a recipe."""
+    folder = corpus(recipe.model.vocab_size, recipe.model.sequence_length).resolve()
+    return {
+        "train": [{"path": str(folder / "train")}],
+        "validation": str(folder / "validation"),
+        "tokenizer": str(folder / "tokenizer"),
+    }
 
 
 def digest(value: Any) -> str:

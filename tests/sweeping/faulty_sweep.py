@@ -10,6 +10,7 @@ FAKE_RANKS = 1, ranks import no torch, and their step times are derived from the
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from recipes.sweeping.worlds import rank_watch
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
 
 FAKE_SECONDS = 0.03
+FAKE_BEST_RATE = 0.032
 PATIENCE = "SECONDS_WITHOUT_HEARTBEAT"  # environment variable for fake ranks
 
 
@@ -107,6 +109,8 @@ def fake_rank(folder: Path) -> None:
             drawn = str([recipe["layout"], recipe["batch"], recipe["deepspeed"]])
             seconds = [1 + zlib.crc32(drawn.encode()) / 2**32] * request["steps"]
             result = {"outcome": "ok", "step_seconds": seconds, "memory_gib": 1.0}
+            if "kind" in request:
+                result["training"] = fake_training(recipe)
             if request["split"]:
                 parts = dict.fromkeys(PARTS, seconds[0] / len(PARTS))
                 result["split"] = parts | {"rank": 1, "instrumented_seconds": 2.0}
@@ -114,6 +118,15 @@ def fake_rank(folder: Path) -> None:
             write_message(files.result, {"number": number, "result": result})
         watch.end()
         number += 1
+
+
+def fake_training(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return losses whose best learning rate is FAKE_BEST_RATE; high ones diverge."""
+    rate, steps = recipe["optimizer"]["learning_rate"], recipe["training"]["steps"]
+    if rate > 20 * FAKE_BEST_RATE:
+        return {"losses": [3.0], "validation": [], "diverged": 2}
+    loss = 2 + recipe["seed"] / 1000 + math.log2(rate / FAKE_BEST_RATE) ** 2 / 10
+    return {"losses": [loss] * steps, "validation": [[steps, loss]], "diverged": None}
 
 
 def inject_faults() -> None:

@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 
 from recipes.sweeping.choice import Request, choose
-from recipes.sweeping.scheduler import Scheduler
 from recipes.sweeping.sweep_folder import SweepFolder
 from recipes.sweeping.trial import Trial
 from recipes.sweeping.worlds import measuring
-from recipes.sweeping.worlds.launchers import LocalLauncher
 from recipes.training.recipe.loading import DEFAULT_RECIPE
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
@@ -94,7 +92,7 @@ def live_bytes(folder: str, stages: list[int]) -> list[int]:
             cluster={"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
         )
         (trial,) = choose(Request(recipes=[recipe], layouts="own", warm_up=1, steps=1)).trials
-        request = Scheduler(sweep, LocalLauncher(recipe))._request(trial)
+        request = trial.request(sweep.corpus)
         assert measuring.measure(request, world, control, measuring.Memory()).outcome == "ok"
         gc.collect()
         tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]

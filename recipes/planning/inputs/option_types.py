@@ -23,7 +23,7 @@ def share(text: str) -> float:
     Raises:
         ArgumentTypeError: the text is not a number that is at least 0 and below 1.
     """
-    value = _number(text)
+    value = number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 0 and below 1; use 0.08")
     return value
@@ -35,7 +35,7 @@ def duration_in_days(text: str) -> float:
     Raises:
         ArgumentTypeError: the text is not a positive number.
     """
-    value = _number(text)
+    value = number(text)
     if not 0 < value < 10**6:
         raise argparse.ArgumentTypeError(
             f"invalid duration {text}: expected more than 0 and below 1,000,000 days, such as 30"
@@ -49,7 +49,7 @@ def link_rate(text: str) -> float:
     Raises:
         ArgumentTypeError: the text is not a number between 0.001 and 1,000,000.
     """
-    value = _number(text)
+    value = number(text)
     if not 1e-3 <= value <= 1e6:
         raise argparse.ArgumentTypeError(
             f"invalid rate {text}: expected 0.001 to 1,000,000 GB/s, for example 50"
@@ -63,7 +63,7 @@ def latency_in_microseconds(text: str) -> float:
     Raises:
         ArgumentTypeError: the text is not a number of at least 0.
     """
-    value = _number(text)
+    value = number(text)
     if not 0 <= value < 10**9:
         raise argparse.ArgumentTypeError(
             f"invalid latency {text}: expected microseconds, for example 30"
@@ -77,7 +77,7 @@ def imbalance(text: str) -> float:
     Raises:
         ArgumentTypeError: the text is not a number from 1 to 1,000.
     """
-    value = _number(text)
+    value = number(text)
     if not 1 <= value <= 1000:
         raise argparse.ArgumentTypeError(
             f"invalid ratio {text}: expected 1 (equal tokens) to 1,000, for example 1.3"
@@ -91,7 +91,7 @@ def failures_per_day(text: str) -> float:
     Raises:
         ArgumentTypeError: the text is not a positive number up to 100,000.
     """
-    value = _number(text)
+    value = number(text)
     if not 0 < value <= 1e5:
         raise argparse.ArgumentTypeError(
             f"invalid number {text}: expected more than 0 and up to 100,000 failures per day, such "
@@ -135,13 +135,13 @@ def counts(text: str) -> list[int]:
 
 def seconds(text: str) -> float:
     """Parse a duration in seconds."""
-    value = _number(text)
+    value = number(text)
     if not 0 < value < 10**9:
         raise argparse.ArgumentTypeError(f"invalid duration {text}: expected seconds, such as 120")
     return value
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
     """Return the number that a text contains, or -1 if it contains none."""
     try:
         return float(text)

@@ -12,23 +12,22 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 
 from recipes.proving.trial import shared_groups, start
 from recipes.sweeping.links.timing import measure_links
 from recipes.sweeping.splitting.instrumentation import split_of_rank
 from recipes.sweeping.splitting.parts import PartSeconds, split_of_slowest
+from recipes.sweeping.transfer.measuring.training import measure_training
 from recipes.sweeping.trial import Result
+from recipes.sweeping.worlds.engines import checked_recipe, release
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
 from recipes.sweeping.worlds.rank_watch import RankWatch
 from recipes.training.data.dataset import TrainingData
-from recipes.training.engine.engine import Engine, is_partitioned
-from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
+from recipes.training.engine.engine import Engine
 from recipes.training.recipe.learning_rate import learning_rate
-from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
-from recipes.training.runtime.processes import check_machine, on_gpu, quiet, start_processes
+from recipes.training.runtime.processes import on_gpu, start_processes
 
 GIB = 2**30
 POLL_SECONDS = 0.05
@@ -58,6 +57,8 @@ def serve(files: WorldFiles, world: World, watch: RankWatch, *, deterministic: b
             forget_asked()
             if "links" in request:
                 result = measure_links(request["links"], world, control)
+            elif "kind" in request:
+                result = measure_training(request, world)
             else:
                 result = measure(request, world, control, memory)
             watch.end()
@@ -93,15 +94,7 @@ def measure(
         control: group of all ranks on the CPU
         memory: measures the memory of this rank
     """
-    recipe = parse_recipe(request["recipe"], request["recipe"]["name"])
-    assert recipe.cluster is not None
-    check_machine(
-        world,
-        precision=precision(read_deepspeed_json(recipe.deepspeed)),
-        compile=recipe.training.compile,
-        deterministic=recipe.training.deterministic,
-        gpu=recipe.cluster.gpu,
-    )
+    recipe = checked_recipe(request, world)
     memory.begin()
     engine, data = start(recipe, world)
     seconds = run_steps(engine, data, control, request["warm_up"] + request["steps"])
@@ -188,43 +181,6 @@ def run_split_steps(
     dist.barrier(group=control)
     with without_collections():
         return split_of_rank(engine, batch, rate)
-
-
-def release(engine: Engine) -> None:
-    """Remove the hooks and the compiled code of an engine, so that the collector can free it.
-
-    C++ objects, which the collector cannot see, refer to gradient hooks, which refer to the engine.
-    """
-    if engine.compiled:  # otherwise torch stops compiling after several shapes
-        torch._dynamo.reset()
-    with quiet():
-        engine.wrapped.destroy()
-    for _, parameter in engine.parameters():
-        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-            if hooks:
-                hooks.clear()
-    if any(is_partitioned(parameter) for _, parameter in engine.parameters()):
-        # References to ZeRO-3's optimizer remain, so at least free the memory of its tensors.
-        shards = [vars(parameter)["ds_tensor"] for _, parameter in engine.parameters()]
-        optimizer = engine.wrapped.optimizer
-        for tensor in tensors_in([vars(optimizer), dict(optimizer.optimizer.state), shards], set()):
-            with contextlib.suppress(RuntimeError):  # memory that torch has not allocated
-                tensor.untyped_storage().resize_(0)
-
-
-def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested dictionaries, lists and tuples.
-
-    Args:
-        value: a tensor, a container or anything else
-        seen: ids of the containers that were already visited
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
-        seen.add(id(value))
-        for each in list(value.values() if isinstance(value, dict) else value):
-            yield from tensors_in(each, seen)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,74 @@
+"""Training of a trial in the ranks of a world: its losses, or the sizes of its activations."""
+
+import gc
+import math
+import time
+from typing import Any
+
+from recipes.proving.trial import start, train_step
+from recipes.sweeping.transfer.measuring.activations import activation_sizes
+from recipes.sweeping.trial import Result
+from recipes.sweeping.worlds.engines import checked_recipe, release
+from recipes.training.data.dataset import TrainingData
+from recipes.training.engine.engine import Engine
+from recipes.training.evaluation.evaluator import Evaluator
+from recipes.training.recipe.topology import World
+
+
+def measure_training(request: dict[str, Any], world: World) -> Result:
+    """Build the engine of a recipe, train it, and return what the request asks for; collective.
+
+    Args:
+        request: the table of the recipe, and the kind of measurement
+        world: this rank and the number of ranks
+    """
+    recipe = checked_recipe(request, world)
+    engine, data = start(recipe, world)
+    seconds: list[float] = []
+    if request["kind"] == "coordinates":
+        training = activation_sizes(engine, data)
+    else:
+        training, seconds = losses(engine, data)
+    device = engine.device_name
+    release(engine)
+    del engine
+    gc.collect()  # an engine has reference cycles
+    return Result(outcome="ok", step_seconds=seconds, device=device, training=training)
+
+
+def losses(engine: Engine, data: TrainingData) -> tuple[dict[str, Any], list[float]]:
+    """Train all steps of a recipe, or until the loss is no longer finite; collective.
+
+    The model is validated every `training.evaluate_every` steps and after the last one.
+
+    Returns:
+        A table, and the duration of each step. The table has `losses`, the loss of each step;
+        `validation`, pairs of a step and the loss after it; and `diverged`, the step whose loss is
+        not finite, or None.
+    """
+    steps, every = engine.recipe.training.steps, engine.recipe.training.evaluate_every
+    evaluator = Evaluator(engine, data)
+    found: dict[str, Any] = {"losses": [], "validation": [], "diverged": None}
+    seconds = []
+    for step in range(1, steps + 1):
+        began = time.perf_counter()
+        loss = train_step(engine, data, step).loss
+        seconds.append(time.perf_counter() - began)
+        is_last = step == steps
+        validation = None
+        if math.isfinite(loss) and (is_last or (every and step % every == 0)):
+            validation = mean_validation_loss(evaluator)
+        if not math.isfinite(loss) or not math.isfinite(validation or 0.0):
+            found["diverged"] = step
+            break
+        found["losses"].append(loss)
+        if validation is not None:
+            found["validation"].append([step, validation])
+    return found, seconds
+
+
+def mean_validation_loss(evaluator: Evaluator) -> float:
+    """Return the validation loss in nats per token, the mean of all validation sets; collective."""
+    metrics = evaluator.validate()
+    found = [value for key, value in metrics.items() if key.endswith(("_loss", "/loss"))]
+    return sum(found) / len(found)

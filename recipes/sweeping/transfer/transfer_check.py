@@ -1,0 +1,212 @@
+"""The transfer check: run the learning-rate sweep and the coordinate check, and print the verdicts.
+
+Both are sweeps of trainings on the runner of the layout sweep (`Scheduler`): the ranks of a world
+train one trial after the other, and a rerun of the same command continues.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from models.errors import UserError
+from recipes.sweeping.scheduler import Scheduler, measure_all
+from recipes.sweeping.transfer import transfer_picture as picture
+from recipes.sweeping.transfer import transfer_report as report
+from recipes.sweeping.transfer.coordinates import Check, CoordinateCheck
+from recipes.sweeping.transfer.curves import Curve, Models, curves_of
+from recipes.sweeping.transfer.learning_rates import Outcome, Sweep, comparisons, verdicts
+from recipes.sweeping.transfer.transfer_folder import TABLE, TransferFolder
+from recipes.sweeping.transfer.trials import TrainingTrial
+from recipes.sweeping.trial import Result, Trial
+from recipes.sweeping.worlds.launchers import Launcher
+from recipes.training.data.token_file import TokenFile
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config
+from recipes.training.recipe.repository import repository_path
+from recipes.training.recipe.topology import World
+
+Say = Callable[[str], None]
+RATE = "optimizer.learning_rate"
+SETTINGS = {"measures": "trainings"}  # a folder of a layout sweep has others
+LOSS_PICTURE, SIZE_PICTURE = "learning_rates.svg", "coordinates.svg"
+
+
+def check_transfer(
+    options: argparse.Namespace, launcher: Launcher, folder_path: Path, say: Say
+) -> int:
+    """Run the checks that the options ask for, and return the exit code.
+
+    Args:
+        options: of the command line
+        launcher: starts the ranks
+        folder_path: folder of the results
+        say: prints a line
+
+    Raises:
+        UserError: a recipe or an option is invalid.
+        SweepStopped: the disk is full, or no ranks can be started.
+    """
+    # 1. Trials: reject what cannot run before any process starts.
+    curves = curves_of(models_of(options))
+    check = (
+        Check(curves, options.coordinate_check, options.seeds) if options.coordinate_check else None
+    )
+    sweep = Sweep(curves, options.learning_rate or None, options.seeds) if (
+        options.learning_rate is not None
+    ) else None  # fmt: skip
+    check_request(options, curves)
+    check_trials([*(check.trials() if check else []), *(sweep.trials() if sweep else [])], launcher)
+
+    # 2. Measure: trials with a result in the folder are not repeated.
+    folder = TransferFolder(folder_path, SETTINGS)
+    try:
+        run(folder, launcher, options.seconds_per_trial, check, sweep, say)
+        folder.write_table()
+        checks = check.outcomes(folder.result) if check else []
+        outcomes = sweep.outcomes(folder.result) if sweep else []
+    finally:
+        folder.close()
+
+    # 3. Summary
+    for line in summary(outcomes, checks):
+        say(line)
+    draw(folder.path, outcomes, checks, say)
+    say(f"wrote {folder.path / TABLE}")
+    found = verdicts(outcomes)
+    if options.json:
+        table = report.as_json(outcomes, found, comparisons(outcomes), checks)
+        print(json.dumps(table | {"folder": str(folder.path)}))
+    faults = any(each.has_faults for each in outcomes)
+    passes = all(each.passes for each in checks) and all(each.transfers for each in found)
+    return 0 if passes and not faults else 1
+
+
+def models_of(options: argparse.Namespace) -> Models:
+    """Return the models that the options describe.
+
+    Raises:
+        UserError: an option has several values that the check does not compare.
+    """
+    cluster: dict[str, object] = {"gpu": options.gpu}
+    for key in ("nodes", "gpus_per_node"):
+        values = getattr(options, key)
+        if values is not None and len(values) > 1:
+            raise UserError(
+                f"--{key.replace('_', '-')} {','.join(map(str, values))}: the losses of all trials "
+                f"are compared on the same ranks; use --{key.replace('_', '-')} {values[-1]}"
+            )
+        cluster[key] = values[0] if values else None
+    settings = list(options.set)
+    if options.learning_rate is not None:
+        if any(setting.partition("=")[0].strip() == RATE for setting in settings):
+            raise UserError(
+                f"--set {RATE}=... and --learning-rate set the same key; use --learning-rate with "
+                f"the values, such as --learning-rate 1e-3,2e-3"
+            )
+        if options.steps is not None:
+            settings.append(f"training.steps={options.steps}")
+    return Models(
+        recipes=options.recipes, settings=settings, widths=options.widths, cluster=cluster
+    )
+
+
+def check_request(options: argparse.Namespace, curves: list[Curve]) -> None:
+    """Check that the coordinate check has widths to compare.
+
+    Raises:
+        UserError: it has not.
+    """
+    if options.coordinate_check is None:
+        return
+    families: dict[str, list[int]] = {}
+    for curve in curves:
+        families.setdefault(curve.family, []).append(curve.width)
+    for widths in families.values():
+        if len(widths) == 1:
+            raise UserError(
+                f"--coordinate-check compares widths, and there is only width {widths[0]}; use "
+                f"--widths {widths[0]},{2 * widths[0]},{4 * widths[0]}"
+            )
+
+
+def check_trials(trials: list[TrainingTrial], launcher: Launcher) -> None:
+    """Check everything that does not need a process of its own.
+
+    Raises:
+        UserError: ranks cannot be started, a layout does not fit the ranks, or a token file is
+            missing.
+    """
+    for kind in {trial.world for trial in trials}:
+        launcher.check(kind)
+    paths: set[str] = set()
+    for trial in trials:
+        local = trial.cluster.gpus_per_node
+        topology = trial.recipe.topology(World(size=trial.world.size, local_size=local))
+        build_deepspeed_config(trial.recipe, topology)
+        if trial.kind == "losses":
+            data = trial.recipe.data
+            paths |= {source.path for source in data.train} | set(data.validation_sets.values())
+    for path in sorted(paths):
+        TokenFile(repository_path(path))
+
+
+def run(
+    folder: TransferFolder,
+    launcher: Launcher,
+    seconds_per_trial: float | None,
+    check: Check | None,
+    sweep: Sweep | None,
+    say: Say,
+) -> None:
+    """Measure the trials without a result."""
+    scheduler = Scheduler(folder, launcher, seconds_per_trial)
+    progress = report.TrainingProgress()
+
+    def measured() -> Iterator[tuple[Trial, Result]]:
+        if check:
+            yield from measure_all(scheduler, check.trials(), progress.begin_round)
+        if sweep:
+            yield from sweep.run(scheduler, progress.begin_round)
+
+    try:
+        for trial, result in measured():
+            say(progress.finish(trial, result))
+    except SystemExit:
+        say(f"interrupted; rerun the same command to continue in {folder.path}")
+        raise
+    finally:
+        scheduler.stop()
+
+
+def summary(outcomes: list[Outcome], checks: list[CoordinateCheck]) -> Iterator[str]:
+    """Yield the tables and the verdicts."""
+    for check in checks:
+        yield from report.coordinate_lines(check)
+    if not outcomes:
+        return
+    yield "Validation loss after the last step (* best learning rate):"
+    yield from report.loss_table(outcomes)
+    yield from report.edge_lines(outcomes)
+    for verdict in verdicts(outcomes):
+        yield report.verdict_line(verdict)
+    for comparison in comparisons(outcomes):
+        yield report.comparison_line(comparison)
+
+
+def draw(folder: Path, outcomes: list[Outcome], checks: list[CoordinateCheck], say: Say) -> None:
+    """Write the pictures into the folder."""
+    if checks and all(each.sizes for each in checks):
+        file = folder / SIZE_PICTURE
+        picture.draw_coordinates(checks, title=f"Coordinate check of {names(folder)}", file=file)
+        say(f"wrote {file}")
+    if any(each.best is not None for each in outcomes):
+        file = folder / LOSS_PICTURE
+        steps = outcomes[0].validation[-1][0] if outcomes[0].validation else 0
+        title = f"Learning rates of {names(folder)}, {steps} steps"
+        picture.draw_learning_rates(outcomes, title=title, file=file)
+        say(f"wrote {file}")
+
+
+def names(folder: Path) -> str:
+    """Return the name of a sweep for titles: that of its folder."""
+    return folder.name
