@@ -101,7 +101,8 @@ def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
     passed = sum(finding.passes for finding in handed)
     last = (
         f"{passed} of {len(handed)} layouts resumed from another layout's checkpoint with nothing "
-        f"lost: weights and optimizer states equal bit for bit, losses to {RELAY_LOSS_TOLERANCE:.0e}"
+        f"lost: weights and optimizer states equal bit for bit, losses to "
+        f"{RELAY_LOSS_TOLERANCE:.0e}"
     )
     parts = [layouts, "\n".join(lines), failures(findings), last]
     return "\n\n".join(part for part in parts if part)
