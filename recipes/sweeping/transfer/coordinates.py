@@ -22,6 +22,7 @@ from recipes.sweeping.trial import Result
 
 LOGITS, LOSS = "logits", "loss"
 MAX_SPREAD = 1.1  # largest size relative to the smallest one over the widths
+MAX_LOSS_SPREAD = 1.25  # of the decrease of the loss, which varies more in narrow models
 Moment = Literal["start", "end", "change"]
 MOMENTS: dict[Moment, tuple[str, int]] = {  # moment -> list in a result, and index in the list
     "start": ("sizes", 0),
@@ -53,8 +54,8 @@ class Sizes:
 
     @property
     def is_flat(self) -> bool:
-        """True if the spread is at most 10 %."""
-        return self.spread <= MAX_SPREAD
+        """True if the sizes differ little: by 10 %, or the decrease of the loss by 25 %."""
+        return self.spread <= (MAX_LOSS_SPREAD if self.place == LOSS else MAX_SPREAD)
 
 
 @dataclass(frozen=True)

@@ -48,12 +48,9 @@ def check_transfer(
     """
     # 1. Trials: reject what cannot run before any process starts.
     curves = curves_of(models_of(options))
-    check = (
-        Check(curves, options.coordinate_check, options.seeds) if options.coordinate_check else None
-    )
-    sweep = Sweep(curves, options.learning_rate or None, options.seeds) if (
-        options.learning_rate is not None
-    ) else None  # fmt: skip
+    steps, rates = options.coordinate_check, options.learning_rate
+    check = None if steps is None else Check(curves, steps, options.seeds)
+    sweep = None if rates is None else Sweep(curves, rates or None, options.seeds)
     check_request(options, curves)
     check_trials([*(check.trials() if check else []), *(sweep.trials() if sweep else [])], launcher)
 

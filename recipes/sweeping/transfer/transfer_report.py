@@ -131,8 +131,8 @@ def check_line(check: CoordinateCheck) -> str:
     worst = max(judged, key=lambda each: each.spread)
     flat = sum(each.is_flat for each in judged)
     return (
-        f"{'pass' if check.passes else 'FAIL'}  {name}{flat} of {len(judged)} activation sizes are "
-        f"flat to 10 % over the widths; the largest ratio is {worst.spread:.3f} "
+        f"{'pass' if check.passes else 'FAIL'}  {name}{flat} of {len(judged)} sizes are flat over "
+        f"the widths; the largest ratio is {worst.spread:.3f} "
         f"({worst.place}, {worst.moment})"
     )
 

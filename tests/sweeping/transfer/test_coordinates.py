@@ -57,7 +57,7 @@ def test_sizes_within_ten_percent_pass() -> None:
     [
         (measured(1.2, 2, 0.1), "1.200 (blocks.0, start)"),
         (measured(1, 1.7, 0.1), "1.176 (blocks.0, end)"),
-        (measured(1, 2, 0.1, loss=0.4), "1.250 (loss, change)"),
+        (measured(1, 2, 0.1, loss=0.39), "1.282 (loss, change)"),
         (measured(1, 2, 0.1, loss=-0.1), "inf (loss, change)"),
     ],
 )
@@ -65,6 +65,10 @@ def test_each_judged_size_can_fail(other: Result, worst: str) -> None:
     found = check({64: [measured(1, 2, 0.1)], 128: [other]})
     assert not found.passes
     assert check_line(found).startswith("FAIL  2 of 3") and worst in check_line(found)
+
+
+def test_the_decrease_of_the_loss_may_differ_more() -> None:
+    assert check({64: [measured(1, 2, 1, loss=0.5)], 128: [measured(1, 2, 1, loss=0.41)]}).passes
 
 
 def test_seeds_are_averaged() -> None:
