@@ -113,7 +113,8 @@ def _check_same_model(first: CheckpointReader, other: CheckpointReader) -> None:
     if not changed and len(set(tokenizers)) > 1:
         changed["SHA-256 of the tokenizer"] = tokenizers
     if changed:
-        key, (before, now) = next(iter(changed.items()))
+        key = min(changed, key=lambda name: name != "model.parametrization")  # or the first one
+        before, now = changed[key]
         raise UserError(
             f"{first.path} and {other.path} have different models: {key} = {before!r} and {now!r}; "
             f"average checkpoints of one run"

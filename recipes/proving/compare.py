@@ -30,7 +30,7 @@ class Outcome:
             token
         grad_norms: the gradient norm of every step, before clipping
         weights: the final logical tensors by name
-        moments: Adam's first moments by name
+        moments: AdamW's first moments and Muon's momenta by name
         drifted: a sentence for each weight whose replicas diverged
         expert_counts: number of tokens of each expert, by step and layer; empty for a dense model
         margin: smallest difference of the logits of a chosen and an unchosen expert, in all steps
@@ -58,7 +58,7 @@ class Difference:
         weights: over the final logical tensors, ||a - b|| / ||b||; for a bias, the divisor is the
             larger of its norm and its weight's norm
         parameter: the logical tensor with the largest difference
-        moments: as `weights`, over Adam's first moments
+        moments: as `weights`, over `moments` of the outcomes
         moment: the parameter whose first moment has the largest difference
         drifted: a sentence for each weight whose replicas diverged
         noise: as `weights`, over the parameters whose exact gradient is zero, because Adam

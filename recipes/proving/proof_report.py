@@ -73,7 +73,7 @@ def describe(finding: Finding) -> str:
     text = (
         f"{_name(finding.case)}: loss {result.loss:.1e}, gradient norm {result.grad_norm:.1e}, "
         f"weights {result.weights:.1e} ({result.parameter}), "
-        f"Adam's moments {result.moments:.1e} ({result.moment})"
+        f"first moments {result.moments:.1e} ({result.moment})"
     )
     if result.rerouted:
         text += (
@@ -101,7 +101,8 @@ def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
     passed = sum(finding.passes for finding in handed)
     last = (
         f"{passed} of {len(handed)} layouts resumed from another layout's checkpoint with nothing "
-        f"lost: weights and both moments equal bit for bit, losses to {RELAY_LOSS_TOLERANCE:.0e}"
+        f"lost: weights and optimizer states equal bit for bit, losses to "
+        f"{RELAY_LOSS_TOLERANCE:.0e}"
     )
     parts = [layouts, "\n".join(lines), failures(findings), last]
     return "\n\n".join(part for part in parts if part)
@@ -113,7 +114,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     text = (
         f"{summary(findings)}: relative differences up to {LOSS_TOLERANCE:.0e} of the loss, "
         f"{GRAD_NORM_TOLERANCE:.0e} of the gradient norm, {WEIGHT_TOLERANCE:.0e} of the weights "
-        f"and {MOMENT_TOLERANCE:.0e} of Adam's first moments pass"
+        f"and {MOMENT_TOLERANCE:.0e} of the first moments pass"
     )
     if noise:
         text += (

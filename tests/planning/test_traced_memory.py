@@ -30,6 +30,7 @@ SMALL = [  # a model of a few blocks as large as those of the large recipes
 EXPERTS = [
     "model.experts.count=8", "model.experts.per_token=2", "model.experts.ffn_hidden_size=4096",
 ]  # fmt: skip
+MUON = ['optimizer.kind="muon"']
 VARIANTS = {
     "tensor": ["layout.tensor=4", "layout.pipeline=1"],
     "tensor, stages": ["layout.tensor=2", "layout.pipeline=4"],
@@ -186,6 +187,13 @@ VARIANTS = {
     "attention dropout, full": [
         *GPT, "model.attention_dropout=0.1", "layout.pipeline=1", "layout.recompute=full",
     ],
+    "muon": [*MUON, "layout.tensor=2", "layout.pipeline=2"],
+    "muon, zero-2": [*MUON, "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1"],
+    "muon, zero-3": [
+        *MUON, "deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "model.layers=4",
+    ],
+    "muon, one data rank": [*MUON, "layout.tensor=4", "layout.pipeline=2"],
+    "muon, experts": [*MUON, *EXPERTS, "layout.expert=4", "layout.pipeline=2"],
     "qk-norm": ["model.qk_norm=true", "layout.tensor=2", "layout.pipeline=1"],
 }  # fmt: skip
 

@@ -27,6 +27,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.deferral import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import attention_rows
+from models.parametrization.factors import depth_ratio, query_multiplier, width_ratio
 from models.pipeline.gradients.flat_gradients import FlatGradients
 from models.pipeline.gradients.reduction import ShardedReduction
 from models.pipeline.stage import Stage
@@ -103,6 +104,12 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
         for size in ("kv_heads", "ffn_hidden_size", "sequence_length"):
             valid = getattr(model, size) % tensor == 0
             assert (getattr(small, size) % tensor == 0) == valid, (size, tensor)
+    assert small.parametrization == model.parametrization
+    if model.base_hidden_size is not None:
+        assert width_ratio(small) == pytest.approx(width_ratio(model), rel=0.1)
+    if model.base_layers is not None:
+        assert depth_ratio(small) == depth_ratio(model)
+    assert query_multiplier(small) == pytest.approx(query_multiplier(model), rel=0.1)
     assert small.hidden_size <= 40 * 8 and small.vocab_size < 256  # 40: heads for 5 and 8 ranks
 
 

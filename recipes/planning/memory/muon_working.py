@@ -26,8 +26,8 @@ def momentum_parameters(job: Job, stage: int) -> float:
 def muon_working_bytes(job: Job, stage: int) -> float:
     """Return the bytes of exchanged matrices and of Newton-Schulz iterations; 0 with AdamW.
 
-    Three messages of a round exist at the same time, and two of the following round. A batch of
-    matrices exists three times (input, current and next iterate), with two square matrices.
+    The sent and received messages of a round and of the following one exist at the same time. A
+    batch of matrices exists three times (input, current and next iterate), with two square ones.
     """
     if job.optimizer != "muon":
         return 0.0
@@ -41,7 +41,7 @@ def _working_elements(matrices: Matrices, ranks: int) -> float:
     """Return the elements of messages and of the largest batch of matrices."""
     own = elements_of(matrices) / ranks
     of_round = min(own, MUON_ROUND_ELEMENTS)
-    messages = of_round if ranks == 1 else 3 * of_round + 2 * min(own - of_round, of_round)
+    messages = (1 if ranks == 1 else 2) * min(own, 2 * of_round)
     most = 0.0
     for shape, count in matrices:
         short, long = sorted(shape)

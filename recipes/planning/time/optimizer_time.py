@@ -1,6 +1,7 @@
 """Predicted seconds of the optimizer's update."""
 
 from functools import lru_cache
+from heapq import heapify, heapreplace
 from math import ceil
 
 from models.cost import (
@@ -20,6 +21,7 @@ from recipes.planning.inputs.hidden_matrices import (
 from recipes.planning.inputs.job import Job
 from recipes.planning.inputs.kernels import matmul_seconds, memory_seconds
 from recipes.planning.inputs.stage_contents import (
+    blocks_of_stages,
     routed_stage_parameters,
     stage_parameters,
     table_parameters,
@@ -35,6 +37,7 @@ OPTIMIZER_BYTES = 42
 # matrix from pieces (4), for its norm and the division (3), for the scale (2), to take the result
 # apart (4), and in each iteration the addends of two of the three products (1).
 NEWTON_SCHULZ_TRAFFIC = 13 + NEWTON_SCHULZ_ITERATIONS
+MANY_MATRICES = 16  # per rank, with which the ranks have equal work
 
 
 def optimizer_time(job: Job) -> float:
@@ -68,7 +71,8 @@ def muon_time(job: Job) -> float:
     share = max(blocks_share(job, stage) for stage in range(job.layout.pipeline))
     matrices = matrices_of_layers(job.model, share)
     precision = exchange_precision(job)
-    computed = owner_seconds(job.machine.gpu, precision, matrices, ranks)
+    layers = max(sum(chunks) for chunks in blocks_of_stages(job))
+    computed = owner_seconds(job.machine.gpu, precision, matrices, ranks=ranks, layers=layers)
     if ranks == 1:
         return computed
     elements = elements_of(matrices)
@@ -84,22 +88,46 @@ def muon_time(job: Job) -> float:
 
 
 @lru_cache(maxsize=4096)
-def owner_seconds(gpu: Gpu, precision: str, matrices: Matrices, ranks: int) -> float:
+def owner_seconds(
+    gpu: Gpu, precision: str, matrices: Matrices, *, ranks: int, layers: int
+) -> float:
     """Return the seconds of the rank with the most work, if each matrix has one owner.
 
-    The work is at least the mean of the ranks. If k matrices take at least t each, some rank has
-    k / ranks of them, rounded up, and takes that many times t.
+    With few matrices per rank, they are assigned as in a run (`owners_by_round`): round by round,
+    the most expensive ones first, to the rank with the least work so far.
+
+    Args:
+        gpu: the GPU
+        precision: precision of the matmuls
+        matrices: the matrices of a stage
+        ranks: ranks that share the work
+        layers: number of layers of the stage, which have equal matrices
     """
-    costs = sorted(
-        ((newton_schulz_seconds(gpu, precision, shape, n / ranks), n) for shape, n in matrices),
-        reverse=True,
-    )
-    most = sum(seconds * n for seconds, n in costs) / ranks
-    count = 0.0
-    for seconds, n in costs:
-        count += n
-        most = max(most, ceil(count / ranks) * seconds)
-    return most
+    seconds = {
+        shape: newton_schulz_seconds(gpu, precision, shape, n / ranks) for shape, n in matrices
+    }
+    if sum(n for _, n in matrices) > MANY_MATRICES * ranks:
+        return sum(seconds[shape] * n for shape, n in matrices) / ranks
+    loads = [0.0] * ranks
+    of_layer = [(shape, round(n / layers)) for shape, n in matrices]
+    size = 0
+    together: list[float] = []
+    for shape, n in of_layer * layers:
+        for _ in range(n):
+            if together and size + shape[0] * shape[1] > MUON_ROUND_ELEMENTS * ranks:
+                _assign(together, loads)
+                together, size = [], 0
+            together.append(seconds[shape])
+            size += shape[0] * shape[1]
+    _assign(together, loads)
+    return max(loads)
+
+
+def _assign(seconds: list[float], loads: list[float]) -> None:
+    """Give each matrix, from the most expensive one on, to the rank with the smallest load."""
+    heapify(loads)
+    for each in sorted(seconds, reverse=True):
+        heapreplace(loads, loads[0] + each)
 
 
 def newton_schulz_seconds(gpu: Gpu, precision: str, shape: tuple[int, int], count: float) -> float:

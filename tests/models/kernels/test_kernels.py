@@ -102,6 +102,23 @@ KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
         lambda x, y: x + dropped(y),
         [STREAM, STREAM],
     ),
+    "add with a multiplier": (
+        lambda x, y: norms.add(x, Branch(y, multiplier=0.3), as_written),
+        lambda x, y: x + 0.3 * y,
+        [STREAM, STREAM],
+    ),
+    "add bias and dropout with a multiplier": (
+        lambda x, y, b: norms.add(x, Branch(y, b, ROWS, 0.3, 0.7), as_written),
+        lambda x, y, b: x + 0.7 * dropped(y + b),
+        [STREAM, STREAM, (16,)],
+    ),
+    "add bias with a multiplier, and rms_norm": (
+        lambda x, y, b, w: norms.add_and_norm(
+            x, Branch(y, b, multiplier=0.3), w, None, epsilon=EPSILON, fuse=as_written
+        ),
+        lambda x, y, b, w: (x + 0.3 * (y + b), rms_norm(x + 0.3 * (y + b), w)),
+        [STREAM, STREAM, (16,), (16,)],
+    ),
     "add and rms_norm": (
         lambda x, y, w: norms.add_and_norm(x, Branch(y), w, None, epsilon=EPSILON, fuse=as_written),
         lambda x, y, w: (x + y, rms_norm(x + y, w)),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from models.errors import UserError
-from recipes.training.checkpoint.compatibility import check_same_run
+from recipes.training.checkpoint.compatibility import check_same_model, check_same_run
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.data.fingerprint import fingerprint
 from recipes.training.recipe.loading import parse_recipe
@@ -101,3 +101,59 @@ def test_spelling_out_a_default_gives_the_same_model(corpus: Path) -> None:
     saved, now = recipe_of(corpus), recipe_of(corpus, model__head_size=16)
     assert saved.model.head_size is None and saved.model.attention_head_size == 16
     check_same_run(HERE, manifest_of(saved), now, fingerprint(now))
+
+
+BASE_KEYS = ("parametrization", "base_hidden_size", "base_layers", "base_head_size")
+
+
+def test_a_checkpoint_without_a_parametrization_is_of_the_standard_one(corpus: Path) -> None:
+    now = recipe_of(corpus)
+    mup = recipe_of(corpus, model__parametrization="mup", model__base_hidden_size=32)
+    manifest = manifest_of(now)
+    older = {key: value for key, value in manifest.recipe["model"].items() if key not in BASE_KEYS}
+    before = replace(manifest, recipe=manifest.recipe | {"model": older})
+    check_same_run(HERE, before, now, fingerprint(now))
+    check_same_model("training.initial_weights", before, now)
+    named = r"model\.parametrization = 'standard' \(here 'mup'\)"
+    for saved in (before, manifest):
+        with pytest.raises(UserError, match=named):
+            check_same_run(HERE, saved, mup, fingerprint(mup))
+        with pytest.raises(UserError, match=named):
+            check_same_model("training.initial_weights", saved, mup)
+
+
+def test_other_base_sizes_are_another_model(corpus: Path) -> None:
+    saved = recipe_of(corpus, model__parametrization="mup", model__base_hidden_size=32)
+    same, other = (
+        recipe_of(corpus, model__parametrization="mup", **sizes)
+        for sizes in (
+            {"model__base_hidden_size": 32, "model__base_head_size": 16},  # the default
+            {"model__base_hidden_size": 64},
+        )
+    )
+    for check in (
+        lambda now: check_same_run(HERE, manifest_of(saved), now, fingerprint(now)),
+        lambda now: check_same_model("training.initial_weights", manifest_of(saved), now),
+    ):
+        check(same)
+        with pytest.raises(UserError, match=r"base_hidden_size = 32 \(here 64\)"):
+            check(other)
+
+
+@pytest.mark.parametrize(("saved", "now"), [("adamw", "muon"), ("muon", "adamw")])
+def test_the_state_of_another_optimizer_is_rejected(saved: str, now: str, corpus: Path) -> None:
+    before, after = (recipe_of(corpus, optimizer__kind=kind) for kind in (saved, now))
+    check_same_run(HERE, manifest_of(before), before, fingerprint(before))
+    message = f'optimizer.kind = "{saved}", not of "{now}"; use optimizer.kind = "{saved}", or'
+    with pytest.raises(UserError, match=message):
+        check_same_run(HERE, manifest_of(before), after, fingerprint(after))
+
+
+def test_an_older_checkpoint_has_the_state_of_adamw(corpus: Path) -> None:
+    recipe = recipe_of(corpus)
+    saved = manifest_of(recipe)
+    del saved.recipe["optimizer"]["kind"]
+    check_same_run(HERE, saved, recipe, fingerprint(recipe))
+    muon = recipe_of(corpus, optimizer__kind="muon")
+    with pytest.raises(UserError, match=r'the optimizer state of optimizer\.kind = "adamw"'):
+        check_same_run(HERE, saved, muon, fingerprint(muon))
