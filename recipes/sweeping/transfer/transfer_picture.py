@@ -126,8 +126,8 @@ def draw_steps(axes: Axes, outcomes: Sequence[Outcome], compared: Sequence[Compa
         axes.axhline(goal, color="0.4", linewidth=0.8, linestyle=(0, (4, 3)))
         if each.step is not None:
             axes.annotate(
-                f"step {each.step}", (each.step, goal), (0, 14 + 12 * number), textcoords="offset points",
-                ha="center", fontsize=8, arrowprops={"arrowstyle": "->", "linewidth": 0.8},
+                f"step {each.step}", (each.step, goal), (0, 14 + 12 * number), ha="center",
+                textcoords="offset points", fontsize=8, arrowprops={"arrowstyle": "->", "linewidth": 0.8},
             )  # fmt: skip
     axes.set(xlabel="step", ylabel="validation loss", yscale="log")
     axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:.3g}")
