@@ -104,7 +104,7 @@ def seeded_fault(fault: str | None) -> Iterator[None]:
     def forget_updates(self: TrainingState, *arguments: Any, **settings: Any) -> None:
         restore(self, *arguments, **settings)
         for flat in self.weights:
-            self._adam(flat)["step"].zero_()
+            self.optimizer.optimizer.state[flat]["step"].zero_()
 
     place, name, broken = {
         None: (CheckpointReader, "rows", rows),
