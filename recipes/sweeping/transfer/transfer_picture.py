@@ -127,7 +127,8 @@ def draw_steps(axes: Axes, outcomes: Sequence[Outcome], compared: Sequence[Compa
         if each.step is not None:
             axes.annotate(
                 f"step {each.step}", (each.step, goal), (0, 14 + 12 * number), ha="center",
-                textcoords="offset points", fontsize=8, arrowprops={"arrowstyle": "->", "linewidth": 0.8},
+                textcoords="offset points", fontsize=8,
+                arrowprops={"arrowstyle": "->", "linewidth": 0.8},
             )  # fmt: skip
     axes.set(xlabel="step", ylabel="validation loss", yscale="log")
     axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:.3g}")
