@@ -149,11 +149,13 @@ def test_the_measured_logits_are_those_of_the_loss(tmp_path: Path) -> None:
 def test_mup_passes_where_the_standard_parametrization_fails(
     tmp_path: Path, changes: dict[str, Any], passes: bool
 ) -> None:
+    changes = changes | {"batch": {"global_sequences": 32, "micro_sequences": 8}}
     (results,) = run_ranks(1, measure, str(tmp_path), changes, WIDTHS)
     curves = curves_on(tmp_path / "data", WIDTHS, **changes)
     (found,) = Check(curves, 3, 1).outcomes(results.get)
-    sizes = {each.place: each.spread for each in found.judged if each.moment == "end"}
-    assert all((spread <= 1.1) == passes for place, spread in sizes.items() if place != "embedding")
+    assert found.passes is passes
+    if not passes:  # not a close decision
+        assert min(each.spread for each in found.judged if each.place != "embedding") > 1.5
 
 
 def train(folder: str, diverging_step: int | None) -> dict[str, Any]:
