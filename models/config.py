@@ -68,7 +68,7 @@ class ModelConfig:
     initial_std: float = 0.02
     """Standard deviation of the initial weights."""
     parametrization: Parametrization = "standard"
-    """How initial weights, updates and the forward pass depend on the size of the model:
+    """Rule that scales initial weights, updates and the forward pass with the size of the model:
     "mup" keeps the best learning rate when the width changes (arXiv 2203.03466), "completep" also
     when the depth changes (arXiv 2505.01618).
     """

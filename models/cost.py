@@ -77,7 +77,7 @@ def hidden_matrices(config: ModelConfig) -> dict[tuple[int, int], int]:
     output layer and routers do not count.
     """
     h, query, key = config.hidden_size, config.query_size, config.key_value_size
-    inputs = 2 if config.activation == "swiglu" else 1  # gate and up, or only up
+    inputs = config.activation_columns(1)  # gate and up, or only up
     found: Counter[tuple[int, int]] = Counter()
     found[query, h] += config.layers
     found[key, h] += 2 * config.layers

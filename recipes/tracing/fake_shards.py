@@ -27,10 +27,13 @@ def shards_of_all_ranks(
         for tensor_rank in range(tensor_size):
             ranks.append(
                 [
-                    Shard(_renamed(fragment, sharding, holder), sharding, tensor_rank)
+                    Shard(
+                        _renamed(fragment, sharding, f"{holder}, {tensor_rank}"),
+                        sharding,
+                        tensor_rank,
+                    )
                     for fragment, sharding, holder in _fragments(state, replica, replicas)
                     if sharding.role == "hidden"
-                    for holder in [f"{holder}, {tensor_rank}"]
                 ]
             )
     return ranks

@@ -23,7 +23,7 @@ COLLECTIVES = (
     "alltoall", "alltoall_base", "all_to_all_single", "_end_coalescing",
 )  # fmt: skip
 
-GroupKind = Literal["tensor", "context", "expert", "data", "stages", "other"]
+GroupKind = Literal["tensor", "context", "expert", "data", "optimizer", "stages", "other"]
 
 
 class CountedCollectives:

@@ -3,6 +3,7 @@
 import gc
 import math
 import time
+from statistics import mean
 from typing import Any
 
 from recipes.proving.trial import start, train_step
@@ -13,6 +14,7 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.recipe.topology import World
+from recipes.training.tracking.metric_names import validation_losses
 
 
 def measure_training(request: dict[str, Any], world: World) -> Result:
@@ -37,7 +39,7 @@ def measure_training(request: dict[str, Any], world: World) -> Result:
 
 
 def losses(engine: Engine, data: TrainingData) -> tuple[dict[str, Any], list[float]]:
-    """Train all steps of a recipe, or until the loss is no longer finite; collective.
+    """Train until the last step, or until the loss is infinite or NaN; collective.
 
     The model is validated every `training.evaluate_every` steps and after the last one.
 
@@ -69,6 +71,4 @@ def losses(engine: Engine, data: TrainingData) -> tuple[dict[str, Any], list[flo
 
 def mean_validation_loss(evaluator: Evaluator) -> float:
     """Return the validation loss in nats per token, the mean of all validation sets; collective."""
-    metrics = evaluator.validate()
-    found = [value for key, value in metrics.items() if key.endswith(("_loss", "/loss"))]
-    return sum(found) / len(found)
+    return mean(validation_losses(evaluator.validate()).values())

@@ -70,22 +70,25 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all groups that have gradients; collective within the ranks of the exchange."""
-        groups = [each for each in self.param_groups if each["algorithm"] == "muon"]
-        updates: dict[int, Tensor] = {}
-        for group in groups:
-            for weights in group["params"]:
-                if weights.grad is not None:
-                    updates[id(weights)] = self._add_momentum(weights, group["momentum"])
+        updated = [
+            (weights, group)
+            for group in self.param_groups
+            if group["algorithm"] == "muon"
+            for weights in group["params"]
+            if weights.grad is not None
+        ]
+        updates = {
+            id(weights): self._add_momentum(weights, group["momentum"])
+            for weights, group in updated
+        }
         if not updates:
             self._step_adamw()
             return
         assert self.exchange is not None, "the exchange of matrices is not set"
         self.exchange(updates, self._step_adamw)
-        for group in groups:
-            for weights in group["params"]:
-                if weights.grad is not None:
-                    weights.mul_(1 - group["lr"] * group["weight_decay"])
-                    weights.add_(weights.grad, alpha=-group["lr"])
+        for weights, group in updated:
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
+            weights.add_(weights.grad, alpha=-group["lr"])
 
     def _add_momentum(self, weights: Tensor, beta: float) -> Tensor:
         """Update the momentum, and replace the gradient by Nesterov's momentum."""

@@ -28,7 +28,7 @@ from recipes.training.recipe.sections.training import Optimizer
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How the optimizer updates a parameter.
+    """Settings of the optimizer for a parameter.
 
     Attributes:
         algorithm: "muon" for hidden matrices if the recipe chooses it, otherwise "adamw"
