@@ -10,10 +10,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from recipes.proving.worlds import (
     PRELOADED_MODULES,
@@ -27,6 +30,11 @@ from recipes.training.runtime.processes import start_processes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 420
+
+
+def fp16_on_cpu() -> AbstractContextManager[Any]:
+    """Let DeepSpeed train in fp16 on any CPU: it rejects CPUs that compute fp16 only slowly."""
+    return mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True)
 
 
 def run_ranks(

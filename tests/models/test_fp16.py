@@ -8,14 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from models.parallel import cross_entropy
 from recipes.proving.trial import gather, held_state, many_cases, start, train_step
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
-from tests.ranks import join_world, run_ranks
+from tests.ranks import fp16_on_cpu, join_world, run_ranks
 
 STEPS = 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ZeRO stage, changes of the recipe
@@ -73,8 +72,7 @@ def train(table: dict[str, Any], config: Path) -> Run:
 def train_all(corpus: str, folder: str) -> dict[tuple[str, str], Run]:
     join_world()
     runs = {}
-    supports = mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True)
-    with many_cases() as begin, supports:
+    with many_cases() as begin, fp16_on_cpu():
         for layout, (stage, changes) in LAYOUTS.items():
             table = changed(small_recipe(Path(corpus)), **changes)
             for name in ("fp32", *SCALES):

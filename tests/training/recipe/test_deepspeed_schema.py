@@ -7,10 +7,8 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-from deepspeed.accelerator import get_accelerator
 
 from models.errors import UserError
 from recipes.proving.trial import many_cases, start, train_step
@@ -19,7 +17,7 @@ from recipes.training.recipe.deepspeed_schema import NOT_SUPPORTED, SETTINGS
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import changed, small_recipe
-from tests.ranks import run_ranks
+from tests.ranks import fp16_on_cpu, run_ranks
 
 STEPS = 2
 NON_DEFAULT: dict[
@@ -96,11 +94,10 @@ def config_with(path: str, value: Any, stage: int) -> dict[str, Any]:
 
 def train_with_each(corpus: str, folder: str) -> dict[tuple[str, int], list[float] | str]:
     """Return the losses and norms with each setting on this rank, or the error."""
-    supports = mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True)
     found: dict[tuple[str, int], list[float] | str] = {}
     file = Path(folder) / f"rank{os.environ['RANK']}.json"
     table = changed(small_recipe(Path(corpus)), deepspeed=str(file))
-    with supports, many_cases() as begin:
+    with fp16_on_cpu(), many_cases() as begin:
         for path, stage in [("", 1), ("", 2), ("", 3), *CASES]:
             content = json.dumps(config_with(path, NON_DEFAULT.get(path), stage))
             file.write_text(content.replace("FOLDER", folder))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipes.proving.compare import NOISE_SUFFIX, split_noise
 from recipes.proving.trial import gather, held_state, held_weights, many_cases, start, train_step
 from recipes.training.engine.optimizer.matrix_exchange import update_scale
 from recipes.training.engine.optimizer.muon import Muon
@@ -13,7 +14,7 @@ from recipes.training.engine.optimizer.newton_schulz import orthogonalize
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
-from tests.ranks import join_world, run_ranks
+from tests.ranks import fp16_on_cpu, join_world, run_ranks
 from tests.training.engine.optimizer.plain_muon import PlainRun, by_singular_values
 
 STEPS = 20
@@ -70,7 +71,8 @@ def kinds_worker(corpus: str) -> dict[str, tuple[str, ...]]:
 @pytest.mark.parametrize("model", SWITCHES)
 def test_twenty_steps_equal_a_plain_implementation(model: str, corpus: Path) -> None:
     torch.set_num_threads(1)
-    plain = PlainRun(recipe_of(corpus, **SWITCHES[model]))
+    recipe = recipe_of(corpus, **SWITCHES[model])
+    plain = PlainRun(recipe)
     plain.train(STEPS)
     found = run_ranks(2, layouts_worker, str(corpus), model)[0]
     for name, (losses, norms, weights, momenta) in found.items():
@@ -79,7 +81,9 @@ def test_twenty_steps_equal_a_plain_implementation(model: str, corpus: Path) -> 
         assert weights.keys() == plain.parameters.keys()
         for key, weight in weights.items():
             expected = plain.parameters[key].detach()[: len(weight)]  # without padding
-            assert float((weight - expected).norm() / expected.norm()) < 1e-5, (name, key)
+            for part, rows in split_noise(key, recipe.model).items():
+                difference = float((weight[rows] - expected[rows]).norm() / expected[rows].norm())
+                assert difference < 1e-5 or part.endswith(NOISE_SUFFIX), (name, part, difference)
         assert momenta.keys() == MATRICES
         for key, momentum in momenta.items():
             expected = plain.states[key].first
@@ -117,7 +121,7 @@ def test_sixteen_bits_train_in_several_layouts(corpus: Path) -> None:
 def precision_worker(corpus: str, tensor: int) -> dict[str, list[float]]:
     """Return the losses with each type of 16 bits and ZeRO stage."""
     world, found = join_world(), {}
-    with many_cases() as begin_case:
+    with fp16_on_cpu(), many_cases() as begin_case:
         for config in ("zero1_bf16", "zero2_bf16", "zero3_bf16", "zero1_fp16"):
             begin_case()
             json = f"ds_configs/{config}.json"
