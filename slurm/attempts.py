@@ -19,7 +19,11 @@ from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
-from recipes.training.runtime.exits import REJECTED
+from recipes.training.runtime.exits import REJECTED, UNFIT
+
+EXCLUDE = """
+The preflight has found a broken node; the log names it. Write #SBATCH --exclude=NODE at the top of
+slurm/pretrain.slurm and submit the job again, or use --elastic, which leaves broken nodes out."""
 
 
 def main() -> None:
@@ -52,7 +56,7 @@ def main() -> None:
     if repeated:
         sys.exit(
             f"failed twice without a checkpoint after step {step} (exit code {options.code}); the "
-            f"job is not requeued"
+            f"job is not requeued{EXCLUDE if options.code == UNFIT else ''}"
         )
     print(f"failed with exit code {options.code}; requeued, to resume after step {step}")
 

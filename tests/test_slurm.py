@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 
 from recipes.training.recipe.loading import REPOSITORY
-from recipes.training.runtime.exits import BUSY, INTERRUPTED
+from recipes.training.runtime.exits import BUSY, INTERRUPTED, UNFIT
 from tests.conftest import changed, small_recipe
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.s[lh]*"))
@@ -67,6 +67,12 @@ def test_a_job_is_requeued_until_it_fails_twice_at_the_same_step(
     lines = (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()
     assert [json.loads(line)["job"] for line in lines] == ["7", "7", "8", "7"]
     assert "was rejected" in python("slurm/attempts.py", "2", recipe, code=1)
+
+
+def test_the_user_is_told_how_to_leave_a_broken_node_out(recipe: Path, tmp_path: Path) -> None:
+    failed = ["slurm/attempts.py", UNFIT, recipe, "--run-dir", tmp_path / "run"]
+    assert "requeued" in python(*failed)
+    assert "#SBATCH --exclude=NODE" in python(*failed, code=1)
 
 
 def test_a_job_whose_failures_cannot_be_counted_is_not_requeued(

@@ -11,6 +11,7 @@ from models.layer_specs import SequentialModel, layer_specs
 from models.parallel.collectives import TensorAxis
 from models.sharding import sharding_of
 from recipes.gpus.datasheet import load_gpu
+from recipes.planning.goodput.costs import own_bytes
 from recipes.planning.inputs.hidden_matrices import elements_of, matrices_of_layers
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.muon_working import muon_working_bytes
@@ -60,6 +61,18 @@ def test_a_checkpoint_with_muon_has_one_state_less_per_matrix() -> None:
     assert 0.8 < in_matrices / parameter_count(config) < 1
     assert checkpoint_elements(config, "adamw") == 3 * parameter_count(config)
     assert checkpoint_elements(config, "muon") == 3 * parameter_count(config) - in_matrices
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize(("name", "expert"), [("llama/8b", 1), ("mixtral/8x7b", 8)])
+def test_the_ranks_of_one_stage_write_the_whole_checkpoint(
+    name: str, expert: int, kind: str
+) -> None:
+    planned = replace(job(name, "cluster.nodes=4"), optimizer=kind)
+    layout = replace(planned.layout, pipeline=1, tensor=1, expert=expert, chunks=1, schedule="1f1b")
+    planned = replace(planned, layout=layout)
+    written = own_bytes(planned) * layout.optimizer_ranks
+    assert written == pytest.approx(4 * checkpoint_elements(planned.model, kind), rel=1e-9)
 
 
 def test_the_optimizer_state_and_the_buffers_of_the_update_agree_with_a_trace() -> None:

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from models.cost import parameter_count
+from models.cost import checkpoint_elements
 from recipes.planning.goodput.renewal import FaultCosts
 from recipes.planning.inputs.job import Job
-from recipes.planning.inputs.stage_contents import stage_parameters
+from recipes.planning.inputs.stage_contents import routed_stage_parameters, stage_parameters
+from recipes.planning.memory.muon_working import momentum_parameters
 
-STATE_BYTES = 12  # per parameter in a checkpoint: fp32 weights and two moments
+ELEMENT_BYTES = 4  # of weights and optimizer state in a checkpoint, which are in fp32
 HOST_BYTES_PER_SECOND = 20e9  # of a copy from a GPU to pinned host memory (PCIe 4.0 x16), assumed
 STORAGE_BYTES_PER_SECOND_OF_NODE = 1e9  # share of each node in the storage's rate, assumed
 PAUSE_SHARE = 0.05  # of a background write, lost to slower steps; measured on CPUs: 0.048
@@ -44,14 +45,14 @@ def snapshot_costs(
         restart_seconds: from a failure to the next step; None for detection, the assumed start,
             verification and reading
     """
-    parameters, node_ranks = max(stage_parameters(job)), job.machine.gpus_per_node
-    own = STATE_BYTES * parameters / job.layout.optimizer_ranks
+    own, node_ranks = own_bytes(job), job.machine.gpus_per_node
     copies = min(COPIES, job.machine.nodes)
     # The ranks of a stage exchange parts to assemble logical tensors, then send copies.
     sent = copies * own * node_ranks
     write = own / HASH_BYTES_PER_SECOND + sent / NODE_BYTES_PER_SECOND
     if restart_seconds is None:
-        weights = STATE_BYTES / 3 * parameters  # a rank reads all its weights, and its own moments
+        # A rank reads all its weights, and its own shard of the optimizer state.
+        weights = ELEMENT_BYTES * max(stage_parameters(job))
         read = node_ranks * (weights + own * 2 / 3) / NODE_BYTES_PER_SECOND
         restart_seconds = detection_seconds + START_SECONDS + own / HASH_BYTES_PER_SECOND + read
     times = FaultCosts(
@@ -81,13 +82,22 @@ def fault_costs(
             reading the checkpoint
     """
     rate = storage_bytes_per_second or STORAGE_BYTES_PER_SECOND_OF_NODE * job.machine.nodes
-    checkpoint = STATE_BYTES * parameter_count(job.model)
-    own = STATE_BYTES * max(stage_parameters(job)) / job.layout.optimizer_ranks
-    write = checkpoint / rate
+    write = ELEMENT_BYTES * checkpoint_elements(job.model, job.optimizer) / rate
     if restart_seconds is None:
         restart_seconds = detection_seconds + START_SECONDS + write  # reading takes as long
     return FaultCosts(
-        pause_seconds=own / HOST_BYTES_PER_SECOND + PAUSE_SHARE * write,
+        pause_seconds=own_bytes(job) / HOST_BYTES_PER_SECOND + PAUSE_SHARE * write,
         write_seconds=write,
         restart_seconds=restart_seconds,
     )
+
+
+def own_bytes(job: Job) -> float:
+    """Return the bytes of a checkpoint that a rank of the largest stage writes."""
+    both = zip(stage_parameters(job), routed_stage_parameters(job), strict=True)
+    # Experts are sharded over all optimizer ranks: those that the expert axis splits count in full.
+    elements = max(
+        3 * (all_of + routed * (job.layout.expert - 1)) - momentum_parameters(job, stage)
+        for stage, (all_of, routed) in enumerate(both)
+    )
+    return ELEMENT_BYTES * elements / job.layout.optimizer_ranks

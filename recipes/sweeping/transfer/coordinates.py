@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Literal
 
-from recipes.sweeping.transfer.curves import Curve
+from recipes.sweeping.transfer.curves import Curve, by_family
 from recipes.sweeping.transfer.trials import TrainingTrial, coordinate_trials
 from recipes.sweeping.trial import Result
 
@@ -120,12 +120,9 @@ class Check:
         Args:
             result: returns the result of a trial by its key
         """
-        families: dict[str, list[Curve]] = {}
-        for curve in self.curves:
-            families.setdefault(curve.family, []).append(curve)
         return [
             self._outcome(family, curves, result)
-            for family, curves in families.items()
+            for family, curves in by_family(self.curves, lambda curve: curve).items()
             if len(curves) > 1
         ]
 

@@ -2,10 +2,10 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from models.config import ModelConfig, nearest_multiples
 from models.errors import UserError
@@ -13,6 +13,8 @@ from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.sweeping.choice import values_of_setting
 from recipes.training.recipe.loading import parse_recipe, short
 from recipes.training.recipe.schema import Recipe
+
+T = TypeVar("T")
 
 SCALED_KEYS = ("hidden_size", "heads", "kv_heads", "ffn_hidden_size")
 SCALED_EXPERT_KEYS = ("ffn_hidden_size",)  # of which shared experts have a multiple
@@ -59,6 +61,14 @@ class Curve:
     def label(self) -> str:
         """The name of the curve in tables and pictures."""
         return f"{self.family}, width {self.width}" if self.family else f"width {self.width}"
+
+
+def by_family(items: Iterable[T], curve_of: Callable[[T], Curve]) -> dict[str, list[T]]:
+    """Return items by the family of their curves, in the order of the items."""
+    found: dict[str, list[T]] = {}
+    for each in items:
+        found.setdefault(curve_of(each).family, []).append(each)
+    return found
 
 
 def curves_of(models: Models) -> list[Curve]:

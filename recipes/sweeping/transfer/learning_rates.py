@@ -6,7 +6,7 @@ from functools import cached_property
 from statistics import mean
 
 from recipes.sweeping.scheduler import Scheduler, measure_all
-from recipes.sweeping.transfer.curves import Curve
+from recipes.sweeping.transfer.curves import Curve, by_family
 from recipes.sweeping.transfer.transfer_folder import final_loss
 from recipes.sweeping.transfer.trials import TrainingTrial, loss_trials
 from recipes.sweeping.trial import FAULTS, Result, Trial
@@ -197,12 +197,9 @@ class Verdict:
 
 def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
     """Return the verdict of each family with several widths."""
-    families: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        families.setdefault(outcome.curve.family, []).append(outcome)
     return [
         Verdict(family, found[0], found[-1])
-        for family, found in families.items()
+        for family, found in by_family(outcomes, lambda each: each.curve).items()
         if found[0].curve.width < found[-1].curve.width
     ]
 

@@ -14,7 +14,7 @@ from recipes.sweeping.scheduler import Scheduler, measure_all
 from recipes.sweeping.transfer import transfer_picture as picture
 from recipes.sweeping.transfer import transfer_report as report
 from recipes.sweeping.transfer.coordinates import Check, CoordinateCheck
-from recipes.sweeping.transfer.curves import Curve, Models, curves_of
+from recipes.sweeping.transfer.curves import Curve, Models, by_family, curves_of
 from recipes.sweeping.transfer.learning_rates import Outcome, Sweep, comparisons, verdicts
 from recipes.sweeping.transfer.transfer_folder import TABLE, TransferFolder
 from recipes.sweeping.transfer.trials import TrainingTrial
@@ -115,14 +115,12 @@ def check_request(options: argparse.Namespace, curves: list[Curve]) -> None:
     """
     if options.coordinate_check is None:
         return
-    families: dict[str, list[int]] = {}
-    for curve in curves:
-        families.setdefault(curve.family, []).append(curve.width)
-    for widths in families.values():
-        if len(widths) == 1:
+    for family in by_family(curves, lambda curve: curve).values():
+        if len(family) == 1:
+            width = family[0].width
             raise UserError(
-                f"--coordinate-check compares widths, and there is only width {widths[0]}; use "
-                f"--widths {widths[0]},{2 * widths[0]},{4 * widths[0]}"
+                f"--coordinate-check compares widths, and there is only width {width}; use "
+                f"--widths {width},{2 * width},{4 * width}"
             )
 
 
