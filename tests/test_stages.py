@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from recipes.proving.worlds import free_port
 from recipes.training.checkpoint.compatibility import check_same_run
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.checkpoint.resume import _at
+from recipes.training.checkpoint.resume_point import ResumePoint
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import fingerprint
 from recipes.training.engine.build import build_from_recipe
@@ -31,6 +34,8 @@ from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recip
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.history import History
+from recipes.training.run_folder.progress import Progress
 from recipes.training.runtime.processes import start_processes
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks
@@ -357,6 +362,42 @@ def test_only_later_stages_may_differ(
     manifest = Manifest.read(checkpoint)
     with pytest.raises(UserError) if message else contextlib.nullcontext() as raised:
         check_same_run(checkpoint, manifest, recipe, fingerprint(recipe))
+    assert not message or message in str(raised.value)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"start_step": 5}, ""),
+        ({"name": "longer"}, ""),
+        ({"model": {"sequence_length": 128}}, "sequence_length = 64 (here 128)"),
+        ({"data": {}}, "rolled back, so that the stage cannot change: "),
+        ({"start_step": 5, "data": {}}, "stage cannot change"),
+        (None, "this recipe lacks the stage"),
+    ],
+)
+@pytest.mark.parametrize("saved", [False, True], ids=["in an event", "in a checkpoint"])
+def test_a_stage_from_which_a_run_has_rolled_back_keeps_its_data(
+    table: dict[str, Any], changes: dict[str, Any] | None, message: str, saved: bool
+) -> None:
+    before = parse_recipe(table, "test")
+    first, *later = table["stage"]
+    stages = [] if changes is None else [changed(first, **changes), *later]
+    recipe = parse_recipe(table | {"stage": stages}, "test")
+    rolled_back = Progress(4, 60, ((0, 40), (1, 60)))
+    manifest = SimpleNamespace(
+        step=4, parent=None, progress=rolled_back if saved else Progress(4, 32), data=fingerprint(before),
+        recipe=before.model_dump(mode="json"), has_moments=True,
+    )  # fmt: skip
+    history = History()
+    if not saved:
+        history.rolled_back[4] = 60
+        history.reads[4, 60] = rolled_back.read
+        history.data_parts[4, 60] = fingerprint(before)["parts"]
+    found = ResumePoint(SimpleNamespace(manifest=manifest))  # type: ignore[arg-type]
+    with pytest.raises(UserError) if message else contextlib.nullcontext() as raised:
+        check_same_run(Path("step-4"), manifest, recipe, fingerprint(recipe))  # type: ignore[arg-type]
+        _at(found, history, fingerprint(recipe), saved=4)
     assert not message or message in str(raised.value)  # type: ignore[union-attr]
 
 

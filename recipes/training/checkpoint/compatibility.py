@@ -1,5 +1,6 @@
 """Compare a checkpoint with the recipe and the data of the run that starts or resumes from it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.recipe.deepspeed_config import leaves
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import table_at
+from recipes.training.run_folder.progress import Progress
 
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
 # starts from initial weights.
@@ -60,6 +62,35 @@ def check_same_run(
             f"--run-dir for a new run, or --resume never to start again"
         )
     _check_same_stages(checkpoint, manifest.step, before.stages, after.stages)
+    check_parts_read(manifest.progress, manifest.data.get("parts", ()), data.get("parts", ()))
+
+
+def check_parts_read(
+    progress: Progress, before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]
+) -> None:
+    """Check that the stages which a run has left in rollbacks still have the data that it has read.
+
+    A stage that the run will reach again may begin with another step.
+
+    Args:
+        progress: the progress of the run
+        before: fingerprints of the parts of the data from the second one on, as read
+        now: the same, of the recipe
+
+    Raises:
+        UserError: a part differs; the message names its stage.
+    """
+    for number in sorted({part - 1 for part, _ in progress.read} & set(range(len(before)))):
+        old, new = before[number], now[number] if number < len(now) else None
+        about = f'the run has read data of stage "{old["stage"]}" and rolled back'
+        if new is None:
+            raise UserError(f"{about}, and this recipe lacks the stage; add it again")
+        free = {key: old[key] for key in ("stage", "first_step")}
+        if different := differences(old, new | free):
+            raise UserError(
+                f"{about}, so that the stage cannot change: {_sentence(different)}; use the same "
+                f"values, or let a new stage begin after it"
+            )
 
 
 class _Fingerprint(NamedTuple):

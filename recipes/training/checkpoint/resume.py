@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from models.errors import UserError
 from recipes.training.checkpoint import resume_point
+from recipes.training.checkpoint.compatibility import check_parts_read
 from recipes.training.checkpoint.resume_point import ResumePoint
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import (
@@ -154,7 +155,7 @@ def find_start(
     if snapshot.checkpoint:
         # Only checkpoints on the disk end the count of rollbacks.
         saved = max((step for step in history.saved if step <= snapshot.progress.step), default=0)
-        return _at(snapshot, history, saved=saved)
+        return _at(snapshot, history, data, saved=saved)
     found = resume_point.find(
         folder.checkpoints, request.resume, recipe, data, branch=history.branch, note=note
     )
@@ -171,24 +172,35 @@ def find_start(
             f"{max(history.saved)} was saved there; restore the folder (for example, mount its "
             f"disk), or start again with --resume never"
         )
-    return _at(found, history, saved=progress.step, pending=pending)
+    return _at(found, history, data, saved=progress.step, pending=pending)
 
 
 def _at(
-    found: ResumePoint, history: History, *, saved: int, pending: Branch | None = None
+    found: ResumePoint,
+    history: History,
+    data: dict[str, Any],
+    *,
+    saved: int,
+    pending: Branch | None = None,
 ) -> Start:
     """Return the start of a run that resumes by itself.
 
     Args:
         found: the checkpoint
         history: the history of the run
+        data: fingerprints of corpora and tokenizer
         saved: step of the newest checkpoint on the disk that the run has passed through
         pending: a request of an earlier start that has not been carried out
+
+    Raises:
+        UserError: the data of a stage from which the run has rolled back has changed.
     """
     progress = found.progress
     samples = history.rolled_back.get(progress.step)
     if progress.step and samples is not None:
         progress = history.progress_at(progress.step, samples)
+        parts = history.data_parts.get((progress.step, samples), [])
+        check_parts_read(progress, parts, data.get("parts", ()))
     parent = history.parent or (found.checkpoint.manifest.parent if found.checkpoint else None)
     return Start(found, progress, history.rollbacks(saved), Request(), pending, parent)
 

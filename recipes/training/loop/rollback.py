@@ -41,8 +41,9 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     if run.supervisor.rank == 0:
         tell_skipped(run.folder, found)
     run.writer.damaged = found.skipped
+    parts = run.data.fingerprint.get("parts", ())
     if not is_same_engine:  # the ranks start again with the engine of the earlier stage
-        run.tracker.roll_back(step, target, reason)
+        run.tracker.roll_back(step, target, reason, parts=parts)
         return StepOutcome(target.step, Ending(FINISHED, step=target.step))
     with run.supervisor.crumb.waiting_for_disk("rolling back"):
         run.engine.load(found.reader())
@@ -51,7 +52,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
         run.snapshots.last = target.step
     run.watch.rolled_back()
     run.clock.restart()
-    run.tracker.roll_back(step, target, reason)
+    run.tracker.roll_back(step, target, reason, parts=parts)
     return StepOutcome(target.step, None)
 
 

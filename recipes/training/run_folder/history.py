@@ -55,6 +55,7 @@ class History:
             older ones
         reads: (step, samples) -> the parts of the data that the run had left (`Progress.read`), for
             the steps of `rolled_back` and `resumed` of any branch
+        data_parts: (step, samples) -> the fingerprints of these parts, from the second one on
         parent: the checkpoint of another run, or of an abandoned branch, at which the newest branch
             begins
         turns: for each event after which the run continued from another step than the one before,
@@ -68,6 +69,7 @@ class History:
     saved: set[int] = field(default_factory=set)
     turns: list[int] = field(default_factory=list)
     reads: dict[tuple[int, int], Read] = field(default_factory=dict)
+    data_parts: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
     parent: dict[str, Any] | None = None
     _targets: list[int] = field(default_factory=list)
     _left: dict[str, tuple[dict[int, int], dict[int, int]]] = field(default_factory=dict)
@@ -103,6 +105,8 @@ class History:
         if "read_parts" in event:
             at = event["to"] if kind == "rollback" else step
             self.reads[at, event.get("samples", 0)] = read_from(event["read_parts"])
+            if "data_parts" in event:
+                self.data_parts[at, event.get("samples", 0)] = event["data_parts"]
         if kind == "start":
             self.turns.append(-1)
             self._forget(after=-1)

@@ -98,8 +98,13 @@ class Tracker:
     def replace_ranks(self, step: int, stage: str) -> None:
         """Report that all ranks end after a step, and start again with the engine of a stage."""
 
-    def roll_back(self, step: int, to: Progress, reason: str) -> None:
-        """Report a rollback after a step, and the point at which the run continues."""
+    def roll_back(
+        self, step: int, to: Progress, reason: str, *, parts: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """Report a rollback after a step, and the point at which the run continues.
+
+        parts: fingerprints of the later parts of the data, if the run has left some (`to.read`)
+        """
 
     def show(self, step: int, name: str, file: Path) -> None:
         """Report a picture or a text about a step, in a file of the run folder."""
@@ -192,8 +197,11 @@ class RunTracker(Tracker):
         self.display.say(f'step {step} is saved; the ranks start again for stage "{stage}"')
 
     @override
-    def roll_back(self, step: int, to: Progress, reason: str) -> None:
-        self._record("rollback", step, reason=reason, to=to.step, **to.record())
+    def roll_back(
+        self, step: int, to: Progress, reason: str, *, parts: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        data = {"data_parts": list(parts)} if to.read else {}
+        self._record("rollback", step, reason=reason, to=to.step, **to.record(), **data)
         print(
             f"rolled back: step {step}: {reason}; continues after step {to.step} with sample "
             f"{to.samples}",

@@ -19,6 +19,7 @@ from recipes.training.run_folder.lock import FolderInUse, FolderLock
 from recipes.training.run_folder.progress import Progress
 from recipes.training.runtime.exits import STOPPED
 from recipes.training.supervision.loss_watch import Severity
+from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
 
 
@@ -102,11 +103,14 @@ def test_a_failed_save_at_a_boundary_stops_the_run(plan: StagePlan) -> None:
 
 
 def test_an_event_keeps_the_parts_of_the_data(plan: StagePlan, tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
     target = Progress(6, 76, ((0, 64), (1, 76)))
     folder.event("start", 0)
-    folder.event("rollback", 11, to=6, **target.record())
+    tracker = RunTracker(plan.at(11).recipe, folder)
+    tracker.roll_back(11, target, "a loss spike", parts=[{"stage": "long"}])
     history = folder.history()
+    assert history.data_parts == {(6, 76): [{"stage": "long"}]}
     assert history.progress_at(6, history.rolled_back[6]) == target
     assert history.progress_at(6, 48) == Progress(6, 48)
 
