@@ -386,8 +386,8 @@ def test_a_stage_from_which_a_run_has_rolled_back_keeps_its_data(
     recipe = parse_recipe(table | {"stage": stages}, "test")
     rolled_back = Progress(4, 60, ((0, 40), (1, 60)))
     manifest = SimpleNamespace(
-        step=4, parent=None, progress=rolled_back if saved else Progress(4, 32), data=fingerprint(before),
-        recipe=before.model_dump(mode="json"), has_moments=True,
+        step=4, progress=rolled_back if saved else Progress(4, 32), data=fingerprint(before),
+        recipe=before.model_dump(mode="json"), has_moments=True, parent=None,
     )  # fmt: skip
     history = History()
     if not saved:

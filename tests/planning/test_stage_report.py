@@ -10,6 +10,8 @@ import tomli_w
 
 from recipes import plan
 from recipes.launching.replanning import Replanner
+from recipes.planning.inputs.job import Machine
+from recipes.planning.output.predicted_metrics import predicted_metrics_of_run
 from recipes.proving.shrink import shrink
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.stages.plan import StagePlan
@@ -132,3 +134,19 @@ def test_launch_finds_a_layout_for_all_stages(tmp_path: Path) -> None:
     plan_of_fewer = StagePlan(load_recipe(file, fewer.overrides))
     layouts = [span.recipe.layout for span in plan_of_fewer.spans]
     assert layouts[0] == layouts[1]
+
+
+def test_the_predictions_for_a_run_follow_its_batch_and_its_stages(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        write(tmp_path, LONG, ramp={"start_sequences": 256, "increment": 256, "samples": 25600})
+    )
+    assert recipe.cluster is not None
+    of_run = StagePlan(recipe)
+    predicted = predicted_metrics_of_run(of_run, Machine.of_cluster(recipe.cluster))
+    assert of_run.at(1).recipe.batch.global_sequences == 256
+    assert of_run.at(1000).recipe.batch.global_sequences == recipe.batch.global_sequences
+    first, full, long = (predicted(step) for step in (1, 1000, 1001))
+    assert predicted(2) == first
+    assert 1.5 < full["step_seconds"] / first["step_seconds"] < 4.5
+    assert long["mfu"] != full["mfu"]
+    assert predicted_metrics_of_run(of_run, None)(1) == {}

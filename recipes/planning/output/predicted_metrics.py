@@ -1,11 +1,30 @@
 """The planner's numbers for a run, by the name of the metric that each predicts."""
 
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
 from models.errors import UserError
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import stage_memory
 from recipes.planning.output.plan_report import rates
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
+
+
+def predicted_metrics_of_run(
+    plan: StagePlan, machine: Machine | None
+) -> Callable[[int], Mapping[str, float]]:
+    """Return a function that returns `predicted_metrics` for a step of a run.
+
+    The batch of a step depends on the stage and on `batch.ramp`.
+    """
+
+    @lru_cache(maxsize=4)
+    def of_span(first_step: int) -> Mapping[str, float]:
+        return predicted_metrics(plan.at(first_step).recipe, machine)
+
+    return lambda step: of_span(plan.at(step).first)
 
 
 def predicted_metrics(recipe: Recipe, machine: Machine | None) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from models.errors import UserError
-from recipes.planning.output.predicted_metrics import predicted_metrics
+from recipes.planning.output.predicted_metrics import predicted_metrics_of_run
 from recipes.training.checkpoint.resume import Request, Start, find_start
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
@@ -66,11 +66,10 @@ def open_run(
     )
     snapshots = open_snapshots(experiment, claim, writer_of_run, start.progress.step)
     metrics = folder.read_metrics() if rank == 0 else []  # large after 100,000 steps: read once
-    plan = {}
+    machine = None
     if rank == 0:
         with suppress(UserError):  # `cluster.gpu` has no datasheet
             machine = machine_of(experiment, engine.device_name)
-            plan = predicted_metrics(experiment.recipe, machine)
     tracker_of_run = open_tracker(
         recipe,
         folder,
@@ -79,7 +78,7 @@ def open_run(
         changed=changed,
         in_memory=found.in_memory,
         metrics=metrics,
-        plan=plan,
+        predicted=predicted_metrics_of_run(experiment.plan, machine),
     )
     with writer_of_run as writer, tracker_of_run as tracker, claim.supervisor as supervisor:
         writer.on_publish = tracker.saved

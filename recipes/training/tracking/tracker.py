@@ -4,9 +4,8 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from typing_extensions import override
@@ -26,7 +25,11 @@ from recipes.training.tracking.weights_and_biases.alerts import (
     launch_facts,
 )
 from recipes.training.tracking.weights_and_biases.media import Picture, SavedCheckpoint
-from recipes.training.tracking.weights_and_biases.thread import WandbThread
+from recipes.training.tracking.weights_and_biases.thread import (
+    PredictedMetrics,
+    WandbThread,
+    nothing_predicted,
+)
 
 
 @contextlib.contextmanager
@@ -39,7 +42,7 @@ def open_tracker(
     changed: dict[str, Any],
     in_memory: bool = False,
     metrics: Sequence[dict[str, Any]] | None = None,
-    plan: Mapping[str, float] = MappingProxyType({}),
+    predicted: PredictedMetrics = nothing_predicted,
 ) -> Iterator["Tracker"]:
     """Open a tracker on rank 0 and a silent one on the other ranks; close it in any case.
 
@@ -51,7 +54,7 @@ def open_tracker(
         changed: keys of the recipe that have changed since the checkpoint was saved
         in_memory: True if the run resumes from a snapshot in the memory of the nodes
         metrics: the lines of metrics.jsonl; rank 0 reads them itself if they are not given
-        plan: the planner's predictions, by the name of the metric
+        predicted: returns the planner's predictions for a step, by the name of the metric
     """
     if rank != 0:
         yield Tracker()
@@ -63,7 +66,7 @@ def open_tracker(
         changed=changed,
         in_memory=in_memory,
         metrics=metrics,
-        plan=plan,
+        predicted=predicted,
     )
     try:
         yield tracker
@@ -131,7 +134,7 @@ class RunTracker(Tracker):
         changed: dict[str, Any] | None = None,
         in_memory: bool = False,
         metrics: Sequence[dict[str, Any]] | None = None,
-        plan: Mapping[str, float] = MappingProxyType({}),
+        predicted: PredictedMetrics = nothing_predicted,
     ):
         self.recipe, self.folder, self.last_step = recipe, folder, start.step
         self.plan = StagePlan(recipe)
@@ -140,14 +143,14 @@ class RunTracker(Tracker):
             details |= start.record()
         if in_memory:
             details["from_memory"] = True
-        if plan:
+        if plan := predicted(start.step + 1):
             details["plan"] = dict(plan)
         events = self._read_events()
         event = "resume" if start.step else "start"
         self.folder.event(event, start.step, code_version=code_version(), **details)
         self.wall_time = self._read_wall_time(metrics)
         facts = launch_facts(events, folder.attempt)
-        self.wandb = WandbThread(recipe, folder, facts, plan=plan, metrics=metrics or ())
+        self.wandb = WandbThread(recipe, folder, facts, predicted=predicted, metrics=metrics or ())
         for alert in alerts_at_start(events):
             self.wandb.send(alert)
         self.display = Display(recipe.training.steps, start.step)

@@ -4,7 +4,7 @@ import atexit
 import contextlib
 import queue
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,14 @@ Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PIXELS = 8  # width and height of an expert in the picture of loads
 
 
+PredictedMetrics = Callable[[int], Mapping[str, float]]  # of a step
+
+
+def nothing_predicted(step: int) -> Mapping[str, float]:
+    """Return no predictions."""
+    return {}
+
+
 class WandbThread:
     """A thread that sends metrics, alerts, pictures and checkpoints to Weights & Biases.
 
@@ -29,8 +37,8 @@ class WandbThread:
         recipe: the recipe of the run
         folder: the run folder
         facts: facts about this start of the run, for its configuration and its summary
-        plan: the planner's predictions, by the name of the metric; sent with the configuration, and
-            as "planned/..." with the metrics of each step
+        predicted: returns the planner's predictions for a step, by the name of the metric; sent as
+            "planned/..." with the metrics of each step, and, when they change, as configuration
         metrics: the lines of metrics.jsonl so far, for the table of task scores
     """
 
@@ -43,10 +51,11 @@ class WandbThread:
         folder: RunFolder,
         facts: Mapping[str, Any] = MappingProxyType({}),
         *,
-        plan: Mapping[str, float] = MappingProxyType({}),
+        predicted: PredictedMetrics = nothing_predicted,
         metrics: Iterable[Mapping[str, Any]] = (),
     ):
-        self._folder, self._facts, self._plan = folder, dict(facts), dict(plan)
+        self._folder, self._facts = folder, dict(facts)
+        self._predicted, self._plan = predicted, dict[str, float]()
         self._queue: queue.Queue[Item | None] = queue.Queue(self.MAX_QUEUED_STEPS)
         self._task_table = TaskTable(metrics)
         self.exit_code = 0  # of this process, if it ends without waiting for W&B
@@ -99,8 +108,6 @@ class WandbThread:
         """Send what is known before the first step."""
         if measured := preflight_metrics(self._folder):
             run.log(measured)
-        if self._plan:
-            run.config.update({"plan": self._plan}, allow_val_change=True)
         if self._facts:
             run.config.update({"launch": self._facts}, allow_val_change=True)
             run.summary.update({f"launch/{name}": fact for name, fact in self._facts.items()})
@@ -115,11 +122,17 @@ class WandbThread:
             case SavedCheckpoint():
                 item.log(run)
             case _:
-                planned = {f"planned/{name}": value for name, value in self._plan.items()}
-                metrics = with_heat_map(item) | planned
+                metrics = with_heat_map(item) | self._planned(run, item["step"])
                 if self._task_table.add(item):
                     metrics |= self._task_table.metrics()
                 run.log(metrics)
+
+    def _planned(self, run: Any, step: int) -> dict[str, float]:
+        """Return the predictions for a step, and update the configuration if they have changed."""
+        if (plan := dict(self._predicted(step))) != self._plan:
+            run.config.update({"plan": plan}, allow_val_change=True)
+            self._plan = plan
+        return {f"planned/{name}": value for name, value in plan.items()}
 
 
 def preflight_metrics(folder: RunFolder) -> dict[str, Any]:

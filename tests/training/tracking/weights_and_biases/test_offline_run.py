@@ -20,7 +20,7 @@ from recipes.training.tracking.weights_and_biases.media import TaskTable
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed, small_recipe
 
-PLAN = {"step_seconds": 0.25, "mfu": 0.5}
+PLANS = {41: {"step_seconds": 0.25, "mfu": 0.5}, 42: {"step_seconds": 0.5, "mfu": 0.25}}
 BLOCK, HEADER, FILE_HEADER = 32768, 7, 7  # bytes, of LevelDB's log format
 
 
@@ -81,7 +81,7 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFold
     earlier = line(40, **{"tasks/next_line/accuracy": 0.0})
     with mock.patch.object(WandbThread, "SECONDS_TO_FINISH", 600), open_tracker(
         parse_recipe(table, "test"), folder, 0, start=Progress(40, 320), changed={},
-        metrics=[earlier], plan=PLAN,
+        metrics=[earlier], predicted=PLANS.__getitem__,
     ) as tracker:  # fmt: skip
         train(tracker, folder)
     (log,) = (folder.path / "wandb").glob("offline-run-*/*.wandb")
@@ -99,15 +99,15 @@ def files(folder: RunFolder, found: list[Any], name: str) -> list[Path]:
     return [home / "files" / each[key] for each in history(found) if key in each]
 
 
-def test_the_plan_is_configuration_and_a_line_beside_each_metric(run: Any) -> None:
+def test_the_predictions_are_configuration_and_a_line_beside_each_metric(run: Any) -> None:
     folder, found = run
     updates = [values(r.config.update) for r in found if r.HasField("config")]
-    assert {"plan": PLAN} in updates
+    assert [each["plan"] for each in updates if "plan" in each] == list(PLANS.values())
     steps = [each for each in history(found) if "loss" in each]
     assert [each["step"] for each in steps] == [41, 42]
     for each in steps:
-        assert (each["planned/step_seconds"], each["planned/mfu"]) == (0.25, 0.5)
-    assert folder.read_events()[0]["plan"] == PLAN
+        assert PLANS[each["step"]] == {key: each[f"planned/{key}"] for key in PLANS[41]}
+    assert folder.read_events()[0]["plan"] == PLANS[41]
 
 
 def test_validation_sets_and_tasks_have_their_names(run: Any) -> None:
