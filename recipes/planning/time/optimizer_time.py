@@ -41,7 +41,7 @@ MANY_MATRICES = 16  # per rank; more matrices are assumed to be shared equally b
 
 
 def optimizer_time(job: Job) -> float:
-    """Return the seconds of a rank's update, of the reduction of tied embeddings, and of the host."""
+    """Return the seconds of a rank's update, with the sum of tied embeddings and host time."""
     layout = job.layout
     both = zip(stage_parameters(job), routed_stage_parameters(job), strict=True)
     parameters = max(all_of + routed * (layout.expert - 1) for all_of, routed in both)
