@@ -1,9 +1,9 @@
-"""Measure the time that Muon adds to an update on two ranks, relative to the planner's prediction.
+"""Compare the planner's prediction of the time that Muon adds to an update with a measurement.
 
-Two processes train one model with ZeRO-1, so that each has half of every matrix. Each round
+Two processes train one model with ZeRO-1, which shards the optimizer state over both. Each round
 measures, on both ranks at the same time, the update with Muon and with AdamW, and the speed of the
 operations that the planner's prediction depends on: matmuls, copies and exchanges of the same
-sizes. Prints the ratio of prediction and measurement, median of the rounds.
+sizes. Prints the prediction relative to the measurement for each round, and the median.
 
     python benchmarks/muon.py [--rounds 7] [--json]
 """
@@ -43,7 +43,7 @@ RANKS = 2
 VOCABULARY = 256
 WIDTH, LAYERS = 512, 4
 COPIED_ELEMENTS = 2**22
-PRODUCTS = 40  # about as long as an update
+PRODUCTS = 40  # which take about as long as an update
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Round:
 
     @property
     def ratio(self) -> float:
-        """Predicted, relative to measured additional seconds."""
+        """The predicted additional seconds relative to the measured ones."""
         return self.predicted / (self.muon - self.adamw)
 
 

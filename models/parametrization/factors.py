@@ -1,7 +1,7 @@
 """Factors by which a parametrization changes initial scale, update and forward pass.
 
-They keep the best learning rate of a base model at other widths, and with "completep" at other
-depths. At the sizes of the base model all factors are 1.
+With these factors, the best learning rate of a base model is also the best one at other widths, and
+with "completep" at other depths. At the sizes of the base model, all factors are 1.
 
 m_N is the width ratio hidden_size / base_hidden_size, m_L the depth ratio layers / base_layers
 (1 unless the parametrization is "completep"), d the head size, d_base that of the base model.
@@ -14,15 +14,15 @@ m_N is the width ratio hidden_size / base_hidden_size, m_L the depth ratio layer
 | router                        | initial standard deviation                  | m_N^-1             |
 |                               | learning rate (weight decay inverse)        | m_N^-1             |
 |                               | AdamW's epsilon                             | m_L^-1             |
-| other parameters of layers    | AdamW's epsilon                             | m_N^-1 m_L^-1      |
+| all of a layer except routers | AdamW's epsilon                             | m_N^-1 m_L^-1      |
 | embeddings, final norm, head  | AdamW's epsilon                             | m_N^-1             |
-| output of each half of a layer| residual multiplier                         | m_L^-1             |
+| outputs of attention and MLP  | residual multiplier                         | m_L^-1             |
 | logits                        | output multiplier                           | m_N^-1             |
 | attention scores              | scale, instead of d^-1/2                    | d_base^1/2 d^-1    |
 
 Width: Tensor Programs V (arXiv 2203.03466, table 8), in the form in which input and output
-matrices may be tied: they keep their initial scale and learning rate, and the logits have a
-multiplier. Depth and epsilon: CompleteP (arXiv 2505.01618, table 1 with alpha = 1).
+matrices may be tied: these matrices keep their initial scale and learning rate, and the logits have
+a multiplier. Depth and epsilon: CompleteP (arXiv 2505.01618, table 1 with alpha = 1).
 
 This module needs no torch, so that the planner and the recipe can import it.
 """
@@ -49,9 +49,9 @@ def depth_ratio(model: ModelConfig) -> float:
 def initial_std(model: ModelConfig, place: Place) -> float:
     """Return the standard deviation of the initial values of a matrix.
 
-    Matrices that write into the residual stream have that of GPT-2, initial_std / sqrt(2 layers).
-    With "completep" it is the depth of the base model that counts there: the residual multiplier
-    accounts for the depth of the model.
+    Matrices that write into the residual stream have the standard deviation of GPT-2,
+    initial_std / sqrt(2 layers). With "completep", `layers` is the depth of the base model, because
+    the residual multiplier accounts for the depth of this model.
     """
     layers = model.base_layers or model.layers
     std = model.initial_std / (math.sqrt(2 * layers) if place.writes_residual else 1)
@@ -63,9 +63,9 @@ def initial_std(model: ModelConfig, place: Place) -> float:
 def learning_rate_factor(model: ModelConfig, place: Place, algorithm: Algorithm) -> float:
     """Return the learning rate of a parameter relative to that of the step.
 
-    The entries of AdamW's update do not depend on the width in size. They are correlated with the
+    The entries of AdamW's update have the same size at every width. They are correlated with the
     activations, so the update of a hidden matrix changes its outputs in proportion to its number of
-    columns: the learning rate is divided by the width (arXiv 2203.03466, table 8).
+    columns. Therefore the learning rate is divided by the width (arXiv 2203.03466, table 8).
 
     Muon's update of a matrix with r rows and c columns is 0.2 sqrt(max(r, c)) times a matrix whose
     singular values are all 1 (arXiv 2502.16982, section 2.2), so its spectral norm grows with the
@@ -78,7 +78,7 @@ def learning_rate_factor(model: ModelConfig, place: Place, algorithm: Algorithm)
     AdamW, the same as an initial scale and a learning rate that are both multiplied by 1 / m_N
     (arXiv 2203.03466, lemma J.1). The second form needs no multiplier.
 
-    With alpha = 1 the depth does not change any learning rate: its factor is m_L^(alpha - 1).
+    The factor for the depth is m_L^(alpha - 1), which is 1 for all parameters, because alpha is 1.
     """
     if place.role == "hidden" and algorithm == "muon":
         return 1 / math.sqrt(width_ratio(model))
@@ -88,7 +88,8 @@ def learning_rate_factor(model: ModelConfig, place: Place, algorithm: Algorithm)
 def weight_decay_factor(model: ModelConfig, place: Place, algorithm: Algorithm) -> float:
     """Return the factor of the weight decay of a matrix.
 
-    Its product with the learning rate is the same as in the base model (arXiv 2505.01618, table 1).
+    The product of weight decay and learning rate is the same as in the base model
+    (arXiv 2505.01618, table 1).
     """
     return 1 / learning_rate_factor(model, place, algorithm)
 
@@ -105,7 +106,7 @@ def epsilon_factor(model: ModelConfig, place: Place) -> float:
 
 
 def residual_multiplier(model: ModelConfig) -> float:
-    """Return the factor of the output of each half of a layer."""
+    """Return the factor of the outputs of attention and MLP."""
     return 1 / depth_ratio(model)
 
 
@@ -115,7 +116,7 @@ def output_multiplier(model: ModelConfig) -> float:
 
 
 def query_multiplier(model: ModelConfig) -> float:
-    """Return the factor of the queries, for an attention that divides its scores by sqrt(d).
+    """Return the factor of the queries, for attention that also divides its scores by sqrt(d).
 
     The scale of the scores is then sqrt(d_base) / d.
     """

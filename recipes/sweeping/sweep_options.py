@@ -74,8 +74,13 @@ def parse_command_line(description: str) -> argparse.Namespace:
         )
     if not trains and (others := given_options(parser, ONLY_WITH_TRAINING)):
         parser.error(
-            f"{', '.join(others)}: only for trainings; add --learning-rate auto or "
+            f"{', '.join(others)}: no effect on a sweep of layouts; add --learning-rate auto or "
             f"--coordinate-check 4"
+        )
+    if options.steps is not None and trains and options.learning_rate is None:
+        parser.error(
+            f"--steps {options.steps} has no effect on --coordinate-check; leave it out, or use "
+            f"--coordinate-check {options.steps}"
         )
     if options.steps is None and not trains:
         options.steps = DEFAULT_STEPS
@@ -168,7 +173,7 @@ def add_transfer_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--learning-rate", type=learning_rates, metavar="auto|RATE[,RATE...]",
         help="train each recipe at several learning rates and compare the best ones; auto: factors "
-        "of two around the recipe's, until the best one is inside",
+        "of two around the recipe's, and more while the best one is at an end",
     )  # fmt: skip
     group.add_argument(
         "--coordinate-check", type=count, metavar="STEPS",
@@ -180,8 +185,9 @@ def add_transfer_options(group: argparse._ArgumentGroup) -> None:
         help="hidden sizes to which each recipe is scaled, such as 64,128,256 (default: its own)",
     )  # fmt: skip
     group.add_argument(
-        "--seeds", type=count, default=1, help="trainings with different seeds (default: 1)"
-    )
+        "--seeds", type=count, default=1,
+        help="train each model with this many seeds, and average the results (default: 1)",
+    )  # fmt: skip
 
 
 def learning_rates(text: str) -> list[float]:

@@ -21,19 +21,23 @@ def exchange_precision(job: Job) -> str:
 
 
 def blocks_share(job: Job, stage: int) -> float:
-    """Return the share of a stage in the layers of the model."""
+    """Return the fraction of the model's layers that a stage holds."""
     return sum(blocks_of_stages(job)[stage]) / job.model.layers
 
 
 @lru_cache(maxsize=1024)
 def matrices_of_layers(model: ModelConfig, share: float) -> Matrices:
-    """Return the shapes of matrices, and their number in a share of the layers.
+    """Return the shapes of the hidden matrices, and the number of each shape in some layers.
 
-    In a model whose layers differ, a part of the layers has the same share of all matrices.
+    If layers differ (dense and with experts), the matrices of all layers are averaged.
+
+    Args:
+        model: the model
+        share: fraction of the layers
     """
     return tuple((shape, n * share) for shape, n in hidden_matrices(model).items())
 
 
 def elements_of(matrices: Matrices) -> float:
-    """Return the elements of all matrices."""
+    """Return the number of elements of all matrices."""
     return sum(rows * columns * n for (rows, columns), n in matrices)

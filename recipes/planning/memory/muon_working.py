@@ -17,7 +17,10 @@ from recipes.training.recipe.deepspeed_config import BYTES
 
 
 def momentum_parameters(job: Job, stage: int) -> float:
-    """Return `optimizer_ranks` times the parameters of a rank that have a momentum only."""
+    """Return the parameters of a tensor rank in a stage that have one state, not two; 0 with AdamW.
+
+    `optimizer_ranks` ranks share these states.
+    """
     if job.optimizer != "muon":
         return 0.0
     return elements_of(matrices_of_layers(job.model, blocks_share(job, stage))) / job.layout.tensor
@@ -26,8 +29,9 @@ def momentum_parameters(job: Job, stage: int) -> float:
 def muon_working_bytes(job: Job, stage: int) -> float:
     """Return the bytes of exchanged matrices and of Newton-Schulz iterations; 0 with AdamW.
 
-    The sent and received messages of a round and of the following one exist at the same time. A
-    batch of matrices exists three times (input, current and next iterate), with two square ones.
+    The sent and received messages of a round and of the following one exist at the same time. Of a
+    batch of matrices, the input, the current and the next iterate exist at the same time, and two
+    square matrices: A = X X^T and its polynomial.
     """
     if job.optimizer != "muon":
         return 0.0
@@ -38,7 +42,7 @@ def muon_working_bytes(job: Job, stage: int) -> float:
 
 @lru_cache(maxsize=1024)
 def _working_elements(matrices: Matrices, ranks: int) -> float:
-    """Return the elements of messages and of the largest batch of matrices."""
+    """Return the number of elements of the messages and of the largest batch of matrices."""
     own = elements_of(matrices) / ranks
     of_round = min(own, MUON_ROUND_ELEMENTS)
     messages = (1 if ranks == 1 else 2) * min(own, 2 * of_round)

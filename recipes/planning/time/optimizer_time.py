@@ -33,15 +33,15 @@ from recipes.training.recipe.deepspeed_config import BYTES
 # moments read and written (24); fp32 gradient read for the norm, read, scaled and written, and read
 # for the update (16); 16-bit weight written (2).
 OPTIMIZER_BYTES = 42
-# Elements of a matrix that Newton-Schulz reads and writes outside of its matmuls: to assemble the
+# Reads and writes per element of a matrix, outside of the matmuls of Newton-Schulz: to assemble the
 # matrix from pieces (4), for its norm and the division (3), for the scale (2), to take the result
-# apart (4), and in each iteration the addends of two of the three products (1).
+# apart (4), and in each iteration for the addends of two of the three products (1).
 NEWTON_SCHULZ_TRAFFIC = 13 + NEWTON_SCHULZ_ITERATIONS
-MANY_MATRICES = 16  # per rank, with which the ranks have equal work
+MANY_MATRICES = 16  # per rank; more matrices are assumed to be shared equally by the ranks
 
 
 def optimizer_time(job: Job) -> float:
-    """Return the seconds of a rank's update, the reduction of tied embeddings, and host time."""
+    """Return the seconds of a rank's update, with the sum of tied embeddings and host time."""
     layout = job.layout
     both = zip(stage_parameters(job), routed_stage_parameters(job), strict=True)
     parameters = max(all_of + routed * (layout.expert - 1) for all_of, routed in both)
@@ -65,7 +65,7 @@ def muon_time(job: Job) -> float:
 
     The ranks of a stage exchange the elements of matrices twice, to the owners and back, and each
     owner orthogonalizes its matrices. The exchanges of one round overlap with the computation of
-    another one. The element-wise work on the shards takes as long as AdamW's.
+    another one. The element-wise work on the shards is assumed to take as long as AdamW's.
     """
     ranks = ranks_of_exchange(job)
     share = max(blocks_share(job, stage) for stage in range(job.layout.pipeline))

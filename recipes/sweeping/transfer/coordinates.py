@@ -1,7 +1,7 @@
 """The coordinate check: are the sizes of activations independent of the width? (arXiv 2203.03466)
 
-A parametrization that transfers learning rates keeps the sizes of all activations in the first
-steps, and what the steps do to the loss, as the width grows.
+If a parametrization transfers learning rates, neither the sizes of activations in the first steps
+nor the decrease of the loss depend on the width.
 
 Some sizes are shown without being judged, because narrow models differ in them by design or by
 chance. At the start, muP makes the logits smaller in wider models, and their random part remains
@@ -39,7 +39,7 @@ class Sizes:
         place: "embedding", "blocks.0", "blocks.0.attention", ..., "logits", or "loss"
         moment: "start", "end" (after the last step), or "change" (from the start to the end; of the
             loss, its decrease)
-        by_width: width -> size, the mean of the seeds
+        by_width: width -> size, averaged over the seeds
     """
 
     place: str
@@ -53,9 +53,14 @@ class Sizes:
         return max(sizes) / min(sizes) if min(sizes) > 0 else math.inf
 
     @property
+    def limit(self) -> float:
+        """The largest spread of sizes that are flat."""
+        return MAX_LOSS_SPREAD if self.place == LOSS else MAX_SPREAD
+
+    @property
     def is_flat(self) -> bool:
         """True if the sizes differ little: by 10 %, or the decrease of the loss by 25 %."""
-        return self.spread <= (MAX_LOSS_SPREAD if self.place == LOSS else MAX_SPREAD)
+        return self.spread <= self.limit
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ class Check:
 
 
 def sizes_over_widths(results: dict[int, list[Result]]) -> Iterator[Sizes]:
-    """Yield the sizes of each place that all widths have, at each moment, as means of the seeds."""
+    """Yield the sizes of each place that all widths have, at each moment, averaged over seeds."""
     tables = {width: [each.training or {} for each in found] for width, found in results.items()}
     if not tables:
         return

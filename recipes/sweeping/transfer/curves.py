@@ -17,7 +17,7 @@ from recipes.training.recipe.schema import Recipe
 T = TypeVar("T")
 
 SCALED_KEYS = ("hidden_size", "heads", "kv_heads", "ffn_hidden_size")
-SCALED_EXPERT_KEYS = ("ffn_hidden_size",)  # of which shared experts have a multiple
+SCALED_EXPERT_KEYS = ("ffn_hidden_size",)  # the size of shared experts is a multiple of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Curve:
 
     Attributes:
         source: file of the recipe, as on the command line
-        family: what the curves of a comparison over widths have in common; "" if there is only one
-            family
+        family: name of the family, the settings or the recipe that its widths share; "" if there
+            is only one family
         recipe: the recipe, with a [cluster] section
     """
 
@@ -74,8 +74,8 @@ def by_family(items: Iterable[T], curve_of: Callable[[T], Curve]) -> dict[str, l
 def curves_of(models: Models) -> list[Curve]:
     """Return the curves, family by family and from the smallest width to the largest.
 
-    Given widths, each recipe and combination of settings is a family. Otherwise the recipes are the
-    widths of one family, for each combination of settings.
+    Each combination of settings is a family, and the recipes are its widths. If recipes share a
+    width, as with --widths, each recipe is a family of its own.
 
     Raises:
         UserError: a recipe or a setting is not valid, or two curves have the same name.
@@ -88,16 +88,16 @@ def curves_of(models: Models) -> list[Curve]:
         found = [
             (path, recipe) for path in models.recipes for recipe in widened(path, overrides, models)
         ]
-        names = [recipe.model.hidden_size for _, recipe in found]
-        by_recipe = len(models.recipes) > 1 and len(set(names)) < len(names)
+        widths = [recipe.model.hidden_size for _, recipe in found]
+        by_recipe = len(models.recipes) > 1 and len(set(widths)) < len(widths)
         for path, recipe in found:
             parts = [recipe.name, *settings] if by_recipe else settings
             curves.append(Curve(str(short(path)), ", ".join(parts), recipe))
     labels = [curve.label for curve in curves]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise UserError(
-            f'two models are called "{twice}"; give each recipe a name of its own, and each value '
-            f"of an option once"
+            f'two models are called "{twice}"; give each recipe another `name`, and each value of '
+            f"--set or --widths only once"
         )
     families = list(dict.fromkeys(curve.family for curve in curves))
     return sorted(curves, key=lambda curve: (families.index(curve.family), curve.width))
@@ -137,10 +137,14 @@ def at_width(recipe: Recipe, width: int, *, name: str) -> Recipe:
         return recipe
     least = smallest_width(model)
     if width % least:
-        sizes = ", ".join(f"{key} = {getattr(model, key)}" for key in SCALED_KEYS)
+        scaled = [f"{key} = {getattr(model, key)}" for key in SCALED_KEYS]
+        for key in SCALED_EXPERT_KEYS if model.experts else ():
+            scaled.append(f"experts.{key} = {getattr(model.experts, key)}")
+        sizes = ", ".join(scaled)
         raise UserError(
-            f"--widths {width}: {name} cannot have this width, because the sizes {sizes} grow in "
-            f"proportion; use {nearest_multiples(width, least)}, or another multiple of {least}"
+            f"--widths {width}: {name} cannot have this width, because {sizes} grow in proportion "
+            f"and must be whole numbers; use {nearest_multiples(width, least)}, or another "
+            f"multiple of {least}"
         )
     table = recipe.model_dump(mode="json", exclude_none=True)
     for key in SCALED_KEYS:

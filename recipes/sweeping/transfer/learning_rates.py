@@ -12,21 +12,21 @@ from recipes.sweeping.transfer.trials import TrainingTrial, loss_trials
 from recipes.sweeping.trial import FAULTS, Result, Trial
 
 FACTOR = 2.0  # between neighbouring learning rates of the automatic grid
-FIRST_POWERS = range(-2, 3)  # of the automatic grid around the recipe's learning rate
-MAX_EXTENSIONS = 5  # of the automatic grid at each end
+FIRST_POWERS = range(-2, 3)  # of FACTOR: the first grid, relative to the recipe's learning rate
+MAX_EXTENSIONS = 5  # learning rates that are added to the automatic grid of a curve
 WITHIN = FACTOR * (1 + 1e-9)  # a grid step, in spite of rounding
 Measure = Callable[[Sequence[TrainingTrial]], Iterator[tuple[Trial, Result]]]
 
 
 @dataclass
 class Sweep:
-    """The learning rates of all curves.
+    """The learning-rate sweep of all curves.
 
     Attributes:
         curves: the curves
         rates: the learning rates; None for an automatic grid, in factors of two around the rate of
             each recipe, which grows until the best rate is inside
-        seeds: number of seeds, from the recipe's
+        seeds: number of consecutive seeds, starting with the recipe's
     """
 
     curves: Sequence[Curve]
@@ -103,7 +103,7 @@ class Outcome:
 
     @cached_property
     def losses(self) -> dict[float, float | None]:
-        """Learning rate -> final loss, the mean of the seeds; None if one diverged or failed."""
+        """Learning rate -> final loss, averaged over the seeds; None if one diverged or failed."""
         return {rate: mean_or_none(map(final_loss, each)) for rate, each in self.results.items()}
 
     @cached_property
@@ -124,7 +124,7 @@ class Outcome:
 
     @property
     def next_rate(self) -> float | None:
-        """The rate beyond the end of the grid at which the best rate lies; None if it is inside."""
+        """The next rate beyond the end of the grid, if the best rate is at that end; else None."""
         rates = sorted(self.losses)
         if self.best == rates[0]:
             return rates[0] / FACTOR
@@ -188,7 +188,7 @@ class Verdict:
 
     @property
     def excess(self) -> float | None:
-        """The loss that the largest width loses with the best learning rate of the smallest."""
+        """The rise of the largest width's loss at the best learning rate of the smallest width."""
         if self.smallest.best is None or self.largest.best_loss is None:
             return None
         loss = self.largest.losses.get(self.smallest.best)
@@ -206,7 +206,7 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The steps in which a curve reaches the final loss of the first family at the same width.
+    """The step at which a curve reaches the final loss of the first family at the same width.
 
     Attributes:
         reference: outcome of the first family
@@ -226,7 +226,7 @@ class Comparison:
 
     @property
     def share(self) -> float | None:
-        """The steps relative to those of the reference."""
+        """The step relative to the number of steps of the reference."""
         return None if self.step is None else self.step / self.reference.validation[-1][0]
 
 

@@ -82,7 +82,8 @@ def models_of(options: argparse.Namespace) -> Models:
     """Return the models that the options describe.
 
     Raises:
-        UserError: an option has several values that the check does not compare.
+        UserError: --nodes or --gpus-per-node has several values, or the learning rate is given
+            twice.
     """
     cluster: dict[str, object] = {"gpu": options.gpu}
     for key in ("nodes", "gpus_per_node"):
@@ -90,7 +91,8 @@ def models_of(options: argparse.Namespace) -> Models:
         if values is not None and len(values) > 1:
             raise UserError(
                 f"--{key.replace('_', '-')} {','.join(map(str, values))}: the losses of all trials "
-                f"are compared on the same ranks; use --{key.replace('_', '-')} {values[-1]}"
+                f"are compared on the same number of ranks; use --{key.replace('_', '-')} "
+                f"{values[-1]}"
             )
         cluster[key] = values[0] if values else None
     settings = list(options.set)
@@ -111,7 +113,7 @@ def check_request(options: argparse.Namespace, curves: list[Curve]) -> None:
     """Check that the coordinate check has widths to compare.
 
     Raises:
-        UserError: it has not.
+        UserError: a family has only one width.
     """
     if options.coordinate_check is None:
         return

@@ -54,7 +54,7 @@ def learning_rates(outcomes: Sequence[Outcome], title: str) -> Figure:
     rates = sorted({rate for each in outcomes for rate in each.losses})
     axes[0].set_xticks(rates, [f"{rate:.3g}" for rate in rates], fontsize=8, rotation=45)
     axes[0].minorticks_off()
-    axes[0].set_title("star: best learning rate; cross: diverged", fontsize=9)
+    axes[0].set_title("star: best learning rate; cross: diverged or failed", fontsize=9)
     if compared:
         draw_steps(axes[1], outcomes, compared)
     for each in axes:
@@ -80,7 +80,7 @@ def style_of(outcome: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def draw_losses(axes: Axes, outcome: Outcome, style: dict[str, Any]) -> None:
-    """Draw the final losses of a curve, a star at the best and crosses where it diverged."""
+    """Draw the final losses of a curve, a star at the best, and crosses without a final loss."""
     finite = {rate: loss for rate, loss in outcome.losses.items() if loss is not None}
     axes.plot(
         list(finite), list(finite.values()), marker="o", markersize=3.5, linewidth=1.3,
@@ -99,7 +99,7 @@ def draw_losses(axes: Axes, outcome: Outcome, style: dict[str, Any]) -> None:
 
 
 def loss_limits(outcomes: Sequence[Outcome]) -> tuple[float | None, float | None]:
-    """Return the limits of the losses; runs that have barely learned would hide the others."""
+    """Return the limits of the loss axis, which cut off runs that have barely learned."""
     best = [each.best_loss for each in outcomes if each.best_loss is not None]
     losses = [loss for each in outcomes for loss in each.losses.values() if loss is not None]
     if not losses:

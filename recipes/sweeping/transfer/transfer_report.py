@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from recipes.sweeping.report import MAX_REASON_CHARACTERS, Progress, duration
 from recipes.sweeping.transfer.coordinates import CoordinateCheck, Sizes
-from recipes.sweeping.transfer.learning_rates import Comparison, Outcome, Verdict
+from recipes.sweeping.transfer.learning_rates import FACTOR, Comparison, Outcome, Verdict
 from recipes.sweeping.transfer.transfer_folder import final_loss
 from recipes.sweeping.transfer.trials import TrainingTrial
 from recipes.sweeping.trial import Result, Trial
@@ -33,7 +33,7 @@ class TrainingProgress(Progress):
 
 
 def found(result: Result) -> str:
-    """Return the result of a trial in two words."""
+    """Return the result of a trial in a few words."""
     if result.training is None:
         return result.outcome
     if "sizes" in result.training:
@@ -67,9 +67,10 @@ def edge_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Yield a line for each curve whose best learning rate may lie outside of the grid."""
     for each in outcomes:
         if each.next_rate is not None:
+            rates = ",".join(f"{rate:g}" for rate in sorted([*each.losses, each.next_rate]))
             yield (
                 f"{each.curve.label}: the best learning rate {each.best:g} is at the end of the "
-                f"grid; add {each.next_rate:g}"
+                f"grid; to add {each.next_rate:g}, rerun with --learning-rate {rates}"
             )
 
 
@@ -78,7 +79,8 @@ def verdict_line(verdict: Verdict) -> str:
     name = f"{verdict.family}: " if verdict.family else ""
     small, large = verdict.smallest, verdict.largest
     if verdict.ratio is None:
-        return f"FAIL  {name}no learning rate of one of the widths has a final loss"
+        lost = small if small.best is None else large
+        return f"FAIL  {name}width {lost.curve.width} has no final loss: {without_loss(lost)}"
     line = (
         f"{'pass' if verdict.transfers else 'FAIL'}  {name}best learning rate {small.best:g} at "
         f"width {small.curve.width} and {large.best:g} at width {large.curve.width}: "
@@ -92,8 +94,22 @@ def verdict_line(verdict: Verdict) -> str:
     return line
 
 
+def without_loss(outcome: Outcome) -> str:
+    """Return why a curve has no final loss at any learning rate, and what to do about it."""
+    if not any(each.training for found in outcome.results.values() for each in found):
+        return (
+            "every trial failed, for the reasons above; correct them, and rerun with another "
+            "--sweep-dir"
+        )
+    lowest = min(outcome.results)
+    return (
+        f"no learning rate from {lowest:g} on trains it; rerun with lower ones, such as "
+        f"--learning-rate {lowest / FACTOR**2:g},{lowest / FACTOR:g}"
+    )
+
+
 def comparison_line(comparison: Comparison) -> str:
-    """Return the steps in which a curve reaches the final loss of the first family."""
+    """Return the step at which a curve reaches the final loss of the first family."""
     reference, other = comparison.reference, comparison.other
     if reference.best_loss is None or other.best_loss is None:
         return f"{other.curve.label}: no final loss to compare with {reference.curve.label}"
@@ -127,13 +143,16 @@ def check_line(check: CoordinateCheck) -> str:
     name = f"{check.family}: " if check.family else ""
     judged = check.judged
     if not judged or check.faults:
-        return f"FAIL  {name}activations of {len(check.faults)} trials were not measured"
-    worst = max(judged, key=lambda each: each.spread)
+        return (
+            f"FAIL  {name}activations of {len(check.faults)} trials were not measured, for the "
+            f"reasons above; correct them, and rerun with another --sweep-dir"
+        )
+    worst = max(judged, key=lambda each: each.spread / each.limit)
     flat = sum(each.is_flat for each in judged)
     return (
         f"{'pass' if check.passes else 'FAIL'}  {name}{flat} of {len(judged)} sizes are flat over "
-        f"the widths; the largest ratio is {worst.spread:.3f} "
-        f"({worst.place}, {worst.moment})"
+        f"the widths; the worst ratio of largest to smallest is {worst.spread:.3f} "
+        f"({worst.place}, {worst.moment}; flat: at most {worst.limit:g})"
     )
 
 

@@ -1,4 +1,4 @@
-"""The trials of a transfer check: a model that is trained at one learning rate with one seed."""
+"""The trials of a transfer check: each trains a model at one learning rate with one seed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

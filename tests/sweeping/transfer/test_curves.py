@@ -40,6 +40,8 @@ def test_a_width_scales_experts() -> None:
     recipe = parse_recipe(changed(small_recipe(Path("absent")), model__experts=EXPERTS), "small")
     experts = at_width(recipe, 128, name="small").model.experts
     assert experts is not None and (experts.count, experts.ffn_hidden_size) == (4, 96)
+    with pytest.raises(UserError, match=r"experts.ffn_hidden_size = \d+ grow in proportion"):
+        at_width(recipe, 65, name="small")
 
 
 @pytest.mark.parametrize("width", [100, 48, 191])

@@ -99,7 +99,14 @@ def test_the_loss_of_the_transferred_rate_is_shown() -> None:
 def test_a_width_that_always_diverges_fails() -> None:
     (verdict,) = verdicts([outcome([3, 2, 3, 4]), outcome([None] * 4, width=128)])
     assert not verdict.transfers and verdict.ratio is None
-    assert verdict_line(verdict).startswith("FAIL")
+    assert verdict_line(verdict).startswith("FAIL  width 128 has no final loss: ")
+    assert verdict_line(verdict).endswith("lower ones, such as --learning-rate 0.00025,0.0005")
+
+
+def test_a_width_whose_trials_all_fail_asks_for_their_reasons() -> None:
+    crashed = Outcome(curve(128), {rate: [trained(0, outcome="crashed")] for rate in RATES})
+    (verdict,) = verdicts([outcome([3, 2, 3, 4]), crashed])
+    assert verdict_line(verdict).startswith("FAIL  width 128 has no final loss: every trial failed")
 
 
 def test_a_family_of_one_width_has_no_verdict() -> None:
@@ -119,7 +126,7 @@ def test_steps_to_the_final_loss_of_the_first_family() -> None:
 def test_a_best_rate_at_the_end_of_the_grid_is_reported() -> None:
     assert list(edge_lines([outcome([3, 2, 3, 4])])) == []
     (line,) = edge_lines([outcome([3, 3, 3, 2])])
-    assert "add 0.016" in line
+    assert line.endswith("add 0.016, rerun with --learning-rate 0.001,0.002,0.004,0.008,0.016")
     (line,) = edge_lines([outcome([1, 2, 3, None])])
     assert "add 0.0005" in line
 

@@ -93,6 +93,7 @@ def test_a_crash_is_a_fault_and_has_no_loss(tmp_path: Path, corpus: Path) -> Non
         (("--learning-rate", "1e-3,1e-3"), "1e-3 is given twice"),
         (("--learning-rate", "1e-3", "--halving"), "leave out --halving"),
         (("--coordinate-check", "3"), "use --widths 64,128,256"),
+        (("--coordinate-check", "3", "--steps", "9"), "or use --coordinate-check 9"),
         (("--widths", "64"), "add --learning-rate auto or --coordinate-check 4"),
         (("--links", "x", "--widths", "64"), "leave out"),
     ],

@@ -24,7 +24,7 @@ from recipes.training.engine.optimizer.matrix_plan import (
 )
 from recipes.training.engine.optimizer.newton_schulz import orthogonalize
 
-SIZE_OF_ADAMW = 0.2  # root mean square of AdamW's updates (Moonlight, section 2.2)
+ADAMW_UPDATE_RMS = 0.2  # typical root mean square of AdamW's updates (Moonlight, section 2.2)
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class _Running:
 
 
 class MatrixExchange:
-    """Orthogonalizes the logical matrices of which ranks have shards, each on one rank.
+    """Orthogonalizes logical matrices that are sharded over ranks, each matrix on one rank.
 
     The constructor communicates: an all-gather of the addresses of all shards.
 
-    Communication of a call: in each round, an all-to-all to the owners and one back. Both run in
-    the background: the first one during the caller's work or the previous round's computation, the
-    second one during the next round's computation.
+    Communication of a call: in each round, an all-to-all to the owners of the matrices and one
+    back. Both run in the background: the first one during `meanwhile` or the computation of the
+    previous round, the second one during the computation of the next round.
 
     Args:
         state: this rank's share of the training state
@@ -77,7 +77,7 @@ class MatrixExchange:
 
     @torch.no_grad()
     def __call__(self, flats: Mapping[int, Tensor], meanwhile: Callable[[], None]) -> None:
-        """Replace the elements of the matrices by their scaled, orthogonalized values.
+        """Replace the matrices in the flat tensors by their scaled, orthogonalized values.
 
         Args:
             flats: this rank's shard of each flat tensor, by `id` of the tensor of its weights
@@ -116,7 +116,7 @@ class MatrixExchange:
         return self._exchange(sent, current.sent, current.received)
 
     def _return(self, current: Round, gathered: _Running) -> _Running:
-        """Begin to send the results, which are where the pieces have arrived, to their holders."""
+        """Begin to send the results, which have replaced the received pieces, to their holders."""
         return self._exchange(gathered.received, current.received, current.sent)
 
     def _exchange(
@@ -166,7 +166,7 @@ def update_scale(shape: tuple[int, int]) -> float:
 
     shape: rows and columns of the logical matrix
     """
-    return SIZE_OF_ADAMW * sqrt(max(shape))
+    return ADAMW_UPDATE_RMS * sqrt(max(shape))
 
 
 def _batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
@@ -179,7 +179,7 @@ def _batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
 
 
 def _assembled(matrix: Matrix, places: Mapping[int, Tensor], like: Tensor) -> Tensor:
-    """Return a matrix from its pieces, given the values of each by `id`."""
+    """Return a matrix from its pieces, given the values of each piece by its `id`."""
     whole = like.new_empty(matrix.shape)
     for pieces in _by_part(matrix):
         part = pieces[0].part
@@ -190,7 +190,7 @@ def _assembled(matrix: Matrix, places: Mapping[int, Tensor], like: Tensor) -> Te
 
 
 def _take_apart(matrix: Matrix, update: Tensor, places: Mapping[int, Tensor]) -> None:
-    """Copy the pieces of a matrix to their places, given by the `id` of the piece."""
+    """Copy the pieces of a matrix to their places in the buffer, given by the `id` of the piece."""
     for pieces in _by_part(matrix):
         part = pieces[0].part
         region = update[part.rows.start : part.rows.stop, part.columns.start : part.columns.stop]
@@ -202,7 +202,7 @@ def _take_apart(matrix: Matrix, update: Tensor, places: Mapping[int, Tensor]) ->
 def _in_place(
     current: Round, buffer: Tensor, held: Mapping[int, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each piece of this rank twice: in its flat tensor, and in a buffer of all messages."""
+    """Yield two views of each piece of this rank: in its flat tensor, and in the send buffer."""
     sent = list(chain.from_iterable(current.sent))
     for piece, part in zip(sent, buffer.split([piece.length for piece in sent]), strict=True):
         yield held[piece.flat][piece.offset : piece.offset + piece.length], part

@@ -30,11 +30,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of the part of a matrix that a tensor rank has.
+    """Consecutive elements of a tensor rank's part of a matrix, which one rank holds.
 
     Attributes:
         rank: the rank in the group that holds the piece
-        flat: index of its flat tensor
+        flat: index of the rank's flat tensor that contains the piece
         offset: index of the first element in the flat tensor
         part: the tensor rank's part of the matrix
         start: index of the first element within the part
@@ -55,7 +55,7 @@ class Matrix:
 
     Attributes:
         shape: rows and columns
-        flat: index of the flat tensor that holds its pieces, on all ranks
+        flat: index of the flat tensor that holds the pieces, the same on all ranks
         pieces: the pieces
     """
 
@@ -70,7 +70,7 @@ class Matrix:
 
     @property
     def cost(self) -> int:
-        """Relative cost of an iteration of Newton-Schulz: multiplications of the three products."""
+        """Relative cost of a Newton-Schulz iteration: the multiply-adds of its three products."""
         short, long = sorted(self.shape)
         return short * short * (2 * long + short)
 

@@ -31,17 +31,17 @@ class Orthogonalize(Protocol):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Moonlight, arXiv 2502.16982, equations 2 to 4) and AdamW, by group.
+    """Muon (Moonlight, arXiv 2502.16982, equations 1 to 4) for some groups, AdamW for the others.
 
-    A group with the key `algorithm` "muon" holds elements of matrices. The update of a matrix is
+    Groups whose key `algorithm` is "muon" hold hidden matrices. The update of a matrix is
 
         momentum = beta * momentum + gradient
         update   = 0.2 * sqrt(max(rows, columns)) * orthogonalize(gradient + beta * momentum)
         weight   = weight - rate * (weight_decay * weight + update)
 
     where the sum in the second line is Nesterov's momentum. The factor gives the update the root
-    mean square of AdamW's. DeepSpeed passes each group as one flat tensor, this rank's shard, so
-    that `exchange` has to gather the matrices.
+    mean square that updates of AdamW usually have. DeepSpeed passes each group as one flat tensor,
+    this rank's shard, so that `exchange` has to gather the matrices.
 
     Like torch's fused AdamW, it divides the gradients by the attribute `grad_scale`, if it exists.
 

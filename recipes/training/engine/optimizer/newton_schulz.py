@@ -5,7 +5,7 @@ from torch import Tensor
 
 from models.cost import NEWTON_SCHULZ_ITERATIONS
 
-# Of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/), which Moonlight uses, too.
+# From Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/); Moonlight uses them, too.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPSILON = 1e-7  # added to the norm
 

@@ -46,7 +46,7 @@ class UpdateRule:
 def rule_of(
     name: str, parameter: nn.Parameter, model: ModelConfig, settings: Optimizer
 ) -> UpdateRule:
-    """Return the rule of a parameter, scaled as the model's parametrization asks for.
+    """Return the rule of a parameter, scaled as the model's parametrization requires.
 
     Norms and biases have no weight decay.
 
@@ -83,10 +83,11 @@ def rules_of(
 def parameter_groups(
     model: nn.Module, rules: Mapping[nn.Parameter, UpdateRule], *, bucket: int
 ) -> list[dict[str, Any]]:
-    """Divide the parameters into groups with one rule, as torch's optimizers take them.
+    """Divide the parameters into groups, each with one rule, in the form of torch's optimizers.
 
-    Experts that other data ranks do not hold are in groups of their own, which ZeRO divides among
-    fewer ranks. In a stage of a pipeline, each group is a bucket of gradients.
+    With expert parallelism, only some data ranks hold the same experts. These experts are in groups
+    of their own, which ZeRO divides among those ranks only. In a stage of a pipeline, each group is
+    a bucket of gradients.
 
     Args:
         model: a stage of a pipeline, or a model with all layers
@@ -136,5 +137,5 @@ def _kinds_of(
     rules: Mapping[nn.Parameter, UpdateRule],
     deferred: set[nn.Parameter],
 ) -> dict[nn.Parameter, tuple[UpdateRule, bool, bool]]:
-    """Return what distinguishes the groups: rule, experts of few ranks, deferred gradients."""
+    """Return what separates the groups: rule, experts of few ranks, deferred weight gradients."""
     return {each: (rules[each], is_marked(each), each in deferred) for each in parameters}
