@@ -9,6 +9,7 @@ import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,43 @@ def test_metrics_are_found_by_their_prefix(tmp_path: Path) -> None:
     assert panels["Validation loss"] == ["validation_loss_books", "validation/a/b"]
     assert panels["Task scores"] == ["tasks/x/y"]
     assert panels["expert_entropy"] == ["expert_entropy"]
+
+
+def test_a_line_belongs_to_the_runs_that_have_it(tmp_path: Path) -> None:
+    def runs_of(*clippings: float) -> list[Any]:
+        found = []
+        for number, clipping in enumerate(clippings):
+            recipe = recipe_of(f"optimizer.gradient_clipping={clipping}")
+            name = f"{number} of {clippings}"
+            found.append(read_run(write_run(tmp_path / name, recipe=recipe), name))
+        return found
+
+    def lines(runs: list[Any], key: str, plans: dict[int, Any]) -> list[int | None]:
+        (panel,) = (each for each in panels_of(runs, plans) if each.key == key)
+        return [each.run for each in panel.references]
+
+    equal = runs_of(1.0, 1.0)
+    assert lines(equal, "norm", {}) == [None]
+    assert lines(runs_of(1.0, 0.5), "norm", {}) == [0, 1]
+    planned = SimpleNamespace(step_seconds=2.0, tokens_per_second=1.0, memory_gb=1.0, mfu=0.5,
+                              tflops_per_gpu=1.0)  # fmt: skip
+    assert lines(equal, "step", {1: planned}) == [1]  # only this run has a prediction
+    assert lines(equal, "step", {0: planned, 1: planned}) == [None]
+
+
+def test_runs_without_an_mfu_are_compared_by_tflops(tmp_path: Path) -> None:
+    (without, known) = (read_run(write_run(tmp_path / name), name) for name in ("cpu", "gpu"))
+    known.steps.values["mfu"] = known.steps.values["tflops_per_gpu"] / 100
+
+    def keys(*runs: Any) -> dict[str, str]:
+        found = {each.key: each.note for each in panels_of(runs, {})}
+        return {key: found[key] for key in ("mfu", "tflops") if key in found}
+
+    assert keys(known) == {"mfu": ""}
+    assert keys(without) == {"tflops": "no MFU: the peak of the device is not known"}
+    assert keys(known, without) == {
+        "mfu": "", "tflops": "no MFU of cpu: the peak of the device is not known"
+    }  # fmt: skip
 
 
 def test_a_long_run_gives_a_small_page_quickly(tmp_path: Path) -> None:

@@ -44,12 +44,11 @@ def draw_panel(panel: Panel, scene: Scene) -> tuple[Any, list[Key]]:
                 if len(panel.metrics) > 1:
                     legend[title] = key
     for reference in panel.references:
-        title = reference.label
-        shared = len(panel.references) == 1
-        if many and not shared:
+        title, shade, belongs_to = reference.label, REFERENCE, -1
+        if reference.run is not None:
             title += f" {scene.runs[reference.run].name}"
-        shade = colour(reference.run) if many and not shared else REFERENCE
-        _line_across(plot, scene, reference.value, shade, run=-1 if shared else reference.run)
+            shade, belongs_to = colour(reference.run), reference.run
+        _line_across(plot, scene, reference.value, shade, run=belongs_to)
         legend[title] = Key(f"{title}: {number_text(reference.value)}", shade, "dashed")
     draw_turns(plot, scene)
     if panel.key == "loss":

@@ -1,7 +1,7 @@
 """The panels of the page: groups of metrics that are drawn together, with titles and units."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from recipes.reporting.record.plan_comparison import Prediction
 from recipes.reporting.record.run_record import RunRecord
@@ -21,12 +21,12 @@ class Reference:
 
     Attributes:
         label: text in the legend, such as "plan"
-        run: index of the run
+        run: index of the run; None if the line belongs to all runs
         value: height of the line, in the panel's unit
     """
 
     label: str
-    run: int
+    run: int | None
     value: float
 
 
@@ -97,21 +97,23 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
         Panel(key="rate", title="Learning rate", axis="learning rate",
               metrics=["learning_rate"]),
         Panel(key="norm", title="Gradient norm", axis="norm before clipping",
-              metrics=["grad_norm"], logarithmic=True, references=_same(clipping)),
+              metrics=["grad_norm"], logarithmic=True, references=_shared(clipping, runs)),
         Panel(key="throughput", title="Throughput", axis="tokens per second",
               thousands=True,
               metrics=["tokens_per_second"],
-              references=_planned(plans, "tokens_per_second")),
-        _utilisation(names, plans),
+              references=_planned(plans, "tokens_per_second", runs)),
+        Panel(key="mfu", title="Model FLOPs utilisation", axis="MFU (%)", scale=100.0,
+              metrics=["mfu"], references=_planned(plans, "mfu", runs, scale=100.0)),
+        *_flops_per_second(runs, plans),
         Panel(key="step", title="Step time", axis="seconds per step",
-              metrics=["step_seconds"], references=_planned(plans, "step_seconds")),
+              metrics=["step_seconds"], references=_planned(plans, "step_seconds", runs)),
         Panel(key="memory", title="Peak memory of rank 0", axis="memory (GB, 10^9 bytes)",
-              metrics=["memory_gb"], references=_planned(plans, "memory_gb")),
+              metrics=["memory_gb"], references=_planned(plans, "memory_gb", runs)),
         Panel(key="outside", title="Time outside the passes", axis="seconds per step",
               metrics=[name for name in ("between_seconds", "data_seconds", "validation_seconds")
                        if name in names]),
         Panel(key="slowest", title="Slowest rank", axis="time relative to its peers",
-              metrics=["slowest_ratio"], references=_same(slow)),
+              metrics=["slowest_ratio"], references=_shared(slow, runs)),
     ]  # fmt: skip
     drawn = {name for panel in found for name in panel.metrics} | SHOWN_ELSEWHERE
     others = [name for name in names if name not in drawn]
@@ -122,28 +124,38 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
     return [panel for panel in found if any(name in names for name in panel.metrics)]
 
 
-def _utilisation(names: Iterable[str], plans: Mapping[int, Prediction]) -> Panel:
-    """Return the panel of the MFU, or of the TFLOP/s if no run knows the peak of its device."""
-    if "mfu" in names:
-        return Panel(
-            key="mfu", title="Model FLOPs utilisation", axis="MFU (%)", scale=100.0,
-            metrics=["mfu"], references=_planned(plans, "mfu", scale=100.0),
+def _flops_per_second(
+    runs: Sequence[RunRecord], plans: Mapping[int, Prediction]
+) -> Iterator[Panel]:
+    """Yield the panel of TFLOP/s, unless the peaks of all devices are known, and so all MFUs."""
+    without = [
+        run.name
+        for run in runs
+        if "tflops_per_gpu" in run.steps.values and "mfu" not in run.steps.values
+    ]
+    if without:
+        named = "" if len(without) == len(runs) else " of " + ", ".join(without)
+        yield Panel(
+            key="tflops", title="Model FLOPs per second", axis="TFLOP/s per device",
+            metrics=["tflops_per_gpu"], references=_planned(plans, "tflops_per_gpu", runs),
+            note=f"no MFU{named}: the peak of the device is not known",
         )  # fmt: skip
-    return Panel(
-        key="mfu", title="Model FLOPs per second", axis="TFLOP/s per device",
-        metrics=["tflops_per_gpu"], references=_planned(plans, "tflops_per_gpu"),
-        note="no MFU: the peak of the device is not known",
-    )  # fmt: skip
 
 
 def _planned(
-    plans: Mapping[int, Prediction], attribute: str, *, scale: float = 1.0
-) -> list[Reference]:
-    return [
+    plans: Mapping[int, Prediction],
+    attribute: str,
+    runs: Sequence[RunRecord],
+    *,
+    scale: float = 1.0,
+) -> Sequence[Reference]:
+    found = [
         Reference("plan", index, getattr(plan, attribute) * scale) for index, plan in plans.items()
     ]
+    return _shared(found, runs)
 
 
-def _same(references: Sequence[Reference]) -> Sequence[Reference]:
-    """Return one reference for all runs if they agree."""
-    return references[:1] if len({each.value for each in references}) == 1 else references
+def _shared(references: Sequence[Reference], runs: Sequence[RunRecord]) -> Sequence[Reference]:
+    """Return one reference for all runs, if all have the same one."""
+    same = len(references) == len(runs) and len({each.value for each in references}) == 1
+    return [replace(references[0], run=None)] if same else references
