@@ -25,7 +25,8 @@ from recipes.training.recipe.stages.plan import recipe_at
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.provenance import layout_of, versions
 
-FIXED_KEYS = ("model.", "seed", "data.")  # a change of these keys would make it another run
+# A change of these keys would make it another run.
+FIXED_KEYS = ("model.", "seed", "data.", "optimizer.kind")
 
 
 def new_recipe(
@@ -43,11 +44,11 @@ def new_recipe(
         )
     table = deepcopy(source.manifest.recipe)
     table.pop("cluster", None)  # it describes the old machine
+    before = parse_recipe(deepcopy(table), str(source.path))  # with the defaults of newer keys
     apply_overrides(table, overrides)
     recipe = parse_recipe(table, "".join(f"--set {override} " for override in overrides).strip())
-    before = source.manifest.recipe
-    changed = [key for key in differences(before, recipe.model_dump(mode="json"))
-               if key.startswith(FIXED_KEYS)]  # fmt: skip
+    different = differences(before.model_dump(mode="json"), recipe.model_dump(mode="json"))
+    changed = [key for key in different if key.startswith(FIXED_KEYS)]
     if changed:
         raise UserError(
             f"changing {changed[0]} would make it another run; keep the value in {source.path}"

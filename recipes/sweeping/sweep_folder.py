@@ -24,7 +24,7 @@ from typing import Any
 from models.errors import UserError
 from recipes.proving.proof_corpus import write_corpus
 from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
-from recipes.sweeping.trial import Rejection, Result, Trial, preference
+from recipes.sweeping.trial import FAULTS, Rejection, Result, Trial, preference
 from recipes.sweeping.worlds.worlds_folder import WorldsFolder
 from recipes.training.run_folder.line_file import flush, write_whole
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
@@ -80,6 +80,15 @@ class SweepFolder:
         self._write_json(self._trial_file(rejection.key), {"identity": rejection.key, "row": row})
         result = Result(outcome=rejection.outcome, reason=rejection.reason)
         self._write_json(self._result_file(rejection.key), {"result": result.as_json(), "row": {}})
+
+    def forget_failures(self) -> None:
+        """Remove the results of trials that hung, crashed or were rejected, to try them again."""
+        with self.stops_without_space():
+            for file in (self.path / "results").glob("*.json"):
+                result = self.result(file.stem)
+                if result is None or result.outcome in (*FAULTS, "rejected"):
+                    file.unlink(missing_ok=True)
+                    self._rows.pop(file.stem, None)
 
     def result(self, key: str) -> Result | None:
         """Return the result of a trial, or None if it is still to be measured."""

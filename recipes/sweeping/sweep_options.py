@@ -25,6 +25,7 @@ NOT_WITH_LINKS = {  # options of a sweep of recipes: name in the namespace -> on
     "rounds": "--rounds",
     "halving": "--halving",
     "sweep_dir": "--sweep-dir",
+    "retry": "--retry",
     "wandb": "--wandb",
     "split": "--split",
     "learning_rate": "--learning-rate",
@@ -161,6 +162,10 @@ def add_measuring_options(group: argparse._ArgumentGroup) -> None:
         help="default: deepspeed with --hostfile, srun in a Slurm allocation, otherwise local",
     )  # fmt: skip
     group.add_argument("--hostfile", type=Path, help="hosts for deepspeed: node1 slots=8 ...")
+    group.add_argument(
+        "--retry", action="store_true",
+        help="measure the trials again that hung, crashed or were rejected in an earlier command",
+    )  # fmt: skip
     group.add_argument(
         "--wandb", action="store_true",
         help="at the end, write each trial to Weights & Biases as a run of one group",

@@ -420,6 +420,7 @@ def stored_weights(source: CheckpointReader) -> list[str]:
     [
         (["seed=5"], 4, "changing seed would make it another run"),
         (["model.layers=3"], 4, "changing model.layers would make it another run"),
+        (["optimizer.kind=muon"], 4, "changing optimizer.kind would make it another run"),
         (["layout.tensor=3"], 6, "model.heads = 4 is not divisible by layout.tensor = 3"),
         ([], 3, "does not divide the world of 3 ranks"),
         (["deepspeed=ds_configs/zero3_fp32.json"], 4, "zero3"),

@@ -50,7 +50,9 @@ class Sizes:
     def spread(self) -> float:
         """The largest size relative to the smallest one."""
         sizes = self.by_width.values()
-        return max(sizes) / min(sizes) if min(sizes) > 0 else math.inf
+        if not all(math.isfinite(size) for size in sizes) or min(sizes) <= 0:
+            return math.inf
+        return max(sizes) / min(sizes)
 
     @property
     def limit(self) -> float:

@@ -9,7 +9,7 @@ from recipes.sweeping.scheduler import Scheduler, measure_all
 from recipes.sweeping.transfer.curves import Curve, by_family
 from recipes.sweeping.transfer.transfer_folder import final_loss
 from recipes.sweeping.transfer.trials import TrainingTrial, loss_trials
-from recipes.sweeping.trial import FAULTS, Result, Trial
+from recipes.sweeping.trial import Result, Trial
 
 FACTOR = 2.0  # between neighbouring learning rates of the automatic grid
 FIRST_POWERS = range(-2, 3)  # of FACTOR: the first grid, relative to the recipe's learning rate
@@ -118,14 +118,24 @@ class Outcome:
         return None if self.best is None else self.losses[self.best]
 
     @property
-    def has_faults(self) -> bool:
-        """True if a trial hung or crashed."""
-        return any(each.outcome in FAULTS for found in self.results.values() for each in found)
+    def failures(self) -> list[tuple[float, Result]]:
+        """The learning rates and results of the trials that hung, crashed or were rejected."""
+        return [
+            (rate, result)
+            for rate, found in self.results.items()
+            for result in found
+            if result.training is None
+        ]
 
     @property
     def next_rate(self) -> float | None:
-        """The next rate beyond the end of the grid, if the best rate is at that end; else None."""
+        """The next rate beyond the end of the grid, if the best rate is at that end; else None.
+
+        If all rates diverge, lower ones are missing. If trials failed, no rate is missing.
+        """
         rates = sorted(self.losses)
+        if self.best is None:
+            return None if self.failures or not rates else rates[0] / FACTOR
         if self.best == rates[0]:
             return rates[0] / FACTOR
         return rates[-1] * FACTOR if self.best == rates[-1] else None
@@ -182,9 +192,19 @@ class Verdict:
         return self.largest.best / self.smallest.best
 
     @property
+    def is_decided(self) -> bool:
+        """False if the rates are close, but one is at an end of its grid, so that it may move."""
+        return not self.transfers or not (self.smallest.next_rate or self.largest.next_rate)
+
+    @property
     def transfers(self) -> bool:
         """True if the two learning rates are at most a grid step (a factor of two) apart."""
         return self.ratio is not None and 1 / WITHIN <= self.ratio <= WITHIN
+
+    @property
+    def passes(self) -> bool:
+        """True if the rates are close, and both are inside of their grids."""
+        return self.transfers and self.is_decided
 
     @property
     def excess(self) -> float | None:

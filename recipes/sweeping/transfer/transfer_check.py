@@ -20,9 +20,10 @@ from recipes.sweeping.transfer.transfer_folder import TABLE, TransferFolder
 from recipes.sweeping.transfer.trials import TrainingTrial
 from recipes.sweeping.trial import Result, Trial
 from recipes.sweeping.worlds.launchers import Launcher
-from recipes.training.data.token_file import TokenFile
+from recipes.training.checkpoint.resume_point import check_initial_weights
+from recipes.training.data.checks import open_corpus
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.repository import repository_path
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 
 Say = Callable[[str], None]
@@ -57,6 +58,8 @@ def check_transfer(
     # 2. Measure: trials with a result in the folder are not repeated.
     folder = TransferFolder(folder_path, SETTINGS)
     try:
+        if options.retry:
+            folder.forget_failures()
         run(folder, launcher, options.seconds_per_trial, check, sweep, say)
         folder.write_table()
         checks = check.outcomes(folder.result) if check else []
@@ -73,9 +76,9 @@ def check_transfer(
     if options.json:
         table = report.as_json(outcomes, found, comparisons(outcomes), checks)
         print(json.dumps(table | {"folder": str(folder.path)}))
-    faults = any(each.has_faults for each in outcomes)
-    passes = all(each.passes for each in checks) and all(each.transfers for each in found)
-    return 0 if passes and not faults else 1
+    complete = all(each.best is not None and not each.failures for each in outcomes)
+    passes = all(each.passes for each in checks) and all(each.passes for each in found)
+    return 0 if passes and complete else 1
 
 
 def models_of(options: argparse.Namespace) -> Models:
@@ -130,21 +133,39 @@ def check_trials(trials: list[TrainingTrial], launcher: Launcher) -> None:
     """Check everything that does not need a process of its own.
 
     Raises:
-        UserError: ranks cannot be started, a layout does not fit the ranks, or a token file is
-            missing.
+        UserError: ranks cannot be started, a layout does not fit the ranks, the data or the
+            initial weights do not fit the model, or the warm-up is longer than the training.
     """
     for kind in {trial.world for trial in trials}:
         launcher.check(kind)
-    paths: set[str] = set()
+    opened: set[tuple[str, str, int]] = set()
     for trial in trials:
         local = trial.cluster.gpus_per_node
         topology = trial.recipe.topology(World(size=trial.world.size, local_size=local))
         build_deepspeed_config(trial.recipe, topology)
         if trial.kind == "losses":
-            data = trial.recipe.data
-            paths |= {source.path for source in data.train} | set(data.validation_sets.values())
-    for path in sorted(paths):
-        TokenFile(repository_path(path))
+            check_warm_up(trial.recipe)
+            check_initial_weights(trial.recipe)
+            data, vocabulary = trial.recipe.data, trial.recipe.model.vocab_size
+            for path in (*(each.path for each in data.train), *data.validation_sets.values()):
+                if (key := (path, data.tokenizer, vocabulary)) not in opened:
+                    open_corpus(path, trial.recipe)
+                    opened.add(key)
+
+
+def check_warm_up(recipe: Recipe) -> None:
+    """Check that the training reaches the learning rate that it is named after.
+
+    Raises:
+        UserError: the warm-up is as long as the training.
+    """
+    warm_up, steps = recipe.optimizer.schedule.warmup_steps, recipe.training.steps
+    if warm_up >= steps:
+        raise UserError(
+            f"{recipe.name}: optimizer.schedule.warmup_steps = {warm_up} of {steps} steps, so that "
+            f"the learning rates would not be reached; use more --steps, or --set "
+            f"optimizer.schedule.warmup_steps={steps // 5}"
+        )
 
 
 def run(
@@ -183,6 +204,7 @@ def summary(outcomes: list[Outcome], checks: list[CoordinateCheck]) -> Iterator[
         return
     yield "Validation loss after the last step (* best learning rate):"
     yield from report.loss_table(outcomes)
+    yield from report.failure_lines(outcomes)
     yield from report.edge_lines(outcomes)
     for verdict in verdicts(outcomes):
         yield report.verdict_line(verdict)

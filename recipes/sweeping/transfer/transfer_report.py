@@ -1,5 +1,6 @@
 """Lines and JSON of a transfer check."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -63,10 +64,22 @@ def loss_cell(outcome: Outcome, rate: float) -> str:
     return f"{loss:.4f}{'*' if rate == outcome.best else ' '}"
 
 
+def failure_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield a line for each trial that hung, crashed or was rejected, with the reason."""
+    failures = [(each, *failure) for each in outcomes for failure in each.failures]
+    for outcome, rate, result in failures:
+        reason = f": {result.reason[:MAX_REASON_CHARACTERS]}" if result.reason else ""
+        yield f"no result: {outcome.curve.label}, learning rate {rate:g}: {result.outcome}{reason}"
+    if failures:
+        yield "to try them again, correct the cause and rerun with --retry"
+
+
 def edge_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Yield a line for each curve whose best learning rate may lie outside of the grid."""
     for each in outcomes:
-        if each.next_rate is not None:
+        if each.best is None:
+            yield f"{each.curve.label}: no final loss: {without_loss(each)}"
+        elif each.next_rate is not None:
             rates = ",".join(f"{rate:g}" for rate in sorted([*each.losses, each.next_rate]))
             yield (
                 f"{each.curve.label}: the best learning rate {each.best:g} is at the end of the "
@@ -80,12 +93,15 @@ def verdict_line(verdict: Verdict) -> str:
     small, large = verdict.smallest, verdict.largest
     if verdict.ratio is None:
         lost = small if small.best is None else large
-        return f"FAIL  {name}width {lost.curve.width} has no final loss: {without_loss(lost)}"
+        return f"FAIL  {name}width {lost.curve.width} has no final loss"
+    result = "pass" if verdict.passes else "FAIL" if verdict.is_decided else "undecided"
     line = (
-        f"{'pass' if verdict.transfers else 'FAIL'}  {name}best learning rate {small.best:g} at "
+        f"{result:4}  {name}best learning rate {small.best:g} at "
         f"width {small.curve.width} and {large.best:g} at width {large.curve.width}: "
         f"{'within' if verdict.transfers else 'more than'} a factor of 2"
     )
+    if not verdict.is_decided:
+        line += ", but one of them is at the end of its grid"
     if verdict.excess is not None and verdict.ratio != 1:
         line += (
             f"; the learning rate of the smallest width costs the largest one "
@@ -97,10 +113,7 @@ def verdict_line(verdict: Verdict) -> str:
 def without_loss(outcome: Outcome) -> str:
     """Return why a curve has no final loss at any learning rate, and what to do about it."""
     if not any(each.training for found in outcome.results.values() for each in found):
-        return (
-            "every trial failed, for the reasons above; correct them, and rerun with another "
-            "--sweep-dir"
-        )
+        return "every trial failed, for the reasons above"
     lowest = min(outcome.results)
     return (
         f"no learning rate from {lowest:g} on trains it; rerun with lower ones, such as "
@@ -145,7 +158,7 @@ def check_line(check: CoordinateCheck) -> str:
     if not judged or check.faults:
         return (
             f"FAIL  {name}activations of {len(check.faults)} trials were not measured, for the "
-            f"reasons above; correct them, and rerun with another --sweep-dir"
+            f"reasons above; correct the cause and rerun with --retry"
         )
     worst = max(judged, key=lambda each: each.spread / each.limit)
     flat = sum(each.is_flat for each in judged)
@@ -170,7 +183,8 @@ def as_json(
                 "family": each.family,
                 "ratio": each.ratio,
                 "excess_loss": each.excess,
-                "passes": each.transfers,
+                "decided": each.is_decided,
+                "passes": each.passes,
             }
             for each in found_verdicts
         ],
@@ -211,7 +225,12 @@ def size_json(sizes: Sizes, *, judged: bool) -> dict[str, Any]:
     return {
         "place": sizes.place,
         "moment": sizes.moment,
-        "sizes": list(sizes.by_width.items()),
-        "spread": sizes.spread,
+        "sizes": [[width, finite(size)] for width, size in sizes.by_width.items()],
+        "spread": finite(sizes.spread),
         "judged": judged,
     }
+
+
+def finite(value: float) -> float | None:
+    """Return a number for JSON, which has neither NaN nor infinity: None stands for them."""
+    return value if math.isfinite(value) else None

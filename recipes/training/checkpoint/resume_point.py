@@ -158,35 +158,64 @@ def is_own(folder: Path, checkpoint: Path) -> bool:
     return path.parent == folder.resolve() and NAME.fullmatch(path.name) is not None
 
 
-def find_initial_weights(recipe: Recipe, *, run: Path, note: Note = no_note) -> ResumePoint:
+def find_initial_weights(
+    recipe: Recipe, *, run: Path | None = None, note: Note = no_note
+) -> ResumePoint:
     """Return the weights that the recipe starts from; collective.
 
     Args:
         recipe: the recipe of the run
-        run: the folder of the new run
+        run: the folder of the new run, if it has one
         note: called before each file is verified
 
     Raises:
         UserError: the checkpoint is missing, damaged, or of another model.
     """
+    path = _initial_weights(recipe, run)
+    if path is None:
+        return ResumePoint()
+    damage = find_damage(path, note)
+    if damage:
+        raise UserError(
+            f"{_key_of_weights(recipe)}: {damage}; make it again with recipes/convert.py from-hf"
+        )
+    manifest = Manifest.read(path)
+    check_same_model(_key_of_weights(recipe), manifest, recipe)
+    return ResumePoint(CheckpointReader(path, manifest), weights_only=True)
+
+
+def check_initial_weights(recipe: Recipe) -> None:
+    """Check the weights that the recipe starts from without reading them, before ranks start.
+
+    Raises:
+        UserError: the checkpoint is missing, or of another model.
+    """
+    if path := _initial_weights(recipe, None):
+        check_same_model(_key_of_weights(recipe), Manifest.read(path), recipe)
+
+
+def _initial_weights(recipe: Recipe, run: Path | None) -> Path | None:
+    """Return the checkpoint that the recipe starts from, or None.
+
+    Raises:
+        UserError: the checkpoint is missing, or in the run's own folder.
+    """
     setting = recipe.training.initial_weights
     if setting is None:
-        return ResumePoint()
-    path = repository_path(setting)
-    key = f'training.initial_weights = "{setting}"'
+        return None
+    path, key = repository_path(setting), _key_of_weights(recipe)
     if not (path / "manifest.json").is_file():
         raise UserError(
             f"{key}: the path has no checkpoint; use a run's checkpoint "
             f"(runs/NAME/checkpoints/step-...) or the output of recipes/convert.py from-hf"
         )
-    if path.is_relative_to(run.resolve()):
+    if run is not None and path.is_relative_to(run.resolve()):
         raise UserError(f"{key} is in the run's own folder; use --run-dir with another folder")
-    damage = find_damage(path, note)
-    if damage:
-        raise UserError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
-    manifest = Manifest.read(path)
-    check_same_model(key, manifest, recipe)
-    return ResumePoint(CheckpointReader(path, manifest), weights_only=True)
+    return path
+
+
+def _key_of_weights(recipe: Recipe) -> str:
+    return f'training.initial_weights = "{recipe.training.initial_weights}"'
 
 
 def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> None:

@@ -8,17 +8,21 @@ from typing import Any
 import pytest
 
 from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.trial import start
+from recipes.proving.relay import save
+from recipes.proving.trial import start, train_step
 from recipes.sweeping.transfer.coordinates import Check, CoordinateCheck, Sizes, sizes_over_widths
 from recipes.sweeping.transfer.curves import Curve, at_width
 from recipes.sweeping.transfer.measuring import training
 from recipes.sweeping.transfer.measuring.activations import activation_sizes
+from recipes.sweeping.transfer.transfer_check import check_trials
 from recipes.sweeping.transfer.transfer_report import check_line, coordinate_lines
 from recipes.sweeping.transfer.trials import coordinate_trials, loss_trials
 from recipes.sweeping.trial import Result
+from recipes.sweeping.worlds.launchers import LocalLauncher
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine, StepResult
 from recipes.training.recipe.loading import parse_recipe
+from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 
@@ -59,6 +63,7 @@ def test_sizes_within_ten_percent_pass() -> None:
         (measured(1, 1.7, 0.1), "1.176 (blocks.0, end; flat: at most 1.1)"),
         (measured(1, 2, 0.1, loss=0.39), "1.282 (loss, change; flat: at most 1.25)"),
         (measured(1, 2, 0.1, loss=-0.1), "inf (loss, change; flat: at most 1.25)"),
+        (measured(1, math.nan, 0.1), "inf (blocks.0, end; flat: at most 1.1)"),
     ],
 )
 def test_each_judged_size_can_fail(other: Result, worst: str) -> None:
@@ -88,7 +93,7 @@ def test_a_missing_width_fails() -> None:
     (found,) = Check(curves, 1, 1).outcomes({trial.key: measured(1, 1, 1)}.get)
     assert not found.passes
     lines = list(coordinate_lines(found))
-    assert "another --sweep-dir" in lines[-1] and "width 128, seed 1234: not measured" in lines[-2]
+    assert "rerun with --retry" in lines[-1] and "width 128, seed 1234: not measured" in lines[-2]
 
 
 def curves_on(corpus: Path, widths: tuple[int, ...], **changes: Any) -> list[Curve]:
@@ -187,6 +192,33 @@ def test_a_training_is_validated_at_the_end_too(tmp_path: Path) -> None:
     (found,) = run_ranks(1, train, str(tmp_path), None)
     assert [step for step, _ in found["validation"]] == [4, 6]
     assert len(found["losses"]) == 6 and found["diverged"] is None
+
+
+def train_again(folder: str) -> list[list[float]]:
+    """Train a model, and train it again from new weights and from its last ones."""
+    world, home = join_world(), Path(folder)
+    write_corpus(home / "data", 250)
+    run = {"steps": 10, "evaluate_every": 0}
+    (curve,) = curves_on(home / "data", (64,), training=run)
+    engine, data = start(curve.recipe, world)
+    found = [[train_step(engine, data, step).loss for step in range(1, 11)]]
+    save(engine, data, RunFolder(home / "run"), step=10)
+    weights = str(home / "run/checkpoints/step-0000010")
+    for changes in ({}, {"initial_weights": weights}):
+        (curve,) = curves_on(home / "data", (64,), training=run | {"steps": 2} | changes)
+        (trial,) = loss_trials(curve, [1e-9], 1)
+        check_trials([trial], LocalLauncher(Path("x")))
+        result = training.measure_training(trial.request(lambda *_: home / "data"), world)
+        assert result.training is not None
+        found.append(result.training["losses"])
+    return found
+
+
+def test_a_sweep_starts_from_the_initial_weights_of_its_recipe(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, train_again, str(tmp_path))
+    first, random, tuned = found
+    assert random[0] == pytest.approx(first[0], rel=1e-6)
+    assert max(tuned) < min(random) - 0.5 * (first[0] - first[-1])
 
 
 def test_a_diverged_training_is_a_result(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from recipes.sweeping.transfer.learning_rates import (
 from recipes.sweeping.transfer.transfer_report import (
     comparison_line,
     edge_lines,
+    failure_lines,
     loss_table,
     verdict_line,
 )
@@ -90,6 +91,22 @@ def test_the_best_rates_of_the_ends_of_a_family_are_compared(
     assert verdict_line(verdict).startswith("pass" if transfers else "FAIL")
 
 
+@pytest.mark.parametrize(
+    ("small", "large"),
+    [
+        ([2, 3, 3, 4], [2, 3, 3, 4]),
+        ([3, 4, 3, 2], [3, 3, 2, 4]),
+        ([3, 2, 3, 4], [2, 3, 3, 4]),
+    ],
+)
+def test_rates_at_the_end_of_the_grid_do_not_show_that_they_transfer(
+    small: list, large: list
+) -> None:
+    (verdict,) = verdicts([outcome(small), outcome(large, width=128)])
+    assert verdict.transfers and not verdict.passes
+    assert verdict_line(verdict).startswith("undecided  best learning rate")
+
+
 def test_the_loss_of_the_transferred_rate_is_shown() -> None:
     (verdict,) = verdicts([outcome([3, 2, 3, 4]), outcome([3, 2.5, 2.25, 3], width=128)])
     assert verdict.excess == pytest.approx(0.25)
@@ -99,14 +116,22 @@ def test_the_loss_of_the_transferred_rate_is_shown() -> None:
 def test_a_width_that_always_diverges_fails() -> None:
     (verdict,) = verdicts([outcome([3, 2, 3, 4]), outcome([None] * 4, width=128)])
     assert not verdict.transfers and verdict.ratio is None
-    assert verdict_line(verdict).startswith("FAIL  width 128 has no final loss: ")
-    assert verdict_line(verdict).endswith("lower ones, such as --learning-rate 0.00025,0.0005")
+    assert verdict_line(verdict) == "FAIL  width 128 has no final loss"
+    (line,) = edge_lines([verdict.largest])
+    assert line.endswith("lower ones, such as --learning-rate 0.00025,0.0005")
+    assert verdict.largest.next_rate == 0.0005
 
 
 def test_a_width_whose_trials_all_fail_asks_for_their_reasons() -> None:
     crashed = Outcome(curve(128), {rate: [trained(0, outcome="crashed")] for rate in RATES})
     (verdict,) = verdicts([outcome([3, 2, 3, 4]), crashed])
-    assert verdict_line(verdict).startswith("FAIL  width 128 has no final loss: every trial failed")
+    assert verdict_line(verdict).startswith("FAIL  width 128 has no final loss")
+    (line,) = edge_lines([crashed])
+    assert line.endswith("every trial failed, for the reasons above")
+    assert crashed.next_rate is None, "another rate would fail, too"
+    *lines, last = failure_lines([crashed])
+    assert len(lines) == len(RATES) and last.endswith("rerun with --retry")
+    assert lines[0].startswith("no result: width 128, learning rate 0.001: crashed")
 
 
 def test_a_family_of_one_width_has_no_verdict() -> None:

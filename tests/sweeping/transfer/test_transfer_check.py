@@ -79,6 +79,11 @@ def test_a_crash_is_a_fault_and_has_no_loss(tmp_path: Path, corpus: Path) -> Non
     assert sorted(row["outcome"] for row in rows(sweep)) == ["crashed", *["ok"] * 4]
     again = sweep.run()
     assert again.returncode == 1, "a failed trial that is not repeated still fails"
+    assert "learning rate 0.032: crashed" in again.stdout
+    sweep.inject({})
+    repeated = sweep.run("--retry")
+    assert repeated.returncode == 0, repeated.stdout
+    assert sorted(row["outcome"] for row in rows(sweep)) == ["ok"] * 5
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,10 @@ def test_a_crash_is_a_fault_and_has_no_loss(tmp_path: Path, corpus: Path) -> Non
         (("--learning-rate", "auto", "--nodes", "1,2"), "--nodes 1,2: the losses of all trials"),
         (("--learning-rate", "auto", "--set", "data.validation=x/y"), "x/y.idx is missing"),
         (("--learning-rate", "auto", "--set", "layout.tensor=4"), "tensor"),
+        (("--learning-rate", "auto", "--set", "data.tokenizer=x"), "has no tokenizer.json"),
+        (("--learning-rate", "auto", "--set", "model.vocab_size=99"), "and model.vocab_size is 99"),
+        (("--learning-rate", "auto", "--set", "training.initial_weights=x"), "has no checkpoint"),
+        (("--learning-rate", "auto", "--steps", "4"), "warmup_steps = 5 of 4 steps"),
         (("--learning-rate", "0"), "0 is not a learning rate; use auto, or for example"),
         (("--learning-rate", "1e-3,1e-3"), "1e-3 is given twice"),
         (("--learning-rate", "1e-3", "--halving"), "leave out --halving"),

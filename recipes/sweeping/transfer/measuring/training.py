@@ -10,6 +10,7 @@ from recipes.proving.trial import start, train_step
 from recipes.sweeping.transfer.measuring.activations import activation_sizes
 from recipes.sweeping.trial import Result
 from recipes.sweeping.worlds.engines import checked_recipe, release
+from recipes.training.checkpoint.resume_point import find_initial_weights
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
@@ -26,6 +27,9 @@ def measure_training(request: dict[str, Any], world: World) -> Result:
     """
     recipe = checked_recipe(request, world)
     engine, data = start(recipe, world)
+    weights = find_initial_weights(recipe)
+    if weights.checkpoint is not None:
+        engine.load(weights.checkpoint, weights_only=True)
     seconds: list[float] = []
     if request["kind"] == "coordinates":
         training = activation_sizes(engine, data)
