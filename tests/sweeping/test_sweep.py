@@ -73,6 +73,13 @@ def test_faults_become_outcomes(sweep: Sweep) -> None:
     assert rows["error"]["reason"] == "rank 1: RuntimeError: a defect, as injected"
     assert f"{len(trials) - 4} ok, 1 out_of_memory, 1 hung, 2 crashed" in done.stdout
     assert not sweep.processes() and not (sweep.folder / "worlds").exists()
+    sweep.inject({})
+    finished = len(sweep.finished())
+    assert sweep.run().returncode == 1 and len(sweep.finished()) == finished
+    again = sweep.run("--retry")
+    assert again.returncode == 0
+    assert f"{len(trials) - 1} ok, 1 out_of_memory" in again.stdout
+    assert len(sweep.finished()) == finished + 3
 
 
 def test_out_of_memory_is_not_a_fault(sweep: Sweep) -> None:
