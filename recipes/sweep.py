@@ -24,8 +24,9 @@ With --links, no recipe is measured. Instead, the command measures the matmul ra
 the bandwidth and latency of the links, and writes a datasheet of this cluster for the planner.
 
 Exit code 0: every trial was measured, ran out of memory or was rejected; 1: a trial or --links hung
-or crashed, the command stopped, a learning-rate sweep lacks a loss, or a comparison over widths
-failed or is undecided; 2: a recipe or an option is invalid.
+or crashed, or the command stopped; 2: a recipe or an option is invalid. With --learning-rate or
+--coordinate-check, the exit code is also 1 if a trial ran out of memory or was rejected, if a model
+has no final loss, or if a comparison over widths failed or is undecided.
 """
 
 import sys
@@ -127,7 +128,7 @@ def sweep(options: argparse.Namespace) -> int:
     say = print_to_stderr if options.json else print_line
     try:
         if options.retry:
-            folder.forget_failures()
+            folder.retry_failures()
         for rejection in choice.rejections:
             folder.add_rejection(rejection)
         rounds = [trial.in_round(n + 1) for n in range(options.rounds) for trial in choice.trials]

@@ -53,6 +53,7 @@ class SweepFolder:
         self._own_worlds = WorldsFolder(path / "worlds")
         self.worlds, self.own = self._own_worlds.parent, self._own_worlds.path
         self._rows: dict[str, tuple[int, Row]] = {}  # with the time of the result's file
+        self._retried: dict[str, int] = {}  # failed trials, with the time of the result's file
         self._tried_locks: dict[str, FolderLock] = {}
         with self.stops_without_space():
             self._create()
@@ -81,14 +82,16 @@ class SweepFolder:
         result = Result(outcome=rejection.outcome, reason=rejection.reason)
         self._write_json(self._result_file(rejection.key), {"result": result.as_json(), "row": {}})
 
-    def forget_failures(self) -> None:
-        """Remove the results of trials that hung, crashed or were rejected, to try them again."""
-        with self.stops_without_space():
-            for file in (self.path / "results").glob("*.json"):
-                result = self.result(file.stem)
-                if result is None or result.outcome in (*FAULTS, "rejected"):
-                    file.unlink(missing_ok=True)
-                    self._rows.pop(file.stem, None)
+    def retry_failures(self) -> None:
+        """Let `answer` return None for trials that have failed so far, to measure them again.
+
+        A result stays in the folder until a new one replaces it, because other commands may read it
+        at the same time.
+        """
+        for file in (self.path / "results").glob("*.json"):
+            result = self.result(file.stem)
+            if result is not None and self._is_failure(result):
+                self._retried[file.stem] = file.stat().st_mtime_ns
 
     def result(self, key: str) -> Result | None:
         """Return the result of a trial, or None if it is still to be measured."""
@@ -98,10 +101,13 @@ class SweepFolder:
     def answer(self, trial: Trial) -> Result | None:
         """Return the result of a trial, or None if it is still to be measured.
 
-        A trial that asks for the split of a step is measured again if its result has none.
+        A trial that asks for the split of a step is measured again if its result has none, and a
+        failed one after `retry_failures`.
         """
         result = self.result(trial.key)
-        return result if result and result.answers(trial) else None
+        if result is None or not result.answers(trial) or self._awaits_retry(trial.key):
+            return None
+        return result
 
     def record(self, trial: Trial, result: Result) -> None:
         """Write the result of a trial, and rewrite the table."""
@@ -203,6 +209,15 @@ class SweepFolder:
     def _row_of_result(self, trial: Trial, result: Result) -> Row:
         """Return the columns of the table with the measured values of a trial."""
         return row_of_result(trial, result)
+
+    def _is_failure(self, result: Result) -> bool:
+        """Return True if `sweep.py --retry` measures a trial with this result again."""
+        return result.outcome in (*FAULTS, "rejected")
+
+    def _awaits_retry(self, key: str) -> bool:
+        """Return True if the result of a trial is a failure from before `retry_failures`."""
+        before = self._retried.get(key)
+        return before is not None and self._result_file(key).stat().st_mtime_ns == before
 
     def _remove_abandoned_claims(self) -> None:
         """Remove the claims of schedulers that no longer run."""

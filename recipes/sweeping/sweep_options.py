@@ -164,7 +164,8 @@ def add_measuring_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--hostfile", type=Path, help="hosts for deepspeed: node1 slots=8 ...")
     group.add_argument(
         "--retry", action="store_true",
-        help="measure the trials again that hung, crashed or were rejected in an earlier command",
+        help="measure the trials again that hung, crashed or were rejected in an earlier command; "
+        "with --learning-rate or --coordinate-check, also those that ran out of memory",
     )  # fmt: skip
     group.add_argument(
         "--wandb", action="store_true",

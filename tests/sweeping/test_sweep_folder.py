@@ -50,6 +50,25 @@ def test_results_are_kept(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_failures_are_answered_again_only_by_new_results(tmp_path: Path) -> None:
+    folder, other = SweepFolder(tmp_path, SETTINGS), SweepFolder(tmp_path, SETTINGS)
+    outcomes = ("ok", "hung", "crashed", "rejected", "out_of_memory")
+    every = dict(zip(outcomes, trials(len(outcomes)), strict=True))
+    for outcome, trial in every.items():
+        folder.add(trial)
+        folder.record(trial, OK if outcome == "ok" else Result(outcome=outcome, reason=outcome))
+    folder.retry_failures()
+    repeated = [outcome for outcome, trial in every.items() if folder.answer(trial) is None]
+    assert repeated == ["hung", "crashed", "rejected"]
+    assert all(other.answer(trial) for trial in every.values()), "other commands still read them"
+    other.record(every["hung"], OK)
+    folder.record(every["crashed"], Result(outcome="crashed", reason="again"))
+    repeated = [outcome for outcome, trial in every.items() if folder.answer(trial) is None]
+    assert repeated == ["rejected"]
+    folder.close()
+    other.close()
+
+
 def test_rejections_are_recorded(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path, SETTINGS)
     (trial,) = trials(1)

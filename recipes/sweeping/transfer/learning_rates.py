@@ -119,7 +119,7 @@ class Outcome:
 
     @property
     def failures(self) -> list[tuple[float, Result]]:
-        """The learning rates and results of the trials that hung, crashed or were rejected."""
+        """The learning rates and results of the trials that did not train, such as by a crash."""
         return [
             (rate, result)
             for rate, found in self.results.items()
@@ -131,7 +131,7 @@ class Outcome:
     def next_rate(self) -> float | None:
         """The next rate beyond the end of the grid, if the best rate is at that end; else None.
 
-        If all rates diverge, lower ones are missing. If trials failed, no rate is missing.
+        If no rate has a final loss, it is the next lower one, or None if trials failed.
         """
         rates = sorted(self.losses)
         if self.best is None:
@@ -193,7 +193,7 @@ class Verdict:
 
     @property
     def is_decided(self) -> bool:
-        """False if the rates are close, but one is at an end of its grid, so that it may move."""
+        """False if the rates are close, but a larger grid may show a better one for a width."""
         return not self.transfers or not (self.smallest.next_rate or self.largest.next_rate)
 
     @property

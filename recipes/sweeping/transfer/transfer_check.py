@@ -59,7 +59,7 @@ def check_transfer(
     folder = TransferFolder(folder_path, SETTINGS)
     try:
         if options.retry:
-            folder.forget_failures()
+            folder.retry_failures()
         run(folder, launcher, options.seconds_per_trial, check, sweep, say)
         folder.write_table()
         checks = check.outcomes(folder.result) if check else []
@@ -134,7 +134,7 @@ def check_trials(trials: list[TrainingTrial], launcher: Launcher) -> None:
 
     Raises:
         UserError: ranks cannot be started, a layout does not fit the ranks, the data or the
-            initial weights do not fit the model, or the warm-up is longer than the training.
+            initial weights do not fit the model, or the warm-up is as long as the training.
     """
     for kind in {trial.world for trial in trials}:
         launcher.check(kind)
@@ -154,17 +154,17 @@ def check_trials(trials: list[TrainingTrial], launcher: Launcher) -> None:
 
 
 def check_warm_up(recipe: Recipe) -> None:
-    """Check that the training reaches the learning rate that it is named after.
+    """Check that the warm-up ends before the training, so that it trains at its learning rate.
 
     Raises:
-        UserError: the warm-up is as long as the training.
+        UserError: the warm-up is as long as the training, or longer.
     """
     warm_up, steps = recipe.optimizer.schedule.warmup_steps, recipe.training.steps
     if warm_up >= steps:
         raise UserError(
-            f"{recipe.name}: optimizer.schedule.warmup_steps = {warm_up} of {steps} steps, so that "
-            f"the learning rates would not be reached; use more --steps, or --set "
-            f"optimizer.schedule.warmup_steps={steps // 5}"
+            f"{recipe.name}: optimizer.schedule.warmup_steps = {warm_up} leaves no steps at the "
+            f"learning rates to compare, because the training has {steps} steps; use --steps "
+            f"{5 * warm_up}, or --set optimizer.schedule.warmup_steps={steps // 5}"
         )
 
 

@@ -45,6 +45,10 @@ class TransferFolder(SweepFolder):
         }
 
     @override
+    def _is_failure(self, result: Result) -> bool:
+        return result.training is None  # also without enough memory, a training has no loss
+
+    @override
     def write_table(self) -> None:
         """Write trials.jsonl with a line for each result in the folder, sorted by trial."""
         lines = [json.dumps(row) for row in self.rows()]

@@ -65,17 +65,17 @@ def loss_cell(outcome: Outcome, rate: float) -> str:
 
 
 def failure_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield a line for each trial that hung, crashed or was rejected, with the reason."""
+    """Yield a line with the reason for each failed trial, and a line about --retry."""
     failures = [(each, *failure) for each in outcomes for failure in each.failures]
     for outcome, rate, result in failures:
         reason = f": {result.reason[:MAX_REASON_CHARACTERS]}" if result.reason else ""
         yield f"no result: {outcome.curve.label}, learning rate {rate:g}: {result.outcome}{reason}"
     if failures:
-        yield "to try them again, correct the cause and rerun with --retry"
+        yield "to repeat failed trials, correct the cause and rerun with --retry"
 
 
 def edge_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """Yield a line for each curve whose best learning rate may lie outside of the grid."""
+    """Yield a line for each curve whose best learning rate is missing or at an end of the grid."""
     for each in outcomes:
         if each.best is None:
             yield f"{each.curve.label}: no final loss: {without_loss(each)}"
@@ -116,8 +116,8 @@ def without_loss(outcome: Outcome) -> str:
         return "every trial failed, for the reasons above"
     lowest = min(outcome.results)
     return (
-        f"no learning rate from {lowest:g} on trains it; rerun with lower ones, such as "
-        f"--learning-rate {lowest / FACTOR**2:g},{lowest / FACTOR:g}"
+        f"every learning rate from {lowest:g} up diverged or failed; rerun with lower ones, such "
+        f"as --learning-rate {lowest / FACTOR**2:g},{lowest / FACTOR:g}"
     )
 
 

@@ -93,7 +93,8 @@ def test_a_missing_width_fails() -> None:
     (found,) = Check(curves, 1, 1).outcomes({trial.key: measured(1, 1, 1)}.get)
     assert not found.passes
     lines = list(coordinate_lines(found))
-    assert "rerun with --retry" in lines[-1] and "width 128, seed 1234: not measured" in lines[-2]
+    assert lines[-1].startswith("FAIL") and "rerun with --retry" in lines[-1]
+    assert "width 128, seed 1234: not measured" in lines[-2]
 
 
 def curves_on(corpus: Path, widths: tuple[int, ...], **changes: Any) -> list[Curve]:

@@ -68,18 +68,23 @@ def test_an_automatic_grid_reaches_the_best_rate(tmp_path: Path, corpus: Path) -
     assert "is at the end of the grid" not in done.stdout
 
 
-def test_a_crash_is_a_fault_and_has_no_loss(tmp_path: Path, corpus: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "outcome"), [("crash", "crashed"), ("out_of_memory", "out_of_memory")]
+)
+def test_a_failed_trial_has_no_loss_until_it_is_retried(
+    tmp_path: Path, corpus: Path, fault: str, outcome: str
+) -> None:
     sweep = transfer(tmp_path, corpus, *GIVEN)
     sweep.run()
     key = next(row["trial"] for row in rows(sweep) if row["learning_rate"] == 0.032)
     (sweep.folder / "results" / f"{key}.json").unlink()
-    sweep.inject({key: "crash"})
+    sweep.inject({key: fault})
     done = sweep.run()
     assert done.returncode == 1 and "failed" in done.stdout
-    assert sorted(row["outcome"] for row in rows(sweep)) == ["crashed", *["ok"] * 4]
+    assert sorted(row["outcome"] for row in rows(sweep)) == sorted([outcome, *["ok"] * 4])
     again = sweep.run()
     assert again.returncode == 1, "a failed trial that is not repeated still fails"
-    assert "learning rate 0.032: crashed" in again.stdout
+    assert f"learning rate 0.032: {outcome}" in again.stdout
     sweep.inject({})
     repeated = sweep.run("--retry")
     assert repeated.returncode == 0, repeated.stdout
@@ -97,7 +102,7 @@ def test_a_crash_is_a_fault_and_has_no_loss(tmp_path: Path, corpus: Path) -> Non
         (("--learning-rate", "auto", "--set", "data.tokenizer=x"), "has no tokenizer.json"),
         (("--learning-rate", "auto", "--set", "model.vocab_size=99"), "and model.vocab_size is 99"),
         (("--learning-rate", "auto", "--set", "training.initial_weights=x"), "has no checkpoint"),
-        (("--learning-rate", "auto", "--steps", "4"), "warmup_steps = 5 of 4 steps"),
+        (("--learning-rate", "auto", "--steps", "4"), "the training has 4 steps; use --steps 25"),
         (("--learning-rate", "0"), "0 is not a learning rate; use auto, or for example"),
         (("--learning-rate", "1e-3,1e-3"), "1e-3 is given twice"),
         (("--learning-rate", "1e-3", "--halving"), "leave out --halving"),
