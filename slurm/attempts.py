@@ -23,7 +23,8 @@ from recipes.training.runtime.exits import REJECTED, UNFIT
 
 EXCLUDE = """
 The preflight has found a broken node; the log names it. Write #SBATCH --exclude=NODE at the top of
-slurm/pretrain.slurm and submit the job again, or use --elastic, which leaves broken nodes out."""
+slurm/pretrain.slurm and submit the job again, or use slurm/submit.sh --elastic, which leaves broken
+nodes out."""
 
 
 def main() -> None:
