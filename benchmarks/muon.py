@@ -43,7 +43,7 @@ RANKS = 2
 VOCABULARY = 256
 WIDTH, LAYERS = 512, 4
 COPIED_ELEMENTS = 2**22
-PRODUCTS = 40  # which take about as long as an update
+PRODUCTS = 40  # together, they take about as long as an update
 
 
 @dataclass(frozen=True)

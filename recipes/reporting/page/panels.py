@@ -127,7 +127,7 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
 def _flops_per_second(
     runs: Sequence[RunRecord], plans: Mapping[int, Prediction]
 ) -> Iterator[Panel]:
-    """Yield the panel of TFLOP/s, unless the peaks of all devices are known, and so all MFUs."""
+    """Yield the panel of TFLOP/s if the peak of a run's device, and so its MFU, is not known."""
     without = [
         run.name
         for run in runs
@@ -156,6 +156,6 @@ def _planned(
 
 
 def _shared(references: Sequence[Reference], runs: Sequence[RunRecord]) -> Sequence[Reference]:
-    """Return one reference for all runs, if all have the same one."""
+    """Return one reference for all runs if all have the same value, otherwise all references."""
     same = len(references) == len(runs) and len({each.value for each in references}) == 1
     return [replace(references[0], run=None)] if same else references

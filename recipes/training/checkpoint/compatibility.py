@@ -68,14 +68,14 @@ def check_same_run(
 def check_parts_read(
     progress: Progress, before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]
 ) -> None:
-    """Check that the stages which a run has left in rollbacks still have the data that it has read.
+    """Check that stages from which a run has rolled back still have the data that the run has read.
 
-    A stage that the run will reach again may begin with another step.
+    Their names and first steps may change, because the run will reach them again.
 
     Args:
         progress: the progress of the run
         before: fingerprints of the parts of the data from the second one on, as read
-        now: the same, of the recipe
+        now: fingerprints of the same parts of the recipe
 
     Raises:
         UserError: a part differs; the message names its stage.

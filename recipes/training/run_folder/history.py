@@ -55,7 +55,8 @@ class History:
             older ones
         reads: (step, samples) -> the parts of the data that the run had left (`Progress.read`), for
             the steps of `rolled_back` and `resumed` of any branch
-        data_parts: (step, samples) -> the fingerprints of these parts, from the second one on
+        data_parts: (step, samples) -> fingerprints of the parts of the data at a rollback, from the
+            second part on
         parent: the checkpoint of another run, or of an abandoned branch, at which the newest branch
             begins
         turns: for each event after which the run continued from another step than the one before,

@@ -106,7 +106,8 @@ class Tracker:
     ) -> None:
         """Report a rollback after a step, and the point at which the run continues.
 
-        parts: fingerprints of the later parts of the data, if the run has left some (`to.read`)
+        parts: fingerprints of the parts of the data from the second one on, which are recorded if
+            the run has left a part (`to.read`)
         """
 
     def show(self, step: int, name: str, file: Path) -> None:

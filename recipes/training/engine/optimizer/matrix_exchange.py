@@ -202,7 +202,10 @@ def _take_apart(matrix: Matrix, update: Tensor, places: Mapping[int, Tensor]) ->
 def _in_place(
     current: Round, buffer: Tensor, held: Mapping[int, Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield two views of each piece of this rank: in its flat tensor, and in the send buffer."""
+    """Yield two views of each piece of this rank: in its flat tensor, and in a message buffer.
+
+    buffer: pieces to send, or the results that have returned, in the same order
+    """
     sent = list(chain.from_iterable(current.sent))
     for piece, part in zip(sent, buffer.split([piece.length for piece in sent]), strict=True):
         yield held[piece.flat][piece.offset : piece.offset + piece.length], part

@@ -19,10 +19,8 @@ from recipes.training.tracking.weights_and_biases.media import Picture, SavedChe
 from recipes.training.tracking.weights_and_biases.settings import wandb_arguments
 
 Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
+PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
 PIXELS = 8  # width and height of an expert in the picture of loads
-
-
-PredictedMetrics = Callable[[int], Mapping[str, float]]  # of a step
 
 
 def nothing_predicted(step: int) -> Mapping[str, float]:
