@@ -4,7 +4,8 @@ The command shrinks the recipe (all switches of its architecture stay), trains i
 process, and then in every valid combination of tensor x pipeline x context x data x ZeRO x schedule
 x sequence parallelism x recomputation x micro-batch size on up to --ranks processes, in fp32 on the
 CPU. You need neither a GPU nor a corpus. Exit code 0: all layouts agree up to rounding; 1: some
-differ; 2: the recipe or an option is invalid.
+differ; 2: the recipe or an option is invalid; 130 or 143: interrupted, with a report of the layouts
+that were finished.
 
 With --relay one run passes through all layouts, from the largest worlds down to one process and up
 again, in random order within a size. Each layout loads the checkpoint of the previous one, must
@@ -27,11 +28,12 @@ if __name__ == "__main__":  # imports start at the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
+import contextlib
 import json
 import random
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -72,20 +74,50 @@ def main() -> None:
             print(f"prove.py: {problem}", file=sys.stderr)
             sys.exit(2)
         print(f"{recipe.name}: {len(cases)} layouts of {size(small)}", file=sys.stderr)
-        findings = []
-        seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-        with tqdm(total=len(cases), unit="layout", mininterval=seconds) as bar:
-            if options.relay:
-                coming = run_relay(cases, folder=Path(folder) / "run")
-            else:
-                coming = prove(small, cases, ranks=options.ranks)
-            for finding in coming:
-                findings.append(finding)
-                bar.update()
-                if not finding.passes:
-                    bar.write(describe(finding), file=sys.stderr)
+        if options.relay:
+            coming = run_relay(cases, folder=Path(folder) / "run")
+        else:
+            coming = prove(small, cases, ranks=options.ranks)
+        findings: list[Finding] = []
+        code = 0
+        try:
+            with contextlib.closing(coming):  # ends the ranks
+                for finding in with_progress(coming, len(cases)):
+                    findings.append(finding)
+        except SystemExit as interruption:  # of the signal handler: report what is done
+            code = int(interruption.code or 0)
+    if findings:
+        report(findings, options, title=recipe.name, complete=not code)
+    if code:
+        print(f"interrupted after {len(findings)} of {len(cases)} layouts", file=sys.stderr)
+        sys.exit(code)
+    sys.exit(0 if all(finding.passes for finding in findings) else 1)
+
+
+def with_progress(coming: Iterator[Finding], total: int) -> Iterator[Finding]:
+    """Yield findings, show the progress on stderr, and describe each layout that does not pass."""
+    seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+    with tqdm(total=total, unit="layout", mininterval=seconds) as bar:
+        for finding in coming:
+            bar.update()
+            if not finding.passes:
+                bar.write(describe(finding), file=sys.stderr)
+            yield finding
+
+
+def report(
+    findings: Sequence[Finding], options: argparse.Namespace, *, title: str, complete: bool
+) -> None:
+    """Print the report, and draw the heat map if it is asked for.
+
+    Args:
+        findings: the results of the layouts
+        options: of the command line
+        title: name of the recipe
+        complete: False if the proof was interrupted
+    """
     if options.json:
-        print(json.dumps(as_json(findings, relay=options.relay)))
+        print(json.dumps(as_json(findings, relay=options.relay, complete=complete)))
     elif options.relay:
         print(relay_as_text(findings, every_layout=options.layouts))
     else:
@@ -93,8 +125,7 @@ def main() -> None:
     if options.heatmap:
         from recipes.proving.proof_picture import draw_heatmap  # matplotlib, which few proofs need
 
-        draw_heatmap(findings, title=f"{recipe.name}: {summary(findings)}", file=options.heatmap)
-    sys.exit(0 if all(finding.passes for finding in findings) else 1)
+        draw_heatmap(findings, title=f"{title}: {summary(findings)}", file=options.heatmap)
 
 
 def plan(
@@ -123,7 +154,7 @@ def plan(
     return small, cases
 
 
-def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Finding]:
+def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Generator[Finding, None, None]:
     """Train the reference, then every case, and yield the differences in order of completion.
 
     Two layouts round differently, and a token whose choice of experts is nearly a tie may get
@@ -155,7 +186,7 @@ def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Find
             yield Finding(case, outcome)
 
 
-def run_relay(cases: list[ProofCase], *, folder: Path) -> Iterator[Finding]:
+def run_relay(cases: list[ProofCase], *, folder: Path) -> Generator[Finding, None, None]:
     """Pass a run from case to case and yield each leg.
 
     Half of the cases lead from the largest world down to one process, the others up again.

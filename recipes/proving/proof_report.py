@@ -130,8 +130,13 @@ def summary(findings: Sequence[Finding]) -> str:
     return f"{passed} of {len(findings)} layouts train like one process"
 
 
-def as_json(findings: Sequence[Finding], *, relay: bool = False) -> dict[str, Any]:
-    """Return the report for other programs."""
+def as_json(
+    findings: Sequence[Finding], *, relay: bool = False, complete: bool = True
+) -> dict[str, Any]:
+    """Return the report for other programs.
+
+    complete: False if the proof was interrupted, so that it has not passed
+    """
     tolerances = {
         "loss": LOSS_TOLERANCE,
         "grad_norm": GRAD_NORM_TOLERANCE,
@@ -140,7 +145,8 @@ def as_json(findings: Sequence[Finding], *, relay: bool = False) -> dict[str, An
         "evaluation": EVALUATION_TOLERANCE,
     }
     return {
-        "passed": all(finding.passes for finding in findings),
+        "passed": complete and all(finding.passes for finding in findings),
+        "complete": complete,
         "tolerances": {"loss": RELAY_LOSS_TOLERANCE} if relay else tolerances,
         "layouts": [_row_of_json(finding) for finding in findings],
     }

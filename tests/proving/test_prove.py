@@ -796,6 +796,40 @@ def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
     assert "0 of 12 layouts train like one process" in printed
 
 
+@pytest.mark.parametrize("finished", [0, 5])
+@pytest.mark.parametrize("as_one_object", [False, True])
+def test_an_interrupted_proof_reports_what_is_finished(
+    capsys: pytest.CaptureFixture, finished: int, as_one_object: bool
+) -> None:
+    closed = []
+
+    def interrupted(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Finding]:
+        try:
+            same = compare(outcome(), outcome(), small.model)
+            yield from (Finding(case, same) for case in cases[:finished])
+            raise SystemExit(130)  # as the handler of SIGINT
+        finally:
+            closed.append(ranks)
+
+    arguments = ["prove.py", "--ranks", "1", *(["--json"] if as_one_object else [])]
+    with (
+        mock.patch.object(sys, "argv", arguments),
+        mock.patch.object(prove, "prove", interrupted),
+        pytest.raises(SystemExit) as ended,
+    ):
+        prove.main()
+    assert ended.value.code == 130 and closed == [1]
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1] == f"interrupted after {finished} of 12 layouts"
+    if not finished:
+        assert not printed.out
+    elif as_one_object:
+        found = json.loads(printed.out)
+        assert len(found["layouts"]) == 5 and not found["complete"] and not found["passed"]
+    else:
+        assert "5 of 5 layouts train like one process" in printed.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

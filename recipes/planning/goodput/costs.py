@@ -53,7 +53,8 @@ def snapshot_costs(
     if restart_seconds is None:
         # A rank reads all its weights, and its own shard of the optimizer state.
         weights = ELEMENT_BYTES * max(stage_parameters(job))
-        read = node_ranks * (weights + own * 2 / 3) / NODE_BYTES_PER_SECOND
+        state = own - weights / job.layout.optimizer_ranks
+        read = node_ranks * (weights + state) / NODE_BYTES_PER_SECOND
         restart_seconds = detection_seconds + START_SECONDS + own / HASH_BYTES_PER_SECOND + read
     times = FaultCosts(
         pause_seconds=own / HOST_BYTES_PER_SECOND + PAUSE_SHARE * write,

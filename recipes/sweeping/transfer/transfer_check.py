@@ -21,7 +21,7 @@ from recipes.sweeping.transfer.trials import TrainingTrial
 from recipes.sweeping.trial import Result, Trial
 from recipes.sweeping.worlds.launchers import Launcher
 from recipes.training.checkpoint.resume_point import check_initial_weights
-from recipes.training.data.checks import open_corpus
+from recipes.training.data.checks import check_document_starts, open_corpus
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
@@ -146,6 +146,7 @@ def check_trials(trials: list[TrainingTrial], launcher: Launcher) -> None:
         if trial.kind == "losses":
             check_warm_up(trial.recipe)
             check_initial_weights(trial.recipe)
+            check_document_starts(trial.recipe)
             data, vocabulary = trial.recipe.data, trial.recipe.model.vocab_size
             for path in (*(each.path for each in data.train), *data.validation_sets.values()):
                 if (key := (path, data.tokenizer, vocabulary)) not in opened:
