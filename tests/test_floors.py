@@ -69,6 +69,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.training.runtime.streams",
     "recipes.training.runtime.torch_variables",
     "recipes.reporting",
+    "recipes.training.data.checks",
     "recipes.training.data.corpus_manifest",
     "recipes.training.data.evaluation.encoding",
     "recipes.training.data.evaluation.packing",

@@ -20,7 +20,7 @@ from recipes.sweeping.transfer.transfer_folder import TABLE, TransferFolder
 from recipes.sweeping.transfer.trials import TrainingTrial
 from recipes.sweeping.trial import Result, Trial
 from recipes.sweeping.worlds.launchers import Launcher
-from recipes.training.checkpoint.resume_point import check_initial_weights
+from recipes.training.checkpoint.compatibility import check_initial_weights
 from recipes.training.data.checks import check_document_starts, open_corpus
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe

@@ -9,6 +9,7 @@ from models.errors import UserError
 from models.rope_scaling import SCALING_KEYS
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.recipe.deepspeed_config import leaves
+from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import table_at
 from recipes.training.run_folder.progress import Progress
@@ -160,6 +161,45 @@ def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
         raise UserError(
             f"{source} has {_sentence(different, 'model.')}; use the checkpoint's values"
         )
+
+
+def check_initial_weights(recipe: Recipe) -> None:
+    """Check the weights that the recipe starts from, except for damages, before ranks start.
+
+    Raises:
+        UserError: the checkpoint is missing, or of another model.
+    """
+    if path := initial_weights(recipe):
+        check_same_model(key_of_initial_weights(recipe), Manifest.read(path), recipe)
+
+
+def initial_weights(recipe: Recipe, run: Path | None = None) -> Path | None:
+    """Return the checkpoint with the weights that the recipe starts from, if it names one.
+
+    Args:
+        recipe: the recipe of the run
+        run: the folder of the new run, if it has one
+
+    Raises:
+        UserError: the checkpoint is missing, or in the run's own folder.
+    """
+    setting = recipe.training.initial_weights
+    if setting is None:
+        return None
+    path, key = repository_path(setting), key_of_initial_weights(recipe)
+    if not (path / "manifest.json").is_file():
+        raise UserError(
+            f"{key}: the path has no checkpoint; use a run's checkpoint "
+            f"(runs/NAME/checkpoints/step-...) or the output of recipes/convert.py from-hf"
+        )
+    if run is not None and path.is_relative_to(run.resolve()):
+        raise UserError(f"{key} is in the run's own folder; use --run-dir with another folder")
+    return path
+
+
+def key_of_initial_weights(recipe: Recipe) -> str:
+    """Return the key that names the initial weights, with its value, for messages."""
+    return f'training.initial_weights = "{recipe.training.initial_weights}"'
 
 
 def changed_positions(manifest: Manifest, recipe: Recipe) -> str:

@@ -8,11 +8,16 @@ from typing import Any
 import torch.distributed as dist
 
 from models.errors import UserError
-from recipes.training.checkpoint.compatibility import check_same_model, check_same_run, differences
+from recipes.training.checkpoint.compatibility import (
+    check_same_model,
+    check_same_run,
+    differences,
+    initial_weights,
+    key_of_initial_weights,
+)
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.checkpoint_folders import (
     ABANDONED,
@@ -171,51 +176,16 @@ def find_initial_weights(
     Raises:
         UserError: the checkpoint is missing, damaged, or of another model.
     """
-    path = _initial_weights(recipe, run)
+    path = initial_weights(recipe, run)
     if path is None:
         return ResumePoint()
+    key = key_of_initial_weights(recipe)
     damage = find_damage(path, note)
     if damage:
-        raise UserError(
-            f"{_key_of_weights(recipe)}: {damage}; make it again with recipes/convert.py from-hf"
-        )
+        raise UserError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
     manifest = Manifest.read(path)
-    check_same_model(_key_of_weights(recipe), manifest, recipe)
+    check_same_model(key, manifest, recipe)
     return ResumePoint(CheckpointReader(path, manifest), weights_only=True)
-
-
-def check_initial_weights(recipe: Recipe) -> None:
-    """Check the weights that the recipe starts from without reading them, before ranks start.
-
-    Raises:
-        UserError: the checkpoint is missing, or of another model.
-    """
-    if path := _initial_weights(recipe, None):
-        check_same_model(_key_of_weights(recipe), Manifest.read(path), recipe)
-
-
-def _initial_weights(recipe: Recipe, run: Path | None) -> Path | None:
-    """Return the checkpoint that the recipe starts from, or None.
-
-    Raises:
-        UserError: the checkpoint is missing, or in the run's own folder.
-    """
-    setting = recipe.training.initial_weights
-    if setting is None:
-        return None
-    path, key = repository_path(setting), _key_of_weights(recipe)
-    if not (path / "manifest.json").is_file():
-        raise UserError(
-            f"{key}: the path has no checkpoint; use a run's checkpoint "
-            f"(runs/NAME/checkpoints/step-...) or the output of recipes/convert.py from-hf"
-        )
-    if run is not None and path.is_relative_to(run.resolve()):
-        raise UserError(f"{key} is in the run's own folder; use --run-dir with another folder")
-    return path
-
-
-def _key_of_weights(recipe: Recipe) -> str:
-    return f'training.initial_weights = "{recipe.training.initial_weights}"'
 
 
 def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> None:
