@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from models.cost import checkpoint_elements
 from recipes.planning.goodput.renewal import FaultCosts
 from recipes.planning.inputs.job import Job
-from recipes.planning.inputs.stage_contents import routed_stage_parameters, stage_parameters
+from recipes.planning.inputs.stage_contents import own_parameters, stage_parameters
 from recipes.planning.memory.muon_working import momentum_parameters
 
 ELEMENT_BYTES = 4  # of weights and optimizer state in a checkpoint, which are in fp32
@@ -95,10 +95,8 @@ def fault_costs(
 
 def own_bytes(job: Job) -> float:
     """Return the bytes of a checkpoint that a rank of the largest stage writes."""
-    both = zip(stage_parameters(job), routed_stage_parameters(job), strict=True)
-    # Experts are sharded over all optimizer ranks: those that the expert axis splits count in full.
     elements = max(
-        3 * (all_of + routed * (job.layout.expert - 1)) - momentum_parameters(job, stage)
-        for stage, (all_of, routed) in enumerate(both)
+        3 * own_parameters(job, stage) - momentum_parameters(job, stage)
+        for stage in range(job.layout.pipeline)
     )
     return ELEMENT_BYTES * elements / job.layout.optimizer_ranks

@@ -64,6 +64,15 @@ def routed_stage_parameters(job: Job) -> tuple[int, ...]:
     return tuple(block * (sum(chunks) - sum(dense)) for chunks, dense in both)
 
 
+def own_parameters(job: Job, stage: int) -> float:
+    """Return `replicas` times the parameters that a rank updates.
+
+    A replicated weight counts once, a weight of an expert `expert` times.
+    """
+    routed = routed_stage_parameters(job)[stage]
+    return stage_parameters(job)[stage] + routed * (job.layout.expert - 1)
+
+
 def dense_blocks(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return the number of blocks of each chunk of each stage before the first block with experts.
 

@@ -12,6 +12,7 @@ from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
     dense_blocks,
     last_stage,
+    own_parameters,
     routed_stage_parameters,
     stage_parameters,
     table_parameters,
@@ -251,15 +252,6 @@ def table_reductions(
         once = job.footprint.weight * table_parameters(job.model, job.layout.tensor)
         found.append(Moment(left, once, passing.gradients + table, passing.buffers))
     return found
-
-
-def own_parameters(job: Job, stage: int) -> float:
-    """Return `replicas` times the parameters that a rank updates.
-
-    A replicated weight counts once, a weight of an expert `expert` times.
-    """
-    routed = routed_stage_parameters(job)[stage]
-    return stage_parameters(job)[stage] + routed * (job.layout.expert - 1)
 
 
 def head_reduction(job: Job, activations: float, buckets: float) -> Moment:

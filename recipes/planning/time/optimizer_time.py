@@ -22,8 +22,7 @@ from recipes.planning.inputs.job import Job
 from recipes.planning.inputs.kernels import matmul_seconds, memory_seconds
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
-    routed_stage_parameters,
-    stage_parameters,
+    own_parameters,
     table_parameters,
 )
 from recipes.planning.time.network import all_to_all_seconds, transfer_seconds
@@ -43,8 +42,7 @@ MANY_MATRICES = 16  # per rank; more matrices are assumed to be shared equally b
 def optimizer_time(job: Job) -> float:
     """Return the seconds of a rank's update, with the sum of tied embeddings and host time."""
     layout = job.layout
-    both = zip(stage_parameters(job), routed_stage_parameters(job), strict=True)
-    parameters = max(all_of + routed * (layout.expert - 1) for all_of, routed in both)
+    parameters = max(own_parameters(job, stage) for stage in range(layout.pipeline))
     update = memory_seconds(
         job.machine.gpu, parameters / job.layout.optimizer_ranks * OPTIMIZER_BYTES
     )
