@@ -53,6 +53,8 @@ def check_transfer(
     check = None if steps is None else Check(curves, steps, options.seeds)
     sweep = None if rates is None else Sweep(curves, rates or None, options.seeds)
     check_request(options, curves)
+    for curve in curves if sweep else []:
+        check_training(curve.recipe)
     check_trials([*(check.trials() if check else []), *(sweep.trials() if sweep else [])], launcher)
 
     # 2. Measure: trials with a result in the folder are not repeated.
@@ -133,25 +135,31 @@ def check_trials(trials: list[TrainingTrial], launcher: Launcher) -> None:
     """Check everything that does not need a process of its own.
 
     Raises:
-        UserError: ranks cannot be started, a layout does not fit the ranks, the data or the
-            initial weights do not fit the model, or the warm-up is as long as the training.
+        UserError: ranks cannot be started, or a layout does not fit the ranks.
     """
     for kind in {trial.world for trial in trials}:
         launcher.check(kind)
-    opened: set[tuple[str, str, int]] = set()
     for trial in trials:
         local = trial.cluster.gpus_per_node
         topology = trial.recipe.topology(World(size=trial.world.size, local_size=local))
         build_deepspeed_config(trial.recipe, topology)
-        if trial.kind == "losses":
-            check_warm_up(trial.recipe)
-            check_initial_weights(trial.recipe)
-            check_document_starts(trial.recipe)
-            data, vocabulary = trial.recipe.data, trial.recipe.model.vocab_size
-            for path in (*(each.path for each in data.train), *data.validation_sets.values()):
-                if (key := (path, data.tokenizer, vocabulary)) not in opened:
-                    open_corpus(path, trial.recipe)
-                    opened.add(key)
+
+
+def check_training(recipe: Recipe) -> None:
+    """Check the schedule, the initial weights and the data of a learning-rate sweep's recipe.
+
+    Learning rate and seed do not matter, so one check serves all trials of a curve.
+
+    Raises:
+        UserError: the data or the initial weights do not fit the model, or the warm-up is as long
+            as the training.
+    """
+    check_warm_up(recipe)
+    check_initial_weights(recipe)
+    check_document_starts(recipe)
+    data = recipe.data
+    for path in (*(source.path for source in data.train), *data.validation_sets.values()):
+        open_corpus(path, recipe)
 
 
 def check_warm_up(recipe: Recipe) -> None:

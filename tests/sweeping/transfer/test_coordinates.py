@@ -14,11 +14,10 @@ from recipes.sweeping.transfer.coordinates import Check, CoordinateCheck, Sizes,
 from recipes.sweeping.transfer.curves import Curve, at_width
 from recipes.sweeping.transfer.measuring import training
 from recipes.sweeping.transfer.measuring.activations import activation_sizes
-from recipes.sweeping.transfer.transfer_check import check_trials
+from recipes.sweeping.transfer.transfer_check import check_training
 from recipes.sweeping.transfer.transfer_report import check_line, coordinate_lines
 from recipes.sweeping.transfer.trials import coordinate_trials, loss_trials
 from recipes.sweeping.trial import Result
-from recipes.sweeping.worlds.launchers import LocalLauncher
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine, StepResult
 from recipes.training.recipe.loading import parse_recipe
@@ -208,7 +207,7 @@ def train_again(folder: str) -> list[list[float]]:
     for changes in ({}, {"initial_weights": weights}):
         (curve,) = curves_on(home / "data", (64,), training=run | {"steps": 2} | changes)
         (trial,) = loss_trials(curve, [1e-9], 1)
-        check_trials([trial], LocalLauncher(Path("x")))
+        check_training(trial.recipe)
         result = training.measure_training(trial.request(lambda *_: home / "data"), world)
         assert result.training is not None
         found.append(result.training["losses"])
