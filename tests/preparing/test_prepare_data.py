@@ -3,8 +3,8 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +12,8 @@ import tomli_w
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from recipes import prepare_data
+from recipes.preparing.formats import pieces
 from recipes.preparing.formats.documents import PROBLEM_KINDS
 from recipes.preparing.formats.text_files import TextLines
 from recipes.preparing.ledger import samples_of
@@ -21,28 +23,22 @@ from recipes.preparing.tokenization import Tokenization
 from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.token_file import TokenFile
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
+from tests.commands import run_here
 from tests.conftest import changed, small_recipe
 from tests.fault_injection.soak_data import soak
 
 TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for i in range(60)]
 
 
-def prepare(*arguments: object, pieces_of: int = 0) -> subprocess.CompletedProcess[str]:
-    command = ["recipes/prepare_data.py"]
-    if pieces_of:
-        imports = "from recipes import prepare_data\nfrom recipes.preparing.formats import pieces"
-        patched = f"pieces.MIN_PIECE_BYTES, pieces.MAX_PIECE_BYTES = {pieces_of}, 2**20"
-        command = ["-c", f"{imports}\n{patched}\nprepare_data.main()"]
-    return subprocess.run(
-        [sys.executable, *command, *map(str, arguments)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def prepare(
+    *arguments: object, smallest_piece: int = pieces.MIN_PIECE_BYTES
+) -> subprocess.CompletedProcess[str]:
+    """Run the command, which divides its sources into pieces of at least that many bytes."""
+    with mock.patch.object(pieces, "MIN_PIECE_BYTES", smallest_piece):
+        return run_here(prepare_data.main, *arguments)
 
 
 def into(prepared: Path, output: Path) -> list[object]:
@@ -258,12 +254,12 @@ def test_shards_are_joined_to_the_same_corpus(prepared: Path, tmp_path: Path) ->
     options = into(prepared, tmp_path / "out")
     options += ["--tokenizer", prepared / "out" / "tokenizer"]
     for shard in (2, 0):
-        done = prepare(*options, "--shard", f"{shard}/3", pieces_of=500)
+        done = prepare(*options, "--shard", f"{shard}/3", smallest_piece=500)
         assert done.returncode == 0 and "without --shard joins" in done.stdout, done.stderr
     made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out.incomplete/pieces/*/*")}
     assert len(made) == 5 * 6  # every third of the nine pieces is still missing
     assert prepare(*options, "--shard", "3/3").returncode == 2
-    done = prepare(*options, pieces_of=500)
+    done = prepare(*options, smallest_piece=500)
     assert "6 of 9 pieces are already finished" in done.stdout, done.stderr
     for name in ("train.bin", "train.idx", "validation.bin", "validation.idx"):
         assert (tmp_path / "out" / name).read_bytes() == (prepared / "out" / name).read_bytes()
@@ -291,6 +287,7 @@ def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "train.bin has" in done.stdout and "damaged" in done.stderr
 
 
+@pytest.mark.long
 def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
     report = soak(tmp_path, kills=2, seed=1, megabytes=2)
     assert not report.wrong, str(report)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -636,6 +637,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
         yield
 
 
+@functools.cache
 def mutant_case(corpus: Path, fault: str) -> ProofCase:
     changes, layout = MUTANTS[fault]
     small = made_small(recipe_of(corpus, changes), corpus)
@@ -667,21 +669,31 @@ def ranks_of_mutant(fault: str) -> int:
 
 def mutant_worker(corpus: str, ranks: int) -> dict[str, tuple[Outcome, Outcome]]:
     """Return the outcome of each mutant's layout without and with the fault."""
+    cases = {
+        fault: mutant_case(Path(corpus), fault)
+        for fault in MUTANTS
+        if ranks_of_mutant(fault) == ranks
+    }
+    healthy = train_once(cases)
     outcomes = {}
-    for fault in MUTANTS:
-        if ranks_of_mutant(fault) != ranks:
-            continue
-        case = mutant_case(Path(corpus), fault)
-        (healthy,) = try_cases([case])
+    for fault, case in cases.items():
         with seeded_fault(fault):
             (faulty,) = try_cases([case])
-        outcomes[fault] = healthy, faulty
+        outcomes[fault] = healthy[fault], faulty
     return outcomes
 
 
 def mutant_reference_worker(corpus: str) -> dict[str, Outcome]:
-    cases = [reference(mutant_case(Path(corpus), fault).recipe) for fault in MUTANTS]
-    return dict(zip(MUTANTS, try_cases(cases), strict=True))
+    return train_once(
+        {fault: reference(mutant_case(Path(corpus), fault).recipe) for fault in MUTANTS}
+    )
+
+
+def train_once(cases: dict[str, ProofCase]) -> dict[str, Outcome]:
+    """Return the outcome of each case; equal cases are trained only once."""
+    different = {repr(case): case for case in cases.values()}
+    outcomes = dict(zip(different, try_cases(different.values()), strict=True))
+    return {name: outcomes[repr(case)] for name, case in cases.items()}
 
 
 @pytest.fixture(scope="session")
