@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from models.errors import STRICT_SECTION, UserError
@@ -212,7 +213,7 @@ class ModelConfig:
     @property
     def dense(self) -> "ModelConfig":
         """The same model without experts, whose layers are those before the first experts."""
-        return replace(self, experts=None)
+        return self if self.experts is None else _without_experts(self)
 
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Return the rows of the embedding, padded so that `tensor_size` ranks hold equal parts.
@@ -222,6 +223,11 @@ class ModelConfig:
         """
         multiple = 64 * tensor_size
         return -(-self.vocab_size // multiple) * multiple
+
+
+@lru_cache
+def _without_experts(model: ModelConfig) -> ModelConfig:
+    return replace(model, experts=None)
 
 
 def nearest_multiples(value: int, divisor: int, *, most: int = MAX_SIZE) -> str:

@@ -1,7 +1,9 @@
 """The planner's description of a training job: model, machine, layout, batch and software."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import TypeVar
 
 from models.config import ModelConfig
 from models.cost import parameter_count
@@ -22,6 +24,8 @@ from recipes.training.recipe.deepspeed_config import (
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.topology import Topology, World
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +238,20 @@ class Job:
     def tokens_per_step(self) -> int:
         """Tokens of one global batch."""
         return self.global_sequences * self.model.sequence_length
+
+
+def once_per_job(function: Callable[[Job], Value]) -> Callable[[Job], Value]:
+    """Decorate a function of a job that a search calls many times: it runs once for each job."""
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def cached(job: Job) -> Value:
+        found = vars(job)
+        if name not in found:
+            found[name] = function(job)
+        return found[name]
+
+    return cached
 
 
 def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:

@@ -13,9 +13,10 @@ from models.cost import (
 from models.pipeline.schedule import order
 from models.pipeline.schedule.balance import balance_text, head_in_blocks, imbalance
 from models.pipeline.schedule.order import virtual_stage_of
-from recipes.planning.inputs.job import Job, JobLayout
+from recipes.planning.inputs.job import Job, JobLayout, once_per_job
 
 
+@once_per_job
 def blocks_of_stages(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return the number of blocks of each chunk of each stage."""
     layout = job.layout
@@ -49,6 +50,7 @@ def _sharing(job: Job) -> dict[str, Any]:
     return {"schedule": layout.schedule, "stages": layout.pipeline, "head": head}
 
 
+@once_per_job
 def stage_parameters(job: Job) -> tuple[int, ...]:
     """Return the parameters per rank of each stage; both ends count tied embeddings."""
     layout, last = job.layout, last_stage(job.layout)
@@ -57,6 +59,7 @@ def stage_parameters(job: Job) -> tuple[int, ...]:
     )
 
 
+@once_per_job
 def routed_stage_parameters(job: Job) -> tuple[int, ...]:
     """Return the parameters of experts per rank of each stage."""
     block = routed_parameters(job.model, job.layout.tensor, job.layout.expert)
@@ -73,6 +76,7 @@ def own_parameters(job: Job, stage: int) -> float:
     return stage_parameters(job)[stage] + routed * (job.layout.expert - 1)
 
 
+@once_per_job
 def dense_blocks(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return the number of blocks of each chunk of each stage before the first block with experts.
 
@@ -83,6 +87,7 @@ def dense_blocks(job: Job) -> tuple[tuple[int, ...], ...]:
     return _blocks_of_stages(found, layout.schedule, layout.pipeline, layout.chunks)
 
 
+@once_per_job
 def dense_of_virtual_stages(job: Job) -> tuple[int, ...]:
     """Return the number of blocks of each virtual stage before the first block with experts."""
     left = job.model.experts.dense_layers if job.model.experts else 0

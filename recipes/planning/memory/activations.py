@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 from models.config import ModelConfig
 from recipes.planning.inputs.footprint import Footprint
-from recipes.planning.inputs.job import Job, JobLayout
+from recipes.planning.inputs.job import Job, JobLayout, once_per_job
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
     dense_blocks,
@@ -127,23 +127,38 @@ def most_activations(job: Job, stage: int, *, forward: bool) -> float:
 
 def held_activations(job: Job, stage: int, moment: InFlight) -> float:
     """Return the bytes of a stage's activations at a moment."""
-    layout, footprint = job.layout, job.footprint
     held = sum(moment.whole) * boundary_bytes(job, stage)
     dense = dense_blocks(job)[stage]
     others = [all_of - few for all_of, few in zip(blocks_of_stages(job)[stage], dense, strict=True)]
-    for model, blocks in ((job.model, others), (job.model.dense, dense)):
+    bytes_of_kinds = bytes_of_blocks(job)
+    for (kept, deferred), blocks in zip(bytes_of_kinds, (others, dense), strict=True):
         if not any(blocks):
             continue
-        kept = activation_bytes(
-            model, layout, footprint, not job.writes_scores, job.expert_imbalance
-        )
         held += kept * sum(n * micro for n, micro in zip(blocks, moment.whole, strict=True))
         if any(moment.left):
             left = sum(n * micro for n, micro in zip(blocks, moment.left, strict=True))
-            held += deferred_bytes(model, layout, footprint) * left
+            held += deferred * left
     if any(moment.left):
-        held -= deferred_bytes(job.model, layout, footprint) * moment.ends
+        held -= bytes_of_kinds[0][1] * moment.ends
     return held
+
+
+@once_per_job
+def bytes_of_blocks(job: Job) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return what `activation_bytes` and `deferred_bytes` return for both kinds of blocks.
+
+    The first kind are the model's blocks, the second those before its first block with experts.
+    """
+    layout, footprint = job.layout, job.footprint
+    fused = not job.writes_scores
+    first, second = (
+        (
+            activation_bytes(model, layout, footprint, fused, job.expert_imbalance),
+            deferred_bytes(model, layout, footprint),
+        )
+        for model in (job.model, job.model.dense)
+    )
+    return first, second
 
 
 @lru_cache(maxsize=4096)

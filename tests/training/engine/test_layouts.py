@@ -230,8 +230,8 @@ def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
     """Return the case of the small recipe with changes, on `world_size` ranks."""
     settings = {
         "model__layers": 4,  # two for each stage, chunk or group of recomputed blocks
-        "training__steps": 10,
-        "training__evaluate_every": 10,
+        "training__steps": 6,  # five of them warm up
+        "training__evaluate_every": 6,
     }
     recipe = parse_recipe(changed(small_recipe(corpus), **(settings | changes)), "test")
     topology = recipe.topology(World(size=world_size, local_size=world_size))
@@ -246,7 +246,7 @@ def train_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, O
 
 
 def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Train and save after step 3; load the checkpoint into a new engine and continue."""
+    """Train and save after step 2; load the checkpoint into a new engine and continue."""
     world = join_world()
     results: dict[str, Any] = {}
     for name, changes in layouts.items():
@@ -254,13 +254,13 @@ def resume_worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, 
         folders = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folders)
         engine, data = start(this.recipe, world)
-        train_steps(engine, data, range(1, 4))
-        save(engine, data, RunFolder(Path(folders[0])), step=3)
-        undisturbed = train_steps(engine, data, range(4, 7))
+        train_steps(engine, data, range(1, 3))
+        save(engine, data, RunFolder(Path(folders[0])), step=2)
+        undisturbed = train_steps(engine, data, range(3, 5))
         dist.barrier()
         again, data = start(this.recipe, world)
-        assert load_newest(again, data, RunFolder(Path(folders[0]))) == 3
-        results[name] = (undisturbed, train_steps(again, data, range(4, 7)))
+        assert load_newest(again, data, RunFolder(Path(folders[0]))) == 2
+        results[name] = (undisturbed, train_steps(again, data, range(3, 5)))
     dist.barrier()
     return results
 
@@ -397,7 +397,7 @@ def test_the_references_learn_and_clip_and_drop_and_separate(
     for name, reference in references.items():
         if not name.endswith("experts"):  # whose initial weights are larger
             assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
-        assert reference.losses[-2] < 0.96 * reference.losses[0]
+        assert reference.losses[-2] < 0.98 * reference.losses[0]
     assert min(references["gpt"].grad_norms) > 0.5
     apart = zip(references["documents"].losses, references[""].losses, strict=True)
     assert max(abs(separate / across - 1) for separate, across in apart) > 5e-4
