@@ -113,14 +113,18 @@ def round_size(stages: int, micro_batches: int) -> int:
     return -(-micro_batches // max(1, micro_batches // stages))
 
 
-def most_activations(job: Job, stage: int, *, forward: bool) -> float:
-    """Return the largest activation memory of a stage during a backward or a forward pass.
+def most_activations(job: Job, stage: int, *, forward_of_zb_v: bool = False) -> float:
+    """Return the largest activation memory of a stage during a backward pass.
 
-    The two differ only for ZB-V, whose forward passes may run while the number of deferred weight
-    gradients is largest and none of them has started.
+    Args:
+        job: the job
+        stage: the stage
+        forward_of_zb_v: during a forward pass of ZB-V, which may run while the number of deferred
+            weight gradients is largest and none of them has started. With the other schedules, the
+            two kinds of passes do not differ.
     """
     moments = in_flight(job.layout, stage, job.micro_batches)
-    if forward and job.layout.schedule == "zb-v":
+    if forward_of_zb_v:
         moments = tuple(replace(each, ends=False) for each in moments)
     return max(held_activations(job, stage, each) for each in moments) + receive_bytes(job)
 

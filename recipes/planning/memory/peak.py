@@ -5,6 +5,7 @@ columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks; b
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from models.cost import block_parameters, position_parameters
 from recipes.planning.inputs.job import Job
@@ -132,8 +133,7 @@ def fits(job: Job) -> bool:
     return fullest <= gpu.memory_gib * GIB and host_bytes(job) <= gpu.node_memory_gib * GIB
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):  # a search makes hundreds of thousands, faster than of a dataclass
     """Bytes at one moment of a step, in addition to the state kept between steps."""
 
     activations: float = 0.0
@@ -149,12 +149,8 @@ class Moment:
 
 def memory_of_stage(job: Job, stage: int) -> StageMemory:
     """Return the peak memory of one stage."""
-    layout, footprint = job.layout, job.footprint
-    parameters = stage_parameters(job)[stage]
-    routed = routed_stage_parameters(job)[stage]
-    weights, gradients, optimizer = state_bytes(
-        footprint, layout, parameters, routed, momentum_parameters(job, stage)
-    )
+    footprint, parameters = job.footprint, stage_parameters(job)[stage]
+    weights, gradients, optimizer = state_of_stage(job, stage)
     moment = max(peak_candidates(job, stage, parameters), key=lambda each: each.total)
     wasted = footprint.fragmentation * (moment.activations + moment.working)
     return StageMemory(
@@ -166,6 +162,16 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
         buffers=moment.buffers,
         overhead=context_gib(job) * GIB + wasted,
     )
+
+
+def state_of_stage(job: Job, stage: int) -> tuple[float, float, float]:
+    """Return the bytes of weights, of gradients and of optimizer state that a stage keeps.
+
+    They do not depend on the recomputation.
+    """
+    parameters, routed = stage_parameters(job)[stage], routed_stage_parameters(job)[stage]
+    momentum = momentum_parameters(job, stage)
+    return state_bytes(job.footprint, job.layout, parameters, routed, momentum)
 
 
 def context_gib(job: Job) -> float:
@@ -183,7 +189,9 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     """
     layout, footprint = job.layout, job.footprint
     flying = micro_batches_in_flight(layout, stage, job.micro_batches)
-    activations = most_activations(job, stage, forward=False)
+    activations = in_forward = most_activations(job, stage)
+    if layout.schedule == "zb-v":
+        in_forward = most_activations(job, stage, forward_of_zb_v=True)
     is_grouped = layout.zero_stage == 2 and not job.shards_in_passes
     passing = (
         grouped_bytes(job, stage) if is_grouped else transient_bytes(footprint, layout, parameters)
@@ -202,7 +210,7 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     forward = max(forward_working_bytes(job), loss_bytes(job, stage, first_only))
     found = [
         Moment(
-            most_activations(job, stage, forward=True),
+            in_forward,
             forward,
             0.0 if first_only else gradients,
             0.0 if before_backward and not is_grouped else passing.buffers,

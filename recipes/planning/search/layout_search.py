@@ -1,5 +1,6 @@
 """Exhaustive search for the fastest layouts of a model on a machine."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from recipes.planning.memory.peak import (
     fullest_stage,
     host_bytes,
     memory_of_stage,
+    state_of_stage,
 )
 from recipes.planning.time.block_time import context_seconds
 from recipes.planning.time.step_time import StepTime, step_time
@@ -53,7 +55,8 @@ class SearchResult:
         tried: number of layouts whose memory was computed
         rejected: reason -> number of rejected layouts; an invalid size of an axis counts once, for
             all layouts with this size
-        nearest: the layout that exceeds the GPU memory least, and its excess in GiB
+        nearest: the layout that exceeds the GPU memory least, and its excess in GiB; None if a
+            layout fits
     """
 
     plans: list[Plan] = field(default_factory=list)
@@ -84,21 +87,27 @@ def search(
     # `fits`: the layout fits with less recomputation. `hopeless`: it does not even fit with full
     # recomputation.
     fits = hopeless = False
+    # A layout with more bytes of state than this is hopeless and needs more than the nearest one.
+    most_state = math.inf
     for layout in valid_layouts(job, result.rejected):
         result.tried += 1
         candidate = replace(job, layout=layout)
         if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
             result.rejected[TOO_LARGE_FOR_HOST] += 1
             continue
-        if layout.recompute == "none":
+        if layout.recompute == "none" and sum(state_of_stage(candidate, 0)) > most_state:
+            fits, hopeless = False, True
+        elif layout.recompute == "none":
             memory = memory_within(candidate, limit)
             fits = memory.total <= limit
             if not fits:
                 recomputed, recomputed_memory = with_full_recomputation(candidate, limit)
                 hopeless = recomputed_memory.total > limit
                 excess = (recomputed_memory.total - limit) / GIB
-                if hopeless and (result.nearest is None or excess < result.nearest[1]):
+                nearest = result.nearest[1] if result.nearest else math.inf
+                if hopeless and not fitting and excess < nearest:
                     result.nearest = recomputed.layout, excess
+                    most_state = recomputed_memory.total
         elif fits:
             continue
         elif not hopeless:
@@ -109,6 +118,7 @@ def search(
             fits = memory.total <= limit
         if fits:
             fitting.append(Plan(candidate, memory, predict_time(candidate)))
+            most_state, result.nearest = limit, None
         else:
             result.rejected[TOO_LARGE_FOR_GPU] += 1
     result.plans = nsmallest(top, fitting, key=order_of_plans(fitting))
