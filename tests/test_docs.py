@@ -163,7 +163,7 @@ def test_the_tree_equals_the_folders() -> None:
 def usages() -> dict[str, str]:
     """Return the help text of every script that a command names.
 
-    They run in forks of a single process, because importing torch takes seconds.
+    They run in forks of a single process, because the imports take seconds.
     """
     words = {word for command in COMMANDS for word in shlex.split(command)}
     scripts = sorted(word for word in words if word.endswith(".py") and "/" in word)
@@ -177,9 +177,17 @@ def usages() -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-PRINT_USAGES = """
-import json, os, runpy, sys, tempfile
-import deepspeed, transformers
+PRINT_USAGES = '''
+import atexit, importlib, json, os, runpy, sys, tempfile
+from recipes.proving.worlds import PRELOADED_MODULES
+
+for name in (*PRELOADED_MODULES, "datasets", "matplotlib.pyplot", "tests.ranks"):
+    importlib.import_module(name)
+
+def end():
+    """End this process before the interpreter frees its modules one by one."""
+    sys.stdout.flush()
+    os._exit(0)
 
 usages = {}
 for script in sys.argv[1:]:
@@ -189,12 +197,13 @@ for script in sys.argv[1:]:
             os.dup2(file.fileno(), 1)
             sys.argv = [script, "--help"]
             sys.path[0] = os.path.dirname(script)
+            atexit.register(end)
             runpy.run_path(script, run_name="__main__")
         os.waitpid(child, 0)
         file.seek(0)
         usages[script] = file.read().decode()
 print(json.dumps(usages))
-"""
+'''
 
 
 @pytest.mark.parametrize("command", COMMANDS)
