@@ -10,7 +10,7 @@ from tests.fault_injection.soak import FAULTS, soak
 @pytest.mark.parametrize(
     "kind",
     [
-        "dense",
+        pytest.param("dense", marks=pytest.mark.long),
         pytest.param("experts", marks=pytest.mark.long),
         pytest.param("muon", marks=pytest.mark.long),
     ],

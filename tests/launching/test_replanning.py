@@ -22,7 +22,14 @@ def test_the_recipes_own_nodes_have_its_own_layout() -> None:
     assert (placement.nodes, placement.overrides) == (nodes, [f"cluster.nodes={nodes}"])
 
 
-@pytest.mark.parametrize("file", ["llama/7b.toml", "llama/70b.toml", "qwen3/32b.toml"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "llama/7b.toml",
+        pytest.param("llama/70b.toml", marks=pytest.mark.long),
+        pytest.param("qwen3/32b.toml", marks=pytest.mark.long),
+    ],
+)
 def test_every_placement_is_a_valid_recipe(file: str) -> None:
     replanner = Replanner(REPOSITORY / "recipes" / file, [])
     size = replanner.cluster.gpus_per_node

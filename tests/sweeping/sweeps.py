@@ -1,6 +1,8 @@
 """Start sweeps with injected faults, for tests."""
 
+import contextlib
 import csv
+import io
 import json
 import os
 import shutil
@@ -10,7 +12,10 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from models.errors import UserError
+from recipes import sweep as command
 from recipes.sweeping.choice import Request, choose
 from recipes.sweeping.trial import Trial
 from recipes.training.recipe.loading import REPOSITORY
@@ -83,6 +88,21 @@ class Sweep:
         finally:
             process.kill()
         return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+    def rejection(self, *options: str) -> str:
+        """Return the message with which a command is rejected before it starts a process."""
+        words = ["sweep.py", str(self.recipe), "--sweep-dir", str(self.folder)]
+        errors = io.StringIO()
+        try:
+            with (
+                mock.patch.object(sys, "argv", [*words, *self.options, *options]),
+                contextlib.redirect_stderr(errors),
+            ):
+                given = command.parse_command_line("")
+                command.command_of(given)(given)
+        except (UserError, SystemExit) as problem:
+            return f"{errors.getvalue()}{problem}"
+        raise AssertionError(f"{options} are not rejected")
 
     def kill(self, process: subprocess.Popen) -> None:
         """Kill a scheduler, and check that its ranks end."""

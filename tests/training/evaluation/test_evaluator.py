@@ -52,13 +52,13 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "experts": EXPERTS,
 }
-QUICK: dict[str, dict[str, Any]] = {  # of 8 ranks: each engine, axis and ZeRO stage
+QUICK: dict[str, dict[str, Any]] = {  # of 8 ranks: each engine
     "pipeline 2 tensor 2 context 2": PIPELINE2 | TENSOR2 | CONTEXT2 | SEQUENCE,
-    "documents dualpipev ring 2 data 2": DOCUMENTS | FOLDED | CONTEXT2 | RING,
-    "experts context 2 expert 2 expert tensor 2": EXPERTS | CONTEXT2 | EXPERT2 | COLUMNS2,
     "gpt zero3 tensor 2 context 2": GPT | ZERO3 | TENSOR2 | CONTEXT2 | SEQUENCE,
 }
 LONG: dict[str, dict[str, Any]] = {
+    "documents dualpipev ring 2 data 2": DOCUMENTS | FOLDED | CONTEXT2 | RING,
+    "experts context 2 expert 2 expert tensor 2": EXPERTS | CONTEXT2 | EXPERT2 | COLUMNS2,
     "zero2 data 4 tensor 2": ZERO2 | TENSOR2 | SEQUENCE,
     "zero3 data 4 ulysses 2": ZERO3 | CONTEXT2 | ULYSSES,
     "interleaved tensor 2 data 2": INTERLEAVED | TENSOR2,

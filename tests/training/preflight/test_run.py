@@ -146,6 +146,7 @@ def test_cpus_have_no_preflight_by_default(corpus: Path, tmp_path: Path) -> None
     assert not event
 
 
+@pytest.mark.long
 def test_a_preflight_obeys_the_rules_of_nccl(corpus: Path, tmp_path: Path) -> None:
     install = (
         "from tests.nccl_rules.device import Rules\n"

@@ -68,7 +68,7 @@ def kinds_worker(corpus: str) -> dict[str, tuple[str, ...]]:
     return {name: engine.state.kinds(name) for name, _ in engine.parameters()}
 
 
-@pytest.mark.parametrize("model", SWITCHES)
+@pytest.mark.parametrize("model", ["llama", pytest.param("gpt", marks=pytest.mark.long)])
 def test_twenty_steps_equal_a_plain_implementation(model: str, corpus: Path) -> None:
     torch.set_num_threads(1)
     recipe = recipe_of(corpus, **SWITCHES[model])
@@ -108,6 +108,7 @@ def layouts_worker(corpus: str, model: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_sixteen_bits_train_in_several_layouts(corpus: Path) -> None:
     """Losses on one and on two ranks agree up to the rounding of 16 bits."""
     one = run_ranks(1, precision_worker, str(corpus), 1)[0]
