@@ -11,7 +11,7 @@ from tests.fault_injection.soak import FAULTS, soak
     "kind",
     [
         pytest.param("dense", marks=pytest.mark.long),
-        pytest.param("experts", marks=pytest.mark.long),
+        pytest.param("experts", marks=pytest.mark.exhaustive),
         pytest.param("muon", marks=pytest.mark.long),
     ],
 )

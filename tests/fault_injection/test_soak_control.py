@@ -49,10 +49,7 @@ NOTICED = {
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        pytest.param(fault, marks=pytest.mark.long if number == 0 else pytest.mark.exhaustive)
-        for number, fault in enumerate(FAULTS)
-    ],
+    [pytest.param(fault, marks=pytest.mark.exhaustive) for fault in FAULTS],
 )
 def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
     report = soak(tmp_path, rounds=60, seed=2, fault=fault)

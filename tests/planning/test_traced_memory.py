@@ -197,21 +197,22 @@ VARIANTS = {
     "qk-norm": ["model.qk_norm=true", "layout.tensor=2", "layout.pipeline=1"],
 }  # fmt: skip
 
-# The other cases are long or exhaustive tests.
 QUICK = ("tensor, stages", "fp16", "zero-2", "zero-3, one micro-batch")
-RARE = (
-    "interleaved, 3 chunks, tensor", "interleaved, full", "interleaved, uneven",
-    "dualpipev, tensor", "dualpipev, uneven", "zb-h1, full", "zb-v, full", "context, long, gather",
-    "context, long, ulysses", "attention dropout, full",
+LONG = (  # each axis, schedule and ZeRO stage; the other layouts are exhaustive tests
+    "sequence parallel, stages", "selective", "full by 2", "dualpipev", "interleaved", "zb-h1",
+    "zb-v, tensor", "zero-2, stages", "zero-2, shard group", "zero-3", "gpt, dropout",
+    "context, ring", "context, tensor, stages", "experts, tensor, expert", "experts, columns",
+    "experts, shared", "muon, zero-2", "muon, experts",
 )  # fmt: skip
+assert set(QUICK + LONG) <= set(VARIANTS)
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}
-LONG = ("llama-3b", "olmoe-1b-7b", "llama-70b", "megatron-1t", "qwen3-14b")
+LONG_RECIPES = ("olmoe-1b-7b", "llama-70b")
 EXHAUSTIVE = pytest.mark.exhaustive
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
     """Return the marks of the test of a layout."""
-    return [] if name in QUICK else [EXHAUSTIVE if name in RARE else pytest.mark.long]
+    return [] if name in QUICK else [pytest.mark.long if name in LONG else EXHAUSTIVE]
 
 
 def planned_job(path: Path, overrides: list[str]) -> tuple[Recipe, Job]:
@@ -262,7 +263,7 @@ def test_activations_shrink_with_the_context_ranks(attention: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=name, marks=pytest.mark.long if name in LONG else EXHAUSTIVE)
+        pytest.param(path, id=name, marks=pytest.mark.long if name in LONG_RECIPES else EXHAUSTIVE)
         for path, name in RECIPES.items()
     ],
 )

@@ -56,7 +56,7 @@ QUICK: dict[str, dict[str, Any]] = {  # of 8 ranks: each engine
     "pipeline 2 tensor 2 context 2": PIPELINE2 | TENSOR2 | CONTEXT2 | SEQUENCE,
     "gpt zero3 tensor 2 context 2": GPT | ZERO3 | TENSOR2 | CONTEXT2 | SEQUENCE,
 }
-LONG: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, dict[str, Any]] = {
     "documents dualpipev ring 2 data 2": DOCUMENTS | FOLDED | CONTEXT2 | RING,
     "experts context 2 expert 2 expert tensor 2": EXPERTS | CONTEXT2 | EXPERT2 | COLUMNS2,
     "zero2 data 4 tensor 2": ZERO2 | TENSOR2 | SEQUENCE,
@@ -74,6 +74,13 @@ LONG: dict[str, dict[str, Any]] = {
     "experts zb-v expert 4": EXPERTS | ZB_V | {"layout__expert": 4},
     "experts zero3 tensor 2 context 2": EXPERTS | ZERO3 | TENSOR2 | CONTEXT2,
 }
+LONG = (  # the other layouts are exhaustive tests
+    "documents dualpipev ring 2 data 2",
+    "experts context 2 expert 2 expert tensor 2",
+    "zero2 zb-v context 4",
+    "zero3 data 4 ulysses 2",
+    "shard group 2",
+)
 
 
 def evaluate_worker(folder: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -105,8 +112,16 @@ def of_quick_layouts(text_corpus: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def of_long_layouts(text_corpus: Path) -> list[dict[str, Any]]:
-    return run_ranks(8, evaluate_worker, str(text_corpus), LONG)
+def of_other_layouts(text_corpus: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Return the evaluations in the layouts of the selected tests."""
+    name_of = test_evaluations_do_not_depend_on_the_layout_either.__name__
+    selected = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if getattr(item, "originalname", "") == name_of
+    }
+    layouts = {name: each for name, each in OTHERS.items() if name in selected}
+    return run_ranks(8, evaluate_worker, str(text_corpus), layouts)
 
 
 def check_layout(name: str, alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
@@ -132,12 +147,17 @@ def test_evaluations_do_not_depend_on_the_layout(
     check_layout(name, alone, of_quick_layouts)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.exhaustive)
+        for name in OTHERS
+    ],
+)
 def test_evaluations_do_not_depend_on_the_layout_either(
-    name: str, alone: dict[str, Any], of_long_layouts: list[dict[str, Any]]
+    name: str, alone: dict[str, Any], of_other_layouts: list[dict[str, Any]]
 ) -> None:
-    check_layout(name, alone, of_long_layouts)
+    check_layout(name, alone, of_other_layouts)
 
 
 FAULTS = {
