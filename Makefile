@@ -90,7 +90,7 @@ long: $(READY) ## run the tests that take minutes, such as traces of large recip
 	@$(BIN)/python -m pytest -m long $(PARALLEL) $(ARGS)
 
 # CI does not run these tests. Run them after a change to the pipeline or to supervision.
-exhaustive: $(READY) ## run the tests that take an hour, such as whole proofs under NCCL's rules
+exhaustive: $(READY) ## run the tests that take hours, such as whole proofs under NCCL's rules
 	@$(BIN)/python -m pytest -m exhaustive -rs $(ARGS)
 
 gpu: ## check your GPUs in ten minutes: losses, resuming, export, speed; installs nothing
