@@ -28,6 +28,14 @@ from recipes.proving.worlds import (
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import start_processes
 
+# Of the fork server. Most test files import pytest, and some matplotlib or transformers.
+MODULES = [
+    *PRELOADED_MODULES,
+    "pytest",
+    "matplotlib.pyplot",
+    "transformers.models.auto.modeling_auto",
+    "tests.frozen_imports",
+]
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 420
 
@@ -131,7 +139,7 @@ def _fork(
     seconds per world.
     """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(PRELOADED_MODULES)
+    server.set_forkserver_preload(MODULES)
     port, deadline = free_port(), time.monotonic() + seconds
     with environment(RANK_ENVIRONMENT):  # of the server, which starts with the first rank
         processes = [

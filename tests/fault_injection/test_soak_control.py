@@ -12,6 +12,7 @@ from tests.fault_injection.soak_control import left_over, soak
 from tests.fault_injection.soak_faults import FAULTS
 
 
+@pytest.mark.long
 def test_the_run_stays_on_the_requested_branch(tmp_path: Path) -> None:
     report = soak(tmp_path, rounds=10, seed=1)
     print(report)

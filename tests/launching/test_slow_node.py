@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tomli_w
 
 from recipes.training.recipe.loading import REPOSITORY
@@ -11,6 +12,7 @@ from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import changed
 
 
+@pytest.mark.long
 def test_a_node_that_is_slow_is_replaced_and_the_alert_says_so(small: dict, tmp_path: Path) -> None:
     """Of two ranks, one is always a little slower than the limit of this recipe allows."""
     recipe, hosts, folder = tmp_path / "recipe.toml", tmp_path / "hosts", tmp_path / "run"

@@ -138,6 +138,7 @@ def relay_with_faults(
     return found
 
 
+@pytest.mark.long
 def test_faults_of_saving_and_loading_are_noticed(corpus: Path, tmp_path: Path) -> None:
     legs, bf16 = pipeline_and_tensor(corpus, "fp32"), pipeline_and_tensor(corpus, "bf16")
     found = run_ranks(2, relay_with_faults, legs, bf16, tmp_path)[0]

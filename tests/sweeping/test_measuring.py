@@ -47,6 +47,7 @@ def options_of(settings: list[str], **options: Any) -> list[str]:
     return words + [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 
+@pytest.mark.long
 def test_real_ranks_measure_layouts(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "small.toml", model__sequence_length=128)
     sweep = Sweep(tmp_path, recipe, fake=False)

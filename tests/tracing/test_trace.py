@@ -202,8 +202,8 @@ def test_the_traced_micro_batches_reach_the_peak(stage: int, small: dict[str, An
 @pytest.mark.parametrize(
     "schedule",
     [
-        "zb-h1",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("interleaved", "dualpipev", "zb-v")),
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("zb-h1", "interleaved", "dualpipev", "zb-v")
     ],
 )
 def test_the_traced_micro_batches_reach_the_peak_in_every_schedule(

@@ -39,10 +39,6 @@ EXPERTS = {
 MUON = {"optimizer__kind": "muon"}
 SPLIT = {"tensor": 2, "sequence_parallel": True}
 FOUR_STAGES = ("zb-v",)  # the long tests run all schedules, with eight stages
-QUICK_LAYOUTS_OF_FOUR = (
-    "sequence parallel, recomputed", "context, ring", "experts, overlap, ZeRO-2",
-    "experts, tensor, bf16", "Muon, bf16",
-)  # fmt: skip
 LONG = [(2, "one hardware queue"), (4, "posting order")]
 EXHAUSTIVE = [
     (4, "one hardware queue"),
@@ -224,11 +220,6 @@ def test_every_layout_trains_under_the_rules_with_the_numbers_of_one_process(
     size: int, rules: str, corpus: Path
 ) -> None:
     compare_with_one_process(size, rules, layouts_of(size), corpus)
-
-
-def test_some_layouts_of_four_ranks_train_under_the_rules(corpus: Path) -> None:
-    layouts = {name: layouts_of(4)[name] for name in QUICK_LAYOUTS_OF_FOUR}
-    compare_with_one_process(4, "posting order", layouts, corpus)
 
 
 @pytest.mark.exhaustive
