@@ -397,7 +397,7 @@ def test_the_references_learn_and_clip_and_drop_and_separate(
     for name, reference in references.items():
         if not name.endswith("experts"):  # whose initial weights are larger
             assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
-        assert reference.losses[-2] < 0.98 * reference.losses[0]
+        assert reference.losses[-2] < 0.985 * reference.losses[0]
     assert min(references["gpt"].grad_norms) > 0.5
     apart = zip(references["documents"].losses, references[""].losses, strict=True)
     assert max(abs(separate / across - 1) for separate, across in apart) > 5e-4
