@@ -41,6 +41,7 @@ from recipes.planning.memory.model_states import state_bytes
 from recipes.planning.memory.peak import GIB, fullest_stage, host_bytes, stage_memory
 from recipes.planning.output.plan_report import rates
 from recipes.planning.output.recipe_edits import changes
+from recipes.planning.search import layout_search
 from recipes.planning.search.layout_search import (
     DEFAULT_HEADROOM,
     MIN_TOKENS_PER_CONTEXT_RANK,
@@ -666,6 +667,26 @@ def test_rejected_layouts_are_counted_by_reason() -> None:
     small = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=8), precision="fp16")
     nothing = search(small, 1)
     assert not nothing.plans and nothing.nearest is not None and nothing.nearest[1] > 10
+
+
+@pytest.mark.parametrize("gpus", [8, 16])
+def test_skipping_layouts_with_too_much_state_changes_nothing(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, job = planned("llama/13b", "deepspeed=ds_configs/zero1_fp16.json")
+    job = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=gpus))
+    found = search(job, 3)
+    assert bool(found.plans) == (gpus == 16) == (found.nearest is None)
+    computed = []
+    memory_of = layout_search.memory_of_stage
+    monkeypatch.setattr(
+        layout_search, "memory_of_stage", lambda *of: computed.append(of) or memory_of(*of)
+    )
+    assert search(job, 3) == found
+    skipping = len(computed)
+    monkeypatch.setattr(layout_search, "state_of_stage", lambda job, stage: (0.0, 0.0, 0.0))
+    assert search(job, 3) == found
+    assert len(computed) - skipping > skipping  # without skipping
 
 
 def test_rejected_context_sizes_are_counted() -> None:
