@@ -5,7 +5,7 @@ import pytest
 from benchmarks.pipelines.sleeping_reductions import Setting, compare
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_communication_that_no_pass_hides_is_measured() -> None:
     """Most of a reduction of four backward passes, and of a gathering, is exposed."""
     setting = Setting(micro_batches=4, forward=0.02, layers=2, reductions=(4.0,), rounds=2)

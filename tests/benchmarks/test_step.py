@@ -46,7 +46,7 @@ def test_other_losses_are_rejected() -> None:
         check_first_losses(alike | {"theirs": [Turn(0, 1, 5.1)]}, 1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_row_of_two_contestants() -> None:
     """Each contestant runs in its own process, uncompiled because compiling takes too long."""
     eager = {rows.OURS: Entry("ours"), rows.EAGER: Entry("transformers")}

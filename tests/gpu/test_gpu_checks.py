@@ -79,7 +79,7 @@ def test_layouts_pass_on_two_ranks(tmp_path: Path) -> None:
     assert "| tensor 2, 2 ranks | " in "\n".join(outcome.lines)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_kernels_pass_on_two_ranks(tmp_path: Path) -> None:
     outcome = run("kernels", Setting(output=tmp_path, **CPU | {"gpus": 2}))
     rows = [line for line in outcome.lines if line.endswith("| yes |")]

@@ -108,7 +108,7 @@ def test_the_engine_of_a_trial_is_freed(tmp_path: Path) -> None:
     assert max(sizes) - sizes[0] < 10_000, sizes  # the model alone has 500 kB of state
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_trial_measures_the_same_in_shared_processes(tmp_path: Path) -> None:
     """Memory must not contain that of earlier trials, nor may they slow later ones down."""
     recipe = write_recipe(

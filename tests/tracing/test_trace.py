@@ -202,8 +202,11 @@ def test_the_traced_micro_batches_reach_the_peak(stage: int, small: dict[str, An
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param(name, marks=pytest.mark.long)
-        for name in ("zb-h1", "interleaved", "dualpipev", "zb-v")
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("zb-h1", "zb-v")),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("interleaved", "dualpipev")
+        ),
     ],
 )
 def test_the_traced_micro_batches_reach_the_peak_in_every_schedule(

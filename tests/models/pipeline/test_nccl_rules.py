@@ -38,9 +38,14 @@ EXPERTS = {
 }  # fmt: skip
 MUON = {"optimizer__kind": "muon"}
 SPLIT = {"tensor": 2, "sequence_parallel": True}
-FOUR_STAGES = ("zb-v",)  # the long tests run all schedules, with eight stages
-LONG = [(2, "one hardware queue"), (4, "posting order")]
+FOUR_STAGES = ("zb-v",)  # the exhaustive tests run all schedules, with eight stages
+LONG_LAYOUTS_OF_FOUR = (
+    "zb-v", "sequence parallel, recomputed", "data, bf16", "context, gather", "context, ring",
+    "experts", "experts, overlap, ZeRO-2", "experts, tensor, bf16", "ZeRO-2, interleaved",
+    "Muon, bf16",
+)  # fmt: skip
 EXHAUSTIVE = [
+    (4, "posting order"),
     (4, "one hardware queue"),
     (4, "any order"),
     (8, "posting order"),
@@ -212,7 +217,7 @@ def layouts_worker(
     ("size", "rules"),
     [
         (2, "posting order"),
-        *(pytest.param(size, each, marks=pytest.mark.long) for size, each in LONG),
+        pytest.param(2, "one hardware queue", marks=pytest.mark.long),
         *(pytest.param(size, each, marks=pytest.mark.exhaustive) for size, each in EXHAUSTIVE),
     ],
 )
@@ -220,6 +225,12 @@ def test_every_layout_trains_under_the_rules_with_the_numbers_of_one_process(
     size: int, rules: str, corpus: Path
 ) -> None:
     compare_with_one_process(size, rules, layouts_of(size), corpus)
+
+
+@pytest.mark.long
+def test_some_layouts_of_four_ranks_train_under_the_rules(corpus: Path) -> None:
+    layouts = {name: layouts_of(4)[name] for name in LONG_LAYOUTS_OF_FOUR}
+    compare_with_one_process(4, "posting order", layouts, corpus)
 
 
 @pytest.mark.exhaustive
