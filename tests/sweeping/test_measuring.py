@@ -181,7 +181,7 @@ def check_killed(
     print(done.stdout[-1500:])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_killed_sweep_of_real_ranks_continues(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "small.toml")
     options = ["--top", "8", "--steps", "2", "--warm-up", "1", "--seconds-per-trial", "8"]
