@@ -91,6 +91,8 @@ def dense_blocks(job: Job) -> tuple[tuple[int, ...], ...]:
 def dense_of_virtual_stages(job: Job) -> tuple[int, ...]:
     """Return the number of blocks of each virtual stage before the first block with experts."""
     left = job.model.experts.dense_layers if job.model.experts else 0
+    if not left:
+        return (0,) * len(job.blocks_of_virtual_stages)
     found = []
     for blocks in job.blocks_of_virtual_stages:
         found.append(min(left, blocks))
