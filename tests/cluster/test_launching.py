@@ -158,8 +158,8 @@ def test_a_job_trains_as_one_process_does(submit, alone: Path, tmp_path: Path) -
 
 
 def test_a_job_is_saved_before_its_time_limit_and_resumes(submit, tmp_path: Path) -> None:
-    job = submit(training__steps=40)
-    wait_for_step(tmp_path / "run", 10)
+    job = submit(training__steps=24)
+    wait_for_step(tmp_path / "run", 6)
     assert job.cluster.run(f"scancel --batch --signal=USR1 {job.number}").returncode == 0
     facts = job.wait("COMPLETED", "FAILED")
     assert facts["JobState"] == "COMPLETED" and facts["Restarts"] == "1", job.words(facts)
@@ -167,13 +167,13 @@ def test_a_job_is_saved_before_its_time_limit_and_resumes(submit, tmp_path: Path
     assert told == ["start", "save", "stop", "resume", "save", "end"]
     disturbed = metrics(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    submit(training__steps=40).wait("COMPLETED")
-    assert disturbed == metrics(tmp_path / "run") and len(disturbed) == 40
+    submit(training__steps=24).wait("COMPLETED")
+    assert disturbed == metrics(tmp_path / "run") and len(disturbed) == 24
 
 
 def test_a_job_resumes_without_a_dead_host(submit, cluster: Cluster, tmp_path: Path) -> None:
     job = submit(
-        training__steps=80,
+        training__steps=50,
         checkpoint__every=5,
         layout__pipeline=2,
         cluster={"nodes": 2, "gpus_per_node": 2, "gpu": "H100"},
@@ -184,7 +184,7 @@ def test_a_job_resumes_without_a_dead_host(submit, cluster: Cluster, tmp_path: P
     try:
         facts = job.wait("COMPLETED", "FAILED")
         assert facts["JobState"] == "COMPLETED", job.words(facts)
-        assert victim not in facts["NodeList"] and len(metrics(tmp_path / "run")) == 80
+        assert victim not in facts["NodeList"] and len(metrics(tmp_path / "run")) == 50
         assert "resume" in events(tmp_path / "run")
     finally:
         cluster.restart_host(victim)
