@@ -80,17 +80,17 @@ soak: $(READY) ## kill and resume small runs hundreds of times, and check that n
 # most tests first.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-test: $(READY) ## run the tests that take ten minutes together on two cores
+test: $(READY) ## run the tests that take twenty minutes together on two cores
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 cluster: $(READY) ## test launching and faults with Slurm and hosts on this machine (as root)
 	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)
 
-long: $(READY) ## run the tests that take minutes, such as traces of large recipes
+long: $(READY) ## run the tests that take minutes, such as kills of a run at random instants
 	@$(BIN)/python -m pytest -m long $(PARALLEL) $(ARGS)
 
 # CI does not run these tests. Run them after a change to the pipeline or to supervision.
-exhaustive: $(READY) ## run the tests that take hours, such as whole proofs under NCCL's rules
+exhaustive: $(READY) ## run all other tests, which take hours: every layout, recipe and fault
 	@$(BIN)/python -m pytest -m exhaustive -rs $(ARGS)
 
 gpu: ## check your GPUs in ten minutes: losses, resuming, export, speed; installs nothing

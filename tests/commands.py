@@ -1,7 +1,8 @@
-"""Run a command of recipes/ in the process of the tests, which has imported most of it already."""
+"""Run a command of recipes/ in the process of the tests, where most imports are already loaded."""
 
 import contextlib
 import io
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,15 +12,16 @@ from unittest import mock
 def run_here(main: Callable[[], None], *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the `main` of a command; return its exit code and what it printed.
 
-    A new interpreter would need seconds for the imports. Output of processes that the command
-    starts is not in the result.
+    A new interpreter would need seconds for the imports. The output of child processes is not
+    captured, and signal handlers that the command changes are restored.
 
     Args:
         main: function that reads sys.argv
-        arguments: of the command line, without the name of the command
+        arguments: command-line arguments, without the name of the command
     """
     words = [f"{main.__module__.rpartition('.')[2]}.py", *map(str, arguments)]
     output, errors, code = io.StringIO(), io.StringIO(), 0
+    handler = signal.getsignal(signal.SIGPIPE)
     with (
         mock.patch.object(sys, "argv", words),
         contextlib.redirect_stdout(output),
@@ -31,4 +33,6 @@ def run_here(main: Callable[[], None], *arguments: object) -> subprocess.Complet
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
+        finally:
+            signal.signal(signal.SIGPIPE, handler)
     return subprocess.CompletedProcess(words, code, output.getvalue(), errors.getvalue())

@@ -1,7 +1,7 @@
-"""Exempt the objects of all imports from garbage collection in the processes that are forked later.
+"""Freeze all imported objects, so that forked ranks do not garbage-collect them.
 
-The fork server of tests/ranks.py imports this module last. Otherwise the first collection of each
-rank would visit, and thereby copy, all of these objects, which takes a third of a second.
+tests/ranks.py lists this module last. Without it, the first collection of each rank writes to every
+object's header and thereby copies its memory page, which takes a third of a second.
 """
 
 import gc

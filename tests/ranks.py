@@ -28,8 +28,9 @@ from recipes.proving.worlds import (
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import start_processes
 
-# Of the fork server. Most test files import pytest, and some matplotlib or transformers.
-MODULES = [
+# The fork server imports these modules before it forks ranks, because most test files import
+# pytest, and some matplotlib or transformers.
+FORK_SERVER_MODULES = [
     *PRELOADED_MODULES,
     "pytest",
     "matplotlib.pyplot",
@@ -139,7 +140,7 @@ def _fork(
     seconds per world.
     """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(MODULES)
+    server.set_forkserver_preload(FORK_SERVER_MODULES)
     port, deadline = free_port(), time.monotonic() + seconds
     with environment(RANK_ENVIRONMENT):  # of the server, which starts with the first rank
         processes = [

@@ -266,7 +266,7 @@ def test_the_proofs_are_counted_right() -> None:
 
     page = " ".join(DOCS["testing.md"].split())
     assert f"in {len(CASES)} layouts" in page
-    assert f"({sum(map(len, QUICK.values()))} of them here" in page
+    assert f"({sum(map(len, QUICK.values()))} of them in `make test`" in page
     assert len(BAD) > 50 and "More than 50 bad recipes" in page
 
 

@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(bool(missing()), reason=f"no cluster here: {missing()}"),
 ]
-QUICK = [  # the other faults are exhaustive tests; `make long` has six more on one host
+QUICK = [  # the others are exhaustive tests; six on one host are long ones, with a full pipe
     "a rank's gradient is not finite, 1 hosts", "a rank crashes, 1 hosts",
     "SIGTERM to a rank, 2 hosts", "SIGSTOP to a rank, 2 hosts", "SIGTERM to deepspeed, 2 hosts",
     "SIGKILL to a node's launcher, 2 hosts", "a host's link is cut, 2 hosts",

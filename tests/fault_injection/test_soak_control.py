@@ -14,10 +14,10 @@ from tests.fault_injection.soak_faults import FAULTS
 
 @pytest.mark.long
 def test_the_run_stays_on_the_requested_branch(tmp_path: Path) -> None:
-    report = soak(tmp_path, rounds=6, seed=1)
+    report = soak(tmp_path, rounds=10, seed=1)
     print(report)
     assert not report.wrong, str(report)
-    assert report.rounds.total() == 6
+    assert report.rounds.total() == 10
 
 
 def test_a_watchdog_that_outlives_its_rank_is_reported() -> None:
@@ -50,7 +50,10 @@ NOTICED = {
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault, marks=pytest.mark.exhaustive) for fault in FAULTS],
+    [
+        pytest.param(fault, marks=pytest.mark.long if number == 0 else pytest.mark.exhaustive)
+        for number, fault in enumerate(FAULTS)
+    ],
 )
 def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
     report = soak(tmp_path, rounds=60, seed=2, fault=fault)

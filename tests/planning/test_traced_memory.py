@@ -205,6 +205,7 @@ LONG = (  # the other layouts are exhaustive tests
 assert set(QUICK + LONG) <= set(VARIANTS)
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}
 LONG_RECIPES = ("llama-70b",)
+assert set(LONG_RECIPES) <= set(RECIPES.values())
 EXHAUSTIVE = pytest.mark.exhaustive
 
 

@@ -36,7 +36,7 @@ TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for
 def prepare(
     *arguments: object, smallest_piece: int = pieces.MIN_PIECE_BYTES
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command, which divides its sources into pieces of at least that many bytes."""
+    """Run the command in this process, with pieces of at least `smallest_piece` bytes."""
     with mock.patch.object(pieces, "MIN_PIECE_BYTES", smallest_piece):
         return run_here(prepare_data.main, *arguments)
 

@@ -691,9 +691,9 @@ def mutant_reference_worker(corpus: str) -> dict[str, Outcome]:
 
 def train_once(cases: dict[str, ProofCase]) -> dict[str, Outcome]:
     """Return the outcome of each case; equal cases are trained only once."""
-    different = {repr(case): case for case in cases.values()}
-    outcomes = dict(zip(different, try_cases(different.values()), strict=True))
-    return {name: outcomes[repr(case)] for name, case in cases.items()}
+    different = dict.fromkeys(cases.values())
+    outcomes = dict(zip(different, try_cases(different), strict=True))
+    return {name: outcomes[case] for name, case in cases.items()}
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from models.errors import UserError
-from recipes import sweep as command
+from recipes import sweep as sweep_command
 from recipes.sweeping.choice import Request, choose
 from recipes.sweeping.trial import Trial
 from recipes.training.recipe.loading import REPOSITORY
@@ -90,16 +90,17 @@ class Sweep:
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 
     def rejection(self, *options: str) -> str:
-        """Return the message with which a command is rejected before it starts a process."""
+        """Return the error message of a command line that is rejected before a process starts."""
         words = ["sweep.py", str(self.recipe), "--sweep-dir", str(self.folder)]
         errors = io.StringIO()
         try:
             with (
                 mock.patch.object(sys, "argv", [*words, *self.options, *options]),
+                mock.patch.object(subprocess, "Popen", side_effect=AssertionError("a process")),
                 contextlib.redirect_stderr(errors),
             ):
-                given = command.parse_command_line("")
-                command.command_of(given)(given)
+                given = sweep_command.parse_command_line("")
+                sweep_command.command_of(given)(given)
         except (UserError, SystemExit) as problem:
             return f"{errors.getvalue()}{problem}"
         raise AssertionError(f"{options} are not rejected")

@@ -241,7 +241,10 @@ class Job:
 
 
 def once_per_job(function: Callable[[Job], Value]) -> Callable[[Job], Value]:
-    """Decorate a function of a job that a search calls many times: it runs once for each job."""
+    """Cache a function's result in its job, as `cached_property` does for a method.
+
+    A search calls such a function many times per job.
+    """
     name = f"{function.__module__}.{function.__qualname__}"
 
     @wraps(function)

@@ -114,14 +114,11 @@ def round_size(stages: int, micro_batches: int) -> int:
 
 
 def most_activations(job: Job, stage: int, *, forward_of_zb_v: bool = False) -> float:
-    """Return the largest activation memory of a stage during a backward pass.
+    """Return the largest activation memory of a stage while it runs a pass.
 
-    Args:
-        job: the job
-        stage: the stage
-        forward_of_zb_v: during a forward pass of ZB-V, which may run while the number of deferred
-            weight gradients is largest and none of them has started. With the other schedules, the
-            two kinds of passes do not differ.
+    forward_of_zb_v: the peak during a forward pass of ZB-V, when the most weight gradients are
+        deferred and none of them has started. In the other schedules, both kinds of passes have the
+        same peak.
     """
     moments = in_flight(job.layout, stage, job.micro_batches)
     if forward_of_zb_v:
@@ -149,20 +146,21 @@ def held_activations(job: Job, stage: int, moment: InFlight) -> float:
 
 @once_per_job
 def bytes_of_blocks(job: Job) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return what `activation_bytes` and `deferred_bytes` return for both kinds of blocks.
+    """Return (kept, deferred) bytes of a block with experts and of a dense block.
 
-    The first kind are the model's blocks, the second those before its first block with experts.
+    They are the results of `activation_bytes` and `deferred_bytes`. In a model without experts,
+    both pairs are equal.
     """
     layout, footprint = job.layout, job.footprint
     fused = not job.writes_scores
-    first, second = (
+    with_experts, dense = (
         (
             activation_bytes(model, layout, footprint, fused, job.expert_imbalance),
             deferred_bytes(model, layout, footprint),
         )
         for model in (job.model, job.model.dense)
     )
-    return first, second
+    return with_experts, dense
 
 
 @lru_cache(maxsize=4096)

@@ -133,7 +133,9 @@ def fits(job: Job) -> bool:
     return fullest <= gpu.memory_gib * GIB and host_bytes(job) <= gpu.node_memory_gib * GIB
 
 
-class Moment(NamedTuple):  # a search makes hundreds of thousands, faster than of a dataclass
+# A NamedTuple, because a search creates hundreds of thousands of moments, and it takes longer to
+# create frozen dataclasses.
+class Moment(NamedTuple):
     """Bytes at one moment of a step, in addition to the state kept between steps."""
 
     activations: float = 0.0
@@ -165,10 +167,7 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
 
 
 def state_of_stage(job: Job, stage: int) -> tuple[float, float, float]:
-    """Return the bytes of weights, of gradients and of optimizer state that a stage keeps.
-
-    They do not depend on the recomputation.
-    """
+    """Return the bytes of weights, of gradients and of optimizer state that a stage keeps."""
     parameters, routed = stage_parameters(job)[stage], routed_stage_parameters(job)[stage]
     momentum = momentum_parameters(job, stage)
     return state_bytes(job.footprint, job.layout, parameters, routed, momentum)

@@ -52,10 +52,10 @@ class SearchResult:
     Attributes:
         plans: the fastest layouts that fit: first the layouts within NEAR_TIE of the fastest one,
             from the simplest on, then the others, from the fastest on
-        tried: number of layouts whose memory was computed
+        tried: number of valid layouts
         rejected: reason -> number of rejected layouts; an invalid size of an axis counts once, for
             all layouts with this size
-        nearest: the layout that exceeds the GPU memory least, and its excess in GiB; None if a
+        nearest: the layout that exceeds the GPU memory least, and its excess in GiB; None if any
             layout fits
     """
 
@@ -82,20 +82,21 @@ def search(
     it does not fit with full recomputation, it is not tried with less.
     """
     result = SearchResult()
-    fitting = []
+    fitting: list[Plan] = []
     limit = job.machine.gpu.memory_gib * GIB * (1 - headroom)
     # `fits`: the layout fits with less recomputation. `hopeless`: it does not even fit with full
     # recomputation.
     fits = hopeless = False
-    # A layout with more bytes of state than this is hopeless and needs more than the nearest one.
-    most_state = math.inf
+    # Layouts whose state exceeds this are skipped: they cannot fit, and need more than
+    # `result.nearest`.
+    state_limit = math.inf
     for layout in valid_layouts(job, result.rejected):
         result.tried += 1
         candidate = replace(job, layout=layout)
         if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
             result.rejected[TOO_LARGE_FOR_HOST] += 1
             continue
-        if layout.recompute == "none" and sum(state_of_stage(candidate, 0)) > most_state:
+        if layout.recompute == "none" and least_state(candidate) > state_limit:
             fits, hopeless = False, True
         elif layout.recompute == "none":
             memory = memory_within(candidate, limit)
@@ -107,7 +108,7 @@ def search(
                 nearest = result.nearest[1] if result.nearest else math.inf
                 if hopeless and not fitting and excess < nearest:
                     result.nearest = recomputed.layout, excess
-                    most_state = recomputed_memory.total
+                    state_limit = recomputed_memory.total
         elif fits:
             continue
         elif not hopeless:
@@ -118,11 +119,20 @@ def search(
             fits = memory.total <= limit
         if fits:
             fitting.append(Plan(candidate, memory, predict_time(candidate)))
-            most_state, result.nearest = limit, None
+            state_limit, result.nearest = limit, None
         else:
             result.rejected[TOO_LARGE_FOR_GPU] += 1
     result.plans = nsmallest(top, fitting, key=order_of_plans(fitting))
     return result
+
+
+def least_state(job: Job) -> float:
+    """Return the bytes of the first stage's state, with no or full recomputation: the smaller one.
+
+    They differ because the recomputation changes the division of the blocks over the stages.
+    """
+    full = replace(job, layout=replace(job.layout, recompute="full"))
+    return min(sum(state_of_stage(each, 0)) for each in (job, full))
 
 
 def order_of_plans(plans: Sequence[Plan]) -> Callable[[Plan], tuple[float, ...]]:

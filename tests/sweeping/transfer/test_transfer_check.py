@@ -117,7 +117,12 @@ def test_mistakes_are_found_before_any_process(
 ) -> None:
     sweep = transfer(tmp_path, corpus, *options)
     assert message in sweep.rejection()
-    assert not (sweep.folder / "results").exists() and not sweep.finished()
+    assert not (sweep.folder / "results").exists()
+
+
+def test_a_mistake_is_exit_code_2(tmp_path: Path, corpus: Path) -> None:
+    done = transfer(tmp_path, corpus, "--learning-rate", "0").run()
+    assert done.returncode == 2 and "0 is not a learning rate" in done.stdout
 
 
 def test_a_folder_of_a_layout_sweep_is_rejected(tmp_path: Path, corpus: Path) -> None:

@@ -52,7 +52,7 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "experts": EXPERTS,
 }
-QUICK: dict[str, dict[str, Any]] = {  # of 8 ranks: each engine
+QUICK: dict[str, dict[str, Any]] = {  # a layout of 8 ranks for each engine
     "pipeline 2 tensor 2 context 2": PIPELINE2 | TENSOR2 | CONTEXT2 | SEQUENCE,
     "gpt zero3 tensor 2 context 2": GPT | ZERO3 | TENSOR2 | CONTEXT2 | SEQUENCE,
 }
@@ -81,6 +81,7 @@ LONG = (  # the other layouts are exhaustive tests
     "zero3 data 4 ulysses 2",
     "shard group 2",
 )
+assert set(LONG) <= set(OTHERS)
 
 
 def evaluate_worker(folder: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -114,11 +115,11 @@ def of_quick_layouts(text_corpus: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def of_other_layouts(text_corpus: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return the evaluations in the layouts of the selected tests."""
-    name_of = test_evaluations_do_not_depend_on_the_layout_either.__name__
+    test_name = test_evaluations_do_not_depend_on_the_layout_either.__name__
     selected = {
         item.callspec.params["name"]
         for item in request.session.items
-        if getattr(item, "originalname", "") == name_of
+        if getattr(item, "originalname", "") == test_name
     }
     layouts = {name: each for name, each in OTHERS.items() if name in selected}
     return run_ranks(8, evaluate_worker, str(text_corpus), layouts)
