@@ -179,9 +179,9 @@ def usages() -> dict[str, str]:
 
 PRINT_USAGES = '''
 import atexit, importlib, json, os, runpy, sys, tempfile
-from recipes.proving.worlds import PRELOADED_MODULES
+from tests.ranks import FORK_SERVER_MODULES
 
-for name in (*PRELOADED_MODULES, "datasets", "matplotlib.pyplot", "tests.ranks"):
+for name in ("datasets", *FORK_SERVER_MODULES):
     importlib.import_module(name)
 
 def end():
