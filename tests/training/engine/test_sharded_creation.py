@@ -110,7 +110,7 @@ def test_a_tensor_of_one_chunk_is_drawn_at_once() -> None:
 def test_host_memory_is_less_than_twice_the_part() -> None:
     command = [sys.executable, "benchmarks/zero3_start.py", "recipes/llama/7b.toml"]
     done = subprocess.run(
-        [*command, "--ranks", "4", "--layers", "1", "--whole"],
+        [*command, "--ranks", "8", "--layers", "2", "--whole"],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -121,4 +121,4 @@ def test_host_memory_is_less_than_twice_the_part() -> None:
         line.split(" | ")[0].strip("| "): float(line.strip("| ").split(" | ")[-1])
         for line in done.stdout.splitlines()[2:]
     }
-    assert 0.9 < ratios["sharded"] < 2 < 3 < ratios["whole"], done.stdout
+    assert 0.9 < ratios["sharded"] < 2 < 6 < ratios["whole"], done.stdout
