@@ -1,6 +1,7 @@
 """Initial values of all parameters, the same in every layout.
 
-A rank draws only the chunks of rows that contain elements of its part; a chunk has about 4 MB.
+A rank draws only the chunks of rows that contain elements of its part; a chunk has about 4 MB. All
+cores of the rank draw chunks at the same time, which does not change their values.
 
 | parameter                                    | initial value                                |
 |----------------------------------------------|----------------------------------------------|
@@ -15,7 +16,10 @@ but not the normal numbers that they multiply (`models/parametrization/factors.p
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +32,10 @@ from models.sharding import sharding_of
 # Maximum number of elements drawn at a time. A change would change the initial values of every
 # parameter that has more elements.
 CHUNK_ELEMENTS = 2**20
+# Number of chunks that a thread fills in a row. With tensor parallelism, the chunk between two such
+# rows may be drawn by both threads.
+CHUNKS_OF_A_THREAD = 8
+MAX_THREADS = 16  # each needs three chunks of memory
 
 
 @torch.no_grad()
@@ -50,6 +58,7 @@ def initialize(
         tensor_size: number of ranks along the tensor axis
         elements: the elements of each flattened part to fill; None: all
     """
+    draws: list[Callable[[], None]] = []
     for name, parameter in parameters:
         part = parameter.view(-1)
         wanted = range(part.numel()) if elements is None else elements
@@ -61,14 +70,47 @@ def initialize(
         else:
             sharding = sharding_of(parameter)
             std = initial_std(config, place_of(name, sharding.role))
-            rows = NormalRows(sharding.shape, name=name, seed=seed)
-            at_once = max(1, CHUNK_ELEMENTS // tensor_size)
-            for first in range(0, len(wanted), at_once):
-                piece = wanted[first : first + at_once]
-                drawn = sharding.local_elements(
-                    rows, piece, tensor_rank=tensor_rank, tensor_size=tensor_size
-                )
-                values[first : first + len(piece)] = std * drawn
+            shape = sharding.shape
+            local_elements = partial(
+                sharding.local_elements, tensor_rank=tensor_rank, tensor_size=tensor_size
+            )
+            chunk = max(1, rows_of_chunk(shape) * math.prod(shape[1:]) // tensor_size)
+            for first in range(0, len(wanted), CHUNKS_OF_A_THREAD * chunk):
+                run = wanted[first : first + CHUNKS_OF_A_THREAD * chunk]
+                rows = NormalRows(shape, name=name, seed=seed)
+                piece = values[first : first + len(run)]
+                draws.append(partial(_draw, piece, run, chunk, std, partial(local_elements, rows)))
+    run_in_threads(draws)
+
+
+def _draw(
+    values: Tensor,
+    elements: range,
+    chunk: int,
+    std: float,
+    local_elements: Callable[[range], Tensor],
+) -> None:
+    """Fill consecutive elements of this rank's part of a parameter, `chunk` at a time."""
+    for first in range(0, len(elements), chunk):
+        piece = elements[first : first + chunk]
+        values[first : first + len(piece)] = std * local_elements(piece)
+
+
+def run_in_threads(functions: Sequence[Callable[[], None]]) -> None:
+    """Run functions without gradients, on all cores of this process if there are several."""
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(functions))
+    if threads <= 1:
+        for function in functions:
+            function()
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        for done in [pool.submit(torch.no_grad()(function)) for function in functions]:
+            done.result()
+
+
+def rows_of_chunk(shape: Sequence[int]) -> int:
+    """Return the number of rows of a tensor that are drawn at a time."""
+    return max(1, CHUNK_ELEMENTS // math.prod(shape[1:]))
 
 
 class NormalRows:
@@ -80,7 +122,7 @@ class NormalRows:
 
     def __init__(self, shape: Sequence[int], *, name: str, seed: int):
         self.shape, self.key = tuple(shape), f"{seed}/{name}"
-        self.rows_of_chunk = max(1, CHUNK_ELEMENTS // math.prod(self.shape[1:]))
+        self.rows_of_chunk = rows_of_chunk(self.shape)
         self.last: tuple[int, Tensor] | None = None  # number and rows
 
     def __call__(self, start: int, stop: int) -> Tensor:

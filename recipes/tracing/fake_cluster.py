@@ -86,6 +86,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(Turns, "take", one_after_the_other),  # fake tensors exist in this thread only
         replaced(matrix_exchange, "gather_shards", shards_of_all_ranks),
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
+        replaced(initialization, "run_in_threads", one_by_one),
         replaced(functional, "linear", functional.linear),  # which ZeRO-3 replaces
         FakeTensorMode(allow_non_fake_inputs=True),
         Scalars(),
@@ -157,6 +158,12 @@ def one_after_the_other(turns: Turns, helper: Callable[[], None], main: Callable
     """Run the helper, then the main function, in this thread; replaces `Turns.take`."""
     helper()
     main()
+
+
+def one_by_one(functions: Sequence[Callable[[], None]]) -> None:
+    """Run functions in this thread, for the same reason; replaces `run_in_threads`."""
+    for function in functions:
+        function()
 
 
 def accept(ints: object) -> None:

@@ -14,6 +14,9 @@ from models import initialization
 from models.initialization import NormalRows, initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
+from models.parametrization.factors import initial_std
+from models.parametrization.roles import place_of
+from models.sharding import sharding_of
 from recipes.training.engine.build import build_grid, build_model, tensor_axis
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
@@ -76,6 +79,30 @@ def test_each_rank_has_its_part_of_the_same_values(
                 own = parameters[name].detach().flatten()[first : first + values.numel()]
                 assert torch.equal(values[: own.numel()], own), name
                 assert not values[own.numel() :].any()  # padding
+
+
+@pytest.mark.parametrize("tensor_rank", [0, 1])
+def test_threads_draw_the_rows_of_the_logical_tensor(
+    tensor_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(initialization, "CHUNK_ELEMENTS", SMALL_CHUNK)
+    monkeypatch.setattr(initialization, "CHUNKS_OF_A_THREAD", 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    config = parse_recipe(table(layout__tensor=2), "test").model
+    axis = TensorAxis(rank=tensor_rank, size=2)
+    parameters = dict(logical_parameters(SequentialModel(layer_specs(config, axis)), config))
+    initialize(parameters.items(), config, seed=5, tensor_rank=tensor_rank, tensor_size=2)
+    drawn = 0
+    for name, parameter in parameters.items():
+        if name.endswith("norm.weight"):
+            continue
+        sharding = sharding_of(parameter)
+        rows = NormalRows(sharding.shape, name=name, seed=5)
+        std = initial_std(config, place_of(name, sharding.role))
+        part = sharding.local_part(std * rows(0, sharding.shape[0]), tensor_rank, 2)
+        assert torch.equal(parameter, part), name
+        drawn += parameter.numel() > 4 * SMALL_CHUNK  # by three threads or more
+    assert drawn == 10
 
 
 def test_rows_do_not_depend_on_which_of_them_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
