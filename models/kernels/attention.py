@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,8 +86,34 @@ def _varlen_attention(device: torch.device) -> Varlen | None:
         attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except ImportError:  # torch before 2.10
         return None
-    parameters = inspect.signature(attend).parameters  # its first versions lack these two
-    return attend if {"window_size", "enable_gqa"} <= parameters.keys() else None
+    parameters = inspect.signature(attend).parameters
+    if "window_size" not in parameters:  # torch 2.10
+        return None
+    return attend if "enable_gqa" in parameters else _with_repeated_heads(attend)
+
+
+def _with_repeated_heads(attend: Varlen) -> Varlen:
+    """Return a kernel for grouped heads from one that requires equal numbers, as torch 2.11's does.
+
+    Keys and values are copied for each query head, which is much cheaper than a call per document.
+    """
+
+    def attend_grouped(
+        q: Tensor, k: Tensor, v: Tensor, *others: Any, enable_gqa: bool, **settings: Any
+    ) -> Tensor:
+        if enable_gqa:
+            repeats = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+        return attend(q, k, v, *others, **settings)
+
+    return attend_grouped
+
+
+def document_kernel_name(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
+    """Return a description of the attention that separate documents get, for the user."""
+    if varlen_kernel(device, dtype, head_size) is not None:
+        return "one call of flash attention for all documents of a micro-batch"
+    return "one call per document"
 
 
 @lru_cache(maxsize=8)

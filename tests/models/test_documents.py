@@ -14,7 +14,11 @@ from models import transformer
 from models.config import ModelConfig
 from models.initialization import initialize
 from models.kernels import attention
-from models.kernels.attention import document_attention, varlen_kernel
+from models.kernels.attention import (
+    document_attention,
+    document_kernel_name,
+    varlen_kernel,
+)
 from models.kernels.elementwise import heads_first
 from models.kernels.fusing import as_written
 from models.kernels.rotary import Frequencies
@@ -163,6 +167,42 @@ def plain_varlen(
     return torch.cat(attended, dim=1).transpose(0, 1).contiguous()
 
 
+def ungrouped_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Compute torch 2.11's varlen_attn, which has no `enable_gqa`."""
+    settings = {"window_size": window_size, "enable_gqa": False}
+    return plain_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **settings)
+
+
+def test_a_kernel_without_grouped_heads_gets_repeated_ones() -> None:
+    lengths, gpu = ((9, 15), (24,)), torch.device("cuda")
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, n, 24, 8, generator=generator) for n in (4, 2, 2)]
+    inputs = [each.requires_grad_() for each in inputs]
+    with (
+        mock.patch("torch.nn.attention.varlen.varlen_attn", ungrouped_varlen),
+        mock.patch.object(attention, "has_flash_attention", return_value=True),
+    ):
+        attention._varlen_attention.cache_clear()
+        kernel = varlen_kernel(gpu, torch.bfloat16, 8)
+        attention._varlen_attention.cache_clear()
+    assert kernel is not None
+    results = []
+    for varlen in (kernel, None):
+        y = document_attention(*inputs, lengths, varlen=varlen)
+        results.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    torch.testing.assert_close(*results)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_documents_in_one_call_do_not_see_each_other(shape: str) -> None:
     config = SHAPES[shape]
@@ -216,6 +256,8 @@ def test_the_kernel_for_documents_is_flash_attention_on_recent_gpus() -> None:
         assert varlen_kernel(gpu, bf16, 60) is None and varlen_kernel(gpu, bf16, 512) is None
         assert varlen_kernel(gpu, bf16, 128) is varlen_attn
         assert varlen_kernel(gpu, torch.float16, 256) is varlen_attn
+        assert "one call of flash attention" in document_kernel_name(gpu, bf16, 128)
+        assert document_kernel_name(gpu, torch.float32, 128) == "one call per document"
         forget_kernels()
         with mock.patch("torch.nn.attention.varlen.varlen_attn", lambda query, is_causal: query):
             assert varlen_kernel(gpu, bf16, 128) is None  # as in earlier versions of torch

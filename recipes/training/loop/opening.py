@@ -5,14 +5,17 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from models.errors import UserError
+from models.kernels.attention import document_kernel_name
 from recipes.planning.output.predicted_metrics import predicted_metrics_of_run
 from recipes.training.checkpoint.resume import Request, Start, find_start
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.prefetcher import Prefetcher
+from recipes.training.engine.build import DTYPES
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.loop.experiment import Experiment, machine_of
@@ -84,6 +87,8 @@ def open_run(
         writer.on_publish = tracker.saved
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
+        if rank == 0 and engine.on_gpu:
+            tell_attention(experiment)
         for warning in data.tasks.warnings:
             tracker.warn(warning)
         name, precision = engine.device_name, experiment.precision
@@ -121,6 +126,14 @@ def open_run(
         if not engine.compiled:  # otherwise the first step compiles, and belongs to the start-up
             supervisor.expect_steps()
         yield run
+
+
+def tell_attention(experiment: Experiment) -> None:
+    """Print which attention separate documents get on this GPU; its speed varies a lot."""
+    recipe, dtype = experiment.recipe, DTYPES[experiment.precision]
+    if recipe.data.separate_documents and recipe.layout.context == 1:
+        name = document_kernel_name(torch.device("cuda"), dtype, recipe.model.attention_head_size)
+        print(f"  attention to separate documents: {name}", flush=True)
 
 
 def open_snapshots(
