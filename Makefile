@@ -4,6 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
 READY := .venv/ready
+TRITON := .venv/triton/ready
 
 # The number of GPUs that DS_ACCELERATOR and CUDA_VISIBLE_DEVICES allow.
 comma := ,
@@ -86,7 +87,14 @@ test: $(READY) ## run the tests that take twenty minutes together on two cores
 cluster: $(READY) ## test launching and faults with Slurm and hosts on this machine (as root)
 	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)
 
-long: $(READY) ## run the tests that take minutes, such as kills of a run at random instants
+# A torch for CPUs lacks Triton, with which long tests compile the kernels of a GPU. It stays out of
+# .venv's own packages, because torch and DeepSpeed would import it in every run.
+$(TRITON): requirements-triton.txt | $(READY)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet \
+	  --disable-pip-version-check --no-deps --target .venv/triton --requirement requirements-triton.txt
+	@mkdir -p .venv/triton && touch $@
+
+long: $(READY) $(TRITON) ## run the tests that take minutes, such as kills of a run at random instants
 	@$(BIN)/python -m pytest -m long $(PARALLEL) $(ARGS)
 
 # CI does not run these tests. Run them after a change to the pipeline or to supervision.

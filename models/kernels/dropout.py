@@ -10,7 +10,15 @@ from torch import Tensor
 
 from models.kernels.fusing import Function, native_on_cpu
 
-GOLDEN_64, GOLDEN_32 = 0x9E3779B97F4A7C15, 0x9E3779B9
+
+def signed(number: int, bits: int) -> int:
+    """Return the signed integer with the same bits."""
+    return number - (1 << bits) if number >> (bits - 1) else number
+
+
+# 2^64 and 2^32 divided by the golden ratio, as signed numbers: Triton multiplies positions in int32
+# and rejects constants that do not fit.
+GOLDEN_64, GOLDEN_32 = signed(0x9E3779B97F4A7C15, 64), signed(0x9E3779B9, 32)
 
 
 def drop_out(x: Tensor, rows: Tensor, probability: float, fuse: Function) -> Tensor:
@@ -66,7 +74,7 @@ def keep_mask(rows: Tensor, columns: int, probability: float) -> Tensor:
 
 def mix(numbers: Tensor) -> Tensor:
     """Hash int64 [...] with splitmix64 (Steele et al. 2014): neighbours get unrelated results."""
-    mixed = numbers * signed(GOLDEN_64, 64)
+    mixed = numbers * GOLDEN_64
     mixed = (mixed ^ _shifted(mixed, 30)) * signed(0xBF58476D1CE4E5B9, 64)
     mixed = (mixed ^ _shifted(mixed, 27)) * signed(0x94D049BB133111EB, 64)
     return mixed ^ _shifted(mixed, 31)
@@ -75,8 +83,3 @@ def mix(numbers: Tensor) -> Tensor:
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
     """Shift int64 to the right logically; torch's own shift copies the sign bit."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def signed(number: int, bits: int) -> int:
-    """Return the signed integer with the same bits."""
-    return number - (1 << bits) if number >> (bits - 1) else number

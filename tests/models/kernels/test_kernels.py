@@ -15,7 +15,7 @@ from models import cost
 from models.config import ModelConfig
 from models.kernels import attention, elementwise, norms
 from models.kernels import dropout as dropout_kernels
-from models.kernels.dropout import GOLDEN_64, drop_out, keep_mask, signed
+from models.kernels.dropout import GOLDEN_64, drop_out, keep_mask
 from models.kernels.fusing import are_compiled, as_written, compile_kernels, compiled, native_on_cpu
 from models.kernels.norms import Branch
 from models.kernels.rotary import Frequencies
@@ -69,7 +69,7 @@ def rotation() -> tuple[Tensor, Tensor]:
 
 
 STREAM = (5, 3, 16)
-ROWS = torch.arange(15).view(5, 3) * signed(GOLDEN_64, 64)
+ROWS = torch.arange(15).view(5, 3) * GOLDEN_64
 QKV = (6, 2, HEADS + 2 * KV_HEADS, D)
 KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
     "rms_norm": (

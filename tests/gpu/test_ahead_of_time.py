@@ -1,0 +1,54 @@
+"""Every fused function compiles to machine code of an H100, on a machine without a GPU."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from recipes.training.recipe.loading import REPOSITORY
+
+TRITON = REPOSITORY / ".venv" / "triton"  # for a torch without it: `make long` installs it there
+OLD_CONSTANT = "from models.kernels import dropout; dropout.GOLDEN_32 = 0x9E3779B9; "
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not TRITON.exists() and importlib.util.find_spec("triton") is None,
+        reason="Triton is not installed: make long",
+    ),
+]
+
+
+def compile_all(before: str = "", *options: str) -> subprocess.CompletedProcess:
+    """Run the command in a process of its own, in which Triton can be imported."""
+    code = (
+        f"import sys; {before}from tests.gpu.ahead_of_time import main; sys.exit(main({options}))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(TRITON), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_every_fused_function_compiles() -> None:
+    done = compile_all()
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert ": 1 kernel\n" in done.stdout and ", any number of rows" in done.stdout
+    assert "every fused function of models/ compiles for sm_90" in done.stdout
+
+
+def test_a_constant_that_does_not_fit_fails() -> None:
+    done = compile_all(OLD_CONSTANT, "--only", "_drop_out", "--recipe", "GPT, bf16")
+    assert done.returncode == 1
+    assert "2654435769 is out of range for type int32" in done.stdout
+
+
+def test_a_function_that_no_recipe_reaches_fails() -> None:
+    done = compile_all("", "--only", "_add_and_norm_backward", "--recipe", "mup")
+    assert done.returncode == 1
+    assert "no traced recipe calls models.kernels.dropout._drop_out" in done.stdout
