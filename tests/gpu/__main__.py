@@ -1,25 +1,34 @@
-"""Check this machine's GPUs: numbers, resuming, export, speed; under ten minutes on one GPU.
+"""Check this machine's GPUs: numbers, resuming, export, speed; in six minutes on one GPU.
 
     make gpu                              # with .venv, or: make gpu PYTHON=python3
     python -m tests.gpu --list
-    python -m tests.gpu --only losses --only step
+    python -m tests.gpu --only losses --only step-4x4
+    python -m tests.gpu --all --missing --minutes 4   # repeat until nothing is missing
+    python -m tests.gpu --report          # from the results so far
     python -m tests.gpu --write           # into BENCHMARKS.md and recipes/gpus/datasheets
 
-Each part runs in a process of its own and is ended when its time is over; the next one follows. The
-exit code of `python -m tests.gpu` is 0 if all parts pass or are skipped, 1 if one fails, and 2
-without a GPU or a package. `make gpu` returns 2, not 1: make does so when any command fails.
+Each part runs in a process of its own and is ended when its time is over; the next one follows. Its
+results are on disk as soon as they are known, in results.json in the folder of results, and the
+report has the results of all invocations. Copy results.json to another machine to continue there.
+The exit code of `python -m tests.gpu` is 0 if all parts that ran passed or were skipped, 1 if one
+failed, and 2 without a GPU or a package. `make gpu` returns 2, not 1: make does so when any command
+fails.
 """
 
 import argparse
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from models.errors import UserError
 from tests.gpu.packages import NEEDED, OPTIONAL, how_to_bring, missing
+
+if TYPE_CHECKING:  # it imports nothing, but its package may lack what this file checks
+    from tests.gpu.setting import Setting
 
 FAILED_CODE, UNUSABLE_CODE = 1, 2
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -35,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if options.list:
         for part in PARTS:
-            print(f"{part.name:<14} {part.title} ({part.seconds} s at most)")
+            note = "" if part.usual else ", with --all"
+            print(f"{part.name:<14} {part.title} ({part.seconds:g} s at most{note})")
         return 0
     if unknown := [name for name in options.only or () if name not in BY_NAME]:
         print(f"make gpu: --only {unknown[0]}: use one of {', '.join(BY_NAME)}", file=sys.stderr)
@@ -46,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return UNUSABLE_CODE
-    gpus = count_gpus(options)
-    if not gpus:
+    gpus = 0 if options.report else count_gpus(options)
+    if not gpus and not options.report:
         return UNUSABLE_CODE
     if lacking := missing(OPTIONAL):
         print(f"{', '.join(lacking)} not installed: the parts that need it will be skipped")
@@ -84,29 +94,65 @@ def check(options: argparse.Namespace, gpus: int) -> int:
     """Run the requested parts, and write their results and the report; return the exit code."""
     if options.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    from tests.gpu.environment import device_name, facts
-    from tests.gpu.parts import BY_NAME, MINUTES, PARTS
-    from tests.gpu.report import section
-    from tests.gpu.runner import run_parts
-    from tests.gpu.setting import FAILED, Setting
+    from tests.gpu.environment import facts
+    from tests.gpu.parts import ALL_MINUTES, BY_NAME, MINUTES, PARTS
+    from tests.gpu.runner import outcomes_in, run_parts
+    from tests.gpu.setting import FAILED, PASSED, Setting
 
     output = options.output.absolute()
-    shutil.rmtree(output / "runs", ignore_errors=True)  # otherwise old runs would be resumed
     output.mkdir(parents=True, exist_ok=True)
-    setting = Setting(device=options.device, gpus=gpus, output=output, small=options.small)
-    parts = [BY_NAME[name] for name in options.only] if options.only else list(PARTS)
-    longer = BY_NAME["layouts"].seconds / 60 if gpus > 1 else 0
-    minutes = options.minutes or MINUTES + longer
-    outcomes = run_parts(parts, setting, minutes=minutes, tell=lambda text: print(text, flush=True))
-    device = device_name(options.device)
-    date = time.strftime("%Y-%m-%d")
-    text = section(outcomes, device=device, date=date, versions=list(facts(options.device))[1:])
-    (output / "report.md").write_text(text, encoding="utf-8")
+    about = () if options.report else tuple(facts(options.device))
+    setting = Setting(
+        device=options.device, gpus=gpus, output=output, small=options.small, about=about
+    )
+    outcomes = outcomes_in(setting, PARTS)
+    devices = {outcome.device for outcome in outcomes} | {value for _, value in about[:1]}
+    if len(devices) != 1:
+        print(
+            f"make gpu: --output {options.output}: "
+            + (
+                f"it has results of {', '.join(sorted(devices))}"
+                if devices
+                else "it has no results"
+            )
+            + "; use another folder, for example --output runs/gpu-2",
+            file=sys.stderr,
+        )
+        return UNUSABLE_CODE
+    (device,) = devices
+    parts = [part for part in PARTS if options.all or part.usual]
+    parts = [BY_NAME[name] for name in options.only] if options.only else parts
+    if options.missing:
+        done = {outcome.part for outcome in outcomes if outcome.status == PASSED}
+        parts = [part for part in parts if part not in done]
+    minutes = options.minutes or (ALL_MINUTES if options.all or options.only else MINUTES)
+    failed = False
+    if not options.report:
+        for outcome in run_parts(parts, setting, minutes=minutes, tell=partial(print, flush=True)):
+            failed |= outcome.status == FAILED
+            write_report(setting, device)
+    text = write_report(setting, device)
     print(f"report: {output / 'report.md'}")
     if options.write:
         publish(output, text, device=device, repository=REPOSITORY)
         print("written into BENCHMARKS.md and recipes/gpus/datasheets")
-    return FAILED_CODE if any(each.status == FAILED for each in outcomes) else 0
+    return FAILED_CODE if failed else 0
+
+
+def write_report(setting: "Setting", device: str) -> str:
+    """Write the report of all results so far, and return it."""
+    from tests.gpu.parts import PARTS
+    from tests.gpu.report import section
+    from tests.gpu.runner import outcomes_in
+
+    outcomes = outcomes_in(setting, PARTS)
+    ran = {outcome.part for outcome in outcomes}
+    missing = [part for part in PARTS if part not in ran]
+    text = section(outcomes, missing=missing, device=device)
+    new = setting.output / "report.new"
+    new.write_text(text, encoding="utf-8")
+    new.replace(setting.output / "report.md")
+    return text
 
 
 def publish(output: Path, text: str, *, device: str, repository: Path) -> None:
@@ -127,11 +173,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--list", action="store_true", help="list the parts and their time limits")
     parser.add_argument("--only", action="append", metavar="PART", help="run this part; repeatable")
+    parser.add_argument("--all", action="store_true", help="run the parts that take longer, too")
+    parser.add_argument(
+        "--missing", action="store_true", help="run only parts that have not passed yet"
+    )
+    parser.add_argument("--report", action="store_true", help="run nothing, write the report")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
     parser.add_argument("--ranks", type=int, default=1, help="ranks with --device cpu; default: 1")
     parser.add_argument("--small", action="store_true", help="run in seconds, for tests on a CPU")
     parser.add_argument(
-        "--minutes", type=float, help="limit for all parts; default: 10, with several GPUs 17"
+        "--minutes", type=float, help="limit for all parts; default: 6, with --all or --only 17"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("runs/gpu"), help="folder of results; default: runs/gpu"

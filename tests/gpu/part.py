@@ -1,4 +1,4 @@
-"""One part in this process: python -m tests.gpu.part MODULE:FUNCTION SETTING."""
+"""One part in this process: python -m tests.gpu.part FUNCTION ARGUMENT SETTING."""
 
 import importlib
 import json
@@ -13,20 +13,27 @@ from tests.gpu.setting import Result, Setting
 
 def main() -> None:
     """Run the part and write its result."""
-    function, text = sys.argv[1:]
+    function, argument, text = sys.argv[1:]
     setting = Setting.from_json(json.loads(text))
-    setting.save(run(function, setting))
+    result = run(function, setting, argument)
+    setting.save(result, result.status)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # the teardown of library threads sometimes aborts
 
 
-def run(function: str, setting: Setting) -> Result:
-    """Run a part; an error fails the part, and a missing package skips it."""
+def run(function: str, setting: Setting, argument: str = "") -> Result:
+    """Run a part; an error fails the part, and a missing package skips it.
+
+    Args:
+        function: "module:function"
+        setting: the machine and the sizes
+        argument: passed to the function unless it is empty
+    """
     module, name = function.split(":")
     try:
-        part: Callable[[Setting], Result] = getattr(importlib.import_module(module), name)
-        return part(setting)
+        part: Callable[..., Result] = getattr(importlib.import_module(module), name)
+        return part(setting, argument) if argument else part(setting)
     except Exception as error:
         traceback.print_exc()
         if isinstance(error, ModuleNotFoundError) and error.name in OPTIONAL:

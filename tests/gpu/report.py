@@ -1,45 +1,46 @@
-"""The section for BENCHMARKS.md, with the command, versions, date and figures of all parts."""
+"""The section for BENCHMARKS.md, from the results of any number of invocations."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from tests.gpu.parts import Part
 from tests.gpu.runner import Outcome
+from tests.gpu.setting import UNFINISHED
 
 BEGIN, END = "<!-- make gpu: {} -->", "<!-- end of make gpu: {} -->"
 
 
-def section(
-    outcomes: Sequence[Outcome], *, device: str, date: str, versions: Iterable[tuple[str, str]]
-) -> str:
+def section(outcomes: Sequence[Outcome], *, missing: Sequence[Part], device: str) -> str:
     """Return the section as Markdown, between two markers.
 
     Args:
-        outcomes: outcomes of all requested parts
+        outcomes: outcomes of all parts that have results
+        missing: parts without results
         device: name of the GPU as its driver reports it
-        date: such as "2026-11-22"
-        versions: (name, value) of everything that the figures depend on
     """
-    about = ", ".join(f"{name} {text}" for name, text in versions)
-    parts = ", ".join(f"{each.part.name} {each.status}" for each in outcomes)
+    states = ", ".join(f"{each.part.name} {each.status}" for each in outcomes)
     minutes = sum(each.seconds for each in outcomes) / 60
-    lines = [
-        BEGIN.format(device),
-        f"### {device}",
-        "",
-        "```",
-        "make gpu",
-        "```",
-        "",
-        f"{date}; {about}; {minutes:.1f} minutes: {parts}.",
-    ]
+    lines = [BEGIN.format(device), f"### {device}", "", "```", "make gpu", "```", ""]
+    # Invocations may have run on different days and with different versions.
+    abouts = list(dict.fromkeys((each.date, _about(each)) for each in outcomes))
+    lines += [f"{date}: {about}." if about else f"{date}." for date, about in abouts]
+    lines += ["", f"{minutes:.1f} minutes of all parts together: {states or 'none has run'}."]
+    if missing:
+        lines += ["", f"Not run: {', '.join(part.name for part in missing)}."]
     for outcome in outcomes:
         lines += ["", f"**{outcome.part.title}** ({outcome.status}, {outcome.seconds:.0f} s)", ""]
         lines += outcome.lines
+        if outcome.status == UNFINISHED:
+            lines.append("- **interrupted**: these are its results until then")
         lines += [f"- skipped: {outcome.skipped}"] if outcome.skipped else []
         lines += [f"- **failed**: {each.splitlines()[0]}" for each in outcome.failures]
     lines += ["", END.format(device)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def _about(outcome: Outcome) -> str:
+    return ", ".join(f"{name} {text}" for name, text in outcome.about if name != "device")
 
 
 def insert(text: str, new: str, *, device: str) -> str:

@@ -1,49 +1,69 @@
-"""Run parts one after the other, each in a process that is ended when its time limit is reached."""
+"""Run parts, each in a process that is ended when its time limit is reached."""
 
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from recipes.sweeping.worlds.launchers import dies_with_this_process
 from recipes.training.recipe.loading import REPOSITORY
 from tests.gpu.parts import Part
-from tests.gpu.runs import device_environment
-from tests.gpu.setting import FAILED, SKIPPED, Setting
+from tests.gpu.runs import cores, corpus, device_environment
+from tests.gpu.setting import FAILED, SKIPPED, UNFINISHED, Setting, results_of
 
 LEAST_SECONDS = 15  # in which a part can do something
 LOG_CHARACTERS = 2000  # of a part that has failed
+CORES_OF_A_PART = 4  # of parts that run side by side: most start several runs
 
 
 @dataclass
 class Outcome:
     """A part's result.
 
-    status: "passed", "failed" or "skipped"
-    log: file with the output of its process
+    status: "passed", "failed", "skipped" or "unfinished"
+    log: file with the output of its process; None: unknown
+    date: such as "2026-11-22"
+    about: (name, value) of everything that the figures depend on
     """
 
     part: Part
     status: str
-    seconds: float
-    log: Path
+    seconds: float = 0.0
+    log: Path | None = None
     lines: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     skipped: str = ""
+    date: str = ""
+    about: list[list[str]] = field(default_factory=list)
+
+    @property
+    def device(self) -> str:
+        """Name of the GPU that ran the part."""
+        return dict(map(tuple, self.about)).get("device", "unknown")
+
+
+def outcomes_in(setting: Setting, parts: Sequence[Part]) -> list[Outcome]:
+    """Return the outcomes of the parts that have results, of any number of invocations."""
+    with results_of(setting.results) as entries:
+        return [Outcome(part, **entries[part.name]) for part in parts if part.name in entries]
 
 
 def run_parts(
     parts: Sequence[Part], setting: Setting, *, minutes: float, tell: Callable[[str], None]
-) -> list[Outcome]:
-    """Run the parts in order; a failure of one part does not stop the others.
+) -> Iterator[Outcome]:
+    """Run the parts in order; yield each outcome. A failure of one does not stop the others.
 
-    A part may also use the time that parts before it have left.
+    Successive parts that measure no speed share the GPU, as many at a time as the cores allow.
 
     Args:
         parts: the parts, in order
@@ -52,20 +72,25 @@ def run_parts(
         tell: function that prints a line
     """
     deadline = time.monotonic() + 60 * minutes
-    outcomes, spare = [], 0.0
-    for number, part in enumerate(parts, start=1):
+
+    def run(part: Part) -> Outcome:
         left = deadline - time.monotonic()
-        tell(f"[{number}/{len(parts)}] {part.name}: {part.title}")
         if left < LEAST_SECONDS:
-            reason = f"the {minutes:g} minutes for all parts are over; use a larger --minutes"
-            outcome = Outcome(part, SKIPPED, 0.0, Path(), skipped=reason)
-        else:
-            outcome = run_part(part, setting, seconds=min(part.seconds + spare, left))
-            if outcome.status != SKIPPED:  # a skipped part leaves no time to the others
-                spare = max(0.0, part.seconds + spare - outcome.seconds)
-        outcomes.append(outcome)
+            reason = f"the {minutes:g} minutes for all parts are over; use --missing to run it"
+            return Outcome(part, SKIPPED, skipped=reason)
+        tell(f"{part.name}: {part.title}")
+        outcome = run_part(part, setting, seconds=min(part.seconds, left))
         tell(describe(outcome))
-    return outcomes
+        return outcome
+
+    corpus(setting)  # parts that run at the same time would write it at the same time
+    at_a_time = max(1, cores() // CORES_OF_A_PART)
+    for together, group in groupby(parts, key=lambda part: part.side_by_side):
+        if together and at_a_time > 1:
+            with ThreadPoolExecutor(at_a_time) as pool:
+                yield from pool.map(run, list(group))
+        else:
+            yield from map(run, group)
 
 
 def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
@@ -73,14 +98,17 @@ def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
 
     The outcome contains the results until then.
     """
+    setting = replace(setting, part=part.name, started=time.monotonic())
     log = setting.output / f"{part.name}.log"
-    file = setting.output / f"{part.name}.json"
-    file.unlink(missing_ok=True)
-    settings = json.dumps(replace(setting, result_file=file).as_json())
-    started = time.monotonic()
+    shutil.rmtree(setting.runs, ignore_errors=True)  # otherwise old runs would be resumed
+    with results_of(setting.results) as entries:
+        entries.pop(part.name, None)
+    settings = json.dumps(setting.as_json())
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.part", part.function, settings],
+            dies_with_this_process(
+                [sys.executable, "-m", "tests.gpu.part", part.function, part.argument, settings]
+            ),
             cwd=REPOSITORY,
             env=device_environment(setting.device, small=setting.small),
             stdout=output,
@@ -93,16 +121,19 @@ def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
             code = None
         finally:
             end_group(process)
-    taken = time.monotonic() - started
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    outcome = Outcome(part, found.pop("status", FAILED), taken, log, **found)
-    if code is None:
-        outcome.failures.append(f"ended after {seconds:.0f} seconds, which is its time")
-    elif code or not found:
-        outcome.failures.append(f"its process ended with {code}")
-    if outcome.failures:
-        outcome.status = FAILED
-    return outcome
+    with results_of(setting.results) as entries:
+        entry: dict[str, Any] = entries.setdefault(part.name, {"status": UNFINISHED})
+        entry |= {"seconds": time.monotonic() - setting.started, "about": setting.about}
+        entry.setdefault("date", time.strftime("%Y-%m-%d"))
+        if entry["status"] == UNFINISHED:
+            reason = (
+                f"ended after {seconds:.0f} seconds, which is its time"
+                if code is None
+                else f"its process ended with {code}"
+            )
+            entry["status"] = FAILED
+            entry["failures"] = [*entry.get("failures", ()), reason]
+    return Outcome(part, log=log, **entry)
 
 
 def end_group(process: subprocess.Popen) -> None:
@@ -119,7 +150,9 @@ def describe(outcome: Outcome) -> str:
         lines.append(f"skipped: {outcome.skipped}")
     for failure in outcome.failures:
         lines.append(f"FAILED: {failure}")
-    if outcome.failures:
+    if outcome.failures and outcome.log is not None:
         text = outcome.log.read_text(errors="replace")[-LOG_CHARACTERS:].rstrip()
         lines.append(f"the end of {outcome.log}:\n{text}")
-    return "\n".join([*lines, f"{outcome.status} in {outcome.seconds:.0f} s", ""])
+    return "\n".join(
+        [*lines, f"{outcome.part.name} {outcome.status} in {outcome.seconds:.0f} s", ""]
+    )

@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import free_port, rank_variables
+from recipes.sweeping.worlds.launchers import dies_with_this_process
 from recipes.training.recipe.loading import REPOSITORY
 from tests.gpu.setting import Setting
 
+Item = TypeVar("Item")
 VOCAB_SIZE, SMALL_VOCAB_SIZE = 2048, 250
 VALIDATION_TOKENS, SMALL_VALIDATION_TOKENS = 40_000, 4_000  # five times as many to train on
 SMALL = (  # on top of recipes/tiny.toml
@@ -144,7 +147,13 @@ class Run:
 
 
 def start(
-    setting: Setting, name: str, settings: Sequence[str], *, ranks: int = 1, device: str = ""
+    setting: Setting,
+    name: str,
+    settings: Sequence[str],
+    *,
+    ranks: int = 1,
+    device: str = "",
+    share_gpu: bool = False,
 ) -> Run:
     """Start a run of recipes/tiny.toml, with ranks started as torchrun starts them.
 
@@ -154,25 +163,42 @@ def start(
         settings: changes of the recipe, as `overrides` returns them
         ranks: number of ranks, one per GPU
         device: "cpu" to run on the CPU although there is a GPU
+        share_gpu: True to run all ranks on the first GPU
     """
-    folder = setting.output / "runs" / name
+    folder = setting.runs / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "recipes/pretrain.py", "--run-dir", str(folder)]
     command += [word for each in settings for word in ("--set", each)]
     port = free_port()
     logs = [folder.parent / f"{name}-rank{rank}.log" for rank in range(ranks)]
-    environment = device_environment(device or setting.device, small=setting.small)
+    here = replace(setting, device=device or setting.device)
     processes = [
         subprocess.Popen(
-            command,
+            dies_with_this_process(command),
             cwd=REPOSITORY,
-            env=environment | rank_variables(rank, ranks, port),
+            env=rank_environment(here, rank, ranks, port, share_gpu=share_gpu),
             stdout=log.open("ab"),
             stderr=subprocess.STDOUT,
         )
         for rank, log in enumerate(logs)
     ]
     return Run(name, folder, processes, logs)
+
+
+def rank_environment(
+    setting: Setting, rank: int, ranks: int, port: int, *, share_gpu: bool = False
+) -> dict[str, str]:
+    """Return the environment of a rank.
+
+    share_gpu: True to use the first GPU in every rank. NCCL rejects two ranks of a host on one GPU,
+        so each rank claims to be on another host; between hosts, NCCL uses sockets.
+    """
+    environment = device_environment(setting.device, small=setting.small)
+    environment |= rank_variables(rank, ranks, port)
+    if share_gpu and setting.device == "cuda":
+        environment |= {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank{rank}",
+                        "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}  # fmt: skip
+    return environment
 
 
 def device_environment(device: str, *, small: bool = False) -> dict[str, str]:
@@ -184,11 +210,23 @@ def device_environment(device: str, *, small: bool = False) -> dict[str, str]:
     environment = {name: text for name, text in os.environ.items() if not of_launcher(name)}
     environment |= {"NVIDIA_TF32_OVERRIDE": "0", "HF_HUB_OFFLINE": "1"}
     if device == "cpu":
-        half = len(os.sched_getaffinity(0)) // 2  # other runs use the machine at the same time
-        threads = "1" if small else str(max(1, min(THREADS, half)))
+        # Other runs use the machine at the same time.
+        threads = "1" if small else str(max(1, min(THREADS, cores() // 2)))
         return environment | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads}
     environment.pop("DS_ACCELERATOR", None)
     return environment
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Yield lists of `size` successive items, as itertools does since Python 3.12."""
+    iterator = iter(items)
+    while group := list(islice(iterator, size)):
+        yield group
 
 
 def of_launcher(name: str) -> bool:

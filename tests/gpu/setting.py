@@ -1,11 +1,16 @@
-"""The setting that all parts share, and the result of a part."""
+"""The setting that all parts share, the result of a part, and the file that keeps all results."""
 
+import contextlib
+import fcntl
 import json
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+UNFINISHED = "unfinished"  # still running, or killed together with the command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,34 +21,49 @@ class Setting:
     gpus: number of GPUs of this machine; on a CPU, the maximum number of ranks
     output: the folder of runs, logs and results
     small: models and runs of a few seconds on a CPU
-    result_file: where a part writes its result as JSON, also while it runs; None: nowhere
+    part: the part that runs; "": results are not saved
+    about: (name, value) of everything that the figures depend on
     """
 
     device: str
     gpus: int
     output: Path
     small: bool = False
-    result_file: Path | None = None
+    part: str = ""
+    about: tuple[tuple[str, str], ...] = ()
+    started: float = field(default_factory=time.monotonic)
 
     def as_json(self) -> dict[str, Any]:
         """Convert it for another process."""
-        paths = {"output": self.output, "result_file": self.result_file}
-        return asdict(self) | {name: path and str(path) for name, path in paths.items()}
+        return asdict(self) | {"output": str(self.output)}
 
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> "Setting":
         """Restore it."""
-        file = table["result_file"]
-        paths = {"output": Path(table["output"]), "result_file": file and Path(file)}
-        return cls(**{**table, **paths})
+        about = tuple((name, value) for name, value in table["about"])
+        return cls(**{**table, "output": Path(table["output"]), "about": about})
 
-    def save(self, result: "Result") -> None:
+    @property
+    def runs(self) -> Path:
+        """Folder of the part's runs."""
+        return self.output / "runs" / self.part
+
+    @property
+    def results(self) -> Path:
+        """File with the results of all parts."""
+        return self.output / "results.json"
+
+    def save(self, result: "Result", status: str = UNFINISHED) -> None:
         """Write the results so far, because the part may be ended before it is complete."""
-        if self.result_file is None:
-            return
-        new = self.result_file.with_suffix(".new")  # whole or not at all
-        new.write_text(json.dumps(asdict(result) | {"status": result.status}), encoding="utf-8")
-        new.replace(self.result_file)
+        if self.part:
+            entry = asdict(result) | {
+                "status": status,
+                "seconds": time.monotonic() - self.started,
+                "date": time.strftime("%Y-%m-%d"),
+                "about": self.about,
+            }
+            with results_of(self.results) as entries:
+                entries[self.part] = entry
 
 
 @dataclass
@@ -83,6 +103,23 @@ class Result:
         if self.skipped:
             return SKIPPED
         return FAILED if self.failures else PASSED
+
+
+@contextlib.contextmanager
+def results_of(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the entries of a file of results, by part, and write what the context changes.
+
+    Several processes may do this at a time, and may be killed at any instant.
+    """
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = file.read_text(encoding="utf-8") if file.exists() else "{}"
+        entries = json.loads(text)
+        yield entries
+        if (changed := json.dumps(entries, indent=1)) != text:
+            new = file.with_suffix(".new")
+            new.write_text(changed, encoding="utf-8")
+            new.replace(file)
 
 
 def _table_row(cells: list[str]) -> str:

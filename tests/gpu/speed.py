@@ -4,6 +4,11 @@ import re
 import shutil
 import statistics
 import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -33,36 +38,47 @@ from recipes.training.runtime.processes import compiler, start_processes
 from tests.gpu.environment import device_name, synchronize
 from tests.gpu.setting import Result, Setting
 
-MICRO_BATCHES = 8
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
-KERNELS = 25
+KERNELS = 45
 KERNEL_NAME = 70  # characters
 ROUNDS = 3  # of the comparison with transformers
 FALLBACK = "H100"  # whose file a GPU without one begins as
 
 
-def shape_of(setting: Setting) -> Shape:
+def shape_of(setting: Setting, micro_sequences: int, micro_batches: int) -> Shape:
     """Return the model and batch that are measured."""
     if setting.small:
-        return cpu_shape(64, 2, 256, micro_batches=2)
-    return with_batch(GPU_SHAPES["llama-1b"], None, MICRO_BATCHES)
+        return cpu_shape(64, 2, 256, micro_sequences=micro_sequences, micro_batches=2)
+    return with_batch(GPU_SHAPES["llama-1b"], micro_sequences, micro_batches)
 
 
-def step(setting: Setting) -> Result:
-    """Measure step time, MFU, peak memory and the longest kernels of our engine."""
+def step(setting: Setting, batch_shape: str) -> Result:
+    """Measure step time, MFU, peak memory, synchronisations and the longest kernels of our engine.
+
+    batch_shape: sequences of a micro-batch and number of micro-batches, such as "2x8"
+    """
     precision = "bf16" if setting.device == "cuda" else "fp32"
-    shape = shape_of(setting)
+    shape = shape_of(setting, *map(int, batch_shape.split("x")))
     compile = "false" if setting.small else "auto"  # auto: not without a compiler
     recipe = shape.recipe(precision, more=(f"training.compile={compile}",))
     start_processes(World())
     topology = recipe.topology(World())
+    result = Result()
+    result.say(f"{shape.name}, {precision}, {recipe.micro_batches(1)} micro-batches of "
+               f"{recipe.batch.micro_sequences}, one GPU, ZeRO-1.")  # fmt: skip
+    started = time.perf_counter()
     engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
+    built = time.perf_counter() - started
     batch = draw_batch(recipe)
 
     def run() -> float:
         return engine.train_step(batch, 1e-4).loss
 
+    started = time.perf_counter()
     first = run()
+    result.say(f"Building the engine took {built:.1f} s, the first step, which compiles the "
+               f"kernels, {time.perf_counter() - started:.1f} s.")  # fmt: skip
+    setting.save(result)
     seconds = []
     for _ in range(WARM_UP_STEPS + TIMED_STEPS):
         synchronize(setting.device)
@@ -71,20 +87,41 @@ def step(setting: Setting) -> Result:
         synchronize(setting.device)
         seconds.append(time.perf_counter() - started)
     median = statistics.median(seconds[WARM_UP_STEPS:])
-    result = Result()
-    result.say(f"{shape.name}, {precision}, {recipe.micro_batches(1)} micro-batches of "
-               f"{recipe.batch.micro_sequences}, one GPU, ZeRO-1.")  # fmt: skip
     result.table(["", "measured", "predicted"], rows(setting, recipe, shape, median))
     result.check(last < first, f"the loss falls from {first:.4f} to {last:.4f}")
-    device = torch.device(setting.device)
-    kernels = [
+    setting.save(result)
+    kernels = top_kernels(run, torch.device(setting.device), KERNELS)
+    table = [
         [f"{each['share']:.1%}", f"{1e3 * each['seconds']:.2f}", str(each["calls"]),
          f"`{each['name'][:KERNEL_NAME].replace('|', '/')}`"]
-        for each in top_kernels(run, device, KERNELS)
+        for each in kernels
     ]  # fmt: skip
-    result.say("The longest kernels of a step:")
-    result.table(["share", "ms", "calls", "kernel"], kernels)
+    busy = sum(each["seconds"] / each["share"] for each in kernels[:1])
+    result.say(f"The longest kernels of a step; all of them together take {1e3 * busy:.1f} ms, "
+               f"{busy / median:.1%} of the step:")  # fmt: skip
+    result.table(["share", "ms", "calls", "kernel"], table)
+    if setting.device == "cuda":
+        setting.save(result)
+        found = synchronisations(run)
+        result.say(f"The host waits for the GPU {sum(found.values())} times in a step:")
+        result.table(["times", "line"], [[str(n), f"`{line}`"] for line, n in found.most_common()])
     return result
+
+
+def synchronisations(run: Callable[[], object]) -> Counter[str]:
+    """Run a step; return the lines that made the host wait for the GPU, and how often each did."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return Counter(
+        f"{'/'.join(Path(each.filename).parts[-3:])}:{each.lineno}"
+        for each in caught
+        if "synchronizing CUDA operation" in str(each.message)
+    )
 
 
 def rows(setting: Setting, recipe: Recipe, shape: Shape, seconds: float) -> list[list[str]]:
@@ -133,7 +170,16 @@ def draw_batch(recipe: Recipe) -> list[MicroBatch]:
     return found
 
 
-def beside_transformers(setting: Setting) -> Result:
+def compared_shape(setting: Setting) -> Shape:
+    """Return the model and batch that are compared with transformers.
+
+    All contestants stay on the GPU. With the 16 layers of llama/1b, they would need 78 GiB.
+    """
+    shape = shape_of(setting, 2, 2)
+    return shape if setting.small else replace(shape, sizes=(*shape.sizes, ("layers", 8)))
+
+
+def compared_with_transformers(setting: Setting) -> Result:
     """Measure our step and that of transformers' Llama under DeepSpeed, in turns."""
     # Imported here because they import transformers, which most parts do not need.
     from benchmarks.device import rates
@@ -145,7 +191,7 @@ def beside_transformers(setting: Setting) -> Result:
         (matmul,) = playing[""].ask("large_matmul", precision)
     row = rows.compare(
         rows.Setting(rounds=ROUNDS, warm_up=2, cores=cores),
-        with_batch(shape_of(setting), None, 2),
+        compared_shape(setting),
         precision,
         matmul,
     )

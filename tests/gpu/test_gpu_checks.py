@@ -1,11 +1,16 @@
 """`make gpu` on a machine without a GPU: its parts with small sizes, its budgets, its report."""
 
+import contextlib
+import json
 import os
+import random
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,22 +19,34 @@ import pytest
 import torch
 
 from benchmarks.one_step.shapes import can_compile, cpu_shape
+from models.cost import parameter_count
 from models.kernels.attention import causal_attention
 from models.parallel import cross_entropy
 from models.pipeline.schedule.order import SCHEDULES
-from recipes.gpus.datasheet import read_gpu
+from recipes.gpus.datasheet import load_gpu, read_gpu
+from recipes.planning.inputs.job import Machine, job_of
+from recipes.planning.memory.peak import stage_memory
+from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
-from tests.gpu import kernels, training
+from tests.gpu import kernels, nanogpt, training
 from tests.gpu.__main__ import main, publish
 from tests.gpu.environment import driver
 from tests.gpu.packages import NEEDED, how_to_bring, missing
 from tests.gpu.part import run as run_here
-from tests.gpu.parts import BY_NAME, MINUTES, PARTS, Part
+from tests.gpu.parts import BY_NAME, PARTS, SHAPES, Part
 from tests.gpu.report import insert, section
 from tests.gpu.runner import Outcome, describe, run_part, run_parts
-from tests.gpu.runs import Failure, Run, device_environment, largest_difference, overrides, start
+from tests.gpu.runs import (
+    Failure,
+    Run,
+    device_environment,
+    largest_difference,
+    overrides,
+    rank_environment,
+    start,
+)
 from tests.gpu.setting import FAILED, PASSED, SKIPPED, Result, Setting
 
 CPU = {"device": "cpu", "gpus": 1, "small": True}
@@ -53,16 +70,16 @@ def run(name: str, setting: Setting) -> Outcome:
 
 @pytest.mark.parametrize(
     "name",
-    ["environment", "losses", "resume", "step", pytest.param("export", marks=pytest.mark.long)],
+    ["environment", "losses", "resume", "step-2x8", pytest.param("export", marks=pytest.mark.long)],
 )
 def test_a_part_passes_on_the_cpu(name: str, setting: Setting) -> None:
     outcome = run(name, setting)
-    claims = {"environment": 0, "losses": 2, "resume": 3, "export": 1, "step": 1}
+    claims = {"environment": 0, "losses": 2, "resume": 3, "export": 1, "step-2x8": 1}
     assert sum(line.startswith("- yes: ") for line in outcome.lines) == claims[name]
     text = "\n".join(outcome.lines)
     if name == "environment":
         assert "| torch | 2." in text and "| small: 64 x 48 x 32 |" in text
-    if name == "step":
+    if name == "step-2x8":
         assert re.search(r"\| step \| \d+\.\d{3} s \| \d+\.\d{3} s \([+-]\d+%\) \|", text)
         assert "| share | ms | calls | kernel |" in text and "| `aten::" in text
 
@@ -74,8 +91,8 @@ def test_a_part_of_several_runs_passes_on_the_cpu(name: str, setting: Setting) -
 
 
 @pytest.mark.exhaustive
-def test_layouts_pass_on_two_ranks(tmp_path: Path) -> None:
-    outcome = run("layouts", Setting(output=tmp_path, **CPU | {"gpus": 2}))
+def test_layouts_pass_on_several_ranks(tmp_path: Path) -> None:
+    outcome = run("layouts", Setting(output=tmp_path, **CPU))
     assert "| tensor 2, 2 ranks | " in "\n".join(outcome.lines)
 
 
@@ -151,7 +168,7 @@ def test_other_losses_of_kernels_fail(wrong: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_beside_transformers_on_the_cpu(setting: Setting) -> None:
+def test_compared_with_transformers_on_the_cpu(setting: Setting) -> None:
     outcome = run("transformers", setting)
     assert "times as fast as transformers eager" in "\n".join(outcome.lines)
 
@@ -160,7 +177,7 @@ NO_COMPILER = {"CXX": "/nonexistent/g++", "CC": "/nonexistent/gcc"}
 
 
 @pytest.mark.exhaustive
-def test_beside_transformers_without_a_compiler(tmp_path: Path) -> None:
+def test_compared_with_transformers_without_a_compiler(tmp_path: Path) -> None:
     with mock.patch.dict(os.environ, NO_COMPILER):
         outcome = run("transformers", Setting(output=tmp_path, **CPU))
     text = "\n".join(outcome.lines)
@@ -193,9 +210,46 @@ def test_without_a_compiler_nothing_is_compiled() -> None:
     step_report.print_row(row | {"contestants": {}, "matmul_tflops": {}})
 
 
-def test_layouts_are_skipped_with_one_gpu(setting: Setting) -> None:
-    result = training.layouts(setting)
-    assert result.status == SKIPPED and "one GPU" in result.skipped
+def test_the_models_that_are_compared_fit_into_an_h100(tmp_path: Path) -> None:
+    from tests.gpu import speed
+
+    recipe = speed.compared_shape(Setting(output=tmp_path, device="cuda", gpus=1)).recipe("bf16")
+    job = job_of(recipe, Machine.of(load_gpu("H100"), gpus=1, gpus_per_node=1))
+    assert 3 * stage_memory(job)[0].counted < 60 * 2**30  # three contestants
+
+
+def test_ranks_that_share_a_gpu_claim_different_hosts(tmp_path: Path) -> None:
+    setting = Setting(output=tmp_path, device="cuda", gpus=1)
+    ranks = [rank_environment(setting, rank, 4, 29500, share_gpu=True) for rank in range(4)]
+    assert [each["LOCAL_RANK"] for each in ranks] == ["0"] * 4
+    assert [each["RANK"] for each in ranks] == ["0", "1", "2", "3"]
+    assert len({each["NCCL_HOSTID"] for each in ranks}) == 4
+    assert {each["NCCL_NET"] for each in ranks} == {"Socket"}
+    alone = rank_environment(setting, 1, 2, 29500)
+    assert alone["LOCAL_RANK"] == "1" and "NCCL_HOSTID" not in alone
+
+
+def test_layouts_are_skipped_if_nccl_accepts_one_rank_per_gpu(tmp_path: Path) -> None:
+    setting = Setting(output=tmp_path, device="cuda", gpus=1)
+    refusal = "ncclInvalidUsage: Duplicate GPU detected"
+    with mock.patch.object(training, "refused_by_nccl", return_value=refusal):
+        result = training.layouts(setting)
+    assert result.status == SKIPPED and refusal in result.skipped
+
+
+def test_the_error_of_nccl_is_reported_within_its_time(tmp_path: Path) -> None:
+    setting = Setting(output=tmp_path, **CPU)
+    for code, refusal in (
+        ("raise RuntimeError('Duplicate GPU detected')", "RuntimeError: Duplicate GPU detected"),
+        ("import time; time.sleep(60)", "no answer within 0.3 seconds"),
+        ("pass", ""),
+    ):
+        seconds = 0.3 if "sleep" in code else 30
+        with (
+            mock.patch.object(training, "NCCL_PROBE", code),
+            mock.patch.object(training, "PROBE_SECONDS", seconds),
+        ):
+            assert training.refused_by_nccl(setting) == refusal
 
 
 def test_the_planners_file_is_written_into_the_output(setting: Setting) -> None:
@@ -255,7 +309,9 @@ def scaled(lines: list[dict], factor: float) -> list[dict]:
         (training.deterministic, "deterministic-bf16-2", 1 + 1e-9, 1),
         (training.resume, "killed", 1.0, 0),
         (training.resume, "killed", 1 + 2e-4, 1),
-        (training.layouts, "layout-1", 1 + 2e-4, 1),
+        (training.layouts, "tensor-2", 1 + 2e-5, 1),
+        (training.layouts, "experts-on-2", 1 + 2e-5, 1),
+        (training.layouts, "pipeline-2-zb-v", 1 + 5e-6, 0),
     ],
 )
 def test_different_losses_fail(
@@ -291,7 +347,7 @@ class Broken(Run):
 
 @pytest.mark.parametrize(
     ("part", "broken"),
-    [(training.precisions, "precision-zero1_bf16"), (training.layouts, "layout-0")],
+    [(training.precisions, "precision-zero1_bf16"), (training.layouts, "pipeline-2-1f1b")],
 )
 def test_a_variant_that_fails_leaves_the_others_alone(
     part: Callable[[Setting], Result], broken: str, tmp_path: Path
@@ -301,9 +357,8 @@ def test_a_variant_that_fails_leaves_the_others_alone(
     def fake(setting: Setting, name: str, settings: Sequence[str], **_: Any) -> Run:
         return Broken(name, tmp_path, [], []) if name == broken else works(setting, name, settings)
 
-    file = tmp_path / "part.json"
     saved = []
-    setting = Setting(output=tmp_path, result_file=file, **CPU | {"gpus": 2})
+    setting = Setting(output=tmp_path, **CPU | {"gpus": 2})
     with (
         mock.patch.object(training, "start", fake),
         mock.patch.object(Setting, "save", lambda _, result: saved.append(len(result.lines))),
@@ -311,9 +366,11 @@ def test_a_variant_that_fails_leaves_the_others_alone(
         result = part(setting)
     assert result.status == FAILED and len(result.failures) == 1
     assert f"{broken}: rank 0 ended with exit code 7" in result.failures[0]
-    assert result.lines[-3].endswith("| failed |  |  |  | **NO** |")
-    assert result.lines[-2].endswith("| yes |") and not result.lines[-1]
-    assert saved == [4, 5]  # after each row
+    *_, last, end = result.lines
+    rows = [line for line in result.lines if line.startswith("|")][2:]
+    assert rows[0].endswith("| failed |  |  |  | **NO** |")
+    assert all(row.endswith("| yes |") for row in rows[1:]) and last == rows[-1] and not end
+    assert saved == list(range(saved[0], len(result.lines) + 1))  # after each row
 
 
 def test_a_run_that_hangs_is_killed(tmp_path: Path) -> None:
@@ -364,18 +421,36 @@ def test_the_full_sizes_are_a_legal_recipe(tmp_path: Path) -> None:
     assert recipe.layout.pipeline == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("small", [True, False])
-def test_every_layout_is_valid(ranks: int, small: bool, tmp_path: Path) -> None:
+def test_every_layout_is_valid(small: bool, tmp_path: Path) -> None:
     setting = Setting(output=tmp_path, **CPU | {"small": small})
-    schedules = set()
-    for changes in training.layout_variants(ranks).values():
-        settings = overrides(setting, **training.LAYOUT_SIZES | changes)
-        recipe = load_recipe(REPOSITORY / "recipes" / "tiny.toml", settings)
-        topology = recipe.topology(World(size=ranks, local_size=ranks))
-        build_deepspeed_config(recipe, topology)
-        schedules.add(recipe.layout.schedule)
+    schedules, contexts = set(), set()
+    for ranks in (2, 4):
+        for changes in training.layout_variants(ranks).values():
+            settings = overrides(setting, **training.LAYOUT_SIZES | changes)
+            recipe = load_recipe(REPOSITORY / "recipes" / "tiny.toml", settings)
+            topology = recipe.topology(World(size=ranks, local_size=ranks))
+            build_deepspeed_config(recipe, topology)
+            schedules.add(recipe.layout.schedule)
+            contexts.add((recipe.layout.context, recipe.layout.context_attention))
+        assert set(training.SMALL_LAYOUTS[ranks]) <= training.layout_variants(ranks).keys()
     assert schedules == set(SCHEDULES)
+    assert {(2, "gather"), (2, "ring"), (2, "ulysses")} <= contexts
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_the_recipe_of_nanogpt_is_valid(small: bool, tmp_path: Path) -> None:
+    setting = Setting(output=tmp_path, **CPU | {"small": small})
+    settings = nanogpt.settings_of(setting, nanogpt.write_characters(tmp_path / "text"))
+    changes = [f"{key}={value}" for key, value in settings.items()]
+    recipe = load_recipe(REPOSITORY / "recipes" / "tiny.toml", changes)
+    assert recipe.model.vocab_size == 65 and recipe.model.tie_embeddings
+    train, validation = (TokenFile(tmp_path / "text" / name) for name in ("train", "validation"))
+    assert (train.count, validation.count) == (1_003_854, 111_540)  # as nanoGPT's prepare.py
+    if not small:
+        windows = (validation.count - 1) // recipe.model.sequence_length
+        assert windows <= recipe.training.evaluation_batches * recipe.batch.global_sequences
+        assert parameter_count(recipe.model) == pytest.approx(10.65e6 + 256 * 384, rel=0.02)
 
 
 # Budgets and errors
@@ -445,14 +520,14 @@ def test_a_failed_part_does_not_stop_the_next_one(tmp_path: Path) -> None:
     parts = [part(raise_an_error), part(crash), part(lack_a_package), part(succeed)]
     told: list[str] = []
     setting = Setting(output=tmp_path, **CPU)
-    outcomes = run_parts(parts, setting, minutes=10, tell=told.append)
+    outcomes = list(run_parts(parts, setting, minutes=10, tell=told.append))
     assert [each.status for each in outcomes] == [FAILED, FAILED, SKIPPED, PASSED]
     broken, crashed, lacking, _ = outcomes
     assert broken.failures == ["RuntimeError: no kernel image"]
     assert "its process ended with 11" in crashed.failures[0]
     assert lacking.skipped == "the package transformers is not installed"
     text = "\n".join(told)
-    assert "Traceback" in text and "- yes: it works" in text and "[4/4] succeed" in text
+    assert "Traceback" in text and "- yes: it works" in text and "succeed: succeed" in text
 
 
 @pytest.mark.long
@@ -472,35 +547,160 @@ def test_a_part_ends_with_its_time_and_its_children(tmp_path: Path) -> None:
 def test_parts_are_skipped_when_the_time_of_all_is_over(tmp_path: Path) -> None:
     setting = Setting(output=tmp_path, **CPU)
     (outcome,) = run_parts([part(succeed)], setting, minutes=0.1, tell=lambda text: None)
-    assert outcome.status == SKIPPED and "--minutes" in outcome.skipped
+    assert outcome.status == SKIPPED and "--missing" in outcome.skipped
 
 
-def test_a_part_may_use_the_time_that_others_have_left(tmp_path: Path) -> None:
-    given = []
+def test_parts_that_measure_no_speed_run_side_by_side(tmp_path: Path) -> None:
+    running, most = [], dict[str, int]()
 
     def run_part(each: Part, setting: Setting, *, seconds: float) -> Outcome:
-        given.append(round(seconds))
-        status = SKIPPED if each.seconds == 420 else PASSED
-        return Outcome(each, status, 10.0, tmp_path)
+        running.append(each.name)
+        time.sleep(0.05)
+        most[each.name] = len(running)
+        running.remove(each.name)
+        return Outcome(each, PASSED)
 
-    parts = [part(succeed, seconds) for seconds in (30, 420, 5, 400, 60)]
-    with mock.patch("tests.gpu.runner.run_part", run_part):
-        run_parts(parts, Setting(output=tmp_path, **CPU), minutes=6, tell=lambda text: None)
-    assert given == [30, 360, 25, 360, 360]
+    parts = [replace(each, side_by_side=number < 3) for number, each in enumerate(PARTS[:6])]
+    setting = Setting(output=tmp_path, **CPU)
+    for cores, together in ((16, 3), (8, 2), (2, 1)):
+        with (
+            mock.patch("tests.gpu.runner.run_part", run_part),
+            mock.patch("tests.gpu.runner.cores", return_value=cores),
+        ):
+            outcomes = list(run_parts(parts, setting, minutes=6, tell=lambda text: None))
+        assert [outcome.part for outcome in outcomes] == parts
+        assert max(most[each.name] for each in parts[:3]) == together
+        assert all(most[each.name] == 1 for each in parts[3:])
 
 
-def test_the_parts_of_one_gpu_fit_into_ten_minutes_the_most_important_first() -> None:
-    assert MINUTES <= 10
-    assert sum(each.seconds for each in PARTS if each.name != "layouts") <= 60 * MINUTES
-    assert list(BY_NAME)[:4] == ["environment", "losses", "step", "device"]
+def test_correctness_runs_before_speed() -> None:
+    assert list(BY_NAME)[:4] == ["losses", "kernels", "precisions", "resume"]
+    usual = [each for each in PARTS if each.usual]
+    assert usual == list(PARTS[: len(usual)])
+    assert {each.argument for each in PARTS if each.name.startswith("step-")} == set(SHAPES)
+
+
+def fake_part(killed: str = "") -> Callable[..., Outcome]:
+    """Return a replacement for `run_part` with invented results; it is killed in one part."""
+
+    def run_part(each: Part, setting: Setting, *, seconds: float) -> Outcome:
+        setting = replace(setting, part=each.name)
+        result = Result()
+        result.table(["number", "value"], [[str(number), each.name] for number in range(3)])
+        setting.save(result)
+        if each.name == killed:
+            raise KeyboardInterrupt
+        result.check(True, f"{each.name} is complete")
+        setting.save(result, PASSED)
+        return Outcome(each, PASSED)
+
+    return run_part
+
+
+def report_of(folder: Path, *options: str, killed: str = "") -> str:
+    """Return the report of an invocation without durations; with `killed`, of what it has left."""
+    arguments = ["--device", "cpu", "--small", "--output", str(folder)]
+    with (
+        mock.patch("tests.gpu.runner.run_part", fake_part(killed)),
+        mock.patch("tests.gpu.runner.cores", return_value=1),
+        mock.patch.dict("os.environ"),
+    ):
+        if killed:
+            with pytest.raises(KeyboardInterrupt):
+                main([*arguments, *options])
+            assert main([*arguments, "--report"]) == 0
+        else:
+            assert main([*arguments, *options]) == 0
+    return re.sub(r"\b\d+ s\b|[\d.]+ minutes", "", (folder / "report.md").read_text())
+
+
+def test_two_invocations_have_the_report_of_one(tmp_path: Path) -> None:
+    whole = report_of(tmp_path / "whole", "--all")
+    assert "Not run" not in whole and "interrupted" not in whole
+    for part_killed in PARTS:
+        folder = tmp_path / part_killed.name
+        interrupted = report_of(folder, "--all", killed=part_killed.name)
+        assert f"{part_killed.name} unfinished" in interrupted
+        assert interrupted.count("**interrupted**") == 1
+        assert f"| 2 | {part_killed.name} |" in interrupted  # known before the part was killed
+        assert f"{part_killed.name} is complete" not in interrupted
+        after = [each.name for each in PARTS[PARTS.index(part_killed) + 1 :]]
+        assert (f"Not run: {', '.join(after)}." in interrupted) == bool(after)
+        assert report_of(folder, "--all", "--missing") == whole
+
+
+def test_results_of_another_gpu_are_not_mixed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    report_of(tmp_path, "--only", "losses")
+    file = tmp_path / "results.json"
+    file.write_text(file.read_text().replace('"device",\n    "cpu"', '"device",\n    "H100"'))
+    arguments = ["--device", "cpu", "--small", "--output", str(tmp_path)]
+    with mock.patch.dict("os.environ"):
+        before = file.read_text()
+        assert main([*arguments, "--only", "export"]) == 2
+        assert "it has results of H100, cpu; use another folder" in capsys.readouterr().err
+        assert file.read_text() == before
+        assert main([*arguments, "--report"]) == 0  # on any machine
+        assert main(["--report", "--output", str(tmp_path / "empty")]) == 2
+    assert "### H100" in (tmp_path / "report.md").read_text()
+    assert "it has no results; use another folder" in capsys.readouterr().err
+
+
+def processes_in(folder: Path) -> list[int]:
+    """Return the processes whose command line names a folder, once those killed have ended."""
+    for _ in range(100):
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it has ended
+                if str(folder) in entry.read_text() and int(entry.parent.name) != os.getpid():
+                    found.append(int(entry.parent.name))
+        if not found:
+            break
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.long
+def test_a_killed_command_keeps_its_results_and_continues(tmp_path: Path) -> None:
+    names = ["nanogpt", "step-2x8", "step-4x4"]
+    options = [word for name in names for word in ("--only", name)]
+    arguments = ["--device", "cpu", "--small", "--output", str(tmp_path), *options]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "tests.gpu", *arguments], cwd=REPOSITORY, start_new_session=True
+    )
+    file, name = tmp_path / "results.json", random.choice(names)
+    print(f"killed during {name}")
+    while name not in (json.loads(file.read_text()) if file.exists() else {}):
+        assert first.poll() is None
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert not processes_in(tmp_path)
+    left = json.loads(file.read_text())
+    assert left[name]["status"] == "unfinished"
+    assert [left[each]["status"] for each in names[: names.index(name)]] == [
+        PASSED for each in names[: names.index(name)]
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu", *arguments, "--missing"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {entry["status"] for entry in json.loads(file.read_text()).values()} == {PASSED}
+    ran = [line.partition(":")[0] for line in done.stdout.splitlines() if ": " in line]
+    assert [each for each in names if each in ran] == names[names.index(name) :]
 
 
 def test_all_parts_have_a_function() -> None:
     for each in PARTS:
         module, name = each.function.split(":")
         file = REPOSITORY / (module.replace(".", "/") + ".py")
-        assert f"\ndef {name}(setting: Setting) -> Result:" in file.read_text()
-        assert each.seconds <= 60 * MINUTES
+        more = ", batch_shape: str" if each.argument else ""
+        assert f"\ndef {name}(setting: Setting{more}) -> Result:" in file.read_text()
+        assert each.seconds <= 300
 
 
 # The command
@@ -557,7 +757,7 @@ def test_parts_are_listed_and_unknown_ones_rejected(capsys: pytest.CaptureFixtur
     assert main(["--list"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(BY_NAME)
     assert main(["--only", "speed"]) == 2
-    assert "--only speed: use one of environment, losses" in capsys.readouterr().err
+    assert "--only speed: use one of losses, kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", ["0", "-2"])
@@ -574,15 +774,19 @@ def test_a_driver_that_lists_nothing_is_unknown() -> None:
 
 
 def test_a_failure_is_the_exit_code_and_in_the_report(tmp_path: Path) -> None:
-    failing = {"environment": part(raise_an_error), "layouts": part(succeed)}
+    failing = {
+        "losses": replace(part(raise_an_error), name="losses"),
+        "layouts": replace(part(succeed), name="layouts"),
+    }
     with (
         mock.patch("tests.gpu.parts.BY_NAME", failing),
         mock.patch.dict("os.environ"),
     ):
         options = ["--device", "cpu", "--small", "--output", str(tmp_path)]
-        assert main([*options, "--only", "environment"]) == 1
+        assert main([*options, "--only", "losses"]) == 1
         assert main([*options, "--only", "layouts"]) == 0
-    assert "**succeed** (passed" in (tmp_path / "report.md").read_text()
+    text = (tmp_path / "report.md").read_text()
+    assert "losses failed, layouts passed" in text and "RuntimeError: no kernel image" in text
 
 
 def test_make_gpu_uses_the_given_python_and_installs_nothing() -> None:
@@ -607,19 +811,26 @@ def test_make_gpu_uses_the_given_python_and_installs_nothing() -> None:
 # The report
 
 
+DAY, ABOUT = "2026-11-22", [["device", "H100"], ["torch", "2.13.0"]]
+
+
 def outcomes() -> list[Outcome]:
     lines = ["| a | b |", "| --- | --- |", "| 1 | 2 |", ""]
     return [
-        Outcome(BY_NAME["losses"], PASSED, 30.0, Path(), lines=lines),
-        Outcome(BY_NAME["export"], SKIPPED, 0.0, Path(), skipped="no transformers"),
-        Outcome(BY_NAME["step"], FAILED, 30.0, Path(), failures=["out of memory\nmore"]),
-    ]
+        Outcome(BY_NAME["losses"], PASSED, 30.0, lines=lines, date=DAY, about=ABOUT),
+        Outcome(BY_NAME["export"], SKIPPED, 0.0, skipped="no transformers", date=DAY, about=ABOUT),
+        Outcome(
+            BY_NAME["step-2x8"], FAILED, 30.0, failures=["out of memory\nmore"], date=DAY,
+            about=ABOUT,
+        ),
+    ]  # fmt: skip
 
 
 def test_a_section_has_command_versions_date_and_figures() -> None:
-    text = section(outcomes(), device="H100", date="2026-11-22", versions=[("torch", "2.13.0")])
-    assert "\nmake gpu\n" in text and "2026-11-22; torch 2.13.0; 1.0 minutes" in text
-    assert "losses passed, export skipped, step failed" in text
+    text = section(outcomes(), missing=[BY_NAME["nanogpt"]], device="H100")
+    assert "\nmake gpu\n" in text and text.count("2026-11-22: torch 2.13.0.") == 1
+    assert "1.0 minutes of all parts" in text and "Not run: nanogpt." in text
+    assert "losses passed, export skipped, step-2x8 failed" in text
     assert "\n\n| a | b |\n" in text and "- skipped: no transformers" in text
     assert "- **failed**: out of memory\n" in text and "\n\n\n" not in text
 
@@ -630,7 +841,7 @@ def test_results_are_inserted_into_the_repository(tmp_path: Path) -> None:
     (output / "gpus" / "h200.toml").write_text("measured")
     (repository / "recipes" / "gpus" / "datasheets").mkdir(parents=True)
     (repository / "BENCHMARKS.md").write_text("# Benchmarks\n")
-    text = section(outcomes(), device="H200", date="2026-11-22", versions=[])
+    text = section(outcomes(), missing=[], device="H200")
     publish(output, text, device="H200", repository=repository)
     assert (repository / "BENCHMARKS.md").read_text() == f"# Benchmarks\n\n{text}"
     assert (repository / "recipes/gpus/datasheets/h200.toml").read_text() == "measured"
@@ -638,7 +849,8 @@ def test_results_are_inserted_into_the_repository(tmp_path: Path) -> None:
 
 def test_a_section_replaces_that_of_the_same_device() -> None:
     def of(device: str, date: str) -> str:
-        return section(outcomes(), device=device, date=date, versions=[])
+        new = [replace(outcome, date=date) for outcome in outcomes()]
+        return section(new, missing=[], device=device)
 
     document = "# Benchmarks\n\n## One GPU\n\ntext\n"
     for device, date in (("H100", "day 1"), ("H200", "day 2"), ("H100", "day 3")):

@@ -1,9 +1,23 @@
 """Checks of losses: against the CPU, in every precision and layout, and after a killed run."""
 
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from tests.gpu.runs import Failure, Run, largest_difference, losses, overrides, start
+from recipes.proving.worlds import free_port
+from tests.gpu.runs import (
+    Failure,
+    Run,
+    batched,
+    cores,
+    largest_difference,
+    losses,
+    overrides,
+    rank_environment,
+    start,
+)
 from tests.gpu.setting import Result, Setting
 
 SAME = 1e-4  # relative, of losses in fp32
@@ -16,8 +30,25 @@ PRECISIONS = {  # run -> file of ds_configs/
     "fp32, ZeRO-3": "zero3_fp32",
 }
 RESUME = 60, 10, 25  # steps, steps between saves, and steps before the kill
-# Eight blocks: two chunks on each of four stages.
-LAYOUT_SIZES = {"model__layers": 8, "training__steps": 10, "batch__micro_sequences": 1}
+# Eight blocks: two chunks on each of four stages. Nothing is compiled, which would take most of the
+# time of a run of few steps.
+LAYOUT_SIZES = {"model__layers": 8, "training__steps": 5, "batch__micro_sequences": 1,
+                "training__compile": False}  # fmt: skip
+EXPERTS = {
+    "model__experts": '{count = 4, per_token = 2, ffn_hidden_size = 128, router = "softmax", '
+    "normalize = true, balance_loss = 0.01}"
+}
+NEAR_IN_LAYOUTS = 1e-5  # relative, of losses in fp32
+SMALL_LAYOUTS = {2: ("pipeline 2, 1f1b", "tensor 2", "experts on 2"), 4: ("pipeline 2 x tensor 2",)}
+MAX_LAYOUTS_AT_A_TIME = 3  # on a shared GPU, whose processes take turns
+PROBE_SECONDS = 18  # of which importing torch takes most
+NCCL_PROBE = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+number = torch.ones(1, device="cuda")
+dist.all_reduce(number)
+assert number.item() == 2
+"""
 VARIANT_SECONDS = 80  # after which one of the compared runs is ended
 SMALL_RESUME = 12, 4, 9  # the save of step 8 waits for that of step 4
 
@@ -139,9 +170,21 @@ def _resumed_steps(run: Run) -> list[int]:
 
 
 def layout_variants(ranks: int) -> dict[str, dict[str, Any]]:
-    """Return the layouts to compare with one GPU: name -> changes of the recipe."""
+    """Return the layouts to compare with one rank: name -> changes of the recipe.
+
+    A name that begins with "experts" is that of a model with experts.
+    """
     two = {"layout__pipeline": 2}
-    variants = {
+    if ranks == 4:
+        return {
+            "pipeline 2 x tensor 2": two | {"layout__tensor": 2},
+            "pipeline 2, ZeRO-2": two | {"deepspeed": "ds_configs/zero2_fp32.json"},
+            "pipeline 4, zb-v": {"layout__pipeline": 4, "layout__schedule": "zb-v"},
+            "tensor 2 x context 2": {"layout__tensor": 2, "layout__context": 2},
+            "experts on 4": EXPERTS | {"layout__expert": 4},
+        }
+    context = {"layout__context": 2}
+    return {
         "pipeline 2, 1f1b": two,
         "pipeline 2, interleaved": two | {"layout__schedule": "interleaved"},
         "pipeline 2, zb-h1": two | {"layout__schedule": "zb-h1"},
@@ -151,30 +194,77 @@ def layout_variants(ranks: int) -> dict[str, dict[str, Any]]:
         "tensor 2": {"layout__tensor": 2},
         "tensor 2, sequence parallel": {"layout__tensor": 2, "layout__sequence_parallel": True},
         "data": {},
-        "data, ZeRO-2": {"deepspeed": "ds_configs/zero2_fp32.json"},  # runs as ZeRO-1 on one rank
+        "data, ZeRO-2": {"deepspeed": "ds_configs/zero2_fp32.json"},
         "data, ZeRO-3": {"deepspeed": "ds_configs/zero3_fp32.json"},
+        "context 2, gather": context,
+        "context 2, ring": context | {"layout__context_attention": "ring"},
+        "context 2, ulysses": context | {"layout__context_attention": "ulysses"},
+        "experts on 2": EXPERTS | {"layout__expert": 2},
     }
-    if ranks == 4:
-        variants["pipeline 2 x tensor 2"] = two | {"layout__tensor": 2}
-        variants["pipeline 2, ZeRO-2"] = two | {"deepspeed": "ds_configs/zero2_fp32.json"}
-        variants["pipeline 4, zb-v"] = {"layout__pipeline": 4, "layout__schedule": "zb-v"}
-    return variants
 
 
 def layouts(setting: Setting) -> Result:
-    """Check that all pipeline schedules and tensor parallelism have the losses of one GPU."""
-    if setting.gpus < 2:
-        return Result(skipped="one GPU: pipeline schedules and tensor parallelism need two or more")
-    ranks = 4 if setting.gpus >= 4 else 2
-    variants = layout_variants(ranks)
-    if setting.small:
-        variants = {name: variants[name] for name in ("pipeline 2, 1f1b", "tensor 2")}
-    expected = losses(start(setting, "layout-one", overrides(setting, **LAYOUT_SIZES)).finish())
-    result = Result()
-    result.table(["layout", "first loss", "last loss", "to one GPU", "limit", "same"], [])
-    for number, (name, changes) in enumerate(variants.items()):
-        settings = overrides(setting, **LAYOUT_SIZES | changes)
-        run = start(setting, f"layout-{number}", settings, ranks=ranks)
-        compare(result, f"{name}, {ranks} ranks", run, expected, limit=SAME)
-        setting.save(result)
+    """Check that all schedules and axes have the losses of one rank, on 2 and on 4 ranks.
+
+    With fewer GPUs than ranks, all ranks share the first GPU. NCCL accepts this if each rank claims
+    to be on a host of its own, and then communicates through sockets.
+    """
+    result, sizes = Result(), [2, 4]
+    too_few = setting.device == "cuda" and setting.gpus < max(sizes)
+    if too_few and (refusal := refused_by_nccl(setting)):
+        text = f"NCCL accepts only one rank per GPU here: {refusal}"
+        sizes = [ranks for ranks in sizes if ranks <= setting.gpus]
+        if not sizes:
+            return Result(skipped=text)
+        result.say(text)
+    references = {
+        name: start(setting, f"one-{name or 'dense'}", overrides(setting, **LAYOUT_SIZES | changes))
+        for name, changes in (("", {}), ("experts", EXPERTS))
+    }
+    expected = {name: losses(run.finish()) for name, run in references.items()}
+    backend = "NCCL" if setting.device == "cuda" else "gloo"
+    result.say(f"{backend}, fp32, {len(expected[''])} steps; {setting.gpus} GPUs, and several "
+               f"ranks on the first one where these are too few.")  # fmt: skip
+    result.table(["layout", "first loss", "last loss", "to one rank", "limit", "same"], [])
+    for ranks in sizes:
+        variants, share_gpu = layout_variants(ranks), ranks > setting.gpus
+        if setting.small:
+            variants = {name: variants[name] for name in SMALL_LAYOUTS[ranks]}
+        at_a_time = max(1, min(MAX_LAYOUTS_AT_A_TIME, cores() // (2 * ranks)))
+        for group in batched(variants.items(), at_a_time):
+            runs = {}
+            for name, changes in group:
+                settings = overrides(setting, **LAYOUT_SIZES | changes)
+                folder = name.replace(", ", "-").replace(" ", "-")
+                runs[name] = start(setting, folder, settings, ranks=ranks, share_gpu=share_gpu)
+            for name, run in runs.items():
+                reference = expected["experts" if name.startswith("experts") else ""]
+                limit = NEAR_IN_LAYOUTS
+                compare(result, f"{name}, {ranks} ranks", run, reference, limit=limit)
+                setting.save(result)
     return result
+
+
+def refused_by_nccl(setting: Setting) -> str:
+    """Let two ranks on one GPU add two numbers with NCCL; return the error, "" if it works."""
+    port = free_port()
+    probes = [
+        subprocess.Popen(
+            [sys.executable, "-c", NCCL_PROBE],
+            env=rank_environment(setting, rank, 2, port, share_gpu=True),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    deadline, errors = time.monotonic() + PROBE_SECONDS, []
+    for probe in probes:
+        try:
+            _, error = probe.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            probe.kill()
+            error = f"no answer within {PROBE_SECONDS} seconds"
+        if probe.returncode != 0:
+            errors.append(error.strip().splitlines()[-1] if error.strip() else "no message")
+    return errors[0] if errors else ""

@@ -1,0 +1,130 @@
+"""nanoGPT's recipe for Shakespeare on a GPU: config/train_shakespeare_char.py, trained by ours.
+
+Its README publishes a best validation loss of 1.4697. `shakespeare.txt` is the "tinyshakespeare"
+file of karpathy/char-rnn: 40,000 lines of Shakespeare's plays, in the public domain.
+
+nanoGPT draws sequences at random offsets, and averages losses over 200 random batches; ours reads
+sequences that begin at multiples of their length, in another order in each epoch, and averages over
+all of the validation part.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recipes.training.data.token_file import write_token_file
+from recipes.training.tracking.metric_names import validation_losses
+from tests.gpu.runs import start
+from tests.gpu.setting import Result, Setting
+
+TEXT = Path(__file__).parent / "shakespeare.txt"
+PUBLISHED_LOSS = 1.4697  # of the best of its evaluations, every 250 steps
+TRAINED_SHARE = 0.9  # of the characters; the others validate
+POLL_SECONDS = 1.0
+RECIPE: dict[str, Any] = {  # on top of recipes/tiny.toml
+    "model.layers": 6,
+    "model.hidden_size": 384,
+    "model.heads": 6,
+    "model.kv_heads": 6,
+    "model.ffn_hidden_size": 4 * 384,
+    "model.sequence_length": 256,
+    "model.norm": '"layernorm"',
+    "model.positions": '"learned"',
+    "model.activation": '"gelu"',
+    "model.bias": "false",
+    "model.tie_embeddings": "true",
+    "model.dropout": 0.2,
+    "model.attention_dropout": 0.2,
+    "layout.pipeline": 1,
+    "batch.global_sequences": 64,
+    "batch.micro_sequences": 64,
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.betas": "[0.9, 0.99]",
+    "optimizer.schedule.warmup_steps": 100,
+    "optimizer.schedule.minimum_learning_rate": 1e-4,
+    "training.steps": 5000,
+    "training.evaluate_every": 250,
+    "training.evaluation_batches": 7,  # all 435 sequences
+    "checkpoint.every": 5000,
+    "tracking.mode": '"disabled"',
+}
+SMALL: dict[str, Any] = {
+    "model.layers": 2,
+    "model.hidden_size": 24,
+    "model.ffn_hidden_size": 96,
+    "batch.global_sequences": 2,
+    "batch.micro_sequences": 2,
+    "optimizer.schedule.warmup_steps": 2,
+    "training.steps": 8,
+    "training.evaluate_every": 4,
+    "training.evaluation_batches": 1,
+    "training.compile": "false",
+}
+
+
+def shakespeare(setting: Setting) -> Result:
+    """Train, and compare the best validation loss with the published one."""
+    settings = settings_of(setting, write_characters(setting.output / "shakespeare"))
+    run = start(setting, "nanogpt", [f"{key}={value}" for key, value in settings.items()])
+    while run.processes[0].poll() is None:
+        time.sleep(POLL_SECONDS)
+        setting.save(result_of(run.metrics(), steps=settings["training.steps"]))
+    lines = run.finish()
+    result = result_of(lines, steps=settings["training.steps"])
+    best = min(loss for _, loss in evaluations(lines))
+    if not setting.small:
+        result.check(
+            best <= PUBLISHED_LOSS + 0.02, f"the best loss is {PUBLISHED_LOSS} + 0.02 at most"
+        )
+    return result
+
+
+def settings_of(setting: Setting, corpus: Path) -> dict[str, Any]:
+    """Return the changes of recipes/tiny.toml."""
+    precision = "bf16" if setting.device == "cuda" else "fp32"
+    files = {
+        "deepspeed": f"ds_configs/zero1_{precision}.json",
+        "data.train": f'[{{path = "{corpus}/train"}}]',
+        "data.validation": f"{corpus}/validation",
+        "data.tokenizer": f"{corpus}/tokenizer",
+        "model.vocab_size": len(set(TEXT.read_text(encoding="utf-8"))),
+    }
+    return RECIPE | files | (SMALL if setting.small else {})
+
+
+def write_characters(folder: Path) -> Path:
+    """Write token files with a token for each character of the text, as nanoGPT's prepare.py."""
+    text = TEXT.read_text(encoding="utf-8")
+    alphabet = sorted(set(text))
+    numbers = {character: number for number, character in enumerate(alphabet)}
+    tokens = np.array([numbers[character] for character in text])
+    end = int(TRAINED_SHARE * len(tokens))
+    (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps({"characters": alphabet}))
+    for name, piece in (("train", tokens[:end]), ("validation", tokens[end:])):
+        write_token_file(folder / name, [piece], vocab_size=len(alphabet))
+    return folder
+
+
+def evaluations(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """Return (step, validation loss) of each evaluation in lines of metrics."""
+    return [(line["step"], loss) for line in lines for loss in validation_losses(line).values()]
+
+
+def result_of(lines: list[dict[str, Any]], *, steps: int) -> Result:
+    """Return what a run has shown so far."""
+    result = Result()
+    if not lines:
+        return result
+    seconds = sum(line["step_seconds"] for line in lines[1:]) / max(1, len(lines) - 1)
+    result.say(f"{len(lines)} of {steps} steps, {1e3 * seconds:.1f} ms per step.")
+    if losses := evaluations(lines):
+        step, best = min(losses, key=lambda each: each[1])
+        result.say(
+            f"Best validation loss {best:.4f}, after step {step}; published: {PUBLISHED_LOSS}."
+        )
+        result.table(["step", "validation loss"], [[str(n), f"{loss:.4f}"] for n, loss in losses])
+    return result
