@@ -3,7 +3,8 @@
 Data travels over gloo, with one gloo group per connection. The rules of docs/nccl-and-cuda.md:
 
 1. The first operation between two ranks of a communicator, and a communicator's first collective,
-   blocks the host until all its ranks have posted theirs: creating the gloo group does that.
+   blocks the host until all its ranks have posted theirs: creating the gloo group does that. So
+   does splitting a communicator, which all its ranks have to do in the same way.
 2. A communicator runs its operations in the order in which they were posted, and there are no tags.
    A message that meets the wrong receive is an error here; NCCL would deliver it.
 3. Few kernels are resident at a time (`Rules.slots`).
@@ -12,7 +13,9 @@ Data travels over gloo, with one gloo group per connection. The rules of docs/nc
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,14 +29,25 @@ NAME = "nccl_rules"
 DEVICE = Device(Rules.from_environment())
 
 
+@dataclass
+class Options:
+    """The part of `ProcessGroupNCCL.Options` that a split copies and changes."""
+
+    is_high_priority_stream: bool = False
+    config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(max_ctas=None))
+
+
 class NcclRules(ProcessGroup):
     """A communicator; groups of more than two ranks connect each ordered pair by itself.
 
     label, ranks: the group's name and its global ranks, for messages
     """
 
+    supports_splitting = True
+
     def __init__(self, store: dist.Store, rank: int, size: int, label: str, ranks: Sequence[int]):
         super().__init__(rank, size)
+        self.options, self.splits = Options(), 0
         self.store, self.own, self.count = store, rank, size
         self.label, self.ranks = label, list(ranks) or list(range(size))
         self.connections: dict[tuple[str, ...], ProcessGroupGloo] = {}
@@ -127,6 +141,63 @@ class NcclRules(ProcessGroup):
     def shutdown(self) -> None:
         """Leave the connections to the end of the process."""
 
+    def _get_backend(self, device: torch.device) -> "NcclRules":
+        """Return the group itself, which has the same operations for all devices."""
+        return self
+
+    def split_group(
+        self, ranks: list[int], *, opts: Options, group_name: str, **_: Any
+    ) -> "NcclRules":
+        """Split this communicator as `torch.distributed.split_group` asks for it.
+
+        ranks: the ranks of the new group in this one; this rank is one of them
+        """
+        self.join_split(ranks)
+        group = NcclRules(
+            PrefixStore(f"split {group_name}", self.store),
+            ranks.index(self.own),
+            len(ranks),
+            group_name,
+            [self.ranks[rank] for rank in ranks],
+        )
+        group.options = opts
+        return group
+
+    @property
+    def group_name(self) -> str:
+        """Name of a group that was split off; torch's own property asks for a backend's name."""
+        return self.label
+
+    def get_group_store(self) -> dist.Store:
+        """Return the store of the group."""
+        return self.store
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: there is no sequence number."""
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Do nothing: NCCL creates the communicator, but its first collective still connects."""
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Join a split of this communicator without becoming a member of a new group."""
+        self.join_split([])
+
+    def join_split(self, ranks: Sequence[int]) -> None:
+        """Wait until all ranks split this communicator, and check that they agree on the groups.
+
+        ranks: the ranks of this rank's new group; empty: it is in none
+        """
+        self.splits += 1
+        gloo = self._connect("splits", list(range(self.count)))
+        own = torch.tensor([self.splits, *(int(rank in ranks) for rank in range(self.count))])
+        rows = [torch.empty_like(own) for _ in range(self.count)]
+        gloo.allgather([rows], [own]).wait(_gloo_limit())
+        groups = {rank: rows[rank].tolist() for rank in ranks}
+        if any(row != own.tolist() for row in groups.values()):
+            raise RuntimeError(
+                f"rank {DEVICE.rank} splits {self.label} into other groups: {groups}"
+            )
+
     def _collective(self, name: str, outputs: list, *arguments: Any) -> Kernel:
         gloo = self._connect("all", list(range(self.count)))
         method: Callable[..., dist.Work] = getattr(gloo, name)
@@ -167,7 +238,12 @@ def _given(options: Any) -> tuple:
 
 
 def create(options: Any, _: Any) -> NcclRules:
-    """Create a group as torch.distributed asks for it (extended API)."""
+    """Create a group as torch.distributed asks for it (extended API).
+
+    A bound device makes each new group a split of the world's communicator, as with NCCL.
+    """
+    if dist.is_initialized() and (world := dist.group.WORLD).bound_device_id is not None:
+        world.join_split(options.global_ranks_in_group)
     return NcclRules(
         options.store,
         options.group_rank,

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from models.parallel.process_groups import NcclSettings, create_groups
 from recipes.proving.layouts import SCHEDULES
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
@@ -318,6 +319,18 @@ def rules_worker() -> dict[str, str]:
 
     rank, other, token = world.rank, 1 - world.rank, torch.ones(1)
 
+    def split() -> None:
+        settings = NcclSettings(high_priority=True, max_ctas=4)
+        pair, alone = create_groups([[0, 1]], settings), create_groups([[1]], settings)
+        assert pair is not None and pair.size() == 2 and (alone is None) == (rank == 0)
+        options = pair.options
+        assert options.is_high_priority_stream and options.config.max_ctas == 4
+        assert dist.group.WORLD.options.config.max_ctas is None
+        summed = token.clone()
+        dist.all_reduce(summed, group=pair)
+        assert summed == 2
+        create_groups([[0, 1]] if rank == 0 else [[0], [1]])  # the ranks disagree
+
     def first_send() -> None:
         groups = two_groups()
         dist.irecv(token, other, group=groups[0])  # blocks, since the peer sends only later
@@ -360,7 +373,7 @@ def rules_worker() -> dict[str, str]:
         DEVICE.synchronize_all("a first use")
 
     found = {}
-    for rule in (first_send, first_collective, order, slots, one_queue, synchronization):
+    for rule in (split, first_send, first_collective, order, slots, one_queue, synchronization):
         try:
             rule()
             found[rule.__name__] = "nothing"
@@ -390,6 +403,7 @@ def post(
 def test_the_backend_enforces_each_rule() -> None:
     results = run_ranks(2, rules_worker)
     for rule, expected in (
+        ("split", "into other groups"),
         ("first_send", "the first use of"),
         ("first_collective", "the first use of"),
         ("order", "message 1 met receive 2"),
