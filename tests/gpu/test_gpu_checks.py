@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -744,6 +745,12 @@ def test_packages_that_are_missing_are_named(capsys: pytest.CaptureFixture) -> N
     said = capsys.readouterr().err
     assert "lacks deepspeed, hjson." in said and "^(deepspeed|hjson)==" in said
     assert "pip install --no-index" in said and "make gpu PYTHON=" in said
+
+
+def test_an_export_needs_no_pyarrow() -> None:
+    file = REPOSITORY / "recipes" / "preparing" / "formats" / "format.py"
+    with mock.patch.dict(sys.modules, {"pyarrow": None}):
+        assert set(runpy.run_path(str(file))["READ_ERRORS"]) == {OSError}
 
 
 def test_every_package_has_a_pin() -> None:

@@ -5,13 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow
-
 from recipes.preparing.formats.documents import Row
+
+try:
+    from pyarrow import ArrowException
+except ModuleNotFoundError:  # an export loads tokenizers where no source is ever read
+    ArrowException = OSError
 
 # The classes that reading a damaged, truncated or unreadable file raises. Arrow's base class stands
 # here instead of ValueError, because a defect of this code may raise a ValueError too.
-READ_ERRORS = (OSError, pyarrow.ArrowException)
+READ_ERRORS = (OSError, ArrowException)
 
 
 @dataclass(frozen=True)
