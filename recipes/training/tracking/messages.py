@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from models.cost import parameter_count
 from models.pipeline.schedule.balance import balance_text
 from recipes.training.checkpoint.compatibility import changed_positions
+from recipes.training.recipe.deepspeed_config import deepspeed_notes
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
@@ -55,6 +56,8 @@ def announce(
         + (f", from the weights of {found.path}" if found.weights_only else ""),
         flush=True,
     )
+    for note in deepspeed_notes(recipe, topology):
+        print(f"  {recipe.deepspeed}: {note}", flush=True)
     if found.weights_only and (changed := changed_positions(found.reader().manifest, recipe)):
         print(f"  positions differ from those of the weights: {changed}", flush=True)
     layout = recipe.layout
