@@ -56,6 +56,8 @@ def announce(
         + (f", from the weights of {found.path}" if found.weights_only else ""),
         flush=True,
     )
+    nodes = list(dict.fromkeys(hosts))
+    print(f"  {nodes_and_ranks(nodes, len(hosts))}", flush=True)
     for note in deepspeed_notes(recipe, topology):
         print(f"  {recipe.deepspeed}: {note}", flush=True)
     if found.weights_only and (changed := changed_positions(found.reader().manifest, recipe)):
@@ -78,6 +80,17 @@ def announce(
         )
     if len(set(hosts)) > 1:
         print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
+
+
+MAX_NODES_IN_MESSAGE = 8
+
+
+def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
+    """Return the numbers of nodes and ranks, with the names of the nodes."""
+    more = len(nodes) - MAX_NODES_IN_MESSAGE
+    names = ", ".join(nodes[:MAX_NODES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+    counts = (f"{n} {name}{'s' * (n != 1)}" for n, name in ((len(nodes), "node"), (ranks, "rank")))
+    return f"{', '.join(counts)}: {names}"
 
 
 SUMMARIZED = {
