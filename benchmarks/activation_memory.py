@@ -34,6 +34,7 @@ from models.parallel.rng import MaskKey
 from models.transformer import Block
 from recipes.tracing.allocation_counter import AllocationCounter
 from recipes.tracing.fake_cluster import empty_tables
+from recipes.training.runtime.streams import stdout_for_json
 
 MODEL = ModelConfig(
     layers=48,
@@ -125,7 +126,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    table = rows()
+    with stdout_for_json(options.json):
+        table = rows()
     if options.json:
         print(json.dumps({"rows": table}))
         return

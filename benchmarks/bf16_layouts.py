@@ -19,6 +19,8 @@ from pathlib import Path
 import numpy as np
 from matplotlib import pyplot
 
+from recipes.training.runtime.streams import stdout_for_json
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 SEED, OTHER_SEED = 1234, 1235
 ONE = ["layout.pipeline=1"]
@@ -41,12 +43,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a picture of the curves")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    reference = losses(1, ONE, options.steps, SEED)
-    seeds = distances(losses(1, ONE, options.steps, OTHER_SEED), reference)
-    layouts = {
-        name: distances(losses(ranks, overrides, options.steps, SEED), reference)
-        for name, (ranks, overrides) in LAYOUTS.items()
-    }
+    with stdout_for_json(options.json):
+        reference = losses(1, ONE, options.steps, SEED)
+        seeds = distances(losses(1, ONE, options.steps, OTHER_SEED), reference)
+        layouts = {
+            name: distances(losses(ranks, overrides, options.steps, SEED), reference)
+            for name, (ranks, overrides) in LAYOUTS.items()
+        }
     if options.output:
         draw(reference, seeds, layouts, options.output)
     rows = {"another seed": seeds, **layouts}

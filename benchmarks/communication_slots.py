@@ -13,6 +13,7 @@ if __name__ == "__main__":  # imports start at the repository
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from models.pipeline.schedule.order import Pipeline, min_micro_batches, schedule_name
+from recipes.training.runtime.streams import stdout_for_json
 from tests.nccl_rules.slots import (
     LaunchRule,
     StepProgram,
@@ -96,7 +97,8 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    rows = [measure(*each) for each in SCHEDULES]
+    with stdout_for_json(options.json):
+        rows = [measure(*each) for each in SCHEDULES]
     print(json.dumps({"rows": rows}) if options.json else table(rows))
 
 

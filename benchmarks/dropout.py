@@ -26,6 +26,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import MaskKey, dropout
 from models.transformer import Attention
+from recipes.training.runtime.streams import stdout_for_json
 
 ROUNDS = 15
 
@@ -36,14 +37,17 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    ratios = {
-        **{
-            f"residual stream {shape}": residual(*shape) for shape in ((256, 4, 192), (512, 8, 512))
-        },
-        **{
-            f"attention core {shape}": attention(*shape) for shape in ((256, 4, 192), (512, 2, 512))
-        },
-    }
+    with stdout_for_json(options.json):
+        ratios = {
+            **{
+                f"residual stream {shape}": residual(*shape)
+                for shape in ((256, 4, 192), (512, 8, 512))
+            },
+            **{
+                f"attention core {shape}": attention(*shape)
+                for shape in ((256, 4, 192), (512, 2, 512))
+            },
+        }
     if options.json:
         print(json.dumps(ratios))
         return

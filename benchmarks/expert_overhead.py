@@ -28,6 +28,7 @@ from models.experts.layer import MixtureOfExperts
 from models.experts.settings import Experts
 from models.parallel.collectives import TensorAxis
 from models.transformer import MLP
+from recipes.training.runtime.streams import stdout_for_json
 
 ROUNDS = 15
 SHAPES = ((512, 2, 512), (512, 2, 1024))  # s, b, h
@@ -40,7 +41,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {f"{shape}": compare(*shape) for shape in SHAPES}
+    with stdout_for_json(options.json):
+        found = {f"{shape}": compare(*shape) for shape in SHAPES}
     if options.json:
         print(json.dumps(found))
         return

@@ -37,6 +37,7 @@ from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.trial import start, train_step
 from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.runtime.streams import stdout_for_json
 from tests.ranks import join_world, run_ranks
 
 RANKS = 2
@@ -74,7 +75,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=7, help="rounds of measurements")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with stdout_for_json(options.json), tempfile.TemporaryDirectory() as folder:
         write_corpus(Path(folder), VOCABULARY)
         rounds: list[Round] = run_ranks(RANKS, measure, folder, options.rounds)[0]
     ratio = median(each.ratio for each in rounds)

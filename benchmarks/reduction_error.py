@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from recipes.training.runtime.streams import stdout_for_json
+
 RANKS = (2, 8, 32, 128, 512, 1024)
 NOISES = (1.0, 4.0, 16.0)
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -63,7 +65,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    errors = {noise: dict(ring_errors(RANKS, noise)) for noise in NOISES}
+    with stdout_for_json(options.json):
+        errors = {noise: dict(ring_errors(RANKS, noise)) for noise in NOISES}
     print(json.dumps(errors) if options.json else table(errors))
 
 

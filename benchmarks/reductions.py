@@ -23,6 +23,7 @@ import json
 
 from benchmarks.pipelines.sleeping_reductions import Setting, compare
 from recipes.planning.inputs.option_types import count
+from recipes.training.runtime.streams import stdout_for_json
 
 
 def main() -> None:
@@ -33,7 +34,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=3, help="measurements of each link")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     options = parser.parse_args()
-    rows = compare(Setting(rounds=options.rounds))
+    with stdout_for_json(options.json):
+        rows = compare(Setting(rounds=options.rounds))
     if options.json:
         print(json.dumps(rows))
         return

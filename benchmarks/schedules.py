@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.pipelines import real_contestants, real_layers
 from benchmarks.pipelines.sleeping_stages import Setting, time_all
 from benchmarks.schedules_picture import draw
+from recipes.training.runtime.streams import stdout_for_json
 
 FORWARD = 0.08  # seconds
 SHAPES = {"schedules": (4, 16), "schedules_of_8_stages": (8, 8)}  # stages, micro-batches
@@ -43,14 +44,16 @@ def main() -> None:
             setting = Setting(
                 stages=stages, micro_batches=micro_batches, forward=FORWARD, steps=options.steps
             )
-            found = time_all(setting)
+            with stdout_for_json(options.json):
+                found = time_all(setting)
             result[name] = {each: steps.ratios(setting) for each, steps in found.items()}
             if options.picture and name == "schedules":
                 draw(setting, found, options.picture)
             if not options.json:
                 print_sleeping(result[name], setting)
     if options.only != "sleeping":
-        result["real_layers"] = real_layers.compare(real_contestants.Setting())
+        with stdout_for_json(options.json):
+            result["real_layers"] = real_layers.compare(real_contestants.Setting())
         if not options.json:
             print_real(result["real_layers"])
     if options.json:

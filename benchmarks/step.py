@@ -33,25 +33,28 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from benchmarks.device import device_file, rates
-from benchmarks.one_step import overhead, rows, step_report, two_ranks
-from benchmarks.one_step.shapes import (
-    CONTEXT_SHAPE,
-    CPU_MEMORY_SHAPES,
-    CPU_SHAPES,
-    EXPERT_SHAPE,
-    GPU_SHAPES,
-    OVERHEAD_SHAPE,
-    PRECISIONS,
-    SHAPES,
-    TENSOR_SHAPE,
-    Shape,
-    with_batch,
-)
-from benchmarks.taking_turns import Player, cores_at_hand, players
-from models.errors import UserError
-from recipes.gpus.datasheet import FOLDER
-from recipes.training.runtime.processes import on_gpu
+from recipes.training.runtime.streams import stdout_for_json
+
+with stdout_for_json(True):  # DeepSpeed logs to standard output while it is imported
+    from benchmarks.device import device_file, rates
+    from benchmarks.one_step import overhead, rows, step_report, two_ranks
+    from benchmarks.one_step.shapes import (
+        CONTEXT_SHAPE,
+        CPU_MEMORY_SHAPES,
+        CPU_SHAPES,
+        EXPERT_SHAPE,
+        GPU_SHAPES,
+        OVERHEAD_SHAPE,
+        PRECISIONS,
+        SHAPES,
+        TENSOR_SHAPE,
+        Shape,
+        with_batch,
+    )
+    from benchmarks.taking_turns import Player, cores_at_hand, players
+    from models.errors import UserError
+    from recipes.gpus.datasheet import FOLDER
+    from recipes.training.runtime.processes import on_gpu
 
 PARTS = ("rows", "memory", "overhead", "tensor_parallel", "context_parallel", "expert_parallel")
 TWO_RANKS = {
@@ -78,22 +81,24 @@ def main() -> None:
     )
     if options.calibrate_device:
         try:
-            calibrated = device_file.calibrate(
-                options.calibrate_device, options.like, setting, FOLDER
-            )
+            with stdout_for_json(options.json):
+                calibrated = device_file.calibrate(
+                    options.calibrate_device, options.like, setting, FOLDER
+                )
         except UserError as problem:
             parser.error(str(problem))
         print(json.dumps(calibrated)) if options.json else step_report.print_file(calibrated)
         return
     result: dict[str, Any] = {"rows": [], **{f"{part}_2": None for part in TWO_RANKS}}
-    for part in options.only or PARTS:
-        for found in MEASURE[part](options, setting):
-            if part in TWO_RANKS:
-                result[f"{part}_2"] = (result[f"{part}_2"] or {}) | found
-            else:
-                result["rows"].append(found)
-            if not options.json:
-                step_report.PRINT[part](found)
+    with stdout_for_json(options.json):
+        for part in options.only or PARTS:
+            for found in MEASURE[part](options, setting):
+                if part in TWO_RANKS:
+                    result[f"{part}_2"] = (result[f"{part}_2"] or {}) | found
+                else:
+                    result["rows"].append(found)
+                if not options.json:
+                    step_report.PRINT[part](found)
     if options.json:
         print(json.dumps(result))
 

@@ -35,6 +35,8 @@ from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Replanner, check_cluster
 from recipes.nodes.connection import on_this_machine, over_srun, over_ssh
 from recipes.nodes.hosts import read_hostfile, slurm_hosts
+from recipes.training.loop.experiment import check_stages
+from recipes.training.recipe.deepspeed_config import require_auto
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
@@ -85,8 +87,9 @@ def prepare(options: argparse.Namespace) -> Launcher:
     assert recipe.cluster
     size = recipe.cluster.gpus_per_node
     try:
-        plan = StagePlan(recipe)
-        plan.check_world(World(size=recipe.cluster.nodes * size, local_size=size))
+        world = World(size=recipe.cluster.nodes * size, local_size=size)
+        check_stages(world, StagePlan(recipe), name)
+        require_auto(recipe, "launch.py chooses the layout anew if a node is lost")
     except UserError as problem:
         raise UserError(f"{name}: {problem}") from None
     if options.hostfile:

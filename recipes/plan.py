@@ -55,6 +55,7 @@ from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.runtime.streams import stdout_for_json
 
 
 def main() -> None:
@@ -252,7 +253,8 @@ def trace(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
     from recipes.tracing.trace import trace as trace_rank
 
     machine = Machine.of_cluster(cluster)
-    traced = trace_rank(recipe, machine.gpus, machine.gpus_per_node, options.rank)
+    with stdout_for_json(options.json):
+        traced = trace_rank(recipe, machine.gpus, machine.gpus_per_node, options.rank)
     if options.json:
         print(json.dumps(trace_report.table(traced)))
     else:

@@ -50,6 +50,7 @@ from recipes.proving.worlds import run_cases
 from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.runtime.streams import stdout_for_json
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
 RELAY_STEPS = 1000  # more than a relay runs, so that the learning rate stays above its minimum
@@ -81,7 +82,7 @@ def main() -> None:
         findings: list[Finding] = []
         code = 0
         try:
-            with contextlib.closing(coming):  # ends the ranks
+            with stdout_for_json(options.json), contextlib.closing(coming):  # ends the ranks
                 for finding in with_progress(coming, len(cases)):
                     findings.append(finding)
         except SystemExit as interruption:  # of the signal handler: report what is done

@@ -63,7 +63,7 @@ from recipes.sweeping.worlds.launchers import (
 from recipes.sweeping.worlds.rank import run_rank
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.runtime.exits import leave
-from recipes.training.runtime.streams import outlive_output
+from recipes.training.runtime.streams import outlive_output, stdout_for_json
 
 MAX_NAMES = 3  # recipes in the name of a sweep folder
 
@@ -141,8 +141,9 @@ def sweep(options: argparse.Namespace) -> int:
         progress = report.Progress()
         measure = halve if options.halving else partial(repeat, rounds=options.rounds)
         try:
-            for trial, result in measure(scheduler, choice.trials, progress.begin_round):
-                say(progress.finish(trial, result))
+            with stdout_for_json(options.json):
+                for trial, result in measure(scheduler, choice.trials, progress.begin_round):
+                    say(progress.finish(trial, result))
         except SystemExit:
             say(f"interrupted; rerun the same command to continue the sweep in {folder.path}")
             raise
@@ -184,7 +185,8 @@ def measure_links(options: argparse.Namespace) -> int:
         options.links, nodes=options.nodes, gpus_per_node=options.gpus_per_node, gpu=options.gpu,
         seconds=options.seconds_per_trial,
     )  # fmt: skip
-    measured, gpu = preflight.run(launcher_of(options))
+    with stdout_for_json(options.json):
+        measured, gpu = preflight.run(launcher_of(options))
     if options.json:
         print(json.dumps(report_table(measured, gpu, preflight.kind, preflight.file)))
     else:

@@ -108,6 +108,12 @@ def test_a_path_in_inline_code_exists(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_a_constant_is_in_the_file_that_is_named_with_it(page: str) -> None:
+    for name, file in re.findall(r"`([A-Z][A-Z_]{3,})`\s\(`([\w/]+\.py)`\)", PAGES[page]):
+        assert re.search(rf"^{name}\b", (REPOSITORY / file).read_text(), re.MULTILINE), (name, file)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_recipe_key_in_inline_code_exists(page: str) -> None:
     schema = Recipe.model_json_schema()
     sections = {

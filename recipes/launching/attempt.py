@@ -10,6 +10,7 @@ from typing import Any
 from recipes.launching.causes import Outcome, RankEnd
 from recipes.launching.nodes import Nodes
 from recipes.launching.replanning import Placement
+from recipes.nodes.connection import Agent
 from recipes.training.preflight.measures import SPARE_NODES
 
 SECONDS_TO_ANSWER = 3.0  # after a failure, for nodes to show that they are alive
@@ -41,9 +42,19 @@ class Command:
     pipelined: bool = False
     python: Sequence[str] = (sys.executable,)
 
-    def address_of(self, host: str) -> str:
-        """Return the address at which other ranks reach a host."""
-        return LOOPBACK if self.shares_machine else host
+    def address_of(self, host: str, agent: Agent | None) -> str:
+        """Return the address at which other ranks reach a host.
+
+        The address that ssh has connected to comes first, because the host may be listed as
+        USER@HOST or by an alias that only ssh knows.
+        """
+        if self.shares_machine:
+            return LOOPBACK
+        if agent and agent.address:
+            return agent.address
+        name = host.rpartition("@")[2]
+        is_loopback = name == "localhost" or name.startswith("127.")
+        return agent.machine if agent and is_loopback else name
 
 
 class Attempt:
@@ -93,24 +104,27 @@ class Attempt:
             words += ["--set", override]
         words += ["--lease", self.lease]
         size = command.ranks_per_node
+        first = self.hosts[0]
         common = {
             **command.variables,
             "WORLD_SIZE": str(len(self.hosts) * size),
             "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": command.address_of(self.hosts[0]),
+            "MASTER_ADDR": command.address_of(first, self.nodes.agent(first))
+            if len(self.hosts) > 1
+            else LOOPBACK,
             "MASTER_PORT": str(port),
             SPARE_NODES: str(self.nodes.spares(self.hosts)),
         }
         servers = [
-            {"node": host, "address": command.address_of(host)} | agent.server
+            {"node": host, "address": command.address_of(host, agent)} | agent.server
             for host, agent in self.nodes.connections.agents.items()
             if agent.ready and agent.server
         ]
         for place, host in enumerate(self.hosts):
-            first = place * size
-            self.running |= dict.fromkeys(range(first, first + size), host)
+            lowest = place * size
+            self.running |= dict.fromkeys(range(lowest, lowest + size), host)
             ranks = [
-                {"RANK": str(first + local_rank), "LOCAL_RANK": str(local_rank)}
+                {"RANK": str(lowest + local_rank), "LOCAL_RANK": str(local_rank)}
                 for local_rank in range(size)
             ]
             start = {

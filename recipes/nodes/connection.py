@@ -51,6 +51,8 @@ class Agent:
         host: name of the host
         process: ssh or srun
         heard_at: time of the last report, on the clock of time.monotonic
+        machine: name of the machine, as the agent has reported it
+        address: address of the host that ssh has connected to; empty if it is unknown
         ready: True once the agent has reported that it is ready
         server: port and secret of the server of the node's snapshots, if there is one
         rest: incomplete last line of the reports
@@ -62,6 +64,8 @@ class Agent:
     host: str
     process: subprocess.Popen[bytes]
     heard_at: float = field(default_factory=time.monotonic)
+    machine: str = ""
+    address: str = ""
     ready: bool = False
     server: dict[str, Any] | None = None
     rest: bytes = b""
@@ -277,6 +281,7 @@ class Connections:
             if content is None or content["is"] == "beat":
                 continue
             if content["is"] == "here":
+                agent.machine, agent.address = content["host"], content["address"]
                 machine = f"{content['host']} {content['boot']}" if content["boot"] else ""
                 if not self.admit(agent.host, machine):
                     yield Report(agent.host, None)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from models.errors import UserError
 
-LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,4})")
+# Other settings of a host, such as max_slots=N, have no meaning for deepspeed either.
+LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,4})(\s+(?!slots=)[\w-]+=\S*)*")
 SECONDS_FOR_SCONTROL = 30.0  # it waits if the controller does not answer
 EXAMPLE = "for example: node1 slots=8"
 
@@ -16,15 +17,15 @@ def read_hostfile(file: Path, *, processes: int) -> list[str]:
     """Return the names of the hosts in a hostfile, in its order.
 
     Args:
-        file: a line "NAME slots=N" for each host; empty lines and lines that begin with # are
-            ignored
+        file: a line "NAME slots=N" for each host; empty lines, comments after #, other settings
+            such as max_slots=N and a byte order mark are ignored
         processes: ranks of each host, `cluster.gpus_per_node`
 
     Raises:
         UserError: the file cannot be read, or a line is not valid.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not a text file"
         raise UserError(

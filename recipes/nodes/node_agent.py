@@ -11,12 +11,14 @@ object per line. The ranks write to its standard error.
     {"do": "kill"}                     SIGKILL to all ranks and their children
     {"do": "beat"}                     -> {"is": "beat"}
     {"do": "look"}                     -> {"is": "gpus", "answer": true, "errors": [[TEXT, SEVERE]]}
-                                       -> {"is": "here", "host": "node1", "boot": "ID"}
+                                       -> {"is": "here", "host": "node1", "boot": "ID",
+                                           "address": "10.0.0.1"}
     {"do": "begin"}                    -> {"is": "ready"}
                                        -> {"is": "exit", "attempt": 1, "rank": 3, "code": 0}
 
 The agent looks at the GPUs of its node every minute (gpu_watch.py) and on command, and reports new
-errors. The first report, "here", has the name of the machine and the ID of its boot.
+errors. The first report, "here", has the name of the machine, the ID of its boot, and the address
+at which ssh has reached it.
 
 If commands stop coming (launch.py or the network is gone), the agent asks its ranks to save and
 stop, kills them if they do not end, and ends itself. Only the standard library is imported, so that
@@ -48,6 +50,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,6 +58,7 @@ from recipes.nodes.gpu_watch import GpuWatch
 from recipes.nodes.leftovers import end_leftovers, kill_group
 from recipes.nodes.snapshot_server import ServerProcess
 from recipes.nodes.standby_pool import StandbyPool
+from recipes.training.runtime.launchers import free_port
 from recipes.training.snapshots.names import FOLDER_VARIABLE
 
 SECONDS_BETWEEN_CHECKS = 0.5
@@ -102,7 +106,8 @@ class NodeAgent:
         os.set_blocking(child_ended, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(child_ended, warn_on_full_buffer=False)
-        self.report({"is": "here", "host": socket.gethostname(), "boot": boot_id()})
+        here = {"host": socket.gethostname(), "boot": boot_id(), "address": ssh_address(os.environ)}
+        self.report({"is": "here"} | here)
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(children, selectors.EVENT_READ)
@@ -253,11 +258,20 @@ class NodeAgent:
             os.write(2, f"{socket.gethostname()}: {text}\n".encode())
 
 
-def free_port() -> int:
-    """Return a TCP port that is free on all interfaces of this node."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+def ssh_address(environment: Mapping[str, str]) -> str:
+    """Return the IPv4 address of this machine that ssh has connected to.
+
+    Empty without ssh, for a loopback address, which other nodes cannot use, and for an address of
+    another machine: srun passes on the variables of the login node.
+    """
+    words = environment.get("SSH_CONNECTION", "").split()  # client, its port, server, its port
+    address = words[2] if len(words) == 4 else ""
+    try:
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return ""
+    return "" if address.startswith("127.") else address
 
 
 def boot_id() -> str:

@@ -4,8 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import random
-import socket
 import sys
 import tempfile
 import time
@@ -19,6 +17,7 @@ from typing import Any
 from recipes.proving.compare import Leg, Outcome
 from recipes.proving.layouts import ProofCase
 from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.runtime.launchers import free_port
 
 RANK_ENVIRONMENT = {  # environment variables of every rank
     "DS_ACCELERATOR": "cpu",
@@ -221,27 +220,6 @@ def environment(changes: dict[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def free_port() -> int:
-    """Return an unused TCP port of this machine."""
-    while True:
-        port = random_port()
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        return port
-
-
-def random_port() -> int:
-    """Return a random TCP port, which may be in use.
-
-    It is below the range from which the system assigns ports to connections, because such a port
-    may be taken a moment later on a busy machine.
-    """
-    return random.SystemRandom().randrange(10_000, 32_000)
 
 
 def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:

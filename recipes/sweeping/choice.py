@@ -20,7 +20,7 @@ from recipes.planning.search.layout_search import (
     search,
 )
 from recipes.sweeping.trial import Rejection, Trial
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config
+from recipes.training.recipe.deepspeed_config import build_deepspeed_config, require_auto
 from recipes.training.recipe.loading import load_recipe, short
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
@@ -222,6 +222,7 @@ def recipes_of(
         yield recipe
         return
     assert recipe.cluster is not None
+    require_auto(recipe, "the sweep tries other layouts")
     result = search(job_without_layout(recipe, Machine.of_cluster(recipe.cluster)), ALL)
     for reason, count in result.rejected.items():
         if reason in (TOO_LARGE_FOR_GPU, TOO_LARGE_FOR_HOST):

@@ -15,7 +15,7 @@ import tomli_w
 
 from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
-from tests.cluster.cluster import Cluster, missing
+from tests.cluster.cluster import NETWORK, Cluster, missing
 from tests.conftest import changed, small_recipe
 
 pytestmark = [
@@ -145,6 +145,34 @@ def test_deepspeed_on_four_hosts_trains_as_one_process_does(
     done = cluster.run(command, env=CPU)
     assert done.returncode == 2 and not (tmp_path / "other").exists()
     assert "are 8 ranks, and 4 were started" in done.stderr
+
+
+def test_launch_py_finds_hosts_that_only_ssh_knows(
+    cluster: Cluster, corpus: Path, alone: Path, tmp_path: Path
+) -> None:
+    """A login name, an alias of ssh's configuration, and lines as deepspeed accepts them."""
+    with (cluster.folder / "ssh_config").open("a") as stream:
+        stream.write(f"Host gateway\n  HostName {NETWORK}.2\n")
+    (tmp_path / "hosts").write_text(
+        "root@node1 slots=2 max_slots=4\ngateway slots=2\n", encoding="utf-8-sig"
+    )
+    recipe = write_recipe(
+        corpus,
+        tmp_path / "recipe.toml",
+        layout__pipeline=2,
+        checkpoint={"every": 100, "snapshot_every": 2},
+        cluster={"nodes": 2, "gpus_per_node": 2, "gpu": "cpu"},
+    )
+    done = cluster.run(
+        f"python recipes/launch.py --hostfile {tmp_path}/hosts {recipe} --run-dir {tmp_path}/run",
+        env=CPU,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "attempt 1 on root@node1, gateway: " in done.stderr
+    assert "2 nodes, 4 ranks: node1, node2" in done.stdout
+    assert "snapshot" not in done.stdout + done.stderr  # no warning about them
+    for ours, one in zip(metrics(tmp_path / "run"), metrics(alone), strict=True):
+        assert ours["loss"] == pytest.approx(one["loss"], rel=1e-6)
 
 
 def test_a_job_trains_as_one_process_does(submit, alone: Path, tmp_path: Path) -> None:

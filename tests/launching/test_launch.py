@@ -1,6 +1,7 @@
 """The command launch.py: what it rejects, and its exit codes."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,24 @@ def test_a_recipe_that_cannot_be_placed_is_rejected_before_the_folder_is_locked(
     overrides: list[str], said: str, options: argparse.Namespace
 ) -> None:
     options.set = overrides
+    with pytest.raises(UserError, match=said):
+        launch.prepare(options)
+    assert not options.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"gradient_accumulation_steps": 2}, "2 is fixed, but launch.py chooses the layout anew"),
+        ({"gradient_clipping": 7.0}, "gradient_clipping = 7.0 differs from the recipe"),
+    ],
+)
+def test_a_json_that_the_ranks_would_reject_is_rejected_before_they_start(
+    setting: dict[str, Any], said: str, options: argparse.Namespace, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 1}} | setting))
+    options.set = [f'deepspeed="{file}"']
     with pytest.raises(UserError, match=said):
         launch.prepare(options)
     assert not options.run_dir.exists()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tomli_w
@@ -28,7 +29,7 @@ from recipes.launching.environment import forwarded, in_container
 from recipes.launching.failures import Failures
 from recipes.launching.launcher import Launcher
 from recipes.launching.replanning import Placement
-from recipes.nodes.connection import on_this_machine
+from recipes.nodes.connection import Agent, Report, on_this_machine
 from recipes.planning.memory.peak import StageMemory
 from recipes.training.preflight.measures import SPARE_NODES
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
@@ -209,6 +210,46 @@ def test_a_run_that_finishes(start: Any, capfd: pytest.CaptureFixture) -> None:
         "attempt 1 on node1, node2: data 2, layout 0; not used: node3 (spare)"
         in capfd.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "reported", "address"),
+    [("root@node1", "10.1.2.3", "10.1.2.3"), ("alias", "10.1.2.3", "10.1.2.3"),
+     ("root@node1", "", "node1"), ("node1", "", "node1"), ("root@localhost", "", "machine1"),
+     ("127.0.0.1", "", "machine1")],
+)  # fmt: skip
+def test_the_ranks_meet_at_the_address_of_the_first_host(
+    first: str, reported: str, address: str
+) -> None:
+    sent: list[tuple[str, dict[str, Any]]] = []
+    agents = {}
+    for host, own in ((first, reported), ("node2", "10.1.2.4")):
+        agents[host] = agent = Agent(host, mock.Mock(), address=own, machine="machine1", ready=True)
+        agent.server = {"port": 5, "secret": "x"}
+        agent.send = lambda command, host=host: sent.append((host, command))  # type: ignore[method-assign,misc]
+    port = Report(first, {"is": "port", "port": 29501})
+    connections = SimpleNamespace(agents=agents, reports=lambda: [port])
+    nodes = SimpleNamespace(agent=agents.get, connections=connections, spares=lambda hosts: 0)
+    placement = Planner(2, (), chosen=False).best(2, 2)
+    attempt = attempt_module.Attempt(
+        1,
+        "x.1",
+        nodes=nodes,
+        hosts=[first, "node2"],
+        placement=placement,  # type: ignore[arg-type]
+    )
+    attempt.start(Command(words=["rank"], variables={}, ranks_per_node=1))
+    starts = [command for _, command in sent if command["do"] == "start"]
+    assert [start["variables"]["MASTER_ADDR"] for start in starts] == [address] * 2
+    assert {server["address"] for server in starts[0]["servers"]} == {address, "10.1.2.4"}
+
+
+def test_ranks_on_one_host_meet_at_the_loopback_address(start: Any) -> None:
+    running = start(hosts=["root@localhost"], nodes=1, shares_machine=False)
+    ranks = running.wait_for_attempt(1, ranks=1)
+    assert ranks[0]["variables"]["MASTER_ADDR"] == "127.0.0.1"
+    running.end_ranks({0: FINISHED})
+    assert running.wait() == FINISHED
 
 
 def test_many_large_variables_reach_every_rank(start: Any) -> None:

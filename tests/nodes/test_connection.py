@@ -1,6 +1,7 @@
 """launch.py's connections: the pipe to an agent is used by two threads."""
 
 import threading
+import time
 
 from recipes.nodes.connection import AgentSettings, Connections
 
@@ -25,3 +26,17 @@ def test_the_arguments_of_an_agent_name_its_folder_of_snapshots() -> None:
         run="f00d", silence_seconds=10, stop_seconds=300.5, standby=8, snapshots="/dev/shm/x"
     )
     assert settings.arguments("node1") == ["f00d", "10", "300.5", "8", "/dev/shm/x-node1"]
+
+
+def test_the_first_report_names_the_machine_and_its_address() -> None:
+    settings = AgentSettings(run="", silence_seconds=10, stop_seconds=10, standby=0)
+    here = '{"is": "here", "host": "gpu7", "boot": "1", "address": "10.1.2.3"}'
+    ready = '{"is": "ready"}'
+    agent_of = ["sh", "-c", f"echo '{here}'; read line; echo '{ready}'; sleep 60"]
+    connections = Connections(lambda host, command: agent_of, settings, variables={})
+    agent = connections.open("root@alias")
+    deadline = time.monotonic() + 30
+    while not agent.ready and time.monotonic() < deadline:
+        list(connections.reports())
+    assert (agent.machine, agent.address) == ("gpu7", "10.1.2.3")
+    connections.close_all(0)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from deepspeed.launcher.runner import _parse_hostfile
 
 from models.errors import UserError
 from recipes.nodes import hosts
@@ -13,6 +14,21 @@ def test_hosts_are_read_in_order(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# the cluster\nnode2 slots=8\n\n  node1   slots=16  # larger\n")
     assert read_hostfile(file, processes=8) == ["node2", "node1"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ufeffnode1 slots=8\nnode2 slots=8\n",
+        "node1 slots=8 max_slots=16\nnode2   slots=8 max-slots=8  port=22 # two\n",
+        "\ufeff# the cluster\r\nnode1 slots=8\r\n\r\nroot@node2 slots=8",
+    ],
+)
+def test_lines_are_read_as_deepspeed_reads_them(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(text, encoding="utf-8", newline="")
+    lines = text.removeprefix("\ufeff").splitlines()
+    assert read_hostfile(file, processes=8) == list(_parse_hostfile(lines))
 
 
 def test_a_thousand_hosts(tmp_path: Path) -> None:
@@ -30,6 +46,8 @@ def test_a_thousand_hosts(tmp_path: Path) -> None:
         ("node1 slots=8\nnode1 slots=8\n", "line 2: node1 is listed twice"),
         ("node1 slots=4\n", "slots=4, and cluster.gpus_per_node = 8; use slots=8 or more"),
         ("# nothing\n", "lists no host"),
+        ("node1 slots=8 node2 slots=8\n", '"node1 slots=8 node2 slots=8" is not a host'),
+        ("node1 slots=8 slots=4\n", "is not a host"),
     ],
 )
 def test_wrong_lines_are_rejected(text: str, said: str, tmp_path: Path) -> None:

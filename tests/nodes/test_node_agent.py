@@ -174,6 +174,31 @@ def test_a_standby_process_becomes_a_rank(agents: list[Agent], tmp_path: Path) -
     assert (rank, process) == ("0", standby)
 
 
+def test_the_address_that_ssh_has_reached_is_reported(
+    agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; the system chooses the own address
+        except OSError:
+            pytest.skip("this machine has no network")
+        own = probe.getsockname()[0]
+    monkeypatch.setenv("SSH_CONNECTION", f"192.0.2.9 50000 {own} 22")
+    agents.append(agent := Agent())
+    assert agent.here["address"] == own
+
+
+@pytest.mark.parametrize(
+    "connection",
+    ["", "192.0.2.9 50000", "127.0.0.1 50000 127.0.0.1 22", "::1 50000 ::1 22",
+     "192.0.2.9 50000 192.0.2.1 22", "192.0.2.9 50000 not-an-address.invalid 22"],
+)  # fmt: skip
+def test_an_address_that_other_nodes_cannot_use_is_not_reported(connection: str) -> None:
+    """A loopback address, one of another machine, and one of IPv6."""
+    assert node_agent.ssh_address({"SSH_CONNECTION": connection}) == ""
+    assert node_agent.ssh_address({}) == ""
+
+
 def test_a_free_port_is_returned(agents: list[Agent]) -> None:
     agents.append(agent := Agent())
     agent.send({"do": "port"})

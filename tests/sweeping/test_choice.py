@@ -1,5 +1,6 @@
 """The trials of a sweep: the planner's best layouts, grids, keys, and rejected combinations."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,22 @@ def test_a_layout_that_the_plan_rules_out_is_not_tried() -> None:
 
 def test_a_search_counts_what_the_plan_rules_out() -> None:
     assert choose(Request(recipes=[LLAMA], top=1)).ruled_out["too large for a GPU"] > 10
+
+
+def test_a_json_that_fixes_the_micro_batch_suits_the_own_layout_only(
+    recipe: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "ds.json"
+    micro = load_recipe(recipe).batch.micro_sequences
+    file.write_text(
+        json.dumps(
+            {"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": micro},
+        )
+    )
+    settings = [f'deepspeed="{file}"']
+    assert choose(Request(recipes=[recipe], settings=settings, layouts="own")).trials
+    with pytest.raises(UserError, match=r"is fixed, but the sweep tries other layouts; use "):
+        choose(Request(recipes=[recipe], settings=settings))
 
 
 def test_an_unknown_recipe_is_an_error(tmp_path: Path) -> None:

@@ -314,7 +314,7 @@ def zero3_in_pipeline(
         topology = recipe.topology(World(size=machine.gpus, local_size=machine.gpus_per_node))
     except UserError:  # the recipe is rejected for another reason
         return None
-    stage = zero_stage(read_deepspeed_json(recipe.deepspeed))
+    stage = zero_stage(read_deepspeed_json(recipe.deepspeed, recipe))
     if stage != 3 or topology.pipeline == 1 or topology.replicas == 1:
         return None
     job = job_without_layout(recipe, machine, software)
@@ -331,7 +331,7 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
     Raises:
         UserError: the GPU does not compute in the recipe's precision.
     """
-    config = read_deepspeed_json(recipe.deepspeed)
+    config = read_deepspeed_json(recipe.deepspeed, recipe)
     kind = precision(config)
     if kind not in machine.gpu.peak_tflops:
         raise UserError(

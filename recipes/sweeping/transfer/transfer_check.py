@@ -25,6 +25,7 @@ from recipes.training.data.checks import check_document_starts, open_corpus
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
+from recipes.training.runtime.streams import stdout_for_json
 
 Say = Callable[[str], None]
 RATE = "optimizer.learning_rate"
@@ -62,7 +63,8 @@ def check_transfer(
     try:
         if options.retry:
             folder.retry_failures()
-        run(folder, launcher, options.seconds_per_trial, check, sweep, say)
+        with stdout_for_json(options.json):
+            run(folder, launcher, options.seconds_per_trial, check, sweep, say)
         folder.write_table()
         checks = check.outcomes(folder.result) if check else []
         outcomes = sweep.outcomes(folder.result) if sweep else []

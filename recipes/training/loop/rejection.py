@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from models.errors import UserError
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.lock import FolderInUse
-from recipes.training.runtime.exits import BUSY, REJECTED, leave
+from recipes.training.runtime.exits import BUSY, REJECTED, PortInUse, leave
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
 
 @contextmanager
 def rejections(world: World, origin: str = "") -> Iterator[None]:
-    """Turn a UserError into one message and an exit code: 6 if the folder is in use, else 2.
+    """Turn a UserError into one message and an exit code: 6 if folder or port is in use, else 2.
 
     Launchers end all ranks when the first one exits. The other ranks therefore wait for rank 0 to
     print its message, and print their own only if they are still running after that.
@@ -32,4 +32,4 @@ def rejections(world: World, origin: str = "") -> Iterator[None]:
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
             about = f"rank {world.rank}: {about}"
         print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
-        leave(BUSY if isinstance(problem, FolderInUse) else REJECTED)
+        leave(BUSY if isinstance(problem, FolderInUse | PortInUse) else REJECTED)

@@ -22,7 +22,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import check_placement
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse
-from recipes.training.runtime.exits import FINISHED, leave
+from recipes.training.runtime.exits import FINISHED, PortInUse, leave
 from recipes.training.runtime.processes import check_machine, hosts_of_ranks, start_processes
 from recipes.training.snapshots.finding import find_snapshot
 from recipes.training.snapshots.node_memory import NodeMemory
@@ -80,11 +80,18 @@ def join(
         UserError: the folder or the key of W&B is rejected, or the ranks are placed wrongly.
     """
     recipe, world = experiment.recipe, experiment.world
-    start_processes(
-        world,
-        deterministic=recipe.training.deterministic,
-        patience_seconds=recipe.supervision.patience_seconds,
-    )
+    try:
+        start_processes(
+            world,
+            deterministic=recipe.training.deterministic,
+            patience_seconds=recipe.supervision.patience_seconds,
+        )
+    except PortInUse:
+        if not folder.attempt:
+            raise
+        port = os.environ["MASTER_PORT"]
+        print(f"port {port}, which launch.py had chosen, has been taken since", file=sys.stderr)
+        leave(1)  # launch.py then starts another attempt, with another port
     startup.lap("joining")
     crumb = Breadcrumb()
     supervisor = Supervisor(

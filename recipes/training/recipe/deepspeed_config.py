@@ -1,31 +1,32 @@
 """ds_configs JSON + recipe -> the configuration that DeepSpeed gets.
 
-The JSON owns ZeRO, precision and communication; the recipe owns the batch and the clipping, which
-the JSON leaves "auto".
+The JSON owns ZeRO, precision and communication. The recipe owns everything else: in the JSON, such
+settings are "auto", equal to the recipe's, or left out.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 from models.cost import parameter_count
 from models.errors import UserError
-from recipes.training.recipe.deepspeed_schema import check_settings
+from recipes.training.recipe.deepspeed_schema import Review, review_settings
 from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 
 AUTO_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-RECIPE_KEYS = {  # key of the JSON -> where its setting belongs
-    "train_batch_size": "batch.global_sequences",
+RECIPE_BLOCKS = {  # block of the JSON -> the owner of its settings
     "optimizer": "[optimizer]",
     "scheduler": "[optimizer.schedule]",
     "activation_checkpointing": "layout.recompute",
     "pipeline": "[layout]",
     "wandb": "[tracking]",
 }
+RECIPE_KEYS = ("train_batch_size", *AUTO_KEYS, *RECIPE_BLOCKS)
 # ZeRO-1 and 2 sum gradients over the data ranks in buckets during the last backward pass of a step
 # or of a group of micro-batches. 64 MiB in fp32 is enough to reach a network's full bandwidth, and
 # holds only a few blocks of a large model. DeepSpeed's default of 5e8 elements would hold most of a
@@ -42,11 +43,17 @@ def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]
     """Return the configuration for `deepspeed.initialize`, with every "auto" filled in.
 
     Raises:
-        UserError: the JSON sets a value that the recipe owns, or the two are incompatible.
+        UserError: the JSON is missing or not valid, contradicts the recipe, or does not suit it.
     """
-    config = read_deepspeed_json(recipe.deepspeed)
-    _check_combination(recipe, config, topology)
-    _check_reduce_every(recipe, config, recipe.micro_batches(topology.data))
+    config, _ = _read(recipe.deepspeed, recipe, topology)
+    if problem := next(_combinations(recipe, config, topology), None):
+        raise UserError(problem.finding)
+    every, micro_batches = recipe.layout.reduce_every, recipe.micro_batches(topology.data)
+    if every > micro_batches:
+        raise UserError(
+            f"layout.reduce_every = {every} is more than the {micro_batches} micro-batches of a "
+            f"step; use layout.reduce_every = {micro_batches}"
+        )
     zero = config["zero_optimization"]
     if zero["stage"] == 2 and topology.replicas == 1:
         # Nobody to share gradients with: shards would be copies.
@@ -73,20 +80,102 @@ def _breaks_down_times(config: dict[str, Any]) -> bool:
     return bool(config.get("wall_clock_breakdown") or profiled)
 
 
-def read_deepspeed_json(name: str) -> dict[str, Any]:
+def read_deepspeed_json(name: str, recipe: Recipe | None = None) -> dict[str, Any]:
     """Read and check one file of ds_configs/, named as in the recipe.
 
+    Settings that the recipe owns are "auto" in the result, and keys without effect are left out.
+
+    Args:
+        name: the file
+        recipe: the recipe to compare the file with, as far as that needs no number of ranks
+
     Raises:
-        UserError: the file is missing or no JSON, or has a key or value that is not supported.
+        UserError: the file is missing or no JSON, or has keys or values that are not supported. The
+            message lists all of them, and a text that would be accepted.
+    """
+    return _read(name, recipe)[0]
+
+
+def deepspeed_notes(recipe: Recipe, topology: Topology) -> list[str]:
+    """Return a line about each setting of the JSON that is read differently or has no effect."""
+    return _read(recipe.deepspeed, recipe, topology)[1].notes()
+
+
+def require_auto(recipe: Recipe, reason: str) -> None:
+    """Reject a JSON that fixes the micro-batch or the accumulation steps.
+
+    Args:
+        recipe: the recipe that names the JSON
+        reason: the reason why the command may change these values
+
+    Raises:
+        UserError: one of the two is not "auto".
+    """
+    content = _parse(recipe.deepspeed, Review())
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if content.get(key, "auto") != "auto":
+            raise UserError(
+                f"{recipe.deepspeed}: {key} = {json.dumps(content[key])} is fixed, but {reason}; "
+                f'use "{key}": "auto"'
+            )
+
+
+def _read(
+    name: str, recipe: Recipe | None = None, topology: Topology | None = None
+) -> tuple[dict[str, Any], Review]:
+    """Return the checked settings of a file, with "auto" for those of the recipe, and the review.
+
+    Raises:
+        UserError: as `read_deepspeed_json`; with a recipe, also for values that differ from it.
+    """
+    review = Review()
+    content = _parse(name, review)
+    owned = _review_owned(content, review, owned_values(recipe, topology) if recipe else {})
+    settings = {key: value for key, value in content.items() if key not in RECIPE_KEYS}
+    _resolve_precision(settings, review)
+    _resolve_stage(settings, review)
+    accepted = review_settings(settings, review)
+    _check_dependencies(accepted, review)
+    config = dict.fromkeys(AUTO_KEYS, "auto") | accepted
+    if review.findings:
+        if recipe and topology:  # so that no finding is left for the next start
+            for problem in _combinations(recipe, config, topology):
+                review.reject(problem.finding)
+                problem.correct(config)
+        proposal = owned | {
+            key: value for key, value in config.items() if key in accepted and value != {}
+        }
+        order = list(content)
+        keys = sorted(proposal, key=lambda key: order.index(key) if key in order else len(order))
+        raise UserError(_rejection(name, review, {key: proposal[key] for key in keys}))
+    return config, review
+
+
+def _rejection(name: str, review: Review, proposal: dict[str, Any]) -> str:
+    """Return the message about a file with findings, with a text that would be accepted."""
+    notes = review.notes()
+    if len(review.findings) + len(notes) == 1:
+        about = f"{name}: {review.findings[0]}"
+    else:
+        count = f"{len(review.findings)} settings are" if review.findings[1:] else "1 setting is"
+        about = "\n  ".join([f"{name}: {count} rejected:", *review.findings, *notes])
+    return f"{about}\nThis text would be accepted:\n{json.dumps(proposal, indent=2)}"
+
+
+def _parse(name: str, review: Review) -> dict[str, Any]:
+    """Return the content of a file; duplicate keys are added to the findings.
+
+    Raises:
+        UserError: the file is missing or no JSON object.
     """
     path = repository_path(name)
     try:
-        config = json.loads(
+        content = json.loads(
             path.read_text(encoding="utf-8"),
-            object_pairs_hook=partial(_unique_keys, name),
+            object_pairs_hook=partial(_unique_keys, review),
             parse_constant=partial(_reject_constant, name),
         )
-    except UserError:  # of the two functions above
+    except UserError:  # of _reject_constant
         raise
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(f'deepspeed = "{name}": no such file; use one of {SHIPPED}') from None
@@ -98,59 +187,204 @@ def read_deepspeed_json(name: str) -> dict[str, Any]:
         raise UserError(
             f'deepspeed = "{name}": this is not valid JSON: {error}; use one of {SHIPPED}'
         ) from None
-    if not isinstance(config, dict):
+    if not isinstance(content, dict):
         raise UserError(f'deepspeed = "{name}": this is not a JSON object; use one of {SHIPPED}')
-    _check_owners(name, config)
-    check_settings(name, {key: value for key, value in config.items() if key not in AUTO_KEYS})
-    if config.get("bf16", {}).get("enabled") and config.get("fp16", {}).get("enabled"):
-        raise UserError(f"{name}: bf16 and fp16 are both enabled; use bf16 alone")
-    scaled = config.get("gradient_predivide_factor", 1) != 1 or config.get("prescale_gradients")
-    if scaled and zero_stage(config) > 2:
-        raise UserError(
-            f"{name}: prescale_gradients and gradient_predivide_factor scale gradients before they "
-            f"are summed. With reduce_scatter, DeepSpeed does not support this under "
-            f"ZeRO-{zero_stage(config)}; without it, the gradients would be wrong; remove them"
-        )
-    return config
+    return content
 
 
-def _unique_keys(name: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(review: Review, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of a JSON's pairs; DeepSpeed rejects keys that occur twice, too."""
-    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
-            raise UserError(f"{name}: {key} occurs twice in an object; remove one of the two")
-        found[key] = value
-    return found
+        if key in content:
+            review.reject(f"{key} occurs twice in an object; remove one of the two")
+        content[key] = value
+    return content
 
 
 def _reject_constant(name: str, constant: str) -> None:
     raise UserError(f"{name}: {constant} is not valid in JSON; use a finite number")
 
 
-def _check_owners(name: str, config: dict[str, Any]) -> None:
-    """Reject settings that the recipe owns, "auto" for any other key, and a config without ZeRO."""
-    for key in AUTO_KEYS:
-        if config.get(key) != "auto":
-            raise UserError(
-                f"{name}: {key} = {json.dumps(config.get(key))} belongs to the recipe; use "
-                f'"{key}": "auto"'
-            )
-    for key, owner in RECIPE_KEYS.items():
-        if key in config:
-            raise UserError(f"{name}: {key} belongs to the recipe; remove it and use {owner}")
-    for key, value in leaves(config):
-        if value == "auto" and key not in AUTO_KEYS:
-            raise UserError(
-                f'{name}: {key} = "auto" is not filled in by anyone; use a value or remove it'
-            )
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else 1  # check_settings rejects it
-    if isinstance(stage, bool) or stage not in (1, 2, 3):
-        raise UserError(
-            f"{name}: zero_optimization.stage = {json.dumps(stage)}: without ZeRO DeepSpeed clips "
-            f"wrongly over pipeline stages; use 1, which costs no more on one data rank"
+@dataclass(frozen=True)
+class Owned:
+    """A setting of DeepSpeed that follows from the recipe.
+
+    Attributes:
+        values: the recipe's value, in every spelling that means the same
+        origin: key and value of the recipe; empty if no key of the recipe can change the setting
+    """
+
+    values: tuple[Any, ...]
+    origin: str = ""
+
+    def accepts(self, value: Any) -> bool:
+        """Return True if a value of the JSON is the recipe's."""
+        is_flag = isinstance(value, bool)
+        return any(value == own and is_flag == isinstance(own, bool) for own in self.values)
+
+
+def _owned(key: str, value: Any, *spellings: Any) -> Owned:
+    """Return the setting of a key of the recipe, with DeepSpeed's spellings if they differ."""
+    return Owned(spellings or (value,), f"{key} = {json.dumps(value)}")
+
+
+def owned_values(recipe: Recipe, topology: Topology | None) -> dict[str, Owned]:
+    """Return the settings of DeepSpeed that follow from a recipe, by path.
+
+    Without a topology, the accumulation steps are left out.
+    """
+    batch, optimizer, schedule = recipe.batch, recipe.optimizer, recipe.optimizer.schedule
+    kinds = {"adamw": ("AdamW", "Adam", "adamw", "adam"), "muon": ("Muon", "muon")}
+    shapes = {"constant": ("WarmupLR",), "cosine": ("WarmupCosineLR",)}
+    if schedule.minimum_learning_rate == 0:
+        shapes["linear"] = ("WarmupDecayLR",)
+    rate = _owned("optimizer.learning_rate", optimizer.learning_rate)
+    off = Owned((False,))
+    steps: dict[str, Owned] = {}
+    if topology:
+        key = "batch.global_sequences / batch.micro_sequences / data ranks"
+        steps["gradient_accumulation_steps"] = _owned(key, recipe.micro_batches(topology.data))
+    return steps | {
+        "train_batch_size": _owned("batch.global_sequences", batch.global_sequences),
+        "train_micro_batch_size_per_gpu": _owned("batch.micro_sequences", batch.micro_sequences),
+        "gradient_clipping": _owned("optimizer.gradient_clipping", optimizer.gradient_clipping),
+        "optimizer.type": _owned("optimizer.kind", optimizer.kind, *kinds[optimizer.kind]),
+        "optimizer.params.lr": rate,
+        "optimizer.params.betas": _owned("optimizer.betas", list(optimizer.betas)),
+        "optimizer.params.eps": _owned("optimizer.epsilon", optimizer.epsilon),
+        "optimizer.params.weight_decay": _owned("optimizer.weight_decay", optimizer.weight_decay),
+        "optimizer.params.momentum": _owned("optimizer.momentum", optimizer.momentum),
+        "optimizer.params.adam_w_mode": Owned((True,)),
+        "optimizer.params.torch_adam": Owned((True, False)),
+        "scheduler.type": Owned(
+            shapes.get(schedule.decay, ()), f'optimizer.schedule.decay = "{schedule.decay}"'
+        ),
+        "scheduler.params.warmup_min_lr": Owned((0,)),
+        "scheduler.params.warmup_max_lr": rate,
+        "scheduler.params.warmup_num_steps": _owned(
+            "optimizer.schedule.warmup_steps", schedule.warmup_steps
+        ),
+        "scheduler.params.warmup_type": Owned(("linear",)),
+        "scheduler.params.total_num_steps": _owned("training.steps", recipe.training.steps),
+        "activation_checkpointing.partition_activations": off,
+        "activation_checkpointing.cpu_checkpointing": off,
+        "activation_checkpointing.contiguous_memory_optimization": off,
+        "activation_checkpointing.number_checkpoints": Owned((None,)),
+        "activation_checkpointing.synchronize_checkpoint_boundary": off,
+        "activation_checkpointing.profile": off,
+        "pipeline.stages": _owned("layout.pipeline", recipe.layout.pipeline),
+        "pipeline.partition": Owned(("best",)),
+        "pipeline.seed_layers": off,
+        "pipeline.activation_checkpoint_interval": Owned((0,)),
+        "wandb.enabled": Owned(
+            (recipe.tracking.mode != "disabled",), f'tracking.mode = "{recipe.tracking.mode}"'
+        ),
+        "wandb.project": _owned("tracking.project", recipe.tracking.project),
+        "wandb.team": Owned((None,)),
+        "wandb.group": Owned((None,)),
+    }
+
+
+def _review_owned(
+    content: Mapping[str, Any], review: Review, values: Mapping[str, Owned]
+) -> dict[str, Any]:
+    """Return the settings that the recipe owns, as the file may contain them.
+
+    Args:
+        content: the content of the file
+        review: receives a finding for each setting that differs from the recipe's
+        values: the recipe's values, as far as they are known
+    """
+    accepted: dict[str, Any] = {}
+    for key in RECIPE_KEYS:
+        if key not in content:
+            continue
+        value, before = content[key], len(review.findings)
+        is_block = key in RECIPE_BLOCKS
+        if is_block and not isinstance(value, dict):
+            review.reject(f"{key} = {json.dumps(value)} should be an object; remove it")
+        elif not is_block:
+            if key in values:
+                _review_leaf(key, value, review, values)
+        elif values and not (key == "wandb" and value.get("enabled", False) is False):
+            for path, leaf in leaves({key: value}):
+                _review_leaf(path, leaf, review, values)
+        fits = len(review.findings) == before
+        if fits and (key in values or (is_block and values)):
+            accepted[key] = value
+        elif not is_block:
+            accepted[key] = "auto"
+    return accepted
+
+
+def _review_leaf(path: str, value: Any, review: Review, values: Mapping[str, Owned]) -> None:
+    """Add a finding if a value of the JSON is neither "auto" nor the recipe's."""
+    owned = values.get(path, Owned(()))
+    if value == "auto" or owned.accepts(value):
+        return
+    shown = f"{path} = {json.dumps(value)}"
+    if owned.origin:
+        review.reject(
+            f"{shown} differs from the recipe, where {owned.origin}; use "
+            f'"{path.rpartition(".")[2]}": "auto"'
         )
+    else:
+        owner = RECIPE_BLOCKS[path.partition(".")[0]]
+        review.reject(f"{shown} belongs to the recipe; remove it and use {owner}")
+
+
+def _resolve_precision(settings: dict[str, Any], review: Review) -> None:
+    """Replace the former name of bf16 and "auto" in "enabled" of bf16 and fp16."""
+    if "bfloat16" in settings and "bf16" not in settings:
+        settings["bf16"] = settings.pop("bfloat16")
+        review.readings.append("bfloat16 is read as bf16")
+    blocks = {name: settings[name] for name in ("bf16", "fp16") if name in settings}
+    states = {name: block.get("enabled") for name, block in blocks.items() if _is_block(block)}
+    for name, state in states.items():
+        if state == "auto":
+            states[name] = True not in states.values()
+            settings[name] = settings[name] | {"enabled": states[name]}
+            word = "true" if states[name] else "false"
+            review.readings.append(f'{name}.enabled = "auto" is read as {word}')
+
+
+def _resolve_stage(settings: dict[str, Any], review: Review) -> None:
+    """Reject a config without ZeRO, and replace "auto" in the stage."""
+    zero = settings.setdefault("zero_optimization", {})
+    if not _is_block(zero):
+        return
+    stage = zero.get("stage", 0)
+    if stage == "auto":
+        review.readings.append('zero_optimization.stage = "auto" is read as 1')
+    elif stage == 0 and not isinstance(stage, bool):
+        review.reject(
+            "zero_optimization.stage = 0: without ZeRO DeepSpeed clips wrongly over pipeline "
+            "stages; use 1, which costs no more on one data rank"
+        )
+    else:
+        return
+    settings["zero_optimization"] = zero | {"stage": 1}
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _check_dependencies(config: dict[str, Any], review: Review) -> None:
+    """Reject settings that exclude each other, and correct them in the config."""
+    if precision(config) == "bf16" and config.get("fp16", {}).get("enabled"):
+        review.reject("bf16 and fp16 are both enabled; use bf16 alone")
+        del config["fp16"]
+    scaled = config.get("gradient_predivide_factor", 1) != 1 or config.get("prescale_gradients")
+    if scaled and zero_stage(config) > 2:
+        review.reject(
+            f"prescale_gradients and gradient_predivide_factor scale gradients before they "
+            f"are summed. With reduce_scatter, DeepSpeed does not support this under "
+            f"ZeRO-{zero_stage(config)}; without it, the gradients would be wrong; remove them"
+        )
+        for key in ("prescale_gradients", "gradient_predivide_factor"):
+            config.pop(key, None)
 
 
 def zero_stage(config: dict[str, Any]) -> int:
@@ -186,49 +420,87 @@ def is_shipped(stage: int, precision: str) -> bool:
     return (REPOSITORY / f"ds_configs/zero{stage}_{precision}.json").exists()
 
 
-def _check_combination(recipe: Recipe, config: dict[str, Any], topology: Topology) -> None:
-    stage = zero_stage(config)
-    at_stage_2 = shipped_json(2, precision(config))
-    if recipe.layout.expert > 1 and stage > 2:
-        raise UserError(
-            f"layout.expert = {recipe.layout.expert} with ZeRO-{stage} (deepspeed = "
-            f'"{recipe.deepspeed}"): '
-            f"DeepSpeed's ZeRO-{stage} would average the gradients of different experts; use "
-            f'deepspeed = "{at_stage_2}", or layout.expert = 1'
-        )
-    if recipe.layout.expert > 1 and not config["zero_optimization"].get("reduce_scatter", True):
-        raise UserError(
+@dataclass(frozen=True)
+class Problem:
+    """A setting of the JSON that does not suit the recipe.
+
+    Attributes:
+        finding: the setting, the reason and a remedy
+        block, key: the setting
+        value: a value that suits the recipe; None to remove the setting
+    """
+
+    finding: str
+    block: str
+    key: str
+    value: Any = None
+
+    def correct(self, config: dict[str, Any]) -> None:
+        """Correct the setting in a config."""
+        block = config[self.block] | {self.key: self.value}
+        config[self.block] = {key: value for key, value in block.items() if value is not None}
+
+
+def _combinations(recipe: Recipe, config: dict[str, Any], topology: Topology) -> Iterator[Problem]:
+    """Yield the settings of a checked JSON that do not suit the recipe.
+
+    The caller may correct the config after each of them.
+    """
+    for problem in _unsuitable_stages(recipe, config, topology):
+        yield Problem(problem, "zero_optimization", "stage", 2)
+    scatters = config["zero_optimization"].get("reduce_scatter", True)
+    if recipe.layout.expert > 1 and not scatters:
+        problem = (
             f'layout.expert = {recipe.layout.expert} with "reduce_scatter": false '
             f"({recipe.deepspeed}), which DeepSpeed does not support for experts; remove "
             f"reduce_scatter, or use layout.expert = 1"
         )
-    if topology.is_hybrid and stage > 2:
-        raise UserError(
-            f"layout.shard_group = {topology.shard_group} with ZeRO-{stage} (deepspeed = "
-            f'"{recipe.deepspeed}"), which shards over all data ranks; use deepspeed = '
-            f'"{at_stage_2}", or layout.shard_group = 0'
-        )
-    if recipe.layout.pipeline > 1 and stage > 2:
-        raise UserError(
-            f"layout.pipeline = {recipe.layout.pipeline} with ZeRO-{stage} (deepspeed = "
-            f'"{recipe.deepspeed}"): {_price_of_gathering(recipe, config, topology)}; '
-            f'use deepspeed = "{at_stage_2}", or layout.pipeline = 1'
-        )
-    if recipe.tracking.timeline_step and stage > 2:
-        raise UserError(
-            f"tracking.timeline_step = {recipe.tracking.timeline_step} with ZeRO-{stage} "
-            f'(deepspeed = "{recipe.deepspeed}"): only the pipeline\'s engine is recorded, '
-            f"which ZeRO-1 and 2 run on; use tracking.timeline_step = 0"
-        )
+        yield Problem(problem, "zero_optimization", "reduce_scatter")
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     untied = gradients not in (None, precision(config)) and (
         precision(config) != "bf16" or gradients != "fp32"
     )
     if recipe.model.tie_embeddings and recipe.layout.pipeline > 1 and untied:
-        raise UserError(
+        problem = (
             f"model.tie_embeddings = true with layout.pipeline = {recipe.layout.pipeline} and "
             f'"grad_accum_dtype": "{gradients}" ({recipe.deepspeed}): DeepSpeed would let the two '
             f"copies drift apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"
+        )
+        yield Problem(problem, "data_types", "grad_accum_dtype")
+
+
+def _unsuitable_stages(recipe: Recipe, config: dict[str, Any], topology: Topology) -> Iterator[str]:
+    """Yield the reasons why a ZeRO stage does not suit the recipe; ZeRO-2 suits in all cases."""
+    stage, layout, named = zero_stage(config), recipe.layout, f'deepspeed = "{recipe.deepspeed}"'
+    at_stage_2 = shipped_json(2, precision(config))
+    if layout.expert > 1 and stage > 2:
+        yield (
+            f"layout.expert = {layout.expert} with ZeRO-{stage} ({named}): "
+            f"DeepSpeed's ZeRO-{stage} would average the gradients of different experts; use "
+            f'deepspeed = "{at_stage_2}", or layout.expert = 1'
+        )
+    if topology.is_hybrid and stage > 2:
+        yield (
+            f"layout.shard_group = {topology.shard_group} with ZeRO-{stage} ({named}), "
+            f'which shards over all data ranks; use deepspeed = "{at_stage_2}", or '
+            f"layout.shard_group = 0"
+        )
+    if layout.pipeline > 1 and stage > 2:
+        yield (
+            f"layout.pipeline = {layout.pipeline} with ZeRO-{stage} ({named}): "
+            f"{_price_of_gathering(recipe, config, topology)}; "
+            f'use deepspeed = "{at_stage_2}", or layout.pipeline = 1'
+        )
+    if recipe.tracking.timeline_step and stage > 2:
+        yield (
+            f"tracking.timeline_step = {recipe.tracking.timeline_step} with ZeRO-{stage} "
+            f"({named}): only the pipeline's engine is recorded, "
+            f"which ZeRO-1 and 2 run on; use tracking.timeline_step = 0"
+        )
+    if layout.reduce_every and stage != 2:
+        yield (
+            f"layout.reduce_every = {layout.reduce_every} has no effect with ZeRO-{stage} "
+            f"({named}); use layout.reduce_every = 0, or a JSON with ZeRO-2"
         )
 
 
@@ -245,22 +517,6 @@ def _price_of_gathering(recipe: Recipe, config: dict[str, Any], topology: Topolo
         f"each stage would gather its weights for both passes of each of the {passes // 2:,} "
         f"micro-batches, about {amount} GiB per GPU in each step"
     )
-
-
-def _check_reduce_every(recipe: Recipe, config: dict[str, Any], micro_batches: int) -> None:
-    every, stage = recipe.layout.reduce_every, zero_stage(config)
-    if every == 0:
-        return
-    if stage != 2:
-        raise UserError(
-            f"layout.reduce_every = {every} has no effect with ZeRO-{stage} (deepspeed = "
-            f'"{recipe.deepspeed}"); use layout.reduce_every = 0, or a JSON with ZeRO-2'
-        )
-    if every > micro_batches:
-        raise UserError(
-            f"layout.reduce_every = {every} is more than the {micro_batches} micro-batches of a "
-            f"step; use layout.reduce_every = {micro_batches}"
-        )
 
 
 def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,13 +1,11 @@
-"""The keys of a ds_configs JSON that are supported, at every level, with types and ranges."""
+"""The keys of a DeepSpeed JSON: supported ones with types and ranges, ignored and rejected ones."""
 
 import difflib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-from models.errors import UserError
 
 LARGEST_COUNT = 2**60  # elements, steps
 LARGEST_SCALE_POWER = 126  # of a loss scale: 2**127 is the largest power of two in fp32
@@ -24,6 +22,7 @@ class Setting:
         low, high: The range of a number, both ends included.
         choices: All valid values, where they can be listed.
         multiple: An integer must be a multiple of this number.
+        nullable: null is valid and stands for DeepSpeed's default.
     """
 
     example: Any
@@ -31,9 +30,12 @@ class Setting:
     high: float = LARGEST_COUNT
     choices: tuple[Any, ...] = ()
     multiple: int = 1
+    nullable: bool = False
 
     def accepts(self, value: Any) -> bool:
         """Return whether the value has the type of the setting and is in its range."""
+        if value is None:
+            return self.nullable
         if self.choices:
             return any(value == each and type(value) is type(each) for each in self.choices)
         if isinstance(self.example, bool) or isinstance(value, bool):
@@ -76,7 +78,7 @@ SETTINGS: Table = {
     "zero_optimization": {
         "stage": Setting(example=1, choices=(1, 2, 3)),
         "contiguous_gradients": flag(True),
-        "overlap_comm": flag(True),
+        "overlap_comm": Setting(example=True, nullable=True),
         "reduce_scatter": flag(True),
         "reduce_bucket_size": count(2**24),
         "use_multi_rank_bucket_allreduce": flag(True),
@@ -115,7 +117,7 @@ SETTINGS: Table = {
         "module_depth": count(-1, low=-1),
         "top_modules": count(1),
         "detailed": flag(True),
-        "output_file": Setting(example="flops.txt"),
+        "output_file": Setting(example="flops.txt", nullable=True),
     },
     "communication_data_type": Setting(example="fp32", choices=PRECISIONS),
     "prescale_gradients": flag(False),
@@ -127,84 +129,230 @@ SETTINGS: Table = {
 }
 NEEDED = {"bf16": "enabled", "fp16": "enabled"}  # block -> the key that it must contain
 
-_OFFLOADING = "weights and optimizer state stay on the GPU; remove it and use more data ranks"
+
+@dataclass(frozen=True)
+class Unsupported:
+    """A setting of DeepSpeed that is not supported.
+
+    Attributes:
+        reason: the reason, and a remedy
+        off: the values that switch it off, which have no effect. A block is off if it is empty,
+            if its "enabled" is false, or if its "device" is "none".
+    """
+
+    reason: str
+    off: tuple[Any, ...] = (False,)
+
+    def is_off(self, value: Any) -> bool:
+        """Return True if a value switches the setting off."""
+        if isinstance(value, dict):
+            no_device = value.get("device", "cpu") in ("none", None)
+            return not value or value.get("enabled") is False or no_device
+        return any(value == off and type(value) is type(off) for off in (None, *self.off))
+
+
+AUTO = '"auto" stands for the default'
+_OFFLOADING = Unsupported(
+    "weights and optimizer state stay on the GPU; remove it and use more data ranks"
+)
 _SECONDARY = "weights are sharded over all data ranks and gathered unquantized; remove it"
-_SHORT_STATE = "checkpoints hold weights and optimizer state in 32 bits; remove it"
-_LAYOUT_OF_STATE = "checkpoints expect DeepSpeed's default layout of the optimizer state; remove it"
-_OWN_CHECKPOINTS = "checkpoints are not written by DeepSpeed and fit every layout; remove it"
-NOT_SUPPORTED = {  # key of DeepSpeed -> the reason, and a remedy
+_SHORT_STATE = Unsupported("checkpoints hold weights and optimizer state in 32 bits; remove it")
+_LAYOUT_OF_STATE = Unsupported(
+    "checkpoints expect DeepSpeed's default layout of the optimizer state; remove it"
+)
+_ORDER_OF_DATA = Unsupported("the recipe's [data] determines the samples; remove it")
+_MODEL = Unsupported("the recipe's [model] is trained as it is; remove it")
+_METRICS = Unsupported("the recipe's [tracking] determines where metrics are sent; remove it")
+_DEFAULT = "only DeepSpeed's default is tested; remove it"
+NOT_SUPPORTED = {
     "zero_optimization.offload_param": _OFFLOADING,
     "zero_optimization.offload_optimizer": _OFFLOADING,
     "zero_optimization.cpu_offload": _OFFLOADING,
     "zero_optimization.cpu_offload_param": _OFFLOADING,
-    "zero_optimization.cpu_offload_use_pin_memory": _OFFLOADING,
+    "zero_optimization.cpu_offload_params": _OFFLOADING,
     "zero_optimization.zenflow": _OFFLOADING,
-    "aio": _OFFLOADING,
-    "zero_optimization.zero_hpz_partition_size": _SECONDARY,
-    "zero_optimization.zero_quantized_weights": _SECONDARY,
-    "zero_optimization.zero_quantized_nontrainable_weights": _SECONDARY,
-    "zero_optimization.zero_quantized_gradients": "gradients are summed without quantization, in "
-    'the precision of "communication_data_type"; remove it',
-    "zero_optimization.mics_shard_size": _SECONDARY,
-    "zero_optimization.mics_hierarchical_params_gather": _SECONDARY,
-    "zero_optimization.compute_grad_norm": "clipping and the watch for bad steps always need the "
-    "gradient norm; remove it",
+    "zero_optimization.zero_hpz_partition_size": Unsupported(_SECONDARY, (1,)),
+    "zero_optimization.zero_quantized_weights": Unsupported(_SECONDARY),
+    "zero_optimization.zero_quantized_nontrainable_weights": Unsupported(_SECONDARY),
+    "zero_optimization.zero_quantized_gradients": Unsupported(
+        "gradients are summed without quantization, in the precision of "
+        '"communication_data_type"; remove it'
+    ),
+    "zero_optimization.mics_shard_size": Unsupported(_SECONDARY, (-1,)),
+    "zero_optimization.mics_hierarchical_params_gather": Unsupported(_SECONDARY),
+    "zero_optimization.compute_grad_norm": Unsupported(
+        "clipping and the watch for bad steps always need the gradient norm; remove it", (True,)
+    ),
     "zero_optimization.round_robin_gradients": _LAYOUT_OF_STATE,
     "zero_optimization.parameter_alignment": _LAYOUT_OF_STATE,
     "zero_optimization.legacy_stage1": _LAYOUT_OF_STATE,
-    "zero_optimization.elastic_checkpoint": _OWN_CHECKPOINTS,
-    "zero_optimization.load_from_fp32_weights": _OWN_CHECKPOINTS,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _OWN_CHECKPOINTS,
-    "zero_optimization.gather_16bit_weights_on_model_save": _OWN_CHECKPOINTS,
-    "checkpoint": _OWN_CHECKPOINTS,
-    "bf16.check_grad_overflow": "a step with gradients that are not finite is always skipped; "
-    "remove it",
-    "bf16.immediate_grad_update": "gradients are accumulated by the pipeline's engine; remove it",
+    "zero_optimization.memory_efficient_linear": Unsupported(_DEFAULT, (True,)),
+    "zero_optimization.override_module_apply": Unsupported(_DEFAULT, (True,)),
+    "zero_optimization.stage3_module_granularity_threshold": Unsupported(_DEFAULT, (0,)),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": Unsupported(_DEFAULT),
+    "zero_optimization.stage3_allgather_sequential": Unsupported(_DEFAULT),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": Unsupported(_DEFAULT),
+    "bf16.check_grad_overflow": Unsupported(
+        "a step with gradients that are not finite is always skipped; remove it", (True,)
+    ),
+    "bf16.immediate_grad_update": Unsupported(
+        "gradients are accumulated by the pipeline's engine; remove it"
+    ),
     "bf16.bf16_master_weights_and_grads": _SHORT_STATE,
     "bf16.bf16_optimizer_states": _SHORT_STATE,
     "fp16.fp16_master_weights_and_grads": _SHORT_STATE,
     "fp16.fp16_optimizer_states": _SHORT_STATE,
-    "fp16.auto_cast": "the model's inputs are integers; remove it",
+    "fp16.auto_cast": Unsupported("the model's inputs are integers; remove it"),
+    "amp": Unsupported('16-bit training needs "bf16" or "fp16"; remove it'),
+    "torch_autocast": Unsupported('16-bit training needs "bf16" or "fp16"; remove it'),
+    "gradient_allreduce_op": Unsupported(
+        "gradients are averaged over the data ranks; remove it", ("mean",)
+    ),
+    "sparse_gradients": Unsupported("gradients are summed as dense tensors; remove it"),
+    "compile": Unsupported("use the recipe's training.compile; remove it"),
+    "tensor_parallel": Unsupported("use the recipe's layout.tensor; remove it"),
+    "expert_parallel": Unsupported("use the recipe's layout.expert; remove it"),
+    "use_data_before_expert_parallelism": Unsupported(
+        "the recipe's [layout] determines the order of the ranks; remove it"
+    ),
+    "autotuning": Unsupported("use plan.py or sweep.py to find a layout; remove it"),
+    "elasticity": Unsupported("use launch.py to continue on fewer nodes; remove it"),
+    "curriculum_learning": _ORDER_OF_DATA,
+    "data_efficiency": _ORDER_OF_DATA,
+    "progressive_layer_drop": _MODEL,
+    "sparse_attention": _MODEL,
+    "compression_training": _MODEL,
+    "quantize_training": _MODEL,
+    "weight_quantization": _MODEL,
+    "eigenvalue": _MODEL,
+    "hybrid_engine": _MODEL,
+    "tensorboard": _METRICS,
+    "csv_monitor": _METRICS,
+    "comet": _METRICS,
 }
+_OWN_CHECKPOINTS = "checkpoints are not written by DeepSpeed"
+_NO_OFFLOADING = "nothing is offloaded"
+_NO_SCALING = "bf16 needs no loss scale"
+_OWN_LOADER = "batches are not read by DeepSpeed"
+WITHOUT_EFFECT = {  # key of DeepSpeed that changes nothing here -> the reason
+    "steps_per_print": "every step is printed",
+    "timers": "every step is measured",
+    "log_level": "DeepSpeed prints only warnings",
+    "disable_python_gc": "garbage is collected between steps",
+    "vocabulary_size": "model.vocab_size is checked instead",
+    "dataloader_drop_last": _OWN_LOADER,
+    "seq_parallel_communication_data_type": "layout.context does not use DeepSpeed",
+    "checkpoint": _OWN_CHECKPOINTS,
+    "nebula": _OWN_CHECKPOINTS,
+    "datastates": _OWN_CHECKPOINTS,
+    "zero_optimization.elastic_checkpoint": _OWN_CHECKPOINTS,
+    "zero_optimization.load_from_fp32_weights": _OWN_CHECKPOINTS,
+    "zero_optimization.pipeline_loading_checkpoint": _OWN_CHECKPOINTS,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": _OWN_CHECKPOINTS,
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": _OWN_CHECKPOINTS,
+    "zero_optimization.gather_16bit_weights_on_model_save": _OWN_CHECKPOINTS,
+    "zero_optimization.cpu_offload_use_pin_memory": _NO_OFFLOADING,
+    "zero_force_ds_cpu_optimizer": _NO_OFFLOADING,
+    "aio": _NO_OFFLOADING,
+    "zero_optimization.ignore_unused_parameters": "every parameter is used",
+    "zero_optimization.log_trace_cache_warnings": "DeepSpeed prints only warnings",
+    "disable_allgather": "DeepSpeed does not read it",
+    "bf16.loss_scale": _NO_SCALING,
+    "bf16.loss_scale_window": _NO_SCALING,
+    "bf16.initial_scale_power": _NO_SCALING,
+    "bf16.hysteresis": _NO_SCALING,
+    "bf16.min_loss_scale": _NO_SCALING,
+}
+IS_OFF = "switched off"
 
 
-def check_settings(name: str, config: Any, table: Table = SETTINGS, prefix: str = "") -> None:
-    """Reject keys and values that are not supported.
+@dataclass
+class Review:
+    """The findings about a JSON, and the keys that have no effect.
+
+    Attributes:
+        findings: one line about each setting that is rejected, with a value that works
+        readings: one line about each setting that is read in another way than it is written
+        without_effect: reason -> the keys that are accepted but have no effect
+    """
+
+    findings: list[str] = field(default_factory=list)
+    readings: list[str] = field(default_factory=list)
+    without_effect: dict[str, list[str]] = field(default_factory=dict)
+
+    def reject(self, finding: str) -> None:
+        """Add a finding."""
+        self.findings.append(finding)
+
+    def ignore(self, path: str, reason: str) -> None:
+        """Note a key that has no effect."""
+        self.without_effect.setdefault(reason, []).append(path)
+
+    def notes(self) -> list[str]:
+        """Return the notes for the user, one line each."""
+        ignored = [
+            f"{', '.join(paths)} ({reason})" for reason, paths in self.without_effect.items()
+        ]
+        return [
+            *self.readings,
+            *([f"without effect here: {'; '.join(ignored)}"] if ignored else []),
+        ]
+
+
+def review_settings(
+    config: Mapping[str, Any], review: Review, table: Table = SETTINGS, prefix: str = ""
+) -> dict[str, Any]:
+    """Return the settings that have an effect, with a valid value in place of each rejected one.
 
     Args:
-        name: The file, for messages.
-        config: The JSON's content, or a block of it.
-        table: The settings of this level.
-        prefix: The path of the block, with a dot at its end; empty at the top level.
-
-    Raises:
-        UserError: names file, key, value, the reason and a value that works.
+        config: the JSON's content, or a block of it
+        review: receives a finding for each rejected key or value, and the keys without effect
+        table: the settings of this level
+        prefix: the path of the block, with a dot at its end; empty at the top level
     """
+    accepted: dict[str, Any] = {}
     for key, value in config.items():
         path = prefix + key
-        setting = table.get(key)
-        if path in NOT_SUPPORTED:
-            shown = json.dumps(value)
-            raise UserError(f"{name}: {path} = {shown} is not supported: {NOT_SUPPORTED[path]}")
-        if setting is None:
-            raise UserError(f"{name}: unknown key {path}; {_suggestion(key, table, prefix)}")
-        if isinstance(setting, Mapping):
-            if not isinstance(value, dict):
-                raise UserError(
-                    f"{name}: {path} = {json.dumps(value)} should be an object; use "
-                    f"{json.dumps(key)}: {_example(setting)}"
-                )
-            if key in NEEDED and NEEDED[key] not in value:
-                raise UserError(
-                    f'{name}: {path} lacks "{NEEDED[key]}"; use {json.dumps(key)}: '
-                    f"{_example(setting)}"
-                )
-            check_settings(name, value, setting, f"{path}.")
+        setting, unsupported = table.get(key), NOT_SUPPORTED.get(path)
+        if path in WITHOUT_EFFECT:
+            review.ignore(path, WITHOUT_EFFECT[path])
+        elif value == "auto" and (setting or unsupported):
+            review.ignore(path, AUTO)
+        elif unsupported:
+            if unsupported.is_off(value):
+                review.ignore(path, IS_OFF)
+            else:
+                shown = json.dumps(value)
+                review.reject(f"{path} = {shown} is not supported: {unsupported.reason}")
+        elif setting is None:
+            review.reject(f"unknown key {path}; {_suggestion(key, table, prefix)}")
+        elif isinstance(setting, Mapping):
+            accepted[key] = _review_block(key, value, review, setting, path)
         elif not setting.accepts(value):
-            raise UserError(
-                f"{name}: {path} = {json.dumps(value)} is not {setting.description}; "
+            accepted[key] = setting.example
+            review.reject(
+                f"{path} = {json.dumps(value)} is not {setting.description}; "
                 f"use {json.dumps(setting.example)}"
             )
+        else:
+            accepted[key] = value
+    return accepted
+
+
+def _review_block(key: str, value: Any, review: Review, block: Table, path: str) -> dict[str, Any]:
+    """Return the settings of a block as `review_settings` does."""
+    example = _example(block)
+    if not isinstance(value, dict):
+        review.reject(
+            f"{path} = {json.dumps(value)} should be an object; use {json.dumps(key)}: "
+            f"{json.dumps(example)}"
+        )
+        return example
+    accepted = review_settings(value, review, block, f"{path}.")
+    if key in NEEDED and NEEDED[key] not in value:
+        review.reject(f'{path} lacks "{NEEDED[key]}"; use {json.dumps(key)}: {json.dumps(example)}')
+        return example | accepted
+    return accepted
 
 
 def _suggestion(key: str, table: Table, prefix: str) -> str:
@@ -217,8 +365,8 @@ def _suggestion(key: str, table: Table, prefix: str) -> str:
         place = prefix.rstrip(".") or "the top level"
         return f"the keys of {place} are {', '.join(table)}"
     setting = table[close[0]]
-    example = _example(setting) if isinstance(setting, Mapping) else json.dumps(setting.example)
-    return f'did you mean {prefix}{close[0]}? For example "{close[0]}": {example}'
+    example = _example(setting) if isinstance(setting, Mapping) else setting.example
+    return f'did you mean {prefix}{close[0]}? For example "{close[0]}": {json.dumps(example)}'
 
 
 def _paths(table: Table, prefix: str = "") -> Iterator[str]:
@@ -229,8 +377,8 @@ def _paths(table: Table, prefix: str = "") -> Iterator[str]:
             yield from _paths(setting, f"{prefix}{key}.")
 
 
-def _example(block: Table) -> str:
-    """Return a block with its first setting, as JSON."""
+def _example(block: Table) -> dict[str, Any]:
+    """Return a block with its first setting."""
     key, setting = next(iter(block.items()))
     assert isinstance(setting, Setting)
-    return json.dumps({key: setting.example})
+    return {key: setting.example}

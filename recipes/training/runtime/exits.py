@@ -3,6 +3,7 @@
 import atexit
 from typing import NoReturn
 
+from models.errors import UserError
 from recipes.training.runtime.streams import end_process, finish_output
 
 FINISHED = 0  # every step is done and saved
@@ -10,12 +11,16 @@ REJECTED = 2  # nothing was started; the message names the setting to change
 STOPPED = 3  # cannot continue by itself: bad numbers, diverged replicas, failed save, no memory
 HUNG = 4  # no progress; the message names the rank that is behind
 INTERRUPTED = 5  # asked to stop; saved, rerun the same command to resume
-BUSY = 6  # nothing was started: another process holds the run folder; may be started again later
+BUSY = 6  # nothing was started: another process holds the run folder or the port; rerun later
 UNFIT = 7  # preflight found a broken node, or a slow one that launch.py replaces; it is named
 
 # Time without progress before a process stops waiting for the reader of its output.
 SECONDS_FOR_READER = 30.0  # of a finished run
 SECONDS_FOR_READER_OF_FAILURE = 2.0
+
+
+class PortInUse(UserError):
+    """Another process listens on the port at which the ranks meet."""
 
 
 def leave(code: int) -> NoReturn:

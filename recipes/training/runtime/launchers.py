@@ -1,8 +1,10 @@
-"""The launchers of a rank: its ancestor processes, their ages and their states."""
+"""The launchers of a rank: its ancestor processes, their ages and states, and ports for ranks."""
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -116,6 +118,24 @@ def start_ticks(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[STATE] in "ZX" else int(fields[START])
+
+
+def free_port() -> int:
+    """Return an unused TCP port of this machine."""
+    while True:
+        port = random_port()
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("", port))
+            return port
+
+
+def random_port() -> int:
+    """Return a random TCP port, which may be in use.
+
+    It is below the range from which the system assigns ports to connections, because such a port
+    may be taken a moment later on a busy machine.
+    """
+    return random.SystemRandom().randrange(10_000, 32_000)
 
 
 def _stat(pid: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import io
 import os
 import re
@@ -24,7 +25,9 @@ from deepspeed.constants import default_pg_timeout
 
 from models.errors import UserError
 from recipes.training.recipe.topology import World
+from recipes.training.runtime.exits import PortInUse
 from recipes.training.runtime.gpu_support import check_gpus
+from recipes.training.runtime.launchers import free_port, launchers_of
 from recipes.training.runtime.torch_variables import check_workspace, set_torch_variables
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
@@ -174,6 +177,9 @@ def start_processes(
         deterministic: use only algorithms whose results are reproducible bit for bit
         patience_seconds: time that supervision waits for progress; None for no limit
         keeps_memory: on CPUs, reuse freed memory as `keep_memory` does
+
+    Raises:
+        PortInUse: another process listens on MASTER_PORT on the node of rank 0.
     """
     set_torch_variables(os.environ, deterministic=deterministic)
     if deterministic:
@@ -202,9 +208,24 @@ def start_processes(
             keep_memory()
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
-    with quiet():
-        deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)
+    try:
+        with quiet():
+            deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)
+    except dist.DistNetworkError as error:
+        if errno.errorcode[errno.EADDRINUSE] not in str(error):
+            raise
+        raise PortInUse(
+            f"MASTER_PORT = {os.environ['MASTER_PORT']} is used by another process on this node, "
+            f"perhaps by another run; use a free port: {port_option(free_port())}"
+        ) from None
     dist.distributed_c10d._set_pg_timeout(collective_timeout(patience_seconds))
+
+
+def port_option(port: int) -> str:
+    """Return the setting that makes the ranks meet at a port, as their launcher needs it."""
+    if launchers_of(os.getpid()):
+        return f"deepspeed --master_port {port}"
+    return f"MASTER_PORT={port} in the environment"
 
 
 def collective_timeout(patience_seconds: int | None) -> timedelta:

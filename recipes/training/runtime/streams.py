@@ -24,6 +24,7 @@ import termios
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, NoReturn, TextIO
 
 MAX_UNREAD_BYTES = 4 * 2**20  # per stream; older text is dropped
@@ -31,6 +32,31 @@ CHUNK_BYTES = select.PIPE_BUF  # the largest atomic write to a pipe
 RESERVE_BYTES = 16 * 2**10  # space in a pipe that is reserved for the launchers
 SECONDS_AT_EXIT = 2.0  # without progress, before an exiting process drops unread text
 SECONDS_BETWEEN_LOOKS = 1.0  # between checks for space in a pipe, while idle
+
+
+@contextlib.contextmanager
+def stdout_for_json(wanted: bool) -> Iterator[None]:
+    """Send what this process and its children write to standard output to standard error instead.
+
+    A command with --json measures inside and prints its object afterwards, so that standard output
+    receives nothing else. DeepSpeed's logger, for example, writes to standard output; if DeepSpeed
+    is imported inside, the logger keeps writing to standard error.
+
+    Args:
+        wanted: False changes nothing, for a command without --json
+    """
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(own, 1)
+        os.close(own)
 
 
 class OutputThread:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from models.cost import parameter_count
 from models.pipeline.schedule.balance import balance_text
 from recipes.training.checkpoint.compatibility import changed_positions
+from recipes.training.recipe.deepspeed_config import deepspeed_notes
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
@@ -55,6 +56,10 @@ def announce(
         + (f", from the weights of {found.path}" if found.weights_only else ""),
         flush=True,
     )
+    nodes = list(dict.fromkeys(hosts))
+    print(f"  {nodes_and_ranks(nodes, len(hosts))}", flush=True)
+    for note in deepspeed_notes(recipe, topology):
+        print(f"  {recipe.deepspeed}: {note}", flush=True)
     if found.weights_only and (changed := changed_positions(found.reader().manifest, recipe)):
         print(f"  positions differ from those of the weights: {changed}", flush=True)
     layout = recipe.layout
@@ -75,6 +80,17 @@ def announce(
         )
     if len(set(hosts)) > 1:
         print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
+
+
+MAX_NODES_IN_MESSAGE = 8
+
+
+def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
+    """Return the numbers of nodes and ranks, with the names of the nodes."""
+    more = len(nodes) - MAX_NODES_IN_MESSAGE
+    names = ", ".join(nodes[:MAX_NODES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+    counts = (f"{n} {name}{'s' * (n != 1)}" for n, name in ((len(nodes), "node"), (ranks, "rank")))
+    return f"{', '.join(counts)}: {names}"
 
 
 SUMMARIZED = {

@@ -379,11 +379,17 @@ def test_a_file_that_is_not_a_recipe_is_rejected(tmp_path: Path, text: str, name
 @pytest.mark.parametrize(
     ("change", "named", "works"),
     [
-        ({"gradient_clipping": 1.0}, "gradient_clipping = 1.0", '"gradient_clipping": "auto"'),
-        ({"train_batch_size": 8}, "train_batch_size", "batch.global_sequences"),
-        ({"optimizer": {}}, "optimizer", "[optimizer]"),
+        ({"gradient_clipping": 7.0}, "gradient_clipping = 7.0", '"gradient_clipping": "auto"'),
+        ({"gradient_clipping": True}, "gradient_clipping = true", "optimizer.gradient_clipping = "),
+        ({"train_batch_size": 8}, "train_batch_size", "batch.global_sequences = 32"),
+        ({"train_batch_size": {"a": 1}}, "train_batch_size", "batch.global_sequences = 32"),
+        ({"gradient_accumulation_steps": 5}, "gradient_accumulation_steps = 5", "data ranks = 8"),
+        ({"optimizer": {"type": "Lion"}}, 'optimizer.type = "Lion"', 'optimizer.kind = "adamw"'),
+        ({"optimizer": {"params": {"amsgrad": True}}}, "amsgrad = true", "use [optimizer]"),
+        ({"optimizer": None}, "optimizer = null should be an object", "remove it"),
+        ({"scheduler": {"params": {"warmup_type": "log"}}}, "warmup_type", "[optimizer.schedule]"),
+        ({"wandb": {"enabled": True, "project": "mine"}}, "wandb.project", "tracking.project = "),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage = 0", "use 1"),
-        ({"zero_optimization": {"stage": 1, "overlap_comm": "auto"}}, '= "auto"', "use a value"),
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = true", "use 1"),
         (
             {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},

@@ -16,7 +16,6 @@ compiled kernel of the earlier engine is left.
 
 import fcntl
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ import torch.distributed as dist
 
 from recipes.training.recipe.repository import REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.runtime.launchers import free_port
 from recipes.training.runtime.streams import finish_output
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun
@@ -42,7 +42,7 @@ def replace_process(folder: RunFolder, environment: Mapping[str, str]) -> NoRetu
     started = time.monotonic()
     variables = dict(environment)
     if dist.get_world_size() > 1:
-        port = [_free_port() if dist.get_rank() == 0 else 0]
+        port = [free_port() if dist.get_rank() == 0 else 0]
         dist.broadcast_object_list(port)
         variables["MASTER_PORT"] = str(port[0])
     if AGENT_STORE in variables:
@@ -77,12 +77,6 @@ def command_of(arguments: Sequence[str], started: float, lock: int | None) -> li
     holds = [] if lock is None else [f"--lock={lock}"]
     script = str(REPOSITORY / "recipes" / "pretrain.py")
     return [sys.executable, script, *kept, f"--continued-at={started!r}", *holds]
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
 
 
 def _set_inheritable(descriptor: int, *, inheritable: bool) -> None:

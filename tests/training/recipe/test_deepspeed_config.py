@@ -1,0 +1,326 @@
+"""DeepSpeed JSON files of public projects: all findings at once, and a text that is accepted."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from models.errors import UserError
+from recipes.training.recipe.deepspeed_config import (
+    AUTO_KEYS,
+    build_deepspeed_config,
+    deepspeed_notes,
+    leaves,
+    read_deepspeed_json,
+    require_auto,
+)
+from recipes.training.recipe.deepspeed_schema import NOT_SUPPORTED, SETTINGS, WITHOUT_EFFECT
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import Topology, World
+from recipes.training.run_folder.progress import Progress
+from recipes.training.tracking.messages import announce
+
+TINY = REPOSITORY / "recipes" / "tiny.toml"
+PROPOSAL = "\nThis text would be accepted:\n"
+PROFILER = {
+    "enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True,
+    "output_file": None,
+}  # fmt: skip
+CPU = {"device": "cpu", "pin_memory": True}
+BUCKETS = {
+    "allgather_partitions": True, "allgather_bucket_size": 5e8, "reduce_scatter": True,
+    "reduce_bucket_size": 5e8, "overlap_comm": False, "contiguous_gradients": True,
+}  # fmt: skip
+SCALING = {"loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+STAGE_3 = {
+    "stage": 3, "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e8,
+    "stage3_param_persistence_threshold": 1e5, "stage3_prefetch_bucket_size": 5e7,
+    "contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": 90000000,
+    "sub_group_size": 4e8,
+}  # fmt: skip
+RECOMPUTE = {
+    "partition_activations": False, "cpu_checkpointing": False,
+    "contiguous_memory_optimization": False, "number_checkpoints": None,
+    "synchronize_checkpoint_boundary": False, "profile": False,
+}  # fmt: skip
+AUTO = dict.fromkeys((*AUTO_KEYS, "train_batch_size"), "auto")
+PUBLIC: dict[str, tuple[dict[str, Any], int]] = {  # project -> settings, and those to be rejected
+    "bigscience-workshop/Megatron-DeepSpeed": (
+        {
+            "train_micro_batch_size_per_gpu": 2, "train_batch_size": 64, "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 0}, "bf16": {"enabled": True}, "steps_per_print": 1,
+            "wall_clock_breakdown": False, "flops_profiler": PROFILER,
+        },
+        3,
+    ),
+    "microsoft/Megatron-DeepSpeed": (
+        {
+            "train_batch_size": 16, "train_micro_batch_size_per_gpu": 16, "steps_per_print": 1,
+            "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
+            "zero_optimization": STAGE_3 | {
+                "offload_optimizer": CPU | {
+                    "buffer_count": 4, "pipeline_read": False, "pipeline_write": False,
+                },
+            },
+            "fp16": {"enabled": True, "initial_scale_power": 15} | SCALING,
+            "wall_clock_breakdown": True, "zero_allow_untested_optimizer": True,
+            "aio": {"block_size": 1048576, "queue_depth": 16, "thread_count": 2},
+        },
+        5,
+    ),
+    "microsoft/DeepSpeedExamples": (
+        {
+            "train_batch_size": 64, "gradient_accumulation_steps": 1, "steps_per_print": 1,
+            "zero_optimization": STAGE_3 | {
+                "cpu_offload": True, "cpu_offload_params": True, "cpu_offload_use_pin_memory": True,
+            },
+            "gradient_clipping": 1.0, "fp16": {"enabled": True, "loss_scale": 0} | SCALING,
+            "wall_clock_breakdown": True, "zero_allow_untested_optimizer": False,
+        },
+        5,
+    ),
+    "SulRash/minLLMTrain": (
+        {
+            "bf16": {"enabled": "auto"}, "flops_profiler": PROFILER, "steps_per_print": 2000,
+            "zero_optimization": {"stage": 2, "offload_optimizer": CPU} | BUCKETS,
+            "wall_clock_breakdown": False,
+        } | AUTO,
+        1,
+    ),
+    "danielxmed/PolyGLU": (
+        {
+            "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}, "steps_per_print": 100,
+            "gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 16,
+            "gradient_clipping": 1.0, "wall_clock_breakdown": False,
+        },
+        3,
+    ),
+    "HuangLK/transpeeder": (
+        {
+            "train_micro_batch_size_per_gpu": 1, "train_batch_size": 128, "steps_per_print": 100,
+            "gradient_clipping": 1.0, "bf16": {"enabled": False},
+            "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12} | SCALING,
+            "optimizer": {
+                "type": "Adam", "params": {"lr": 1e-5, "betas": [0.9, 0.95], "eps": 1e-8},
+            },
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "warmup_min_lr": 1e-6, "warmup_max_lr": 1e-5, "warmup_num_steps": 100,
+                    "total_num_steps": 1000,
+                },
+            },
+            "zero_optimization": {"stage": 1, "offload_optimizer": CPU} | BUCKETS,
+            "activation_checkpointing": RECOMPUTE,
+            "wandb": {"enabled": True, "team": None, "group": None, "project": "llama-65B"},
+            "wall_clock_breakdown": True,
+        },
+        10,
+    ),
+    "ridgerchu/matmulfreellm": (
+        {
+            "zero_allow_untested_optimizer": True, "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 2} | BUCKETS,
+        } | AUTO,
+        0,
+    ),
+}  # fmt: skip
+
+
+def write(folder: Path, content: dict[str, Any] | str) -> Path:
+    file = folder / "ds.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return file
+
+
+def setting(file: Path, *overrides: str) -> tuple[Recipe, Topology]:
+    """Return tiny with a JSON, and its layout on two processes."""
+    recipe = load_recipe(TINY, [f'deepspeed="{file}"', *overrides])
+    return recipe, recipe.topology(World(size=2, local_size=2))
+
+
+def build(folder: Path, content: dict[str, Any] | str, *overrides: str) -> dict[str, Any]:
+    return build_deepspeed_config(*setting(write(folder, content), *overrides))
+
+
+def findings(said: str, file: Path) -> list[str]:
+    """Return the findings of a message, without the notes."""
+    about = said.partition(PROPOSAL)[0].removeprefix(f"{file}: ").split("\n  ")
+    listed = about[1:] if about[1:] else about
+    return [
+        line for line in listed if not line.startswith("without effect") and "read as" not in line
+    ]
+
+
+@pytest.mark.parametrize("project", PUBLIC)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_public_file_needs_one_correction(project: str, pipeline: int, tmp_path: Path) -> None:
+    content, expected = PUBLIC[project]
+    layout = f"layout.pipeline={pipeline}"
+    if pipeline == 1 and content["zero_optimization"]["stage"] == 3:
+        expected -= 1  # ZeRO-3 needs a layout without a pipeline
+    if expected == 0:
+        assert build(tmp_path, content, layout)
+        return
+    with pytest.raises(UserError) as raised:
+        build(tmp_path, content, layout)
+    said = str(raised.value)
+    assert len(findings(said, tmp_path / "ds.json")) == expected, said
+    assert ("steps_per_print (every step is printed)" in said) == ("steps_per_print" in content)
+    proposal = said.partition(PROPOSAL)[2]
+    assert build(tmp_path, proposal, layout)
+    assert deepspeed_notes(*setting(tmp_path / "ds.json", layout)) == []
+
+
+def test_the_documented_message_is_the_real_one(tmp_path: Path) -> None:
+    content = {"train_batch_size": 64, "zero_optimization": {"stage": 0}, "steps_per_print": 10}
+    with pytest.raises(UserError) as raised:
+        build(tmp_path, content)
+    said = str(raised.value).replace(str(tmp_path / "ds.json"), "theirs.json")
+    page = (REPOSITORY / "docs" / "zero-and-precision.md").read_text()
+    assert f"```text\n{said}\n```" in page
+
+
+def test_all_kinds_of_findings_come_at_once(tmp_path: Path) -> None:
+    """Unknown keys, wrong values, the recipe's values, dependencies and the recipe's layout."""
+    content = {
+        "gradient_clipping": 7.0,
+        "zero_optimization": {"stage": 3, "overlap_com": True, "reduce_bucket_size": -1},
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": True},
+        "prescale_gradients": True,
+        "data_types": {"grad_accum_dtype": "fp16"},
+    }
+    with pytest.raises(UserError) as raised:
+        build(tmp_path, content, "layout.pipeline=2", "model.tie_embeddings=true")
+    said = str(raised.value)
+    named = ["gradient_clipping = 7.0", "unknown key zero_optimization.overlap_com",
+             "reduce_bucket_size = -1", "bf16 and fp16 are both", "prescale_gradients and",
+             "layout.pipeline = 2 with ZeRO-3", '"grad_accum_dtype": "fp16"']  # fmt: skip
+    lines = findings(said, tmp_path / "ds.json")
+    assert len(lines) == len(named)
+    assert all(name in line for name, line in zip(named, lines, strict=True)), said
+    proposal = said.partition(PROPOSAL)[2]
+    assert build(tmp_path, proposal, "layout.pipeline=2", "model.tie_embeddings=true")
+
+
+def test_the_recipes_own_values_are_accepted(tmp_path: Path) -> None:
+    overrides = ("optimizer.schedule.decay=linear", "optimizer.schedule.minimum_learning_rate=0.0")
+    recipe, topology = setting(write(tmp_path, {"zero_optimization": {"stage": 1}}), *overrides)
+    expected = build_deepspeed_config(recipe, topology)
+    optimizer, warmup = recipe.optimizer, recipe.optimizer.schedule.warmup_steps
+    content = {
+        "train_batch_size": recipe.batch.global_sequences,
+        "train_micro_batch_size_per_gpu": recipe.batch.micro_sequences,
+        "gradient_accumulation_steps": recipe.micro_batches(topology.data),
+        "gradient_clipping": optimizer.gradient_clipping,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {
+            "type": "Adam",
+            "params": {"lr": optimizer.learning_rate, "betas": list(optimizer.betas)},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"warmup_num_steps": warmup, "total_num_steps": recipe.training.steps},
+        },
+        "pipeline": {"stages": 2},
+        "wandb": {"enabled": True, "project": recipe.tracking.project},
+    }
+    assert build(tmp_path, content, *overrides) == expected
+    del content["zero_optimization"]  # the settings that the recipe owns are left
+    for path, value in leaves(content):
+        if isinstance(value, bool | list):
+            continue
+        other = copy.deepcopy(content) | {"zero_optimization": {"stage": 1}}
+        *blocks, key = path.split(".")
+        table = other
+        for block in blocks:
+            table = table[block]
+        table[key] = "other" if isinstance(value, str) else value + 1
+        with pytest.raises(UserError, match=key):
+            build(tmp_path, other, *overrides)
+        table[key] = "auto"
+        assert build(tmp_path, other, *overrides) == expected, path
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    block, _, key = path.rpartition(".")
+    content: dict[str, Any] = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": False}}
+    (content.setdefault(block, {}) if block else content)[key] = value
+    if block == "fp16":
+        content["fp16"].setdefault("enabled", False)
+    return content
+
+
+def test_keys_without_effect_are_noted_and_do_not_reach_deepspeed(tmp_path: Path) -> None:
+    plain = read_deepspeed_json(str(write(tmp_path, nested("bf16.enabled", False))))
+    cases = [(path, 5) for path in WITHOUT_EFFECT] + [(path, "auto") for path in NOT_SUPPORTED]
+    cases += [(path, off) for path, entry in NOT_SUPPORTED.items() for off in entry.off]
+    cases += [(path, {"enabled": False}) for path in NOT_SUPPORTED]
+    cases += [("zero_optimization.offload_param", {"device": "none", "pin_memory": True})]
+    for path, value in cases:
+        recipe, topology = setting(write(tmp_path, nested(path, value)))
+        config = read_deepspeed_json(recipe.deepspeed)
+        config.pop("fp16", None)
+        assert config == plain, path
+        (note,) = deepspeed_notes(recipe, topology)
+        assert note.startswith("without effect here: ") and path in note
+
+
+def test_a_run_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path, nested("steps_per_print", 10))
+    found = mock.Mock(progress=Progress(), weights_only=False)
+    announce(*setting(file), ["a", "a"], mock.Mock(path=tmp_path), found)
+    note = f"  {file}: without effect here: steps_per_print (every step is printed)"
+    assert note in capsys.readouterr().out.splitlines()
+
+
+def test_auto_stands_for_the_default_of_every_setting(tmp_path: Path) -> None:
+    for path, entry in [
+        (f"{block}.{key}" if block else key, entry)
+        for block, table in [("", SETTINGS), *SETTINGS.items()]
+        if isinstance(table, dict)
+        for key, entry in table.items()
+    ]:
+        if isinstance(entry, dict) or path.endswith((".enabled", "zero_optimization.stage")):
+            continue
+        recipe, topology = setting(write(tmp_path, nested(path, "auto")))
+        assert path.rpartition(".")[2] not in str(read_deepspeed_json(recipe.deepspeed))
+        (note,) = deepspeed_notes(recipe, topology)
+        assert f'{path} ("auto" stands for the default)' in note
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp16", "expected"),
+    [("auto", None, (True, None)), ("auto", "auto", (True, False)), ("auto", True, (False, True)),
+     (None, "auto", (None, True)), (False, "auto", (False, True)), (True, "auto", (True, False))],
+)  # fmt: skip
+def test_auto_enables_one_precision(
+    bf16: Any, fp16: Any, expected: tuple[Any, Any], tmp_path: Path
+) -> None:
+    written = {"bf16": bf16, "fp16": fp16}
+    content = {name: {"enabled": value} for name, value in written.items() if value is not None}
+    config = read_deepspeed_json(
+        str(write(tmp_path, {"zero_optimization": {"stage": "auto"}, **content}))
+    )
+    assert tuple(config.get(name, {}).get("enabled") for name in written) == expected
+    assert config["zero_optimization"] == {"stage": 1}
+
+
+def test_the_former_name_of_bf16_is_read(tmp_path: Path) -> None:
+    file = write(tmp_path, {"zero_optimization": {"stage": 1}, "bfloat16": {"enabled": True}})
+    assert read_deepspeed_json(str(file))["bf16"] == {"enabled": True}
+    assert deepspeed_notes(*setting(file)) == ["bfloat16 is read as bf16"]
+
+
+@pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
+def test_commands_that_change_the_layout_require_auto(key: str, tmp_path: Path) -> None:
+    recipe, _ = setting(write(tmp_path, {"zero_optimization": {"stage": 1}, key: 4}))
+    with pytest.raises(UserError, match=f'{key} = 4 is fixed, but of a test; use "{key}": "auto"'):
+        require_auto(recipe, "of a test")
+    recipe, _ = setting(write(tmp_path, {"zero_optimization": {"stage": 1}, key: "auto"}))
+    require_auto(recipe, "of a test")

@@ -1,0 +1,65 @@
+"""Joining the process group: a port that another process uses."""
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from recipes.training.runtime.exits import BUSY
+from recipes.training.runtime.launchers import free_port
+from tests.ranks import start_ranks
+
+# Rank 0 of two ranks; the other one is not needed, because rank 0 ends first.
+RANK_0 = """
+import os, sys
+os.environ |= {{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "{port}"}}
+sys.argv = ["pretrain.py", "{recipe}", "--run-dir", "{folder}/run", *{options}]
+from recipes import pretrain
+from recipes.training.runtime import processes
+processes.launchers_of = lambda pid: {launchers}
+pretrain.main()
+"""
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    """Return a port on which this process listens."""
+    with socket.create_server(("", free_port())) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "launchers", "code", "said"),
+    [
+        ([], [], BUSY, r"is used by another process .*; use a free port: MASTER_PORT=(\d+) in "),
+        ([], [1], BUSY, r"is used by .*; use a free port: deepspeed --master_port (\d+)$"),
+        (["--lease", "x.1"], [1], 1, r"port (\d+), which launch.py had chosen, has been taken"),
+    ],
+)
+def test_a_busy_port_is_one_line_with_a_free_port(
+    options: list[str], launchers: list[int], code: int, said: str, small: dict, busy_port: int,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(tomli_w.dumps(small))
+    program = RANK_0.format(
+        port=busy_port, recipe=recipe, folder=tmp_path, options=options, launchers=launchers
+    )
+    codes, (output,) = start_ranks(1, ["-c", program], folder=tmp_path, seconds=60)
+    assert codes == [code], output
+    assert "Traceback" not in output
+    line = next(line for line in output.splitlines() if str(busy_port) in line)
+    found = re.search(said, line)
+    assert found, line
+    assert (int(found[1]) == busy_port) == bool(options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_free_port_is_free_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("0.0.0.0", free_port())) as server:
+        ports = iter([server.getsockname()[1], other := free_port()])
+        monkeypatch.setattr("recipes.training.runtime.launchers.random_port", lambda: next(ports))
+        assert free_port() == other
