@@ -98,7 +98,7 @@ def train(name: str, steps: int, variables: Mapping[str, str] | None = None) -> 
             *changes,
         ):
             command += ["--set", setting]
-        common = os.environ | RANK_ENVIRONMENT | (variables or {})
+        common = os.environ | RANK_ENVIRONMENT | dict(variables or {})
         with (folder / "log").open("w+") as log:
             ranks = [
                 subprocess.Popen(
@@ -142,6 +142,12 @@ def resident_megabytes(process: int) -> float:
     return int(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+def settled_samples(samples: Sequence[Sample], settled: int) -> list[Sample]:
+    """Return the samples after the first steps, except those of the save after the last step."""
+    last = samples[-1].step if samples else 0
+    return [sample for sample in samples if settled < sample.step < last]
+
+
 def growth(samples: Sequence[Sample], settled: int = SETTLED_STEPS) -> float:
     """Return the slope of resident memory over steps, in MB per 1,000 steps.
 
@@ -152,7 +158,7 @@ def growth(samples: Sequence[Sample], settled: int = SETTLED_STEPS) -> float:
     Raises:
         UserError: there are too few samples after these steps.
     """
-    counted = [sample for sample in samples if sample.step > settled]
+    counted = settled_samples(samples, settled)
     if len({sample.step for sample in counted}) < MIN_SAMPLES:
         raise UserError(
             f"only {len(counted)} samples of memory after step {settled}; use more --steps"
@@ -163,7 +169,7 @@ def growth(samples: Sequence[Sample], settled: int = SETTLED_STEPS) -> float:
 
 def table_cell(samples: Sequence[Sample]) -> str:
     """Return the memory at evenly spaced steps, such as "300: 444, 400: 445"."""
-    counted = [sample for sample in samples if sample.step > SETTLED_STEPS]
+    counted = settled_samples(samples, SETTLED_STEPS)
     chosen = np.linspace(0, len(counted) - 1, SHOWN_SAMPLES).round().astype(int)
     return ", ".join(f"{counted[i].step}: {counted[i].megabytes:.0f}" for i in chosen)
 

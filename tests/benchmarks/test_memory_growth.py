@@ -7,9 +7,10 @@ from models.errors import UserError
 
 
 def samples_of(slope: float, *, steps: int = 1000, start: float = 400.0) -> list[Sample]:
-    """Return samples that grow by `slope` MB per 1,000 steps, after 300 steps of start-up."""
+    """Return samples that grow by `slope` MB per 1,000 steps between the start and the save."""
     grown = [Sample(step, 100.0 + step) for step in range(10, 301, 10)]
-    return grown + [Sample(step, start + slope * step / 1000) for step in range(310, steps, 10)]
+    settled = [Sample(step, start + slope * step / 1000) for step in range(310, steps, 10)]
+    return [*grown, *settled, Sample(steps, 9999.0)]
 
 
 @pytest.mark.parametrize("slope", [0.0, 4.0, 130.0])
