@@ -112,7 +112,7 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
         return None
     size = checkpoint_bytes(recipe)
     present = sum(step_of(path) <= step for path in published(folder))
-    needed = min(max(1, most_checkpoints(recipe) - present), number_of_saves(recipe, step))
+    needed = min(max(1, most_checkpoints(recipe) - present), most_saves(recipe, step))
     if needed * size <= free:
         return None
     keys = "".join(
@@ -140,8 +140,11 @@ def most_checkpoints(recipe: Recipe) -> int:
     return always + settings.keep_best + settings.keep + 1
 
 
-def number_of_saves(recipe: Recipe, step: int) -> int:
-    """Return the number of checkpoints that a run without stages saves after a step."""
+def most_saves(recipe: Recipe, step: int) -> int:
+    """Return the largest number of checkpoints that a run saves after a step.
+
+    The end of each stage is counted, although it is saved only if the next one needs other ranks.
+    """
     settings, steps = recipe.checkpoint, recipe.training.steps
     others = {n for n in (*settings.also_at, steps) if step < n <= steps and n % settings.every}
-    return steps // settings.every - step // settings.every + len(others)
+    return steps // settings.every - step // settings.every + len(others) + len(recipe.stage)

@@ -17,7 +17,7 @@ from recipes.training.checkpoint.retention import (
     check_disk,
     checkpoint_bytes,
     most_checkpoints,
-    number_of_saves,
+    most_saves,
     retain,
 )
 from recipes.training.recipe.loading import parse_recipe
@@ -107,9 +107,12 @@ def test_the_largest_number_of_checkpoints(
 
 
 @pytest.mark.parametrize(("step", "expected"), [(0, 7), (1, 6), (20, 5), (30, 4), (90, 1)])
-def test_the_number_of_saves_that_are_left(step: int, expected: int, small: dict[str, Any]) -> None:
+def test_the_most_saves_that_are_left(step: int, expected: int, small: dict[str, Any]) -> None:
     recipe = recipe_of(small, every=30, also_at=[1, 20, 30, 40, 200])
-    assert number_of_saves(recipe, step) == expected
+    assert most_saves(recipe, step) == expected
+    late = {"name": "late", "start_step": 50, "optimizer": {"learning_rate": 1e-3}}
+    staged = recipe_of(small | {"stage": [late]}, every=30, also_at=[1, 20, 30, 40, 200])
+    assert most_saves(staged, step) == expected + 1
 
 
 @pytest.fixture
