@@ -8,10 +8,10 @@
 
 Each command holds one tensor in memory at a time. The checkpoint to read is a checkpoint folder, or
 a run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output
-folder appears when it is complete; --overwrite replaces an existing one. To start a run in any
-layout from the weights that `from-hf` or `average` writes, name them in training.initial_weights.
-You never need `reshape` to resume: use it to check that another layout is valid, and to distribute
-the tensors over one set of files per rank.
+folder appears when it is complete; --overwrite replaces an earlier output of the same command. To
+start a run in any layout from the weights that `from-hf` or `average` writes, name them in
+training.initial_weights. You never need `reshape` to resume: use it to check that another layout is
+valid, and to distribute the tensors over one set of files per rank.
 """
 
 import sys
@@ -39,10 +39,11 @@ from models.experts.settings import Experts
 from models.rope_scaling import RopeScaling
 from recipes.converting.adopt import adopt, read_config
 from recipes.converting.average import average, sources_of
-from recipes.converting.export import DTYPES, export, find_tokenizer
-from recipes.converting.output_folder import output_folder
-from recipes.converting.reshape import new_recipe, reshape
+from recipes.converting.export import DTYPES, EXPORTED, export, find_tokenizer
+from recipes.converting.output_folder import OutputFiles, output_folder
+from recipes.converting.reshape import WHOLE_CHECKPOINT, new_recipe, reshape
 from recipes.converting.verified_source import open_checkpoint
+from recipes.converting.weight_files import WEIGHTS_ONLY
 from recipes.planning.inputs.option_types import count
 
 NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text generated after --prompt
@@ -65,7 +66,7 @@ def to_hf(options: argparse.Namespace) -> None:
         raise UserError(
             "--prompt needs a tokenizer, and these weights have none; name one with --tokenizer"
         )
-    with output(options, source.path) as folder:
+    with output(options, source.path, EXPORTED) as folder:
         export(source, folder, dtype=options.dtype, tokenizer=tokenizer)
     print(
         f"exported {source.path} to {options.output}; load it with "
@@ -77,7 +78,7 @@ def to_hf(options: argparse.Namespace) -> None:
 
 def from_hf(options: argparse.Namespace) -> None:
     """Convert a folder of transformers to a checkpoint from which a run can start."""
-    with output(options, options.folder) as folder:
+    with output(options, options.folder, WEIGHTS_ONLY) as folder:
         model = adopt(options.folder, folder)
     if read_config(options.folder).tie_embeddings and not model.tie_embeddings:
         print(
@@ -92,7 +93,7 @@ def from_hf(options: argparse.Namespace) -> None:
 def average_command(options: argparse.Namespace) -> None:
     """Average the weights of several checkpoints."""
     sources = sources_of(options.sources, options.last)
-    with output(options, [source.path for source in sources]) as folder:
+    with output(options, [source.path for source in sources], WEIGHTS_ONLY) as folder:
         average(sources, folder)
     print(
         f"averaged {len(sources)} checkpoints, steps "
@@ -105,7 +106,7 @@ def reshape_command(options: argparse.Namespace) -> None:
     """Convert a checkpoint to another layout."""
     source = open_checkpoint(options.checkpoint)
     recipe, topology = new_recipe(source, options.set, ranks=options.ranks)
-    with output(options, source.path) as folder:
+    with output(options, source.path, WHOLE_CHECKPOINT) as folder:
         reshape(source, folder, recipe=recipe, topology=topology)
     print(
         f"converted {source.path} to {options.output}: "
@@ -115,10 +116,10 @@ def reshape_command(options: argparse.Namespace) -> None:
 
 
 def output(
-    options: argparse.Namespace, reading: Path | Sequence[Path]
+    options: argparse.Namespace, reading: Path | Sequence[Path], files: OutputFiles
 ) -> AbstractContextManager[Path]:
     """Return the context manager of the output folder."""
-    return output_folder(options.output, reading=reading, overwrite=options.overwrite)
+    return output_folder(options.output, reading=reading, files=files, overwrite=options.overwrite)
 
 
 def write_text(options: argparse.Namespace) -> str:
@@ -198,7 +199,7 @@ def parse_command_line() -> argparse.Namespace:
     for subparser in (export_parser, adopt_parser, average_parser, reshape_parser):
         if subparser is not average_parser:  # which takes several folders to read
             subparser.add_argument("output", type=Path, help="folder to write")
-        subparser.add_argument("--overwrite", action="store_true", help="replace its content")
+        subparser.add_argument("--overwrite", action="store_true", help="replace an earlier output")
     return parser.parse_args()
 
 

@@ -79,6 +79,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.training.data.token_file",
     "recipes.training.checkpoint.compatibility",
     "recipes.training.checkpoint.manifest",
+    "recipes.training.checkpoint.retention",
     "recipes.training.checkpoint.tensor_file",
     "recipes.training.snapshots.client",
     "recipes.training.snapshots.names",

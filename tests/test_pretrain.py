@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,10 @@ import tomli_w
 
 from models.errors import UserError
 from recipes.proving.worlds import free_port
+from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
+from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.processes import check_machine
 from tests.conftest import changed, small_recipe
@@ -196,6 +199,8 @@ def test_a_second_start_of_a_finished_run_prints_the_summary(
     before = (folder / "metrics.jsonl").read_bytes()
     output = two_ranks(recipe_file, "--run-dir", folder)
     assert "small is finished: 8 steps" in output
+    longer = "to train longer at the learning rate of 4.00e-04, use --set training.steps=16 --set "
+    assert f"{longer}optimizer.schedule.steps=8; " in output
     assert (folder / "metrics.jsonl").read_bytes() == before
     assert events(folder)[-1] == ("end", 8)
 
@@ -340,24 +345,41 @@ def test_changed_keys_are_recorded(
     folder = tmp_path / "small"
     shutil.copytree(finished[0], folder)
     settings = {"training.steps": 10, "layout.pipeline": 1, "batch.global_sequences": 16}
+    settings["optimizer.schedule.decay"] = "linear"
     more = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    two_ranks(recipe_file, "--run-dir", folder, *more)
+    output = two_ranks(recipe_file, "--run-dir", folder, *more)
+    for line in (
+        "layout.pipeline: 2 -> 1",
+        "training.steps: 8 -> 10",
+        'decay: "cosine" -> "linear"',
+    ):
+        assert f"{line}\n" in output
+    (jump,) = re.findall("warning: the learning rate jumps: it is .* at step 9, .*", output)
+    assert jump.endswith("the checkpoint, use optimizer.schedule.steps = 8")
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     (resumed,) = (line for line in lines if line["event"] == "resume")
     assert resumed["changed"] == {
         "batch.global_sequences": [8, 16],
         "layout.pipeline": [2, 1],
+        "optimizer.schedule.decay": ["cosine", "linear"],
         "training.steps": [8, 10],
     }
     assert [line["tokens"] for line in metrics(folder)][-3:] == [2048, 2048 + 512, 2048 + 1024]
 
 
 def test_checkpoints_at_an_interval_are_kept(recipe_file: Path, tmp_path: Path) -> None:
-    keep = ["checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=3"]
+    keep = ["checkpoint.every=2", "checkpoint.keep=1", "checkpoint.keep_every=6"]
+    keep += ["checkpoint.also_at=[1, 3]", "checkpoint.keep_best=1", "training.evaluate_every=2"]
     options = [word for setting in keep for word in ("--set", setting)]
-    two_ranks(recipe_file, "--run-dir", tmp_path / "x", *options)
-    names = sorted(path.name for path in (tmp_path / "x" / "checkpoints").iterdir())
-    assert names == [f"step-000000{step}" for step in (3, 6, 7, 8)]
+    folder = tmp_path / "x"
+    two_ranks(recipe_file, "--run-dir", folder, *options)
+    losses = {line["step"]: line.get("validation_loss") for line in metrics(folder)}
+    best = min((2, 4, 6, 8), key=losses.__getitem__)
+    left = {step_of(path): path for path in published(folder / "checkpoints")}
+    assert left.keys() == {1, 3, 6, 8, best}
+    assert {s: Manifest.read(path).validation_loss for s, path in left.items()} == {
+        step: losses[step] for step in left
+    }
 
 
 def test_a_recipe_that_this_machine_cannot_run_is_rejected(

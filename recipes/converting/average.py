@@ -80,6 +80,7 @@ def average(sources: Sequence[CheckpointReader], output: Path) -> None:
     replace(
         sources[-1].manifest,
         loss_scale=None,
+        validation_loss=None,
         layout={"averaged": [str(source.path) for source in sources]},
         versions=versions(),
         tensors=tensors,

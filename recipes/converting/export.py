@@ -1,6 +1,7 @@
 """Export a checkpoint to a folder that transformers' `from_pretrained` can load."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from models.errors import UserError
 from models.hugging_face.config import hugging_face_config
 from models.hugging_face.tensors import counterparts
 from models.layer_specs import logical_shapes
+from recipes.converting.output_folder import OutputFiles
 from recipes.converting.verified_source import model_of
 from recipes.preparing.tokenizer import document_start, load_tokenizer
 from recipes.training.checkpoint.reader import CheckpointReader
@@ -42,6 +44,15 @@ CLASSES = {
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+)
+
+MODEL_CARD_TAGS = "tags: [threefold]"
+WEIGHT_FILES = r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
+OWN_FILES = ("config.json", "generation_config.json", "README.md")
+EXPORTED = OutputFiles(
+    re.compile("|".join([WEIGHT_FILES, *map(re.escape, (*OWN_FILES, *TOKENIZER_FILES))])),
+    "README.md",
+    MODEL_CARD_TAGS,
 )
 
 
@@ -201,7 +212,8 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
     rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     name = manifest.recipe.get("name", "model")
     return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [threefold]\n---\n\n"
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        f"{MODEL_CARD_TAGS}\n---\n\n"
         f"# {name}\n\nPretrained with Threefold.\n\n| | |\n|---|---|\n{rows}\n\n"
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained(".")\n'

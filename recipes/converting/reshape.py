@@ -5,12 +5,14 @@ checks the new layout ahead of time, records it in the checkpoint's recipe, and 
 tensors evenly over one set of files per new rank.
 """
 
+import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 from models.errors import UserError
 from models.layer_specs import logical_shapes
+from recipes.converting.output_folder import OutputFiles
 from recipes.converting.verified_source import model_of
 from recipes.training.checkpoint.compatibility import differences
 from recipes.training.checkpoint.manifest import tensor_key
@@ -27,6 +29,11 @@ from recipes.training.run_folder.provenance import layout_of, versions
 
 # A change of these keys would make it another run.
 FIXED_KEYS = ("model.", "seed", "data.", "optimizer.kind")
+WHOLE_CHECKPOINT = OutputFiles(
+    re.compile(r"manifest\.(json|sha256)|(weights|moments)-\d{5,}\.safetensors"),
+    "manifest.json",
+    '"tensors"',
+)
 
 
 def new_recipe(

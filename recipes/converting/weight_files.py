@@ -1,11 +1,17 @@
 """The files of a checkpoint that has only weights."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
+from recipes.converting.output_folder import OutputFiles
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size
+
+WEIGHTS_ONLY = OutputFiles(
+    re.compile(r"manifest\.(json|sha256)|weights-\d{5,}\.safetensors"), "manifest.json", '"tensors"'
+)
 
 
 def write_weights(

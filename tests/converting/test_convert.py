@@ -28,12 +28,13 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.convert import settings
+from recipes.convert import main, settings
 from recipes.converting.adopt import adopt, read_config
-from recipes.converting.export import export, find_tokenizer, special_tokens
-from recipes.converting.output_folder import output_folder
-from recipes.converting.reshape import new_recipe
+from recipes.converting.export import EXPORTED, export, find_tokenizer, special_tokens
+from recipes.converting.output_folder import OutputFiles, output_folder
+from recipes.converting.reshape import WHOLE_CHECKPOINT, new_recipe
 from recipes.converting.verified_source import model_of, open_checkpoint
+from recipes.converting.weight_files import WEIGHTS_ONLY
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
@@ -46,6 +47,7 @@ from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
+from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
 
@@ -464,7 +466,9 @@ def test_unsupported_architectures_are_rejected(
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     with (
         pytest.raises(UserError, match=named),
-        output_folder(tmp_path / "ours", reading=tmp_path / "theirs", overwrite=False) as folder,
+        output_folder(
+            tmp_path / "ours", reading=tmp_path / "theirs", files=WEIGHTS_ONLY, overwrite=False
+        ) as folder,
     ):
         adopt(tmp_path / "theirs", folder)
     assert not (tmp_path / "ours").exists() and not list(tmp_path.glob("*.incomplete"))
@@ -506,31 +510,121 @@ def test_quantized_weights_are_rejected(tmp_path: Path) -> None:
         adopt(tmp_path / "theirs", tmp_path)
 
 
-def test_only_outputs_are_overwritten(
-    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
-) -> None:
+Trained = dict[str, tuple[Recipe, CheckpointReader, float]]
+
+
+def files_below(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_an_output_is_never_the_input(trained: Trained, tmp_path: Path) -> None:
     run = shutil.copytree(trained["llama"][1].path.parents[1], tmp_path / "runs" / "small")
     checkpoint = open_checkpoint(run).path
-    files = sorted(str(file) for file in tmp_path.rglob("*"))
+    before = files_below(tmp_path)
     for output in (run, run.parent, checkpoint, checkpoint / "deeper"):
         with (
-            pytest.raises(UserError, match=r"would overwrite|was not written by this command"),
-            output_folder(output, reading=checkpoint, overwrite=True),
+            pytest.raises(UserError, match="would overwrite"),
+            output_folder(output, reading=checkpoint, files=WHOLE_CHECKPOINT, overwrite=True),
         ):
             raise AssertionError(output)
-    assert sorted(str(file) for file in tmp_path.rglob("*")) == files
+    assert files_below(tmp_path) == before
+
+
+@pytest.fixture(scope="module")
+def commands(
+    trained: Trained, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[object, ...]]:
+    """The commands of convert.py that write an output, up to its name."""
+    theirs = tmp_path_factory.mktemp("transformers") / "theirs"
+    their_model("llama", torch.float32).save_pretrained(theirs)
+    checkpoint = trained["llama"][1].path
+    copied = shutil.copytree(checkpoint, theirs.parent / "copied")
+    return {
+        "to-hf": ("to-hf", checkpoint),
+        "from-hf": ("from-hf", theirs),
+        "average": ("average", checkpoint, copied, "--output"),
+        "reshape": ("reshape", "--ranks", 1, "--set", "layout.tensor=1",
+                    "--set", "layout.pipeline=1", checkpoint),
+    }  # fmt: skip
+
+
+def run_convert(command: tuple[object, ...], output: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command with --overwrite in this process."""
+    return run_here(main, *command, output, "--overwrite")
+
+
+@pytest.mark.parametrize("name", ["to-hf", "from-hf", "average", "reshape"])
+def test_overwrite_replaces_only_outputs_of_the_same_command(
+    name: str,
+    commands: dict[str, tuple[object, ...]],
+    trained: Trained,
+    real_corpus: Path,
+    tmp_path: Path,
+) -> None:
+    mine, files = tmp_path / "mine", {"to-hf": EXPORTED, "reshape": WHOLE_CHECKPOINT}
+    assert run_convert(commands[name], mine).returncode == 0
+    (mine / files.get(name, WEIGHTS_ONLY).marker).touch()
+    assert run_convert(commands[name], mine).returncode == 0  # its own output is replaced
+
+    corpus = shutil.copytree(real_corpus, tmp_path / "corpus")
+    (corpus / "manifest.json").write_text("{}")
+    (corpus / "config.json").write_text("{}")
+    run = shutil.copytree(trained["llama"][1].path.parents[1], tmp_path / "run")
+    (run / "metrics.jsonl").touch()
+    with_notes = shutil.copytree(mine, tmp_path / "with notes")
+    (with_notes / "notes.txt").write_text("of a stranger")
+    with_folder = shutil.copytree(mine, tmp_path / "with folder")
+    (with_folder / "kept").mkdir()
+    with_link = shutil.copytree(mine, tmp_path / "with link")
+    largest = max(with_link.iterdir(), key=lambda file: file.stat().st_size)
+    largest.unlink()
+    largest.symlink_to(mine / largest.name)
+    downloaded = shutil.copytree(Path(str(commands["from-hf"][1])), tmp_path / "downloaded")
+    (downloaded / "README.md").write_text("# Llama")
+    targets = [corpus, with_notes, with_folder, with_link, downloaded]
+    targets += list((run / "checkpoints").iterdir())
+    before = files_below(tmp_path)
+    for target in targets:
+        done = run_convert(commands[name], target)
+        assert done.returncode == 1 and f"does not replace {target}" in done.stderr, done
+        assert len(done.stderr.splitlines()) == 1
+    assert files_below(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["from-hf", "average"])
+def test_a_copied_checkpoint_keeps_its_moments(
+    name: str, commands: dict[str, tuple[object, ...]], trained: Trained, tmp_path: Path
+) -> None:
+    copied = shutil.copytree(trained["llama"][1].path, tmp_path / "copied")
+    before = files_below(copied)
+    assert "does not write moments-00000" in run_convert(commands[name], copied).stderr
+    assert files_below(copied) == before
+
+
+ANY_FILES = OutputFiles(re.compile("config.json|more"), "config.json", "")
 
 
 def test_concurrent_writers_of_one_output_do_not_mix(tmp_path: Path) -> None:
     out, reading = tmp_path / "out", tmp_path / "in"
-    with output_folder(out, reading=reading, overwrite=True) as first:
+    with output_folder(out, reading=reading, files=ANY_FILES, overwrite=True) as first:
         (first / "config.json").write_text("first")
-        with output_folder(out, reading=reading, overwrite=True) as second:
+        with output_folder(out, reading=reading, files=ANY_FILES, overwrite=True) as second:
             (second / "config.json").write_text("second")
             (second / "more").write_text("second")
         assert (out / "more").exists()
     assert [file.read_text() for file in out.iterdir()] == ["first"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_files_that_appear_during_a_conversion_are_not_deleted(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        pytest.raises(UserError, match="already exists"),
+        output_folder(out, reading=tmp_path / "in", files=ANY_FILES, overwrite=False),
+    ):
+        out.mkdir()
+        (out / "config.json").write_text("of another program")
+    assert (out / "config.json").read_text() == "of another program"
 
 
 def test_a_damaged_or_missing_source_is_rejected(

@@ -26,7 +26,7 @@ from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.progress import Progress, read_from
 
 FORMAT = 1
-OPTIONAL = {"read_parts", "parent"}  # fields that a manifest may lack
+OPTIONAL = {"read_parts", "parent", "validation_loss"}  # fields that a manifest may lack
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Manifest:
         format: version of this format
         read_parts: `Progress.read` of a run whose stages change the data
         parent: the checkpoint of another run at which the run began, if there is one
+        validation_loss: mean loss of the validation sets at the save, if the run has just
+            validated; in nats per token
     """
 
     step: int
@@ -64,6 +66,7 @@ class Manifest:
     format: int = FORMAT
     read_parts: list[list[int]] | None = None
     parent: dict[str, Any] | None = None
+    validation_loss: float | None = None
 
     @property
     def progress(self) -> Progress:

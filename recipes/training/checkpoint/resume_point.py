@@ -1,6 +1,7 @@
 """Find and verify the checkpoint from which a run starts or resumes."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from recipes.training.checkpoint.compatibility import (
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
+from recipes.training.recipe.learning_rate import MAX_RATE_CHANGE
+from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.checkpoint_folders import (
     ABANDONED,
     NAME,
@@ -73,14 +77,54 @@ class ResumePoint:
         assert self.checkpoint is not None
         return self.checkpoint
 
+    @property
+    def earlier_recipe(self) -> Recipe | None:
+        """The recipe of the save, with the defaults of newer keys.
+
+        None if the run does not resume, or if the recipe is no longer valid in this version.
+        """
+        if self.checkpoint is None or self.weights_only:
+            return None
+        try:
+            return parse_recipe(deepcopy(self.checkpoint.manifest.recipe), str(self.path))
+        except UserError:
+            return None
+
     def changes(self, recipe: Recipe) -> dict[str, list[Any]]:
         """Return key -> [before, now] for recipe and JSON keys that changed since the save."""
         if self.checkpoint is None or self.weights_only:
             return {}
-        manifest = self.checkpoint.manifest
+        manifest, earlier = self.checkpoint.manifest, self.earlier_recipe
         key, config = "deepspeed_json", read_deepspeed_json(recipe.deepspeed)
-        before = manifest.recipe | {key: manifest.layout.get(key, config)}
+        before = earlier.model_dump(mode="json") if earlier else manifest.recipe
+        before = before | {key: manifest.layout.get(key, config)}
         return differences(before, recipe.model_dump(mode="json") | {key: config})
+
+    def learning_rate_jump(self, recipe: Recipe) -> str:
+        """Describe a large change of the next step's learning rate since the save.
+
+        Returns:
+            A message with both values, or an empty string if they differ by at most a factor of
+            MAX_RATE_CHANGE.
+        """
+        earlier = self.earlier_recipe
+        if earlier is None:
+            return ""
+        step = self.progress.step + 1
+        old_span = StagePlan(earlier).at(step)
+        old, new = (span.learning_rate(step) for span in (old_span, StagePlan(recipe).at(step)))
+        if max(old, new) <= MAX_RATE_CHANGE * min(old, new):
+            return ""
+        text = (
+            f"the learning rate jumps: it is {new:.2e} at step {step}, and would be {old:.2e} with "
+            f"the recipe of the checkpoint"
+        )
+        if old_span.schedule_first > 1 or old_span.recipe.optimizer.schedule.decay == "constant":
+            return text
+        return (
+            f"{text}; to keep the schedule of the checkpoint, use optimizer.schedule.steps = "
+            f"{old_span.schedule_end}"
+        )
 
 
 def find(

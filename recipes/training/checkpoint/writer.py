@@ -10,11 +10,15 @@ when a save begins; then point-to-point messages within the stage, and two broad
 over a tree of all ranks.
 """
 
+import errno
+import os
 import secrets
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,11 +27,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from models.cost import checkpoint_elements
 from models.parallel.process_groups import create_host_groups
 from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.checkpoint.retention import lack_of_room, retain
 from recipes.training.checkpoint.state import TrainingState
-from recipes.training.checkpoint.tensor_file import BYTES
 from recipes.training.checkpoint.writing.assembly import Assembly
 from recipes.training.checkpoint.writing.rank_files import Written, united, write_files
 from recipes.training.recipe.schema import Recipe
@@ -37,7 +40,6 @@ from recipes.training.run_folder.checkpoint_folders import (
     checkpoint_name,
     publish,
     remove_debris,
-    retain,
 )
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
@@ -45,7 +47,8 @@ from recipes.training.run_folder.provenance import layout_of, versions
 from recipes.training.runtime.host_memory import host_copy
 from recipes.training.runtime.rank_tree import RankTree
 
-RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
+FULL_DISK = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))  # in the messages of failed saves
+SECONDS_BETWEEN_TRIES = 10.0  # of the last save, while the disk is full
 EXCHANGE_TIMEOUT = timedelta(hours=1)  # long, because ranks wait for each other's disks
 SECONDS_FOR_SAVE_AFTER_ERROR = 60.0  # before a failed run abandons the save in flight
 
@@ -78,6 +81,8 @@ class CheckpointWriter:
     Attributes:
         on_publish: called with the step and the folder of each published checkpoint, on rank 0, by
             the thread that writes it
+        on_wait: called with a message when the last save begins to wait for room, on rank 0, by
+            the same thread
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class CheckpointWriter:
             {kind: host_copy(tensor) for kind, tensor in flat.items()} for flat in state.tensors()
         ]
         self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
+        self.on_wait: Callable[[str], None] = lambda message: None
         self._thread: threading.Thread | None = None
         self._is_snapshot = False  # what the thread writes
         self._problem: str | None = None  # of the newest save to the disk
@@ -134,8 +140,15 @@ class CheckpointWriter:
         self.wait()  # the save in flight reads the staged copies
         self.staged.clear()
 
-    def save(self, progress: Progress) -> str | None:
+    def save(self, progress: Progress, validation_loss: float | None = None) -> str | None:
         """Wait for the previous save, then begin to save the current state; collective.
+
+        The save after the last step of the run waits in its thread while the disk is full.
+
+        Args:
+            progress: the progress of the run
+            validation_loss: mean loss of the validation sets with the current weights, for the
+                manifest
 
         Returns:
             A message, the same on all ranks, if the previous save failed or the disk has no room
@@ -145,12 +158,19 @@ class CheckpointWriter:
             RuntimeError: this rank can no longer reach the other ranks.
         """
         earlier = self.wait() if self._thread else None
-        no_room = self._from_rank_0(self._lack_of_room() if self.rank == 0 else None)
-        self._problem = f"step {progress.step} is not saved: {no_room}" if no_room else None
+        patience = self._patience(progress.step)
+        no_room = None if patience else self._no_room_on_rank_0()
+        self._problem = _unsaved(progress.step, no_room)
         if no_room:
             return "; ".join(filter(None, [earlier, self._problem]))
-        self._begin(partial(self._write_checkpoint, progress), is_snapshot=False)
+        write = self._write_patiently if patience else self._write_checkpoint
+        self._begin(partial(write, progress, validation_loss), is_snapshot=False)
         return earlier
+
+    def _patience(self, step: int) -> int:
+        """Return the seconds for which the save of a step waits for room on a full disk."""
+        is_last = step == self.recipe.training.steps
+        return self.recipe.checkpoint.room_seconds if is_last else 0
 
     def begin_snapshot(self, write: Callable[[Counters], str | None]) -> None:
         """Copy the current state from the device, and let the writer's thread write it; collective.
@@ -181,21 +201,17 @@ class CheckpointWriter:
             raise RuntimeError("a save has lost contact with the other ranks") from self._broken
         return self._problem
 
+    def _no_room_on_rank_0(self) -> str | None:
+        """Return a message on all ranks if rank 0 has no room for a checkpoint; collective."""
+        return self._from_rank_0(self._lack_of_room() if self.rank == 0 else None)
+
     def _lack_of_room(self) -> str | None:
-        elements = checkpoint_elements(self.recipe.model, self.recipe.optimizer.kind)
-        needed = BYTES["F32"] * elements + RESERVED_DISK_BYTES
         folder = self.folder.checkpoints
         try:
             folder.mkdir(exist_ok=True)  # a run folder that was moved away is not created again
-            free = shutil.disk_usage(folder).free
+            return lack_of_room(folder, self.recipe)
         except OSError as error:
             return f"{folder}: {error.strerror}"
-        if free >= needed:
-            return None
-        return (
-            f"{folder} has {free / 1e9:.3f} GB free and a checkpoint needs {needed / 1e9:.3f} GB; "
-            f"make room, or keep fewer checkpoints with checkpoint.keep"
-        )
 
     def _begin(self, write: Callable[[Counters], str | None], *, is_snapshot: bool) -> None:
         """Stage the current state, and start the thread that writes it."""
@@ -219,19 +235,58 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
 
-    def _write_checkpoint(self, progress: Progress, counters: Counters) -> str | None:
-        """Write and publish a checkpoint; collective. Return a message, the same on all ranks."""
+    def _write_patiently(
+        self, progress: Progress, validation_loss: float | None, counters: Counters
+    ) -> str | None:
+        """Write and publish the last checkpoint, and try again while the disk is full; collective.
+
+        The ranks synchronize after each try, so that none waits long for another.
+
+        Returns:
+            A message, the same on all ranks, if the checkpoint is not saved.
+        """
+        seconds = self.recipe.checkpoint.room_seconds
+        deadline, told = time.monotonic() + seconds, False
+        while True:
+            no_room = self._no_room_on_rank_0()
+            problem = no_room or self._try_to_write(progress, validation_loss, counters)
+            is_full = bool(no_room) or any(text in (problem or "") for text in FULL_DISK)
+            if not self._from_rank_0(is_full and time.monotonic() < deadline):
+                return _unsaved(progress.step, problem)
+            if self.rank == 0 and not told:
+                told = True
+                self.on_wait(
+                    f"the last checkpoint waits up to {seconds / 60:g} minutes for room on the "
+                    f"disk: {problem}"
+                )
+            time.sleep(SECONDS_BETWEEN_TRIES)
+
+    def _write_checkpoint(
+        self, progress: Progress, validation_loss: float | None, counters: Counters
+    ) -> str | None:
+        """Write and publish a checkpoint; collective.
+
+        Returns:
+            A message, the same on all ranks, if the checkpoint is not saved.
+        """
+        problem = self._try_to_write(progress, validation_loss, counters)
+        return _unsaved(progress.step, problem)
+
+    def _try_to_write(
+        self, progress: Progress, validation_loss: float | None, counters: Counters
+    ) -> str | None:
+        """Write and publish a checkpoint; collective. Return a problem, the same on all ranks."""
         workspace = (
             self.folder.checkpoints / f"{checkpoint_name(progress.step)}.{self.token}.incomplete"
         )
         written = self._write_together(workspace)
         problem = written.problem
         if self.rank == 0 and not problem:
-            problem = self._publish(workspace, self.manifest(progress, counters, written))
+            manifest = self.manifest(progress, counters, written)
+            problem = self._publish(workspace, replace(manifest, validation_loss=validation_loss))
         if self.rank == 0 and problem:
             shutil.rmtree(workspace, ignore_errors=True)
-        problem = self._from_rank_0(problem)
-        return f"step {progress.step} is not saved: {problem}" if problem else None
+        return self._from_rank_0(problem)
 
     def manifest(self, progress: Progress, counters: Counters, written: Written) -> Manifest:
         """Return the manifest of the state after a step; on rank 0."""
@@ -310,3 +365,7 @@ class CheckpointWriter:
     def _from_rank_0(self, value: T) -> T:
         """Return rank 0's value on all ranks."""
         return self.tree.broadcast(value)
+
+
+def _unsaved(step: int, problem: str | None) -> str | None:
+    return f"step {step} is not saved: {problem}" if problem else None

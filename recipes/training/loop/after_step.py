@@ -12,7 +12,7 @@ from recipes.training.loop.rollback import roll_back
 from recipes.training.loop.run import Ending, Run, StepOutcome, is_due, stopped_without_save
 from recipes.training.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 from recipes.training.supervision.loss_watch import BadStep, Severity
-from recipes.training.tracking.metric_names import validation_losses
+from recipes.training.tracking.metric_names import mean_validation_loss, validation_losses
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.snapshots.writer import SnapshotWriter
@@ -45,12 +45,12 @@ def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
     ending = find_diverged_replicas(run, step, snapshot_due=snapshot_due)
     # 3. Save: begin to write a checkpoint, or a snapshot in memory, in the background.
     if not ending and run.is_save_due(step):
-        ending = save(run, step)
+        ending = save(run, step, metrics)
     elif not ending and not stop_request and snapshots and snapshot_due:
         take_snapshot(run, snapshots, step)
     # 4. Stop: after a signal or the death of a launcher, save and end.
     if not ending and stop_request:
-        ending = stop(run, step, stop_request)
+        ending = stop(run, step, stop_request, metrics)
     # 5. Stages: leave this engine if the next step belongs to a stage that needs another one.
     if not ending and step == run.last_step_of_engine < run.last_step:
         ending = Ending(FINISHED, step=step)
@@ -122,10 +122,11 @@ def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> Ending
     return Ending(STOPPED, stopped_without_save(step, shown))
 
 
-def save(run: Run, step: int) -> Ending | None:
+def save(run: Run, step: int, metrics: dict[str, Any]) -> Ending | None:
     """Begin to save; return the end of the run if an earlier save has failed; collective."""
     with run.supervisor.crumb.waiting_for_disk("saving"):
-        problem = run.writer.save(run.data.progress_after(step))
+        progress = run.data.progress_after(step)
+        problem = run.writer.save(progress, mean_validation_loss(metrics))
     if run.snapshots:
         run.snapshots.last = step
     if problem and run.recipe.checkpoint.on_failure == "continue":
@@ -142,10 +143,10 @@ def take_snapshot(run: Run, snapshots: "SnapshotWriter", step: int) -> None:
         run.tracker.warn(problem)
 
 
-def stop(run: Run, step: int, request: str) -> Ending | None:
+def stop(run: Run, step: int, request: str, metrics: dict[str, Any]) -> Ending | None:
     """End the run because a rank was asked to stop; first save, unless already saved."""
     if step == run.last_step:
         return None
-    ending = None if run.is_save_due(step) else save(run, step)
+    ending = None if run.is_save_due(step) else save(run, step, metrics)
     reason = f"step {step}: {request}; rerun the same command to resume"
     return ending or Ending(INTERRUPTED, reason)

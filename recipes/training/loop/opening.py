@@ -84,7 +84,7 @@ def open_run(
         predicted=predicted_metrics_of_run(experiment.plan, machine),
     )
     with writer_of_run as writer, tracker_of_run as tracker, claim.supervisor as supervisor:
-        writer.on_publish = tracker.saved
+        writer.on_publish, writer.on_wait = tracker.saved, tracker.warn
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
         if rank == 0 and engine.on_gpu:

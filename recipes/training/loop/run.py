@@ -70,7 +70,7 @@ class Run:
     def is_save_due(self, step: int) -> bool:
         """Return True if a checkpoint is due after a step, as always after an engine's last one."""
         is_boundary = step == self.last_step_of_engine
-        return is_boundary or is_due(step, self.recipe.checkpoint.every, self.last_step)
+        return is_boundary or self.recipe.checkpoint.is_save_due(step, self.last_step)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from recipes.training.checkpoint.resume import (
     find_start,
     hold_together,
 )
+from recipes.training.checkpoint.retention import check_disk
 from recipes.training.data.dataset import TrainingData
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.joint_rejection import rejected_together
@@ -28,7 +29,13 @@ from recipes.training.snapshots.finding import find_snapshot
 from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
-from recipes.training.tracking.messages import announce, summarize, tell_skipped
+from recipes.training.tracking.messages import (
+    announce,
+    summarize,
+    tell_changes,
+    tell_skipped,
+    warn,
+)
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.weights_and_biases.settings import check_wandb, read_wandb_key
 
@@ -183,9 +190,11 @@ def begin(
     """
     recipe, folder, world = experiment.recipe, claim.folder, experiment.world
     is_finished = start.progress.step >= recipe.training.steps
+    little_room: str | None = None
     with rejections(world, experiment.origin), rejected_together():
         if world.rank == 0:
             if not is_finished:
+                little_room = check_disk(folder.checkpoints, recipe, step=start.progress.step)
                 keeps_id = start.request.resume != "never"
                 check_wandb(recipe, folder.path, keeps_id=keeps_id)
             tell_skipped(folder, start.found)
@@ -201,3 +210,6 @@ def begin(
         hosts = list(claim.supervisor.hosts)
         imbalance = data.context_imbalance()
         announce(recipe, experiment.topology, hosts, folder, start.found, imbalance)
+        tell_changes(folder, start.found, experiment.whole_recipe)
+        if little_room:
+            warn(folder, start.progress.step, little_room)

@@ -266,7 +266,11 @@ def owned_values(recipe: Recipe, topology: Topology | None) -> dict[str, Owned]:
             "optimizer.schedule.warmup_steps", schedule.warmup_steps
         ),
         "scheduler.params.warmup_type": Owned(("linear",)),
-        "scheduler.params.total_num_steps": _owned("training.steps", recipe.training.steps),
+        "scheduler.params.total_num_steps": (
+            _owned("optimizer.schedule.steps", schedule.steps)
+            if schedule.steps
+            else _owned("training.steps", recipe.training.steps)
+        ),
         "activation_checkpointing.partition_activations": off,
         "activation_checkpointing.cpu_checkpointing": off,
         "activation_checkpointing.contiguous_memory_optimization": off,

@@ -74,7 +74,8 @@ def _suggestion(location: Location, recipe: type[BaseModel]) -> str:
     if close:
         return f"did you mean {'.'.join([*section, *close])}?"
     if elsewhere and section[:1] != ["stage"]:  # a stage has few keys: list them
-        return f"did you mean {elsewhere[0]}?"
+        outermost = min(elsewhere, key=lambda path: path.count("."))
+        return f"did you mean {outermost}?"
     section_name = f"[{'.'.join(section)}]" if section else "the top level"
     return f"the keys of {section_name} are {', '.join(siblings)}"
 

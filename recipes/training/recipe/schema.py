@@ -73,6 +73,26 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_best(self) -> "Recipe":
+        best, every = self.checkpoint.keep_best, self.checkpoint.every
+        evaluate_every = self.training.evaluate_every
+        if not best:
+            return self
+        if not evaluate_every:
+            raise UserError(
+                f"checkpoint.keep_best = {best} needs validation losses, and "
+                f"training.evaluate_every = 0; use training.evaluate_every = {every}"
+            )
+        if every % evaluate_every:
+            raise UserError(
+                f"checkpoint.keep_best = {best} needs a validation before every checkpoint, and "
+                f"checkpoint.every = {every} is not a multiple of training.evaluate_every = "
+                f"{evaluate_every}; use checkpoint.every = "
+                f"{nearest_multiples(every, evaluate_every, most=MAX_COUNT)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_positions(self) -> "Recipe":
         parts, length = self.training.position_losses, self.model.sequence_length
         if parts and length % parts:

@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run: naming, publishing, retention and setting aside.
+"""The checkpoint folders of a run: naming, publishing and setting aside.
 
 A folder named `step-0000100` is a complete checkpoint: it was written as `step-0000100.incomplete`
 and then renamed. A folder whose name begins with `abandoned-` belongs to an abandoned branch.
@@ -9,10 +9,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Collection
 from pathlib import Path
 
-from recipes.training.recipe.sections.run_control import Checkpoint
 from recipes.training.run_folder.line_file import flush
 
 NAME = re.compile(r"step-\d{7,}")
@@ -27,24 +25,6 @@ def publish(workspace: Path, checkpoint: Path) -> None:
         set_aside(checkpoint)
     os.rename(workspace, checkpoint)
     flush(checkpoint.parent)
-
-
-def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection[Path]) -> None:
-    """Delete old checkpoints, except the newest `keep` and the multiples of `keep_every`.
-
-    Args:
-        folder: the run's checkpoints
-        settings: the recipe's [checkpoint] section
-        step: checkpoints of later steps are neither deleted nor counted
-        damaged: these checkpoints are neither deleted nor counted
-    """
-    sound = [path for path in published(folder) if path not in damaged and step_of(path) <= step]
-    for old in sound[: -settings.keep]:
-        if not settings.keep_every or step_of(old) % settings.keep_every:
-            # Renamed first, so that a partly deleted checkpoint is never taken for a complete one.
-            doomed = old.with_name(f"{old.name}.incomplete")
-            os.rename(old, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove_debris(folder: Path) -> None:

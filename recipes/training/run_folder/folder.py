@@ -222,6 +222,11 @@ class RunFolder:
         self.check_lease()
         self._metric_lines.append(line)
 
+    @property
+    def has_all_metrics(self) -> bool:
+        """True if metrics.jsonl has lines, and no line waits in memory for room on the disk."""
+        return self._metric_lines.is_written
+
     def check_lease(self) -> None:
         """End this process if launch.py has given the folder to a later attempt."""
         if self._lease is not None:

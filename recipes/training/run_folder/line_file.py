@@ -66,6 +66,12 @@ class LineFile:
             if self.path.exists():
                 flush(self.path)
 
+    @property
+    def is_written(self) -> bool:
+        """True if the file has lines, and no line waits in memory for room on the disk."""
+        with self._lock:
+            return not self._waiting and self.path.is_file() and self.path.stat().st_size > 0
+
     def read(self) -> list[dict[str, Any]]:
         """Return the lines of the file that can be parsed, followed by the waiting lines.
 

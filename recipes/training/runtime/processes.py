@@ -28,7 +28,11 @@ from recipes.training.recipe.topology import World
 from recipes.training.runtime.exits import PortInUse
 from recipes.training.runtime.gpu_support import check_gpus
 from recipes.training.runtime.launchers import free_port, launchers_of
-from recipes.training.runtime.torch_variables import check_workspace, set_torch_variables
+from recipes.training.runtime.torch_variables import (
+    check_workspace,
+    set_flight_recorder,
+    set_torch_variables,
+)
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_KEPT_BLOCK_BYTES = 32 * 2**20  # glibc's upper limit of the threshold
@@ -182,6 +186,7 @@ def start_processes(
         PortInUse: another process listens on MASTER_PORT on the node of rank 0.
     """
     set_torch_variables(os.environ, deterministic=deterministic)
+    set_flight_recorder(os.environ, on_gpu=on_gpu())
     if deterministic:
         use_deterministic_algorithms()
     # DeepSpeed calls functions of torch.distributed under deprecated names.

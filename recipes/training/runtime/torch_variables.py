@@ -41,7 +41,6 @@ def set_torch_variables(
     - The CUDA allocator grows its segments instead of adding new ones. Activations of different
       sizes then leave no unusable gaps, and `cudaFree`, which waits for the whole device, is rarely
       needed.
-    - The flight recorder keeps the last collectives, for hang reports.
     - Inductor chooses kernels without timing them. Each tensor rank computes the gradients of
       replicated weights itself; if each chose kernels by its own timings, the kernels might round
       differently, and the replicas would diverge.
@@ -54,19 +53,49 @@ def set_torch_variables(
         pipelined: whether the layout has more than one pipeline stage
         torch_version: such as "2.13.0+cu130"; None for the version of the installed torch
     """
-    release = torch_version or _installed_torch()
-    new_names = release is None or tuple(map(int, release.split(".")[:2])) >= RENAMED_IN
-    if not any(name in environment for name in ALLOCATOR_VARIABLES):
-        name = ALLOCATOR_VARIABLES[0 if new_names else 1]
-        environment[name] = "expandable_segments:True"
-    if not any(name in environment for name in RECORDER_VARIABLES):
-        environment[RECORDER_VARIABLES[0 if new_names else 1]] = str(RECORDED_COLLECTIVES)
+    _set_renamed(environment, ALLOCATOR_VARIABLES, "expandable_segments:True", torch_version)
     environment.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if deterministic:
         environment.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACES[0])
     if pipelined:
         for name, value in PIPELINE_VARIABLES.items():
             environment.setdefault(name, value)
+
+
+def set_flight_recorder(
+    environment: MutableMapping[str, str], *, on_gpu: bool, torch_version: str | None = None
+) -> None:
+    """Set the number of collectives that torch's flight recorder keeps, unless the user has set it.
+
+    torch reads the number when the first process group starts.
+
+    On GPUs, hang reports need the recorder: NCCL runs collectives in the background, so a rank's
+    Python stack shows where it waits for the device, and seldom the collective that does not end.
+
+    On CPUs the recorder is off. gloo's callers wait inside the collective, so the stacks in the
+    hang report already name it. Each record holds a Python traceback on the heap, between the
+    activations of the step, and the blocks around a traceback cannot be joined after both have been
+    freed: the heap of a run grew steadily (benchmarks/memory_growth.py). On a GPU the activations
+    are not on this heap.
+    """
+    size = RECORDED_COLLECTIVES if on_gpu else 0
+    _set_renamed(environment, RECORDER_VARIABLES, str(size), torch_version)
+
+
+def _set_renamed(
+    environment: MutableMapping[str, str],
+    names: tuple[str, ...],
+    value: str,
+    torch_version: str | None,
+) -> None:
+    """Set a variable by the name of torch's version, unless the user has set it by any name.
+
+    names: the name from RENAMED_IN on, the name before, and other names
+    """
+    release = torch_version or _installed_torch()
+    is_new = release is None or tuple(map(int, release.split(".")[:2])) >= RENAMED_IN
+    if not any(name in environment for name in names):
+        environment[names[0 if is_new else 1]] = value
 
 
 def _installed_torch() -> str | None:

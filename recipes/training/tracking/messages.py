@@ -1,5 +1,6 @@
 """Messages of a run: skipped checkpoints, its beginning and its summary."""
 
+import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,7 +9,9 @@ from models.cost import parameter_count
 from models.pipeline.schedule.balance import balance_text
 from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.recipe.deepspeed_config import deepspeed_notes
+from recipes.training.recipe.learning_rate import MAX_RATE_CHANGE, learning_rate
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.wall_time import WallTime, shares_text
@@ -93,6 +96,24 @@ def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
     return f"{', '.join(counts)}: {names}"
 
 
+def tell_changes(folder: RunFolder, found: "ResumePoint", recipe: Recipe) -> None:
+    """Print the keys of the recipe that have changed since the save, and warn of a rate that jumps.
+
+    recipe: the recipe of the run, with its stages
+    """
+    for key, (before, now) in found.changes(recipe).items():
+        old, new = ("unset" if value is None else json.dumps(value) for value in (before, now))
+        print(f"  {key}: {old} -> {new}", flush=True)
+    if jump := found.learning_rate_jump(recipe):
+        warn(folder, found.progress.step, jump)
+
+
+def warn(folder: RunFolder, step: int, message: str) -> None:
+    """Record and print a warning before the run's tracker is open."""
+    folder.event("warning", step, message=message)
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
 SUMMARIZED = {
     "loss",
     "tokens",
@@ -129,7 +150,29 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     print(f"  metrics     {folder.metrics} (next to it: events.jsonl and recipe.toml)")
     if (folder.path / "wandb").is_dir():
         print(f"  W&B         {folder.path / 'wandb'} (offline runs: wandb sync)")
-    print("  to train longer, raise training.steps; to start over, use --resume never", flush=True)
+    print(f"  {longer_training(recipe)}; to start over, use --resume never", flush=True)
+
+
+def longer_training(recipe: Recipe) -> str:
+    """Return the advice for training a finished run longer, without a jump of the learning rate."""
+    last, steps = recipe.training.steps, 2 * recipe.training.steps
+    span = StagePlan(recipe).at(last)
+    rate, before = span.learning_rate(last + 1), span.schedule_first - 1
+    if not rate:
+        return "to train longer, add a [[stage]] with its own schedule, because this one ended at 0"
+    stretched = learning_rate(last + 1 - before, span.recipe.optimizer, steps - before)
+    if stretched <= MAX_RATE_CHANGE * rate:
+        return "to train longer, raise training.steps"
+    if not before:
+        return (
+            f"to train longer at the learning rate of {rate:.2e}, use --set training.steps={steps} "
+            f"--set optimizer.schedule.steps={last}; training.steps alone would raise it to "
+            f"{stretched:.2e}"
+        )
+    return (
+        f"to train longer, add a [[stage]] with its own schedule; training.steps alone would raise "
+        f"the learning rate from {rate:.2e} to {stretched:.2e}"
+    )
 
 
 def goodput_line(wall_time: WallTime, events: Sequence[dict[str, Any]]) -> str:

@@ -1,5 +1,6 @@
 """The names of the metrics of validation sets and tasks in metrics.jsonl."""
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,12 @@ def validation_losses(metrics: Mapping[str, Any]) -> dict[str, float]:
     if "validation_loss" in metrics:
         losses[""] = metrics["validation_loss"]
     return losses
+
+
+def mean_validation_loss(metrics: Mapping[str, Any]) -> float | None:
+    """Return the mean loss of the validation sets; None if there is none, or one is not finite."""
+    losses = validation_losses(metrics).values()
+    return sum(losses) / len(losses) if losses and all(map(math.isfinite, losses)) else None
 
 
 def task_accuracies(metrics: Mapping[str, Any]) -> dict[str, float]:

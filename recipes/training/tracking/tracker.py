@@ -269,5 +269,7 @@ class RunTracker(Tracker):
         self.display.close()
         problem = self.wandb.finish()
         if problem:
+            if self.folder.has_all_metrics:
+                problem += "; metrics.jsonl has every step"
             self.folder.event("warning", self.last_step, message=problem)
             print(problem, file=sys.stderr)

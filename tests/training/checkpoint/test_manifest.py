@@ -1,4 +1,4 @@
-"""Checkpoints on the disk: writing, detection of damage, retention."""
+"""Checkpoints on the disk: writing and detection of damage."""
 
 import random
 import shutil
@@ -13,13 +13,12 @@ from safetensors import safe_open
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
-from recipes.training.recipe.sections.run_control import Checkpoint
 from recipes.training.run_folder import checkpoint_folders
 
 SHAPES = {"embedding.weight": (50, 8), "blocks.0.norm.weight": (8,)}
 
 
-def write_checkpoint(folder: Path, step: int) -> Path:
+def write_checkpoint(folder: Path, step: int, **facts: Any) -> Path:
     """Write a small checkpoint with two files of tensors."""
     checkpoint = folder / checkpoint_folders.checkpoint_name(step)
     checkpoint.mkdir(parents=True)
@@ -35,7 +34,7 @@ def write_checkpoint(folder: Path, step: int) -> Path:
     nothing: dict[str, Any] = {"recipe": {}, "layout": {}, "data": {}, "versions": {}}
     Manifest(
         step=step, samples=8 * step, tokens=256 * step, updates=step, loss_scale=None,
-        tensors=tensors, files=files, **nothing,
+        tensors=tensors, files=files, **nothing, **facts,
     ).write(checkpoint)  # fmt: skip
     return checkpoint
 
@@ -122,17 +121,6 @@ def test_a_checkpoint_of_a_later_format_is_rejected(checkpoint: Path) -> None:
         UserError, match="format = 2, but this version of Threefold reads format = 1"
     ):
         Manifest.read(checkpoint)
-
-
-def test_retention_keeps_the_newest_and_every_nth_checkpoint(tmp_path: Path) -> None:
-    steps = (1, 2, 4, 5, 6, 7, 9)
-    paths = {step: write_checkpoint(tmp_path, step) for step in steps}
-    damaged = [paths[step] for step in (1, 6, 9)]
-    settings = Checkpoint(every=1, keep=2, keep_every=4)
-    checkpoint_folders.retain(tmp_path, settings, step=7, damaged=damaged)
-    left = [checkpoint_folders.step_of(path) for path in checkpoint_folders.published(tmp_path)]
-    assert left == [1, 4, 5, 6, 7, 9]
-    assert not list(tmp_path.glob("*.incomplete"))
 
 
 def test_a_damaged_checkpoint_of_the_same_step_is_set_aside(tmp_path: Path) -> None:

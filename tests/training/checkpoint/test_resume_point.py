@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from recipes.training.checkpoint.compatibility import check_same_run
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.resume_point import ResumePoint
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import fingerprint
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import layout_of
@@ -36,6 +38,60 @@ def test_permitted_changes_are_accepted_and_reported(corpus: Path) -> None:
         "optimizer.learning_rate": [0.004, 0.001],
         "training.steps": [20, 99],
     }
+
+
+def resumed(saved: Recipe, step: int, **removed: str) -> ResumePoint:
+    """Return the resume point after a step of a run; `section="key"` was unknown to its version."""
+    table = saved.model_dump(mode="json")
+    for section, key in removed.items():
+        del table[section][key]
+    manifest = replace(manifest_of(saved), step=step, recipe=table)
+    return ResumePoint(CheckpointReader(HERE, manifest))
+
+
+def test_keys_that_an_older_version_did_not_have_are_not_changes(corpus: Path) -> None:
+    recipe = recipe_of(corpus)
+    assert resumed(recipe, 20, checkpoint="room_seconds").changes(recipe) == {}
+    other = recipe_of(corpus, checkpoint__room_seconds=7)
+    changes = resumed(recipe, 20, checkpoint="room_seconds").changes(other)
+    assert changes == {"checkpoint.room_seconds": [1800, 7]}
+
+
+COSINE = {"optimizer__schedule__warmup_steps": 5, "training__steps": 20}
+
+
+@pytest.mark.parametrize(
+    ("settings", "old", "new"),
+    [
+        ({"training__steps": 40}, "4.00e-04", "2.44e-03"),
+        ({"training__steps": 40, "optimizer__schedule__steps": 20}, "", ""),
+        ({"optimizer__learning_rate": 0.0005}, "", ""),  # the rate of the next step is the minimum
+        ({"optimizer__schedule__minimum_learning_rate": 1e-3}, "4.00e-04", "1.00e-03"),
+        ({"optimizer__schedule__minimum_learning_rate": 8e-4}, "", ""),
+        ({"optimizer__schedule__minimum_learning_rate": 1e-4}, "4.00e-04", "1.00e-04"),
+        ({"optimizer__schedule__minimum_learning_rate": 0.0}, "4.00e-04", "0.00e+00"),
+    ],
+)
+def test_a_learning_rate_that_jumps_is_described(
+    settings: dict[str, float], old: str, new: str, corpus: Path
+) -> None:
+    found = resumed(recipe_of(corpus, **COSINE), 20)
+    text = found.learning_rate_jump(
+        recipe_of(corpus, **(COSINE | {"training__steps": 21} | settings))
+    )
+    if not old:
+        assert text == ""
+    else:
+        assert f"jumps: it is {new} at step 21, and would be {old} with" in text
+        assert text.endswith("the checkpoint, use optimizer.schedule.steps = 20")
+
+
+def test_a_jump_that_the_recipe_always_had_is_not_described(corpus: Path) -> None:
+    late = {"learning_rate": 1e-5, "schedule": {"warmup_steps": 0, "decay": "constant"}}
+    stage = [{"name": "late", "start_step": 11, "optimizer": late}]
+    recipe = recipe_of(corpus, **COSINE, stage=stage)
+    assert resumed(recipe, 10).learning_rate_jump(recipe) == ""
+    assert "jumps" in resumed(recipe_of(corpus, **COSINE), 10).learning_rate_jump(recipe)
 
 
 def test_an_edited_deepspeed_json_is_reported(corpus: Path, tmp_path: Path) -> None:

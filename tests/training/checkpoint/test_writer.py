@@ -11,10 +11,12 @@ import pytest
 import tomli_w
 
 from recipes.proving.trial import start, train_step
+from recipes.training.checkpoint import writer as checkpoint_writer
 from recipes.training.checkpoint.manifest import find_damages
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.topology import World
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
@@ -111,13 +113,17 @@ def test_a_full_disk_destroys_no_checkpoint(
     filling = ["-c", FILLING, str(disk), kind]
     run(recipe_file, folder, "training.steps=3", start=healthy)
     assert steps_of(folder) == [3]
-    output = run(recipe_file, folder, f"checkpoint.on_failure={on_failure}", code=3, start=filling)
+    settings = [f"checkpoint.on_failure={on_failure}", "checkpoint.room_seconds=0"]
+    output = run(recipe_file, folder, *settings, code=3, start=filling)
     reason = "No space left on device" if kind == "quota" else "GB free and a checkpoint needs"
     assert "step 4 is not saved: " in output and reason in output
     assert ("step 8 is not saved: " in output) == (on_failure == "continue")
     assert steps_of(folder) == [3] and not list((folder / "checkpoints").glob("*.incomplete"))
     expected = metrics(undisturbed)
     assert metrics(folder) == expected[: len(metrics(folder))]
+
+    output = run(recipe_file, folder, code=2, start=healthy)
+    assert "GB free and a checkpoint needs 0.00" in output and "steps" not in output
 
     (disk / "ballast").unlink()
     output = run(recipe_file, folder, start=healthy)
@@ -149,6 +155,54 @@ def test_storage_that_is_not_shared_yields_no_checkpoint(corpus: Path, tmp_path:
         in problems[0]
     )
     assert not published(tmp_path / "0" / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("problems", "seconds", "says"),
+    [
+        (["no room", "no room", None], 60, None),
+        (["No space left on device", None], 60, None),
+        (["Disk quota exceeded", None], 60, None),
+        (["no room"] * 100, 0.3, "step 2 is not saved: no room"),
+        (["Input/output error", None], 60, "step 2 is not saved: rank 0: Input/output error"),
+    ],
+    ids=["no room", "full", "quota", "no longer", "another reason"],
+)
+def test_the_last_save_waits_for_room(
+    problems: list[str | None], seconds: float, says: str | None, corpus: Path, tmp_path: Path
+) -> None:
+    recipe = parse_recipe(changed(small_recipe(corpus), training__steps=2), "small")
+    found, told, steps = run_ranks(1, save_on_a_full_disk, recipe, problems, seconds, tmp_path)[0]
+    assert found == says
+    waits = 0 if says and "Input/output" in says else 1
+    assert len(told) == waits and steps == ([] if says else [2])
+    assert all("the last checkpoint waits up to" in text and problems[0] in text for text in told)
+
+
+def save_on_a_full_disk(
+    recipe: Recipe, problems: list[str | None], seconds: float, folder: Path
+) -> tuple[str | None, list[str], list[int]]:
+    """Save the last step while the disk or the system reports problems, one for each try."""
+    problems, told = list(problems), list[str]()
+    engine, data = start(recipe, join_world())
+    train_step(engine, data, 1)
+    train_step(engine, data, 2)
+    facts = {"recipe": recipe, "topology": recipe.topology(World()), "data": data.fingerprint}
+    own = RunFolder(folder / "run")
+    own.path.mkdir()
+    checkpoint_writer.SECONDS_BETWEEN_TRIES = 0.02
+    writer = CheckpointWriter(engine.state, own, **facts)
+    settings = recipe.checkpoint.model_copy(update={"room_seconds": seconds})
+    writer.recipe = recipe.model_copy(update={"checkpoint": settings})
+    write = writer.write_files
+    if problems[0] == "no room":
+        writer._lack_of_room = lambda: problems.pop(0)
+    else:
+        writer.write_files = lambda workspace: write(workspace, problems.pop(0))
+    writer.on_wait = told.append
+    with writer:
+        problem = writer.save(data.progress_after(2)) or writer.wait()
+    return problem, told, [step_of(path) for path in published(own.checkpoints)]
 
 
 def save_into_folders_of_their_own(recipe: Recipe, folder: Path) -> str | None:

@@ -38,5 +38,16 @@ def test_each_decay_has_its_shape() -> None:
     assert wsd[79] == 1.0 and wsd[80] < 1.0 and wsd[89] == pytest.approx(0.55)
 
 
+@pytest.mark.parametrize(("decay", "settings"), [("cosine", {}), ("wsd", {"decay_steps": 20})])
+def test_a_schedule_has_its_own_length(decay: str, settings: dict[str, int]) -> None:
+    whole = rates(decay, **settings)
+    assert rates(decay, steps=100, **settings) == whole
+    longer = rates(decay, steps=50, **settings)  # in a run of 100 steps
+    assert longer[49] == 0.1 and longer[50:] == [0.1] * 50
+    assert longer[48] > 0.1
+    shorter = rates(decay, steps=400, **settings)
+    assert shorter[:10] == whole[:10] and min(shorter[10:]) > 0.8
+
+
 def test_without_warm_up_the_first_step_is_near_the_peak() -> None:
     assert rates("cosine", warmup_steps=0)[0] == pytest.approx(1.0, abs=1e-3)

@@ -182,6 +182,31 @@ BAD: list[tuple[str, int, str, str]] = [
         "optimizer.schedule.minimum_learning_rate=1", 2,
         "optimizer.schedule.minimum_learning_rate = 1.0", "use 0.0004",
     ),
+    ("optimizer.schedule.steps=0", 2, "optimizer.schedule.steps = 0", "leave steps out"),
+    (
+        "optimizer.schedule.steps=40", 2,
+        "optimizer.schedule.steps = 40 leaves no steps for the decay", "steps = 41 or more",
+    ),
+    (
+        "optimizer.schedule={warmup_steps=0,decay=\"constant\",steps=9}", 2,
+        "optimizer.schedule.steps = 9 has no effect", "leave it out",
+    ),
+    (
+        "optimizer.schedule={warmup_steps=5,decay=\"wsd\",decay_steps=30,steps=20}", 2,
+        "do not fit into optimizer.schedule.steps = 20", "use optimizer.schedule.steps = 35",
+    ),
+    (
+        "checkpoint.keep_best=2;training.evaluate_every=0", 2,
+        "checkpoint.keep_best = 2 needs validation losses", "use training.evaluate_every = 50",
+    ),
+    (
+        "checkpoint.keep_best=2;checkpoint.every=75", 2,
+        "checkpoint.every = 75 is not a multiple", "use checkpoint.every = 50 or 100",
+    ),
+    ("checkpoint.keep_best=-1", 2, "checkpoint.keep_best = -1", "keep_best = 0"),
+    ("checkpoint.also_at=[1,0]", 2, "checkpoint.also_at.1 = 0", "also_at = "),
+    ("checkpoint.also_at=5", 2, "checkpoint.also_at = 5", "also_at = "),
+    ("checkpoint.room_seconds=-1", 2, "checkpoint.room_seconds = -1", "room_seconds = 1800"),
     ("training.steps=-5", 2, "training.steps = -5", "steps = "),
     ("training.compare_replicas_every=-1", 2, "training.compare_replicas_every = -1", "= 100"),
     ("training.compile=1.0", 2, "training.compile = 1.0", "true, false or 'auto'"),

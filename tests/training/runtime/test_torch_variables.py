@@ -12,7 +12,11 @@ from models.errors import UserError
 from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_machine
-from recipes.training.runtime.torch_variables import check_workspace, set_torch_variables
+from recipes.training.runtime.torch_variables import (
+    check_workspace,
+    set_flight_recorder,
+    set_torch_variables,
+)
 
 INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 
@@ -20,6 +24,12 @@ INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 def variables(torch_version: str, deterministic: bool = False, **given: str) -> dict[str, str]:
     environment = dict(given)
     set_torch_variables(environment, deterministic=deterministic, torch_version=torch_version)
+    return environment
+
+
+def recorded(torch_version: str, on_gpu: bool, **given: str) -> dict[str, str]:
+    environment = dict(given)
+    set_flight_recorder(environment, on_gpu=on_gpu, torch_version=torch_version)
     return environment
 
 
@@ -45,20 +55,27 @@ def test_a_torch_without_metadata_gets_the_newest_names() -> None:
 def test_variables_have_the_names_of_their_version(
     torch_version: str, allocator: str, recorder: str
 ) -> None:
-    expected = {allocator: "expandable_segments:True", recorder: "2000", INDUCTOR: "1"}
-    assert variables(torch_version) == expected
+    assert variables(torch_version) == {allocator: "expandable_segments:True", INDUCTOR: "1"}
+    assert recorded(torch_version, on_gpu=True) == {recorder: "2000"}
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64", "TORCH_FR_BUFFER_SIZE": "0"},
-        {"PYTORCH_CUDA_ALLOC_CONF": "", "TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"},
+        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"},
+        {"PYTORCH_CUDA_ALLOC_CONF": ""},
     ],
 )
 def test_variables_set_by_the_user_are_kept(given: dict[str, str]) -> None:
     given = given | {INDUCTOR: "0"}
     assert variables("2.13.0", **given) == given
+
+
+def test_only_gpus_record_collectives_unless_the_user_has_set_it() -> None:
+    assert recorded("2.13.0", on_gpu=False) == {"TORCH_FR_BUFFER_SIZE": "0"}
+    for given in ({"TORCH_FR_BUFFER_SIZE": "50"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"}):
+        for on_gpu in (False, True):
+            assert recorded("2.13.0", on_gpu, **given) == given
 
 
 def test_deterministic_runs_fix_the_workspace() -> None:

@@ -166,6 +166,8 @@ from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.recipe.topology import World
 
 world = World.from_environment(os.environ)
+if sys.argv[2] != "off":
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
 start_processes(world)
 pair = dist.new_group([0, 1], group_desc="tensor")
 dist.all_reduce(torch.ones(2), group=pair)
@@ -185,7 +187,7 @@ with supervisor:
 """
 
 
-@pytest.mark.parametrize("recorder", ["works", "broken"])
+@pytest.mark.parametrize("recorder", ["works", "broken", "off"])
 def test_a_hang_on_gloo_names_the_collective(recorder: str, tmp_path: Path) -> None:
     script = tmp_path / "hanging.py"
     script.write_text(HANGING)
@@ -199,3 +201,4 @@ def test_a_hang_on_gloo_names_the_collective(recorder: str, tmp_path: Path) -> N
     )
     assert (waiting in "".join(outputs)) == (recorder == "works"), outputs
     assert "no progress for 4 s: rank 1 (there) is behind" in "".join(outputs)
+    assert "rank 0 (here): start-up, starting to train; it waits in all_reduce" in "".join(outputs)

@@ -1,14 +1,51 @@
-"""Messages of a run: its nodes and ranks."""
+"""Messages of a run: its nodes and ranks, and the advice for training longer."""
 
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
+from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.progress import Progress
-from recipes.training.tracking.messages import announce
+from recipes.training.tracking.messages import announce, longer_training
+from tests.conftest import changed
+
+RAISE = "to train longer, raise training.steps"
+WSD = {"warmup_steps": 2, "decay": "wsd", "decay_steps": 5}
+LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({}, "use --set training.steps=40 --set optimizer.schedule.steps=20; training.steps alone "
+             "would raise it to 2.44e-03"),
+        ({"optimizer__schedule": {"warmup_steps": 2, "decay": "constant"}}, RAISE),
+        ({"optimizer__schedule__steps": 20}, RAISE),  # the rate stays at the minimum
+        ({"optimizer__schedule__steps": 100}, RAISE),  # the schedule continues
+        ({"optimizer__schedule__warmup_steps": 30}, RAISE),
+        ({"optimizer__schedule__minimum_learning_rate": 3e-3}, RAISE),
+        ({"optimizer__schedule": WSD}, "[[stage]] with its own schedule, because this one ended"),
+        ({"optimizer__schedule": WSD | {"minimum_learning_rate": 1e-3}},
+         "at the learning rate of 1.00e-03, use --set training.steps=40"),
+        ({"stage": [LATE]}, "[[stage]] with its own schedule; training.steps alone would raise"),
+    ],
+)  # fmt: skip
+def test_the_advice_for_training_longer_avoids_a_jump(
+    changes: dict[str, Any], advice: str, small: dict[str, Any]
+) -> None:
+    told = longer_training(parse_recipe(changed(small, **changes), "test"))
+    assert told == RAISE if advice == RAISE else advice in told
+
+
+def test_a_run_that_follows_the_advice_continues_at_its_last_rate(small: dict[str, Any]) -> None:
+    rate = StagePlan(parse_recipe(small, "test")).at(20).learning_rate(20)
+    longer = changed(small, training__steps=40, optimizer__schedule__steps=20)
+    plan = StagePlan(parse_recipe(longer, "test"))
+    assert {plan.at(step).learning_rate(step) for step in range(20, 41)} == {rate}
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import errno
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from models.errors import UserError
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import LineFile
 from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.display import Display
 from recipes.training.tracking.meter import Meter
@@ -105,9 +107,31 @@ def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolde
     with mock.patch.object(wandb_thread, "start_wandb", side_effect=RuntimeError("no disk")):
         thread = WandbThread(recipe_with(small, "offline"), folder)
         thread.send(LINE)
-        assert thread.finish() == (
-            "Weights & Biases failed (no disk); metrics.jsonl has every step"
-        )
+        assert thread.finish() == "Weights & Biases failed (no disk)"
+
+
+@pytest.mark.parametrize("state", ["no step", "written", "full disk"])
+def test_metrics_are_said_to_be_complete_only_if_they_are(
+    state: str, small, folder: RunFolder, monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write_nothing(self: LineFile, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with (
+        mock.patch.object(wandb_thread, "start_wandb", side_effect=RuntimeError("no disk")),
+        open_tracker(
+            recipe_with(small, "offline"), folder, 0, start=Progress(), changed={}
+        ) as tracker,
+    ):
+        if state != "no step":
+            tracker.step(LINE)
+        if state == "full disk":
+            monkeypatch.setattr(LineFile, "_write", write_nothing)
+            tracker.step(LINE | {"step": 2})
+    claimed = "Weights & Biases failed (no disk); metrics.jsonl has every step\n"
+    output = capsys.readouterr().err
+    assert "Weights & Biases failed (no disk)" in output
+    assert (claimed in output) == (state == "written")
 
 
 def test_weights_and_biases_gets_the_newest_preflight(small, folder: RunFolder) -> None:

@@ -19,9 +19,22 @@ class Checkpoint(Section):
     keep_every: NonNegative = 0
     """Also keep the checkpoint of every step that is a multiple of this number; 0: keep no more."""
 
+    keep_best: NonNegative = 0
+    """Also keep this many checkpoints with the lowest validation loss, the mean over all validation
+    sets. Only checkpoints after a validation count, so `every` must be a multiple of
+    `training.evaluate_every`."""
+
+    also_at: tuple[Count, ...] = ()
+    """More steps after which a checkpoint is saved, such as `[1, 2, 4, 8, 16]`. These checkpoints
+    are always kept. Steps after the last one have no effect."""
+
     on_failure: Literal["continue", "stop"] = "continue"
     """Reaction to a save that fails, for example because the disk is full: "continue" warns and
     tries again at the next save, "stop" ends the run."""
+
+    room_seconds: NonNegative = 1800
+    """Seconds that the save after the last step waits for room on a full disk, before the run ends
+    without this checkpoint; 0: do not wait."""
 
     snapshot_every: NonNegative = 0
     """Steps between snapshots in the memory of the nodes, each file on two nodes, from which
@@ -32,6 +45,14 @@ class Checkpoint(Section):
     """Folder for snapshots, in the memory of each node. Snapshots take 24 bytes per parameter,
     divided by the number of nodes and multiplied by two, because the next snapshot is written
     before the last one is deleted."""
+
+    def is_save_due(self, step: int, last: int) -> bool:
+        """Return True if a checkpoint is due after a step of a run with `last` steps."""
+        return step % self.every == 0 or step in self.also_at or step == last
+
+    def is_always_kept(self, step: int) -> bool:
+        """Return True if the checkpoint of a step is kept until the end of the run."""
+        return step in self.also_at or (self.keep_every > 0 and step % self.keep_every == 0)
 
 
 class Supervision(Section):

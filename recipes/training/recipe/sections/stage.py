@@ -46,7 +46,8 @@ class Stage(Section):
     optimizer: Changes = Field(default_factory=dict)
     """Changes of `[optimizer]`: `learning_rate`, `weight_decay` and `schedule` (a whole table). A
     stage that sets `learning_rate` or `schedule` begins a schedule of its own, which ends before
-    the next stage that does so, or with the run. Otherwise the earlier schedule continues."""
+    the next stage that does so, or with the run, or after its `schedule.steps`. Otherwise the
+    earlier schedule continues."""
 
     layout: Changes = Field(default_factory=dict)
     """Changes of `[layout]`: any key."""

@@ -85,10 +85,15 @@ class Schedule(Section):
     """Steps over which the learning rate rises linearly to its peak; 0: no warm-up."""
 
     decay: Literal["cosine", "linear", "wsd", "constant"]
-    """Shape of the decay. "cosine" and "linear" fall from the end of the warm-up to the last step;
-    "wsd" (warm-up-stable-decay) is constant until the last `decay_steps`, then falls as
-    `decay_shape` says; "constant" does not fall, for example because a later `[[stage]]` decays the
-    learning rate."""
+    """Shape of the decay. "cosine" and "linear" fall from the end of the warm-up to the last step
+    of the schedule; "wsd" (warm-up-stable-decay) is constant until the last `decay_steps`, then
+    falls as `decay_shape` says; "constant" does not fall, for example because a later `[[stage]]`
+    decays the learning rate."""
+
+    steps: Count | None = None
+    """Steps of the schedule, from its first step to the end of the decay. Leave it out to use all
+    steps of the run (`training.steps`), or those before the next `[[stage]]` with a schedule. A
+    shorter run trains the first steps of the schedule; a longer one continues at the minimum."""
 
     decay_steps: NonNegative = 0
     """Steps of the decay, only for `decay = "wsd"`, which requires it."""
@@ -98,7 +103,7 @@ class Schedule(Section):
     `decay_steps`; the best shape in arXiv 2405.18392) or "cosine"."""
 
     minimum_learning_rate: Annotated[float, Field(ge=0)] = 0.0
-    """Learning rate at the last step; at most `optimizer.learning_rate`."""
+    """Learning rate at the last step of the schedule; at most `optimizer.learning_rate`."""
 
 
 class Optimizer(Section):
@@ -159,19 +164,42 @@ class Optimizer(Section):
                 f"optimizer.schedule.minimum_learning_rate = {schedule.minimum_learning_rate} has "
                 f'no effect with optimizer.schedule.decay = "constant"; leave it out'
             )
+        if schedule.steps is not None:
+            self._check_schedule_steps(schedule.steps)
         return self
+
+    def _check_schedule_steps(self, steps: int) -> None:
+        """Check that the schedule's own number of steps has an effect, and room for the warm-up.
+
+        Without such a number, a run may end within its warm-up.
+        """
+        schedule, key = self.schedule, "optimizer.schedule.steps"
+        if schedule.decay == "constant":
+            raise UserError(
+                f'{key} = {steps} has no effect with optimizer.schedule.decay = "constant"; leave '
+                f"it out"
+            )
+        if schedule.warmup_steps >= steps:
+            raise UserError(
+                f"{key} = {steps} leaves no steps for the decay after "
+                f"optimizer.schedule.warmup_steps = {schedule.warmup_steps}; use {key} = "
+                f"{schedule.warmup_steps + max(1, schedule.decay_steps)} or more"
+            )
+        self.check_schedule(steps, key)
 
     def check_schedule(self, steps: int, setting: str) -> None:
         """Check that the warm-up and the decay fit into the steps of the schedule.
 
         Args:
-            steps: number of steps of the schedule
-            setting: what determines this number, for the message
+            steps: number of steps of the schedule, if it does not set its own
+            setting: the key or the description of this number, for the message
 
         Raises:
             UserError: they do not fit.
         """
         schedule = self.schedule
+        if schedule.steps is not None:
+            steps, setting = schedule.steps, "optimizer.schedule.steps"
         least = schedule.warmup_steps + schedule.decay_steps
         if schedule.decay == "wsd" and least > steps:
             raise UserError(

@@ -140,7 +140,8 @@ def merge(table: dict[str, Any], stage: Stage) -> dict[str, Any]:
 
     Lists and tables within a section (`data.train`, `model.rope_scaling`, `optimizer.schedule`) are
     replaced as a whole. Another schedule of the pipeline removes the number of chunks and the
-    layers per stage, which belong to the old one.
+    layers per stage, which belong to the old one; a stage that begins a schedule by setting only
+    the learning rate removes the length of the old schedule.
     """
     merged = deepcopy(table)
     for section in CHANGEABLE:
@@ -150,6 +151,8 @@ def merge(table: dict[str, Any], stage: Stage) -> dict[str, Any]:
         for key in ("chunks", "layers_per_stage"):
             if key not in stage.layout:
                 merged["layout"].pop(key, None)
+    if stage.begins_schedule and "schedule" not in stage.optimizer:
+        merged["optimizer"]["schedule"].pop("steps", None)
     merged["batch"].pop("ramp", None)  # it ends before the next stage, which plan.py checks
     return merged
 

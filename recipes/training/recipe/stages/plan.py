@@ -56,6 +56,12 @@ class Span:
         """Number of steps."""
         return self.last - self.first + 1
 
+    @property
+    def schedule_end(self) -> int:
+        """The last step of the schedule, which may come after the last step of the run."""
+        steps = self.recipe.optimizer.schedule.steps
+        return self.schedule_first + steps - 1 if steps else self.schedule_last
+
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         own = step - self.schedule_first + 1

@@ -69,7 +69,7 @@ class WandbThread:
             try:
                 self._queue.put_nowait(item)
             except queue.Full:
-                self._problem = "Weights & Biases fell behind; metrics.jsonl has every step"
+                self._problem = "Weights & Biases fell behind"
 
     def finish(self) -> str | None:
         """Wait a limited time until all metrics are sent; return a problem, or None."""
@@ -82,7 +82,7 @@ class WandbThread:
             # The exit handler of W&B would wait longer. Handlers run in reverse order, so this one
             # runs first; it ends the process, so no other one runs.
             atexit.register(self._leave_behind)
-            return "Weights & Biases did not finish in time; metrics.jsonl has every step"
+            return "Weights & Biases did not finish in time"
         return self._problem
 
     def _leave_behind(self) -> None:
@@ -98,7 +98,7 @@ class WandbThread:
                 self._send(run, item)
             run.finish()
         except Exception as error:
-            self._problem = f"Weights & Biases failed ({error}); metrics.jsonl has every step"
+            self._problem = f"Weights & Biases failed ({error})"
             while self._queue.get() is not None:
                 pass
 

@@ -90,6 +90,28 @@ def test_the_schedule_of_a_stage_counts_its_own_steps(small: dict[str, Any]) -> 
     assert [rates[step] for step in range(15, 21)] == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_schedule_with_steps_is_not_stretched_to_its_stage(small: dict[str, Any]) -> None:
+    table = staged(small, DECAY)
+    table["optimizer"]["schedule"] = {
+        "warmup_steps": 2,
+        "decay": "linear",
+        "steps": 10,
+        "minimum_learning_rate": 1e-4,
+    }
+    first, later = plan_of(table).stages
+    assert (first.schedule_end, first.last) == (10, 14)
+    assert first.learning_rate(9) > first.learning_rate(10) == first.learning_rate(14) == 1e-4
+    assert later.schedule_end == 20
+
+    table["stage"][0]["optimizer"] = {"learning_rate": 1e-3}  # with the shape of the old schedule
+    later = plan_of(table).stages[-1]
+    assert later.schedule_end == 20 and later.learning_rate(19) > later.learning_rate(20)
+
+    table["stage"][0]["optimizer"] = {"weight_decay": 0.0}  # the old schedule continues
+    later = plan_of(table).stages[-1]
+    assert later.schedule_end == 10 and later.learning_rate(19) == 1e-4
+
+
 def test_a_schedule_ends_before_the_next_one(small: dict[str, Any]) -> None:
     table = staged(small, LONG, DECAY)
     table["optimizer"]["schedule"] = {"warmup_steps": 0, "decay": "linear"}

@@ -1,0 +1,150 @@
+"""The checkpoints that a run keeps, and the disk space that they need.
+
+The newest `checkpoint.keep` checkpoints are kept, the `checkpoint.keep_best` with the lowest
+validation loss, those of steps that are multiples of `checkpoint.keep_every`, and those of the
+steps in `checkpoint.also_at`.
+"""
+
+import math
+import os
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from models.cost import checkpoint_elements
+from models.errors import UserError
+from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.checkpoint.tensor_file import BYTES
+from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections.run_control import Checkpoint
+from recipes.training.run_folder.checkpoint_folders import published, step_of
+
+RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
+
+
+def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection[Path]) -> None:
+    """Delete the checkpoints that are not kept.
+
+    Args:
+        folder: the run's checkpoints
+        settings: the recipe's [checkpoint] section
+        step: checkpoints of later steps are neither deleted nor counted
+        damaged: these checkpoints are neither deleted nor counted
+
+    Raises:
+        OSError: a checkpoint cannot be read or renamed.
+    """
+    sound = [path for path in published(folder) if path not in damaged and step_of(path) <= step]
+    kept = {*sound[-settings.keep :], *best(sound, settings.keep_best)}
+    for old in sound:
+        if old not in kept and not settings.is_always_kept(step_of(old)):
+            # Renamed first, so that a partly deleted checkpoint is never taken for a complete one.
+            doomed = old.with_name(f"{old.name}.incomplete")
+            os.rename(old, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def best(checkpoints: Sequence[Path], count: int) -> list[Path]:
+    """Return the checkpoints with the lowest validation losses; of equal ones, the oldest.
+
+    Raises:
+        OSError: a manifest cannot be read.
+    """
+    if not count:
+        return []
+    losses = {path: validation_loss(path) for path in checkpoints}
+    known = [(loss, path) for path, loss in losses.items() if loss is not None]
+    return [path for _, path in sorted(known, key=lambda pair: pair[0])[:count]]
+
+
+def validation_loss(checkpoint: Path) -> float | None:
+    """Return the validation loss in a checkpoint's manifest; None if it has none, or is damaged.
+
+    Raises:
+        OSError: the manifest cannot be read.
+    """
+    try:
+        return Manifest.read(checkpoint).validation_loss
+    except UserError:
+        return None
+
+
+def checkpoint_bytes(recipe: Recipe) -> int:
+    """Return the size of a checkpoint's tensors, which is the same in every layout."""
+    return BYTES["F32"] * checkpoint_elements(recipe.model, recipe.optimizer.kind)
+
+
+def lack_of_room(folder: Path, recipe: Recipe) -> str | None:
+    """Return a message if the disk has no room for one more checkpoint; None if it has.
+
+    Raises:
+        OSError: the free space of the folder's disk cannot be determined.
+    """
+    free, size = shutil.disk_usage(folder).free, checkpoint_bytes(recipe)
+    if free >= size + RESERVED_DISK_BYTES:
+        return None
+    return (
+        f"{folder} has {free / 1e9:.3f} GB free and a checkpoint needs {size / 1e9:.3f} GB, and "
+        f"{RESERVED_DISK_BYTES / 1e9:.3f} GB for metrics and logs; make room"
+    )
+
+
+def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
+    """Compare the free disk space with the space that the run's checkpoints will need.
+
+    Args:
+        folder: the run's checkpoints; if it does not exist yet, its parent's disk counts
+        recipe: the recipe of the run
+        step: the last completed step; the checkpoints up to this step are on the disk
+
+    Returns:
+        A warning if the disk has no room for all of them; None if it has.
+
+    Raises:
+        UserError: the disk has no room for a single one.
+    """
+    disk = folder if folder.exists() else folder.parent
+    try:
+        if lack := lack_of_room(disk, recipe):
+            raise UserError(f"{lack}, or use --run-dir with a folder on a larger disk")
+        free = shutil.disk_usage(disk).free - RESERVED_DISK_BYTES
+    except OSError:  # the first save reports a disk that cannot be used
+        return None
+    size = checkpoint_bytes(recipe)
+    present = sum(step_of(path) <= step for path in published(folder))
+    needed = min(max(1, most_checkpoints(recipe) - present), most_saves(recipe, step))
+    if needed * size <= free:
+        return None
+    keys = "".join(
+        f", {key} = {value}"
+        for key in ("keep_best", "keep_every", "also_at")
+        if (value := getattr(recipe.checkpoint, key)) not in (0, ())
+    )
+    return (
+        f"{folder} has room for {free // size} more checkpoints of {size / 1e9:.3f} GB, and the "
+        f"run needs room for {needed} (checkpoint.keep = {recipe.checkpoint.keep}{keys}, and one "
+        f"that is being written); make {(needed * size - free) / 1e9:.3f} GB free, or use "
+        f"--run-dir with a folder on a larger disk"
+    )
+
+
+def most_checkpoints(recipe: Recipe) -> int:
+    """Return the largest number of checkpoints on the disk at a time, including an unfinished one.
+
+    A checkpoint that is kept for two reasons may be counted twice.
+    """
+    settings, steps = recipe.checkpoint, recipe.training.steps
+    common = math.lcm(settings.every, settings.keep_every) or steps + 1  # of no step
+    others = {step for step in (*settings.also_at, steps) if step <= steps and step % common}
+    always = steps // common + sum(map(settings.is_always_kept, others))
+    return always + settings.keep_best + settings.keep + 1
+
+
+def most_saves(recipe: Recipe, step: int) -> int:
+    """Return the largest number of checkpoints that a run saves after a step.
+
+    The end of each stage is counted, although it is saved only if the next one needs other ranks.
+    """
+    settings, steps = recipe.checkpoint, recipe.training.steps
+    others = {n for n in (*settings.also_at, steps) if step < n <= steps and n % settings.every}
+    return steps // settings.every - step // settings.every + len(others) + len(recipe.stage)

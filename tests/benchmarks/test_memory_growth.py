@@ -1,0 +1,35 @@
+"""The benchmark of memory over steps: its slope, and a run that does not grow."""
+
+import pytest
+
+from benchmarks.memory_growth import MAX_GROWTH, Sample, growth, table_cell, train
+from models.errors import UserError
+
+
+def samples_of(slope: float, *, steps: int = 1000, start: float = 400.0) -> list[Sample]:
+    """Return samples that grow by `slope` MB per 1,000 steps between the start and the save."""
+    grown = [Sample(step, 100.0 + step) for step in range(10, 301, 10)]
+    settled = [Sample(step, start + slope * step / 1000) for step in range(310, steps, 10)]
+    return [*grown, *settled, Sample(steps, 9999.0)]
+
+
+@pytest.mark.parametrize("slope", [0.0, 4.0, 130.0])
+def test_growth_is_the_slope_after_the_first_steps(slope: float) -> None:
+    assert growth(samples_of(slope)) == pytest.approx(slope, abs=1e-6)
+
+
+def test_too_few_samples_are_rejected() -> None:
+    with pytest.raises(UserError, match="after step 300; use more --steps"):
+        growth(samples_of(1.0, steps=350))
+
+
+def test_the_table_shows_the_first_and_the_last_sample() -> None:
+    cell = table_cell(samples_of(1000.0, start=0.0))
+    assert cell.startswith("310: 310, ") and cell.endswith(", 990: 990")
+
+
+@pytest.mark.long
+def test_the_memory_of_a_pipeline_does_not_grow() -> None:
+    """With torch's flight recorder it grows by far more than the limit."""
+    ranks = train("2 ranks, pipeline", steps=300)
+    assert max(growth(samples, settled=100) for samples in ranks) < MAX_GROWTH
