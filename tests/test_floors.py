@@ -109,6 +109,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.training.tracking.step_clock",
     "recipes.training.tracking.tracker",
     "recipes.training.tracking.weights_and_biases.alerts",
+    "recipes.training.tracking.weights_and_biases.connection",
     "recipes.training.tracking.weights_and_biases.media",
     "recipes.training.tracking.weights_and_biases.settings",
     "recipes.training.tracking.weights_and_biases.thread",

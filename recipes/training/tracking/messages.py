@@ -12,6 +12,7 @@ from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.wall_time import WallTime, shares_text
 from recipes.training.tracking.metric_names import task_accuracies, validation_losses
+from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.checkpoint.resume_point import ResumePoint
@@ -111,8 +112,8 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
         print(goodput)
     print(f"  checkpoints {folder.checkpoints}")
     print(f"  metrics     {folder.metrics} (next to it: events.jsonl and recipe.toml)")
-    if (folder.path / "wandb").is_dir():
-        print(f"  W&B         {folder.path / 'wandb'} (offline runs: wandb sync)")
+    if status := WandbStatus.read(folder.path):
+        print(f"  W&B         {status}")
     print("  to train longer, raise training.steps; to start over, use --resume never", flush=True)
 
 

@@ -151,10 +151,17 @@ class RunTracker(Tracker):
         self.folder.event(event, start.step, code_version=code_version(), **details)
         self.wall_time = self._read_wall_time(metrics)
         facts = launch_facts(events, folder.attempt)
-        self.wandb = WandbThread(recipe, folder, facts, predicted=predicted, metrics=metrics or ())
+        self.display = Display(recipe.training.steps, start.step)
+        self.wandb = WandbThread(
+            recipe,
+            folder,
+            facts,
+            predicted=predicted,
+            metrics=metrics or (),
+            tell=lambda status: self.display.say(f"W&B: {status}"),
+        )
         for alert in alerts_at_start(events):
             self.wandb.send(alert)
-        self.display = Display(recipe.training.steps, start.step)
 
     @override
     def step(self, metrics: dict[str, Any]) -> None:
