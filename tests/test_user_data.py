@@ -218,10 +218,10 @@ def test_a_tokenizer_without_a_token_for_a_word(tmp_path: Path) -> None:
         skip=frozenset(),
         folder=tmp_path,
     )
-    message = rejection(plan._write, ["unknown"], {})
+    message = rejection(plan._write, ["unknown"], {}, 0)
     assert "begins with 'unknown'" in message and "UNK" in message
     with pytest.raises(TypeError):  # a defect: the argument is not a text
-        plan._write(["a", 5], {})
+        plan._write(["a", 5], {}, 0)
 
 
 def test_only_a_library_is_blamed_for_data_that_cannot_be_read() -> None:
