@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from models.cost import parameter_count
+from models.hugging_face.config import export_problem
 from models.pipeline.schedule.balance import balance_text
 from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.recipe.schema import Recipe
@@ -67,6 +68,8 @@ def announce(
             head=recipe.head_in_blocks,
         )
         print(f"  {layout.schedule_name}: {balance}", flush=True)
+    if problem := export_problem(recipe.model):
+        print(f"  convert.py to-hf cannot export this model: {problem}", flush=True)
     if imbalance > MAX_IMBALANCE:
         print(
             f"  context {topology.context}: documents of different lengths are divided unevenly: "
