@@ -81,6 +81,26 @@ def announce(
         print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
 
 
+def crowding(ranks: int, threads: int, cores: int) -> str:
+    """Return a message if the threads of a node's ranks exceed its cores; otherwise "".
+
+    Args:
+        ranks: number of ranks of the node
+        threads: number of threads of all its ranks
+        cores: number of cores that the ranks may use
+    """
+    if threads <= cores:
+        return ""
+    remedy = f"set OMP_NUM_THREADS={cores // ranks}, or unset it"
+    if ranks > cores:
+        remedy = f"start {cores} ranks per node"
+        remedy += " with OMP_NUM_THREADS=1" if threads > ranks else ""
+    return (
+        f"{threads} threads of {ranks} rank{'s' * (ranks > 1)} share {cores} cores of this node "
+        f"and slow each other down; {remedy}"
+    )
+
+
 SUMMARIZED = {
     "loss",
     "tokens",
@@ -108,7 +128,8 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
         speed = sum(line["tokens_per_second"] * line["step_seconds"] for line in lines) / seconds
         print(f"  loss        {first['loss']:.4f} at step {first['step']}, ", end="")
         print(f"{last['loss']:.4f} at step {last['step']}")
-        print(f"  tokens      {last['tokens']:,} at {speed:,.0f} tokens/s")
+        epochs = f", {last['epoch']:.2f} epochs" if "epoch" in last else ""
+        print(f"  tokens      {last['tokens']:,} at {speed:,.0f} tokens/s{epochs}")
     for name, value in evaluations.items():
         print(f"  {name} {value}")
     if goodput := goodput_line(WallTime(events, metrics), events):

@@ -83,6 +83,9 @@ class Tracker:
     def step(self, metrics: dict[str, Any]) -> None:
         """Report the metrics of a step."""
 
+    def repeat(self, corpora: Sequence[str]) -> None:
+        """Report the corpora whose second epoch has begun with the newest step."""
+
     def started(self, step: int, startup: Startup, *, compiled: bool) -> None:
         """Report the first step of this process, with the times of the start-up."""
 
@@ -171,6 +174,14 @@ class RunTracker(Tracker):
         self.wall_time.add(metrics)
         shares = self.wall_time.shares(time.time())
         self.wandb.send(metrics | {f"wall_time/{name}": share for name, share in shares.items()})
+
+    @override
+    def repeat(self, corpora: Sequence[str]) -> None:
+        for corpus in corpora:
+            self.display.say(
+                f"step {self.last_step}: all of {corpus} has been read; its data repeat from here "
+                f"on, in another order"
+            )
 
     @override
     def started(self, step: int, startup: Startup, *, compiled: bool) -> None:

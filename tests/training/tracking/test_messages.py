@@ -11,7 +11,7 @@ from recipes import plan
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.progress import Progress
-from recipes.training.tracking.messages import announce
+from recipes.training.tracking.messages import announce, crowding
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, changed
 
@@ -51,3 +51,22 @@ def test_a_model_that_cannot_be_exported_is_named_at_the_start(
         lines = [line for line in text.splitlines() if "convert.py to-hf cannot export" in line]
         assert len(lines) == (named is not None), text
         assert not named or named in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "cores", "named"),
+    [
+        (2, 2, 2, ""),
+        (1, 2, 4, ""),
+        (2, 4, 2, "4 threads of 2 ranks share 2 cores"),
+        (2, 4, 2, "set OMP_NUM_THREADS=1, or unset it"),
+        (2, 16, 9, "set OMP_NUM_THREADS=4, or unset it"),
+        (4, 4, 2, "slow each other down; start 2 ranks per node"),
+        (4, 8, 2, "start 2 ranks per node with OMP_NUM_THREADS=1"),
+    ],
+)
+def test_threads_that_exceed_the_cores_are_named(
+    ranks: int, threads: int, cores: int, named: str
+) -> None:
+    message = crowding(ranks, threads, cores)
+    assert named in message and bool(message) == bool(named)

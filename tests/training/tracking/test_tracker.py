@@ -211,12 +211,12 @@ def test_lines_show_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str])
     display = Display(steps=100, done=0)
     display.step(LINE)
     display.step(LINE | {"step": 2})  # within ten seconds: no line
-    display.step(LINE | {"step": 3, "validation_loss": 2.25, "mfu": 0.5})
+    display.step(LINE | {"step": 3, "validation_loss": 2.25, "mfu": 0.5, "epoch": 1.5})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("step   1/100  loss 2.5000  lr 1.00e-03  1,000 tokens/s")
     assert lines[0].endswith("00:49 left")
-    assert "validation 2.2500" in lines[1] and "MFU 50.0%" in lines[1]
+    assert "validation 2.2500" in lines[1] and "MFU 50.0%  epoch 1.50" in lines[1]
 
 
 def test_a_terminal_gets_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
