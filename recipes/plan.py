@@ -33,6 +33,7 @@ from functools import partial
 from typing import Any
 
 from models.errors import UserError
+from models.hugging_face.config import export_problem
 from recipes.planning.command_line.plan_options import (
     given_options,
     links_of,
@@ -187,6 +188,8 @@ def print_plan(recipe: Recipe, own: Job | None, problem: str, *, steps: int) -> 
         print("\n".join(plan_report.plan_text(own, steps)))
     else:
         print(f"The recipe's own layout is not valid: {problem}")
+    if unexportable := export_problem(recipe.model):
+        print(f"convert.py to-hf cannot export this model: {unexportable}")
     if recipe.data.separate_documents:
         print("data.separate_documents is ignored: attention is counted over whole sequences.")
 

@@ -8,7 +8,9 @@ on which recipes/tiny.toml trains.
     python recipes/prepare_data.py --source 'crawl/*.jsonl.zst' --tokenizer data/books/tokenizer \\
         --output data/crawl --skip utf-8 --skip empty
     python recipes/prepare_data.py --source wikitext --config wikitext-103-raw-v1 \\
-        --tokenizer gpt2 --output data/wikitext --skip empty
+        --validation-split validation --tokenizer gpt2 --output data/wikitext --skip empty
+    python recipes/prepare_data.py --source c4/train --validation-source c4/validation \\
+        --tokenizer gpt2 --output data/c4
 
 After an interruption, rerun the same command to resume. To use several machines with a shared file
 system, run the command with --shard 0/16, --shard 1/16, ... When all shards are done, run it once
@@ -38,7 +40,12 @@ from typing import TYPE_CHECKING, Any
 
 from models.errors import UserError
 from recipes.preparing.formats.documents import PROBLEM_KINDS
-from recipes.preparing.options import check_options, check_same_options, content_options
+from recipes.preparing.options import (
+    check_options,
+    check_same_options,
+    content_options,
+    has_own_validation,
+)
 from recipes.preparing.workspace import clear_workspace, lock_workspace
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.repository import repository_path
@@ -47,6 +54,8 @@ from recipes.training.run_folder.line_file import flush
 if TYPE_CHECKING:
     from recipes.preparing.formats.format import Format, NumberedPiece
     from recipes.preparing.tokenization import Tokenization
+
+VALIDATION_FRACTION = 0.1
 
 
 def main() -> None:
@@ -81,22 +90,28 @@ def prepare(arguments: list[str]) -> None:
     # These imports take seconds, and the worker processes do not need most of them.
     from recipes.preparing.formats.pieces import cut
     from recipes.preparing.prepared_corpus import join
-    from recipes.preparing.source import open_source
+    from recipes.preparing.source import Reading, open_source, open_validation
     from recipes.preparing.workers import run_pieces
 
-    formats = open_source(
-        options.source,
+    reading = Reading(
         column=options.column,
         config=options.config,
         split=options.split,
         streaming=options.streaming,
         text_is=options.text_is,
     )
-    pieces = cut(formats, options.source)
+    formats = open_source(options.source, reading)
+    pieces = cut(formats, f"--source {' '.join(options.source)}")
+    held_out = range(len(formats), len(formats))
+    if validation := open_validation(options, reading, formats):
+        names = f"--validation-source {' '.join(options.validation_source or options.source)}"
+        held_out = range(len(formats), len(formats) + len(validation))
+        pieces += [(held_out[number], piece) for number, piece in cut(validation, names)]
+        formats += validation
     with lock_workspace(workspace, shared=options.shard is not None):
         if output.exists() and any(output.iterdir()):
             raise UserError(f"another process has just written {output}")
-        tokenization = plan(formats, pieces, options, workspace)
+        tokenization = plan(formats, pieces, options, workspace, held_out=held_out)
         if options.shard is not None:
             shard, shards = options.shard
             run_pieces(tokenization, pieces[shard::shards], options.processes)
@@ -116,8 +131,13 @@ def plan(
     pieces: "list[NumberedPiece]",
     options: argparse.Namespace,
     workspace: Path,
+    *,
+    held_out: range,
 ) -> "Tokenization":
-    """Return the tokenization of the documents; train a tokenizer if the options name none."""
+    """Return the tokenization of the documents; train a tokenizer if the options name none.
+
+    held_out: numbers of the formats whose documents are the validation part
+    """
     from recipes.preparing.tokenizer import copy_tokenizer, plan_tokenization, train_tokenizer
 
     skip, fraction = frozenset(options.skip), options.validation_fraction
@@ -126,7 +146,7 @@ def plan(
     else:
         folder = train_tokenizer(
             formats,
-            pieces,
+            [item for item in pieces if item[0] not in held_out],
             workspace,
             vocab_size=options.vocab_size,
             validation_fraction=fraction,
@@ -137,6 +157,7 @@ def plan(
         folder,
         f"--tokenizer {options.tokenizer or folder}",
         validation_fraction=fraction,
+        held_out=frozenset(held_out),
         skip=skip,
         pieces=workspace / "pieces",
     )
@@ -146,6 +167,13 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
     """Print a summary of the prepared corpus."""
     for part, facts in manifest["files"].items():
         print(f"{part}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
+    if manifest.get("divided_document"):
+        print("the only document is divided: its last tokens are the validation part")
+    if "validation" not in manifest["files"]:
+        print(
+            "validation: none; leave data.validation out of the recipe, and set "
+            "training.evaluate_every = 0"
+        )
     for kind, skipped in manifest["skipped"].items():
         print(f"skipped {skipped['rows']:,} rows, {kind}: first {skipped['first']}")
     if manifest["document_start"]:
@@ -221,7 +249,10 @@ def parse_command_line(arguments: list[str]) -> argparse.Namespace:
     )
     add_source_options(parser)
     add_corpus_options(parser)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.validation_fraction is None:
+        options.validation_fraction = 0.0 if has_own_validation(options) else VALIDATION_FRACTION
+    return options
 
 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
@@ -234,6 +265,15 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--config", help="configuration of the hub dataset")
     parser.add_argument("--split", default="train", help="split of the dataset (default: train)")
+    parser.add_argument(
+        "--validation-source", nargs="+", metavar="SOURCE",
+        help="validation part of a corpus with an official split, named as for --source; "
+        "--source is then the training part",
+    )  # fmt: skip
+    parser.add_argument(
+        "--validation-split", metavar="SPLIT",
+        help="split of the dataset that is the validation part, for example validation",
+    )  # fmt: skip
     parser.add_argument(
         "--streaming", action="store_true", help="stream the dataset without storing it"
     )
@@ -262,8 +302,9 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
         help="vocabulary size of a trained tokenizer (default: 2048)",
     )  # fmt: skip
     parser.add_argument(
-        "--validation-fraction", type=float, default=0.1,
-        help="share of the documents held out for validation (default: 0.1)",
+        "--validation-fraction", type=float,
+        help="share of the documents held out for validation; of a single document, its last "
+        f"tokens; 0: no validation part (default: {VALIDATION_FRACTION})",
     )  # fmt: skip
     parser.add_argument(
         "--skip", action="append", default=[], choices=PROBLEM_KINDS,

@@ -36,7 +36,7 @@ from recipes.training.runtime.garbage import (
     resume_collection,
 )
 from recipes.training.runtime.streams import label_lines, outlive_output
-from recipes.training.runtime.torch_variables import set_torch_variables
+from recipes.training.runtime.torch_variables import set_thread_count, set_torch_variables
 from recipes.training.tracking.messages import summarize
 from recipes.training.tracking.startup import Startup
 
@@ -69,6 +69,7 @@ def pretrain(started: float | None = None) -> None:
     experiment = read_experiment(options.recipe, options.set)
     world, recipe = experiment.world, experiment.recipe
     label_lines(world.rank)
+    set_thread_count(os.environ, world.local_size)
     set_torch_variables(
         os.environ,
         deterministic=recipe.training.deterministic,
@@ -151,6 +152,7 @@ def train(run: Run, step: int) -> Ending:
             end_startup(run, step)
         with run.supervisor.crumb.waiting_for_disk("writing metrics"):
             run.tracker.step(metrics)
+            run.tracker.repeat(run.data.repeated(step))
             run.profiler.write_after(step)
         run.timeline.write_after(step)
         step, ending = after_step(run, step, metrics)
@@ -180,6 +182,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
         experts=result.experts,
     )
     metrics |= {"between_seconds": seconds.between, "data_seconds": data_seconds}
+    metrics["epoch"] = run.data.epoch(step)
     metrics |= evaluate(run, step)
     if result.experts and "validation_seconds" in metrics:
         metrics["expert_counts"] = result.experts.counts

@@ -156,7 +156,10 @@ def sweep(options: argparse.Namespace) -> int:
             for trial in choice.trials
         ]  # fmt: skip
         if options.wandb:
-            say(f"wrote {publish(folder, results)} runs of the W&B group {folder.path.name}")
+            count, status = publish(folder, results)
+            say(f"wrote {count} runs of the W&B group {folder.path.name}")
+            if status:
+                say(f"W&B: {status}")
     finally:
         folder.close()
 

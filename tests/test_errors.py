@@ -80,9 +80,10 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/supervision/supervisor.py: Supervisor._watch": CONTINUES,
     "recipes/training/data/corpus_manifest.py: read_manifest": PARSING,
     "recipes/training/tracking/weights_and_biases/thread.py: WandbThread._work": CONTINUES,
-    "recipes/training/tracking/weights_and_biases/settings.py: has_wandb_key": PARSING,
+    "recipes/training/tracking/weights_and_biases/settings.py: check_variables": PARSING,
+    "recipes/training/tracking/weights_and_biases/connection.py: WandbStatus.read": PARSING,
     "recipes/training/tracking/tracker.py: open_tracker": RAISES,
-    "recipes/training/tracking/weights_and_biases/thread.py: start_wandb": RAISES,
+    "recipes/training/tracking/weights_and_biases/connection.py: start_wandb": CONTINUES,
 }
 
 

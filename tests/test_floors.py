@@ -58,6 +58,9 @@ STANDARD_LIBRARY_ONLY = FLOORS[0]
 NO_DEEPSPEED = [*FLOORS[1], *FLOORS[2], *FLOORS[3], *FLOORS[4]]
 NO_TORCH = [  # imported before torch, by commands of a login node, or in processes of their own
     *FLOORS[0],
+    "models.hugging_face.config",
+    "models.hugging_face.families",
+    "models.hugging_face.rope",
     "recipes.training.recipe",
     "recipes.gpus",
     "recipes.pictures",
@@ -110,6 +113,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.training.tracking.step_clock",
     "recipes.training.tracking.tracker",
     "recipes.training.tracking.weights_and_biases.alerts",
+    "recipes.training.tracking.weights_and_biases.connection",
     "recipes.training.tracking.weights_and_biases.media",
     "recipes.training.tracking.weights_and_biases.settings",
     "recipes.training.tracking.weights_and_biases.thread",

@@ -19,6 +19,7 @@ import tomli_w
 from models.errors import UserError
 from recipes.proving.worlds import free_port
 from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.checkpoint_folders import published, step_of
@@ -530,6 +531,43 @@ def test_a_missing_corpus_is_rejected(recipe_file: Path, tmp_path: Path) -> None
     arguments = ["--set", "data.validation=nowhere/x", "--run-dir", tmp_path / "x"]
     output = two_ranks(recipe_file, *arguments, code=2)
     assert "nowhere/x.idx is missing; make it with recipes/prepare_data.py" in output
+
+
+CROWDED = """
+import os
+import torch
+from recipes import pretrain
+
+torch.set_num_threads(len(os.sched_getaffinity(0)))
+pretrain.main()
+"""
+
+
+def test_a_run_without_validation_reports_crowded_cores_and_repeated_data(
+    corpus: Path, tmp_path: Path
+) -> None:
+    part = str(corpus / "validation")  # the smaller one: 4,000 tokens
+    table = changed(
+        small_recipe(corpus), data__train=[{"path": part}], data__validation=None,
+        training__evaluate_every=0, training__steps=6, batch__global_sequences=32,
+    )  # fmt: skip
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
+    folder = tmp_path / "run"
+    words = ["-c", CROWDED, str(tmp_path / "recipe.toml"), "--run-dir", str(folder)]
+    codes, (output, *_) = start_ranks(2, words, folder=tmp_path, seconds=300)
+    assert codes == [0, 0], output
+    windows = (TokenFile(Path(part)).count - 1) // 32
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [32 * step / windows for step in range(1, 7)]
+    assert not any(key.startswith("validation") for line in lines for key in line)
+    first = next(line["step"] for line in lines if line["epoch"] > 1)
+    assert output.count(f"step {first}: all of {part} has been read; its data repeat") == 1
+    assert output.count("its data repeat") == 1
+    assert f"epoch {lines[-1]['epoch']:.2f}" in output
+    assert f" tokens/s, {lines[-1]['epoch']:.2f} epochs" in output
+    cores = len(os.sched_getaffinity(0))
+    assert f"{2 * cores} threads of 2 ranks share {cores} cores of this node" in output
+    assert load_recipe(folder / "recipe.toml").data.validation_sets == {}
 
 
 TRUNCATED = """

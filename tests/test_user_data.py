@@ -32,7 +32,7 @@ from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_port
 from recipes.training.runtime.torch_variables import check_accelerator
 from recipes.training.tracking.weights_and_biases.settings import (
-    has_wandb_key,
+    check_variables,
     read_run_id,
     read_wandb_key,
 )
@@ -218,10 +218,10 @@ def test_a_tokenizer_without_a_token_for_a_word(tmp_path: Path) -> None:
         skip=frozenset(),
         folder=tmp_path,
     )
-    message = rejection(plan._write, ["unknown"], {})
+    message = rejection(plan._write, ["unknown"], {}, 0)
     assert "begins with 'unknown'" in message and "UNK" in message
     with pytest.raises(TypeError):  # a defect: the argument is not a text
-        plan._write(["a", 5], {})
+        plan._write(["a", 5], {}, 0)
 
 
 def test_only_a_library_is_blamed_for_data_that_cannot_be_read() -> None:
@@ -268,7 +268,7 @@ def test_the_files_of_weights_and_biases(tmp_path: Path, monkeypatch: pytest.Mon
     key.chmod(0o640)
     assert "can be read by others; use chmod 600" in rejection(read_wandb_key)
     monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
-    assert "WANDB_BASE_URL = http://[::1: " in rejection(has_wandb_key)
+    assert "WANDB_BASE_URL = http://[::1: " in rejection(check_variables)
 
 
 @pytest.mark.parametrize("content", NO_TABLES)

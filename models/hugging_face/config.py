@@ -59,6 +59,15 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def export_problem(config: ModelConfig) -> str:
+    """Return why a model cannot be exported to transformers; empty if it can."""
+    try:
+        hugging_face_config(config)
+    except UserError as problem:
+        return str(problem)
+    return ""
+
+
 def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of our ModelConfig, given all attributes of transformers' config.
 

@@ -18,18 +18,28 @@ def family_of(config: ModelConfig) -> str:
     Raises:
         UserError: no class of transformers has this architecture.
     """
-    shape = (config.norm, config.positions, config.activation, config.bias)
+    shape = (config.norm, config.positions, config.activation)
     if config.experts is not None:
         return _family_with_experts(config, config.experts)
-    if shape == ("rmsnorm", "rope", "swiglu", False):
-        return "qwen3" if config.qk_norm else "llama"
-    multi_head = config.kv_heads == config.heads and config.head_size is None
-    if shape == ("layernorm", "learned", "gelu", True) and multi_head and not config.qk_norm:
-        return "gpt2"
+    problems: list[str] = []
+    if shape == ("rmsnorm", "rope", "swiglu"):
+        if not config.bias:
+            return "qwen3" if config.qk_norm else "llama"
+        problems = ["bias = true"]
+    elif shape == ("layernorm", "learned", "gelu"):
+        if config.kv_heads != config.heads:
+            problems.append(f"kv_heads = {config.kv_heads}")
+        if config.head_size is not None:
+            problems.append(f"head_size = {config.head_size}")
+        if config.qk_norm:
+            problems.append("qk_norm = true")
+        if not problems:
+            return "gpt2"
+    described = f" with {' and '.join(problems)}" if problems else ""
     raise UserError(
-        f"model: no class of transformers has norm, positions, activation, bias = {shape} with "
-        f"qk_norm = {config.qk_norm}; use those of recipes/tiny.toml (Llama), or layernorm, "
-        f"learned, gelu, true (GPT-2)"
+        f"no class of transformers has model.norm, positions, activation = {shape}{described}; "
+        f"use those of recipes/tiny.toml (Llama) without bias, or layernorm, learned, gelu with "
+        f"kv_heads = heads (GPT-2)"
     )
 
 

@@ -35,6 +35,7 @@ class Counterpart:
     multiplier: factor of ours in theirs
     multiplied_rows: number of rows of our tensor, from the first one, that have the factor; None:
         all rows
+    zero_bias: name of a bias that only theirs has, which is zero; empty without one
     """
 
     names: tuple[str, ...]
@@ -42,13 +43,15 @@ class Counterpart:
     transposed: bool = False
     multiplier: float = 1.0
     multiplied_rows: int | None = None
+    zero_bias: str = ""
 
     def shapes(self, ours: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return their shapes by name, given the shape of our tensor."""
         rows = self.sizes or (ours[0],)
         shapes = [(size, *ours[1:]) for size in rows]
         theirs = [shape[::-1] if self.transposed else shape for shape in shapes]
-        return dict(zip(self.names, theirs, strict=True))
+        bias = {self.zero_bias: (ours[0],)} if self.zero_bias else {}
+        return dict(zip(self.names, theirs, strict=True)) | bias
 
     def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield their names and tensors, given our tensor."""
@@ -58,6 +61,8 @@ class Counterpart:
         parts = ours.split(self.sizes) if self.sizes else (ours,)
         for name, part in zip(self.names, parts, strict=True):
             yield name, part.t().contiguous() if self.transposed else part
+        if self.zero_bias:
+            yield self.zero_bias, ours.new_zeros(len(ours))
 
     def join(self, theirs: Iterable[Tensor]) -> Tensor:
         """Return our tensor, given their tensors in the order of `names`."""
@@ -166,6 +171,10 @@ def _expert_tensors(config: ModelConfig, ours: str, theirs: str) -> dict[str, Co
 
 
 def _gpt2(config: ModelConfig) -> dict[str, Counterpart]:
+    """Return the counterparts of a GPT-2. Its class has biases; those of a model without are zero.
+
+    The norms have biases in any case.
+    """
     table = {
         "embedding.weight": Counterpart(("transformer.wte.weight",)),
         "positions.weight": Counterpart(("transformer.wpe.weight",)),
@@ -184,9 +193,12 @@ def _gpt2(config: ModelConfig) -> dict[str, Counterpart]:
     }
     for index in range(config.layers):
         for ours, theirs in layers.items():
-            for kind in ("weight", "bias"):
+            prefix, is_norm = f"transformer.h.{index}.{theirs}.", "norm" in ours
+            has_bias = is_norm or config.bias
+            for kind in ("weight", "bias") if has_bias else ("weight",):
                 table[f"blocks.{index}.{ours}.{kind}"] = Counterpart(
-                    (f"transformer.h.{index}.{theirs}.{kind}",),
-                    transposed=kind == "weight" and "norm" not in ours,
+                    (prefix + kind,),
+                    transposed=kind == "weight" and not is_norm,
+                    zero_bias="" if has_bias else f"{prefix}bias",
                 )
     return table

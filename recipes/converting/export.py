@@ -162,19 +162,20 @@ def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> None
     kind, torch_dtype = DTYPES[dtype]
     files = split_by_size({name: shapes[name] for name in table}, dtype=kind)
     index: dict[str, str] = {}
+    elements = 0
     for number, names in enumerate(files, start=1):
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         theirs = {k: v for ours in names for k, v in table[ours].shapes(shapes[ours]).items()}
         index |= dict.fromkeys(theirs, name)
+        elements += sum(torch.Size(shape).numel() for shape in theirs.values())
         metadata = {"format": "pt"}
         with TensorFileWriter(folder / name, theirs, dtype=kind, metadata=metadata) as writer:
             for ours in names:
                 for part, tensor in table[ours].split(source.tensor(WEIGHTS, ours)):
                     writer.write(part, _bytes(tensor.to(torch_dtype)))
     if len(files) > 1:
-        elements = sum(torch.Size(shapes[name]).numel() for name in table)
         content = {"metadata": {"total_size": elements * BYTES[kind]}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1) + "\n")
 

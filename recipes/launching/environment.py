@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 FORWARDED = (  # beginnings of the names of environment variables that the ranks get
     "CUBLAS_", "CUDA_", "DEEPSPEED_TIMEOUT", "DS_", "FI_", "GLOO_", "HF_", "LD_LIBRARY_PATH",
-    "MKL_", "NCCL_", "OMP_", "PATH", "PYTHON", "PYTORCH_", "TORCH", "TRITON_", "UCX_", "WANDB_",
-    "http_proxy", "https_proxy", "no_proxy",
+    "MKL_", "NCCL_", "NETRC", "OMP_", "PATH", "PYTHON", "PYTORCH_", "TORCH", "TRITON_", "UCX_",
+    "WANDB_", "http_proxy", "https_proxy", "no_proxy",
 )  # fmt: skip
 FORWARDED_NAMES = ("CC", "CXX")
 OF_CONTAINERS = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", *FORWARDED_NAMES)

@@ -12,6 +12,7 @@ from recipes.training.data.corpus_manifest import read_manifest
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token
 CONTENT_OPTIONS = ("source", "config", "split", "column", "text_is", "tokenizer", "vocab_size",
                    "validation_fraction")  # fmt: skip
+VALIDATION_OPTIONS = ("validation_source", "validation_split")  # recorded if they are given
 
 
 def content_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def content_options(options: argparse.Namespace) -> dict[str, Any]:
     chosen = {key: vars(options)[key] for key in CONTENT_OPTIONS}
     if options.tokenizer:
         del chosen["vocab_size"]
-    return chosen
+    return chosen | {key: vars(options)[key] for key in VALIDATION_OPTIONS if vars(options)[key]}
 
 
 def check_same_options(options: argparse.Namespace, output: Path) -> None:
@@ -37,9 +38,9 @@ def check_same_options(options: argparse.Namespace, output: Path) -> None:
         )
     wanted = content_options(options)
     different = [
-        f"--{key.replace('_', '-')} {made[key]} (here {wanted[key]})"
-        for key in wanted
-        if key in made and made[key] != wanted[key]
+        f"--{key.replace('_', '-')} {made.get(key)} (here {wanted.get(key)})"
+        for key in dict.fromkeys((*wanted, *VALIDATION_OPTIONS))
+        if (key in made or key in VALIDATION_OPTIONS) and made.get(key) != wanted.get(key)
     ]
     if different:
         raise UserError(f"{output} already exists, made with {', '.join(different)}; {advice}")
@@ -65,10 +66,12 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
             f"--vocab-size {options.vocab_size} is not in {MIN_VOCAB_SIZE} (the 256 bytes and "
             f"the end-of-text token) .. {MAX_SIZE}; use 32000"
         )
-    if not 0 < options.validation_fraction < 1:
+    if not 0 <= options.validation_fraction < 1:
         raise UserError(
-            f"--validation-fraction {options.validation_fraction} is not between 0 and 1; use 0.1"
+            f"--validation-fraction {options.validation_fraction} is not in 0 .. 1; use 0.1, or 0 "
+            f"for a corpus without a validation part"
         )
+    _check_validation(options)
     if options.processes < 1:
         raise UserError(f"--processes {options.processes} is too few; use 1")
     if options.shard is not None and not options.tokenizer:
@@ -76,4 +79,23 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
             "--shard needs --tokenizer, because each shard would train a tokenizer of its own; "
             "prepare a part of the text first and use its tokenizer: "
             "--tokenizer data/part/tokenizer"
+        )
+
+
+def has_own_validation(options: argparse.Namespace) -> bool:
+    """Return True if options name the documents of the validation part."""
+    return bool(options.validation_source or options.validation_split)
+
+
+def _check_validation(options: argparse.Namespace) -> None:
+    """Raise a UserError if the options of the validation part contradict each other."""
+    if has_own_validation(options) and options.validation_fraction:
+        raise UserError(
+            f"--validation-fraction {options.validation_fraction} has no effect with "
+            f"--validation-source or --validation-split; omit it"
+        )
+    if options.validation_split == options.split and not options.validation_source:
+        raise UserError(
+            f"--validation-split {options.validation_split} is also --split, the training part; "
+            f"use another split of the dataset, such as validation"
         )

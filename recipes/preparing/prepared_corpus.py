@@ -4,7 +4,7 @@ NAME/
   manifest.json     tokenizer, vocabulary, documents and tokens, SHA-256s, sources
   pieces.jsonl      origin of the tokens: a line for each piece, in order
   tokenizer/
-  train.bin train.idx validation.bin validation.idx
+  train.bin train.idx validation.bin validation.idx (without a validation part, only train)
 """
 
 import hashlib
@@ -23,10 +23,16 @@ import numpy as np
 
 from models.errors import UserError
 from recipes.preparing.formats.format import NumberedPiece, describe
-from recipes.preparing.tokenization import PARTS, Report, Tokenization
+from recipes.preparing.tokenization import PARTS, Report, Tokenization, new_folder
 from recipes.training.checkpoint.manifest import sha256
 from recipes.training.data.corpus_manifest import folder_hash, read_manifest
-from recipes.training.data.token_file import HashedFile, TokenFile, token_type, write_index
+from recipes.training.data.token_file import (
+    HashedFile,
+    TokenFile,
+    TokenFileWriter,
+    token_type,
+    write_index,
+)
 from recipes.training.run_folder.line_file import flush
 
 BLOCK_BYTES = 2**24
@@ -41,6 +47,9 @@ def join(
     facts: dict[str, Any],
 ) -> dict[str, Any]:
     """Join finished pieces into a corpus in order, and return its manifest.
+
+    A corpus of a single document is divided by tokens. Without a share of the documents and without
+    pieces for it, there is no validation part.
 
     The operating system copies the tokens. They are not read again, because they were counted and
     hashed when they were written.
@@ -61,19 +70,27 @@ def join(
     folders = [tokenization.folder / tokenization.name(*item) for item in pieces]
     assert len(reports) == len(pieces)  # all pieces are finished
     skipped = count_skipped(tokenization, pieces, reports)
+    fraction = tokenization.validation_fraction
+    is_divided = sum_documents(reports) == 1 and fraction > 0
+    if is_divided:
+        number = next(n for n, report in enumerate(reports) if sum_documents([report]))
+        folders[number], reports[number] = divide(tokenization, folders[number], reports[number])
     files: dict[str, Any] = {}
-    for part in PARTS:
+    for part in PARTS if fraction or tokenization.held_out else PARTS[:1]:
         counts = [report.parts[part] for report in reports]
         files[part] = {key: sum(c[key] for c in counts) for key in ("documents", "tokens")}
         if not files[part]["tokens"]:
             rows = sum(each["rows"] for each in skipped.values())
             if not sum_documents(reports):
                 raise UserError(f"the source has no documents ({rows} rows were skipped)")
+            if tokenization.held_out:
+                option = "--source" if part == "train" else "--validation-source"
+                raise UserError(f"the {part} part, {option}, has no documents")
             raise UserError(
                 f"the {part} part has no tokens: of {sum_documents(reports)} documents "
-                f"({rows} rows were skipped), --validation-fraction "
-                f"{tokenization.validation_fraction} leaves none for it; use more documents, or "
-                f"a fraction that leaves some for both parts"
+                f"({rows} rows were skipped), --validation-fraction {fraction} leaves none for it; "
+                f"use more documents, a fraction that leaves some for both parts, or "
+                f"--validation-fraction 0 for no validation part"
             )
         files[part] |= {
             "bin_sha256": digest_of(count["sha256"] for count in counts),
@@ -98,11 +115,39 @@ def join(
         "tokenizer_folder_sha256": folder_hash(output / "tokenizer"),
         "skipped": skipped,
     }
+    if is_divided:
+        manifest["divided_document"] = True
     (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     for file in output.rglob("*"):
         flush(file)
     flush(output)
     return manifest
+
+
+def divide(tokenization: Tokenization, folder: Path, report: Report) -> tuple[Path, Report]:
+    """Divide the only document of a corpus by tokens: its end is the validation part.
+
+    Args:
+        tokenization: the tokenization of the piece
+        folder: the finished piece that holds the document
+        report: the counts of this piece
+
+    Returns:
+        The folder and the counts of a piece with both parts.
+    """
+    (part,) = (name for name in PARTS if report.parts[name]["documents"])
+    file = TokenFile(folder / part)
+    tokens, start = file.read(0, file.count), tokenization.start
+    train = round((1 - tokenization.validation_fraction) * len(tokens))
+    train = min(max(train, len(start) + 1), len(tokens) - 1)
+    contents = {"train": tokens[:train], "validation": np.concatenate([start, tokens[train:]])}
+    target, parts = folder.with_name(f"{folder.name}-divided"), {}
+    with new_folder(target) as room:
+        for name, content in contents.items():
+            with TokenFileWriter(room / name, file.dtype) as writer:
+                writer.write(content, np.array([len(content)], np.int64))
+            parts[name] = {"documents": 1, "tokens": len(content), "sha256": writer.hashes["bin"]}
+    return target, Report(parts=parts, skipped=report.skipped)
 
 
 def count_skipped(
@@ -208,8 +253,9 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
     try:
         files, tokenizer = manifest["files"], manifest["tokenizer_folder_sha256"]
         expected = {"pieces.jsonl": manifest["pieces_sha256"]}
-        expected |= {f"{part}.idx": files[part]["idx_sha256"] for part in PARTS}
-        counts = {part: {key: files[part][key] for key in COUNT_KEYS} for part in PARTS}
+        parts = [part for part in PARTS if part == "train" or part in files]
+        expected |= {f"{part}.idx": files[part]["idx_sha256"] for part in parts}
+        counts = {part: {key: files[part][key] for key in COUNT_KEYS} for part in parts}
         token_bytes = token_type(int(manifest["vocab_size"])).itemsize
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -218,7 +264,7 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
     if folder_hash(corpus / "tokenizer") != tokenizer:
         yield "tokenizer/ differs from the tokenizer that made the corpus"
     wrong = {}
-    for name in (*expected, *(f"{part}.bin" for part in PARTS)):
+    for name in (*expected, *(f"{part}.bin" for part in parts)):
         if not (corpus / name).is_file():
             wrong[name] = "is missing"
         elif name in expected and sha256(corpus / name) != expected[name]:
@@ -231,7 +277,7 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
         for key in COUNT_KEYS:
             if facts[key] != sum(piece[part][key] for piece in pieces):
                 yield f"manifest.json says {facts[key]} {key} of {part}, pieces.jsonl does not"
-    for part in PARTS:
+    for part in parts:
         sizes = [piece[part]["tokens"] * token_bytes for piece in pieces]
         starts = [0, *accumulate(sizes)]
         size = (corpus / f"{part}.bin").stat().st_size

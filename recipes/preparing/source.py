@@ -1,16 +1,19 @@
 """Open the sources that `--source` names: files, the standard library or datasets."""
 
+import argparse
 import glob
 import os
 import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 
 from models.errors import UserError
 from recipes.preparing.formats.format import Format, first_line
+from recipes.preparing.formats.pieces import MAX_PIECE_BYTES
 from recipes.preparing.formats.tables import Parquet, Rows, Stream
 from recipes.preparing.formats.text_files import (
     COMPRESSED,
@@ -27,24 +30,32 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".arrow", ".csv")
 COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".txt")
 
 
-def open_source(
-    names: Sequence[str],
-    *,
-    column: str,
-    config: str | None,
-    split: str,
-    streaming: bool,
-    text_is: str,
-) -> list[Format]:
+@dataclass(frozen=True)
+class Reading:
+    """The options that say how the documents of a source are read.
+
+    column: column that holds the text
+    config: configuration of a hub dataset
+    split: split of a dataset
+    streaming: stream hub datasets instead of storing them
+    text_is: unit that is a document in a .txt file, "line" or "file"
+    option: the option that names the sources, for messages
+    only_splits: reject sources that have no splits
+    """
+
+    column: str = "text"
+    config: str | None = None
+    split: str = "train"
+    streaming: bool = False
+    text_is: str = "line"
+    option: str = "--source"
+    only_splits: bool = False
+
+
+def open_source(names: Sequence[str], reading: Reading) -> list[Format]:
     """Return the formats that read the sources, in order.
 
-    Args:
-        names: files, patterns of files, folders, "stdlib" or datasets of the hub
-        column: column that holds the text
-        config: configuration of a hub dataset
-        split: split of a dataset
-        streaming: stream hub datasets instead of storing them
-        text_is: unit that is a document in a .txt file, "line" or "file"
+    names: files, patterns of files, folders, "stdlib" or datasets of the hub
 
     Raises:
         UserError: A source does not exist or cannot be read.
@@ -52,26 +63,79 @@ def open_source(
     formats: list[Format] = []
     seen: set[Path] = set()
     for name in names:
+        files = [] if name == STANDARD_LIBRARY else find_files(name, reading.option)
+        if reading.only_splits and (files or name == STANDARD_LIBRARY):
+            raise UserError(
+                f"--validation-split {reading.split}: {name} is not a dataset with splits; name "
+                f"the files of the validation part with --validation-source"
+            )
         if name == STANDARD_LIBRARY:
             formats.append(Texts(standard_library(), lenient=True))
-        elif files := find_files(name):
+        elif files:
             twice = seen.intersection(file.resolve() for file in files)
             if twice:
-                raise UserError(f"--source {name}: {min(twice)} is named twice; name it once")
+                raise UserError(
+                    f"{reading.option} {name}: {min(twice)} is named twice; name it once"
+                )
             seen |= {file.resolve() for file in files}
-            formats += [open_file(file, column) for file in files if not is_whole(file, text_is)]
-            whole = [file for file in files if is_whole(file, text_is)]
+            whole = [file for file in files if is_whole(file, reading.text_is)]
+            formats += [open_file(file, reading) for file in files if file not in whole]
             formats += [Texts(whole)] if whole else []
         else:
-            formats.append(open_dataset(name, column, config, split, streaming))
+            formats.append(open_dataset(name, reading))
     return formats
 
 
-def find_files(name: str) -> list[Path]:
+def open_validation(
+    options: argparse.Namespace, reading: Reading, training: Sequence[Format]
+) -> list[Format]:
+    """Return the formats that read the validation part; none if it is a share of the documents.
+
+    Args:
+        options: the options of the command
+        reading: how the training part is read
+        training: the formats that read the training part
+
+    Raises:
+        UserError: A source does not exist, cannot be read, or is also in the training part.
+    """
+    sources, split = options.validation_source, options.validation_split
+    if not sources and not split:
+        return []
+    if not sources:
+        return open_source(options.source, replace(reading, split=split, only_splits=True))
+    formats = open_source(
+        sources,
+        replace(
+            reading,
+            option="--validation-source",
+            split=split or reading.split,
+            only_splits=bool(split),
+        ),
+    )
+    both = files_of(formats) & files_of(training)
+    if both:
+        raise UserError(
+            f"--validation-source: {min(both)} is also in --source; name the files of the training "
+            f"part alone there"
+        )
+    return formats
+
+
+def files_of(formats: Sequence[Format]) -> set[Path]:
+    """Return the files that formats read, with links resolved."""
+    pieces = (piece for reader in formats for piece in reader.pieces(MAX_PIECE_BYTES))
+    paths = (Path(name) for piece in pieces for name in piece.files)
+    return {path.resolve() for path in paths if path.is_file()}
+
+
+def find_files(name: str, option: str = "--source") -> list[Path]:
     """Return the files that a name stands for: the file, the folder's files or the matches, sorted.
 
     Links are followed, and a file found twice counts once. Skipped files are printed with the
     reason.
+
+    option: the option that names the source, for messages
 
     Returns:
         No files if the name is neither a file nor a folder of files nor a pattern.
@@ -81,11 +145,11 @@ def find_files(name: str) -> list[Path]:
     """
     path = Path(name)
     if not name.strip():
-        raise UserError("--source is empty; use a file, a folder, a pattern or a dataset")
+        raise UserError(f"{option} is empty; use a file, a folder, a pattern or a dataset")
     if path.is_file():
         if not is_readable(path):
             raise UserError(
-                f"--source {name}: unsupported format; use one of {', '.join(SUFFIXES)}"
+                f"{option} {name}: unsupported format; use one of {', '.join(SUFFIXES)}"
             )
         return [path]
     if path.is_dir():
@@ -95,7 +159,7 @@ def find_files(name: str) -> list[Path]:
     elif glob.has_magic(name):
         found = list(match(name))
     elif format_of(path) in SUFFIXES or path.is_absolute():
-        raise UserError(f"--source {name}: no such file")
+        raise UserError(f"{option} {name}: no such file")
     else:
         return []
     once = {file.resolve(): file for file in sorted(found, reverse=True)}
@@ -106,7 +170,7 @@ def find_files(name: str) -> list[Path]:
         why = "".join(
             f"; skipped {count_of(others)} ({reason})" for reason, others in left_out.items()
         )
-        raise UserError(f"--source {name}: no file is one of {', '.join(SUFFIXES)}{why}")
+        raise UserError(f"{option} {name}: no file is one of {', '.join(SUFFIXES)}{why}")
     return files
 
 
@@ -191,9 +255,9 @@ def format_of(file: Path) -> str:
     return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
-def open_file(file: Path, column: str) -> Format:
+def open_file(file: Path, reading: Reading) -> Format:
     """Open a file with the format that its suffix names."""
-    suffix = format_of(file)
+    suffix, column = format_of(file), reading.column
     if suffix == ".txt":
         return TextLines(file)
     if suffix == ".json" and is_array(file):
@@ -211,7 +275,7 @@ def open_file(file: Path, column: str) -> Format:
             dataset = load_dataset("csv", data_files=str(file), split="train", **texts)
     except Exception as error:  # pyarrow and datasets raise many classes
         reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
-        raise UserError(f"--source {file} cannot be read: {reason}") from None
+        raise UserError(f"{reading.option} {file} cannot be read: {reason}") from None
     return Rows(str(file), dataset, column)
 
 
@@ -221,26 +285,29 @@ def is_array(file: Path) -> bool:
         return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
-def open_dataset(name: str, column: str, config: str | None, split: str, streaming: bool) -> Format:
+def open_dataset(name: str, reading: Reading) -> Format:
     """Open a dataset of the hub, or a folder written by `save_to_disk`."""
+    column, split = reading.column, reading.split
     disable_progress_bars()
     try:
         if Path(name).is_dir():
             dataset = load_from_disk(name)
         else:
-            dataset = load_dataset(name, config, split=split, streaming=streaming)
+            dataset = load_dataset(name, reading.config, split=split, streaming=reading.streaming)
     except Exception as error:  # the hub's client raises many classes
         raise UserError(
-            f"--source {name} is not a file, and cannot be loaded as a dataset: {first_line(error)}"
+            f"{reading.option} {name} is not a file, and cannot be loaded as a dataset: "
+            f"{first_line(error)}"
         ) from None
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
-            raise UserError(f"--split {split}: {name} has the splits {', '.join(dataset)}")
+            option = "--validation-split" if reading.only_splits else "--split"
+            raise UserError(f"{option} {split}: {name} has the splits {', '.join(dataset)}")
         dataset = dataset[split]
     if isinstance(dataset, Dataset):
         return Rows(name, dataset, column)
     version = dataset.info.version if dataset.info else None
-    return Stream(name, dataset, column, f"{config}/{split}/{version}")
+    return Stream(name, dataset, column, f"{reading.config}/{split}/{version}")
 
 
 def standard_library() -> list[Path]:

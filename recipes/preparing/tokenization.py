@@ -48,6 +48,7 @@ class Tokenization:
     end: token after each document
     split_special_tokens: the attribute of that name of transformers' tokenizers
     validation_fraction: share of the documents that is held out
+    held_out: numbers of the formats whose documents are the validation part
     skip: kinds of problems whose rows are skipped; other problems raise
     folder: folder of the finished pieces
     """
@@ -62,6 +63,7 @@ class Tokenization:
     validation_fraction: float
     skip: frozenset[str]
     folder: Path
+    held_out: frozenset[int] = frozenset()
 
     def name(self, format_number: int, piece: Piece) -> str:
         """Return the name of a piece's folder: a hash of everything that determines its content."""
@@ -76,6 +78,7 @@ class Tokenization:
             self.split_special_tokens,
             self.validation_fraction,
             *([self.start] if self.start else []),  # older pieces have no recorded start
+            *(["held out"] if format_number in self.held_out else []),
         )
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
 
@@ -105,7 +108,7 @@ class Tokenization:
                     for name in PARTS
                 }
                 for texts in batches(texts_of(reader, piece, self.skip, report)):
-                    tokens = self._write(texts, files)
+                    tokens = self._write(texts, files, format_number)
                     progress.put((len(texts), tokens))
             if reader.version(piece) != piece.version:
                 raise UserError(f"{piece} changed while it was read; start again")
@@ -116,8 +119,11 @@ class Tokenization:
             (room / REPORT).write_text(json.dumps(asdict(report)))
         return report
 
-    def _write(self, texts: list[str], files: dict[str, TokenFileWriter]) -> int:
+    def _write(
+        self, texts: list[str], files: dict[str, TokenFileWriter], format_number: int
+    ) -> int:
         """Tokenize documents, add each to its part, and return the number of tokens."""
+        is_validation = format_number in self.held_out
         tokenizer = fast_tokenizer(self.tokenizer, self.split_special_tokens)
         try:
             encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -130,7 +136,7 @@ class Tokenization:
             ) from None
         parts: dict[str, list[list[int]]] = {name: [] for name in PARTS}
         for text, encoding in zip(texts, encoded, strict=True):
-            held_out = is_held_out(text, self.validation_fraction)
+            held_out = is_validation or is_held_out(text, self.validation_fraction)
             parts["validation" if held_out else "train"].append(
                 [*self.start, *encoding.ids, self.end]
             )

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def plan_tokenization(
     name: str,
     *,
     validation_fraction: float,
+    held_out: frozenset[int] = frozenset(),
     skip: frozenset[str],
     pieces: Path,
 ) -> Tokenization:
@@ -106,6 +108,7 @@ def plan_tokenization(
         tokenizer: folder of the tokenizer
         name: the option that names the tokenizer, with its value, for a message
         validation_fraction: share of the documents that is held out
+        held_out: numbers of the formats whose documents are the validation part
         skip: kinds of problems whose rows are skipped
         pieces: folder of the finished pieces
 
@@ -124,6 +127,7 @@ def plan_tokenization(
         validation_fraction=validation_fraction,
         skip=skip,
         folder=pieces,
+        held_out=held_out,
     )
 
 
@@ -148,8 +152,14 @@ def train_tokenizer(
     if folder.is_dir():
         return folder
     share = TRAINING_CHARACTERS // max(1, len(pieces))
+    documents = (text for n, piece in pieces for text in texts_of(formats[n], piece, skip))
+    first_two = list(islice(documents, 2))
 
     def texts() -> Iterator[str]:
+        if len(first_two) == 1:  # the join divides a single document by tokens
+            (text,) = first_two
+            yield text[: round(len(text) * (1 - validation_fraction))]
+            return
         for number, piece in pieces:
             taken = 0
             for text in texts_of(formats[number], piece, skip):

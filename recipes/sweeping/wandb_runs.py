@@ -7,12 +7,16 @@ from models.errors import UserError
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.table import row_of_result, row_of_trial
 from recipes.sweeping.trial import FAULTS, Result, Trial
+from recipes.training.tracking.weights_and_biases.connection import (
+    WandbStatus,
+    start_wandb,
+    tear_down,
+)
 from recipes.training.tracking.weights_and_biases.settings import (
+    check_variables,
     common_arguments,
     read_wandb_key,
-    wandb_mode,
 )
-from recipes.training.tracking.weights_and_biases.thread import start_wandb
 
 
 def check_wandb(trials: Sequence[Trial]) -> None:
@@ -27,14 +31,19 @@ def check_wandb(trials: Sequence[Trial]) -> None:
                 f'--wandb: {trial.source} has tracking.mode = "disabled"; use --set '
                 f"tracking.mode=auto, or omit --wandb"
             )
-        wandb_mode(trial.recipe)
+    check_variables()
     read_wandb_key()
 
 
-def publish(folder: SweepFolder, results: Sequence[tuple[Trial, Result]]) -> int:
-    """Publish the trials that have not been published yet, and return their number.
+def publish(
+    folder: SweepFolder, results: Sequence[tuple[Trial, Result]]
+) -> tuple[int, WandbStatus | None]:
+    """Publish the trials that have not been published yet.
 
     Trials are published after all measurements, because W&B's own work would slow the steps down.
+
+    Returns:
+        The number of these trials, and the status of their runs; None without such a trial.
 
     Raises:
         SweepStopped: W&B does not work, or the disk is full.
@@ -43,26 +52,36 @@ def publish(folder: SweepFolder, results: Sequence[tuple[Trial, Result]]) -> int
     home.mkdir(exist_ok=True)
     published = {trial.key: home / f"published-{run_key(trial)}" for trial, _ in results}
     left = [(trial, result) for trial, result in results if not published[trial.key].exists()]
+    status: WandbStatus | None = None
     for trial, result in left:
+        # A server that has failed once is not asked again: each attempt can take half a minute.
+        is_offline = status is not None and status.mode == "offline"
+        wanted = "offline" if is_offline else trial.recipe.tracking.mode
         try:
-            publish_trial(trial, result, folder)
+            of_trial = publish_trial(trial, result, folder, wanted)
         except Exception as problem:  # libraries raise errors of many classes
+            tear_down()
             raise SweepStopped(
                 f"Weights & Biases failed ({problem}); all results are in {folder.path}; rerun "
                 f"the same command to publish the other trials, or omit --wandb"
             ) from None
+        status = status if is_offline else of_trial
         with folder.stops_without_space():
             published[trial.key].touch()
-    return len(left)
+    return len(left), status
 
 
-def publish_trial(trial: Trial, result: Result, folder: SweepFolder) -> None:
-    """Publish one trial: its steps, and its row of the table as the summary."""
-    run = start_wandb(arguments_of(trial, folder))
+def publish_trial(trial: Trial, result: Result, folder: SweepFolder, wanted: str) -> WandbStatus:
+    """Publish one trial: its steps, and its row of the table as the summary.
+
+    wanted: the mode of the run, as in `start_wandb`
+    """
+    run, status = start_wandb(wanted, arguments_of(trial, folder))
     for step, seconds in enumerate(result.step_seconds, start=1):
         run.log({"step": step, "step_seconds": seconds})
     run.summary.update(row_of_trial(trial) | row_of_result(trial, result))
     run.finish(exit_code=int(result.outcome in FAULTS))
+    return status
 
 
 def arguments_of(trial: Trial, folder: SweepFolder) -> dict[str, Any]:

@@ -75,6 +75,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
     "gpt2": GPT_SWITCHES,
+    "bias-free gpt2": GPT_SWITCHES | {"model__bias": False},
 }  # fmt: skip
 FAMILIES = {
     "llama": {"num_key_value_heads": 2},
@@ -191,6 +192,28 @@ def test_transformers_opens_the_checkpoint_of_a_parallel_run(
     assert "2 steps" in card and "tensor 2" in card and f"seed | {recipe.seed}" in card
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     assert settings["eos_token_id"] == theirs.config.eos_token_id == 1
+
+
+def test_a_bias_free_gpt2_is_exported_with_biases_of_zero(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("recipes.training.checkpoint.tensor_file.FILE_BYTES", 100_000)
+    _, source, _ = trained["bias-free gpt2"]
+    for folder in ("theirs", "back"):
+        (tmp_path / folder).mkdir()
+    export(source, tmp_path / "theirs", dtype="fp32", tokenizer=None)
+    index = json.loads((tmp_path / "theirs" / "model.safetensors.index.json").read_text())
+    tensors = stored(tmp_path / "theirs")
+    assert index["weight_map"].keys() == tensors.keys()
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
+    assert index["metadata"]["total_size"] == sum(sizes)
+    biases = [t for name, t in tensors.items() if ".bias" in name and ".ln_" not in name]
+    assert len(biases) == 4 * 2 and not any(tensor.any() for tensor in biases)
+    assert adopt(tmp_path / "theirs", tmp_path / "back").bias
+    tokens = torch.arange(64).view(2, 32) % VOCAB_SIZE
+    back = our_logits(open_checkpoint(tmp_path / "back"), tokens)
+    assert torch.equal(back, our_logits(source, tokens))
 
 
 def their_model(family: str, dtype: torch.dtype) -> Any:

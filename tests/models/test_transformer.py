@@ -70,6 +70,7 @@ COMPLETEP: dict[str, Any] = {
     "base_head_size": 6,
 }
 SHAPES |= {
+    "bias-free gpt2": replace(SHAPES["gpt2"], bias=False),
     "llama, mup": replace(LLAMA, **MUP, base_head_size=5),
     "llama, tied, completep": replace(SHAPES["llama-tied"], **COMPLETEP),
     "qwen3, completep": replace(SHAPES["qwen3"], **COMPLETEP),

@@ -16,7 +16,7 @@ from recipes.preparing.formats.documents import PROBLEM_KINDS
 from recipes.preparing.formats.format import Format
 from recipes.preparing.formats.tables import Stream
 from recipes.preparing.own_files import mark_workspace
-from recipes.preparing.source import open_source
+from recipes.preparing.source import Reading, open_source
 from recipes.preparing.tokenization import texts_of
 from recipes.training.data.corpus_manifest import tokenizer_hash
 
@@ -27,8 +27,7 @@ ALL = frozenset(PROBLEM_KINDS)
 
 
 def opened(*names: Path | str, text_is: str = "line") -> list[Format]:
-    settings = {"column": "body", "config": None, "split": "train", "streaming": False}
-    return open_source([str(name) for name in names], text_is=text_is, **settings)
+    return open_source([str(name) for name in names], Reading(column="body", text_is=text_is))
 
 
 def texts(formats: list[Format], target_bytes: int, skip: frozenset[str] = frozenset()) -> list:
@@ -198,7 +197,7 @@ REFUSED = {
     "text.docx": (b"PK", "text.docx: unsupported format; use one of .jsonl"),
     "folder": ("folder", "folder: no file is one of"),
     "cut.parquet": (b"PAR1 and then nothing", "cut.parquet cannot be read"),
-    "other.csv": (b"name,age\na,1\n", "--column body: "),
+    "other.csv": (b"name,age\na,1\n", "other.csv has the columns name, age (use --column name)"),
     "cut.arrow": (b"nothing", "cut.arrow cannot be read"),
 }
 
@@ -351,3 +350,23 @@ def test_a_folder_that_cannot_be_read_is_an_error(
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(PermissionError, match="closed"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"url": "https://a.example/a/long/address", "Content": "text"}, "Content"),
+        ({"id": "12", "lyrics": "a longer text", "n": 4}, "lyrics"),
+        ({"meta": {"text": "nested"}, "n": 4}, None),
+    ],
+)
+def test_the_likeliest_column_is_named(row: dict, column: str | None, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    messages = []
+    for name in ("rows.jsonl", "rows.parquet"):
+        with pytest.raises(UserError) as rejected:
+            texts(opened(tmp_path / name), 1)
+        messages.append(str(rejected.value))
+    advice = f"(use --column {column})" if column else "(use"
+    assert [advice in message for message in messages] == [column is not None] * 2, messages

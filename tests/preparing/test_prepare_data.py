@@ -1,6 +1,7 @@
 import fcntl
 import json
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,9 +10,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import tomli_w
+from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from models.errors import UserError
 from recipes import prepare_data
 from recipes.preparing.formats import pieces
 from recipes.preparing.formats.documents import PROBLEM_KINDS
@@ -177,7 +180,19 @@ def test_pieces_without_a_start_are_not_used_for_documents_with_one(tmp_path: Pa
     ("arguments", "named"),
     [
         (["--source", "nowhere.jsonl"], "--source nowhere.jsonl: no such file"),
-        (["--validation-fraction", "0"], "--validation-fraction 0.0"),
+        (["--validation-fraction", "1"], "--validation-fraction 1.0 is not in 0 .. 1; use 0.1"),
+        (
+            ["--validation-fraction", "0.2", "--validation-source", "VALID.jsonl"],
+            "--validation-fraction 0.2 has no effect with --validation-source",
+        ),
+        (["--validation-split", "train"], "--validation-split train is also --split"),
+        (["--validation-split", "test"], "text.jsonl is not a dataset with splits; name the files"),
+        (["--validation-source", "nowhere.txt"], "--validation-source nowhere.txt: no such file"),
+        (["--validation-source", "EMPTY.jsonl"], "EMPTY.jsonl has no documents"),
+        (
+            ["--source", "VALID.jsonl", "--validation-source", "VALID.jsonl"],
+            "VALID.jsonl is also in --source; name the files of the training part alone there",
+        ),
         (["--vocab-size", "10"], "--vocab-size 10 is not in 257 (the"),
         (["--processes", "0"], "--processes 0 is too few; use 1"),
         (["--shard", "0/4"], "--shard needs --tokenizer"),
@@ -192,6 +207,7 @@ def test_bad_input_is_rejected_in_one_line(
 ) -> None:
     for name, text in (
         ("EMPTY", ""),
+        ("VALID", '{"body": "a"}\n'),
         ("LATER", '{"body": "a"}\n{"body": '),
         ("NUMBER", '{"body": 4}\n{"body": 5}\n'),
     ):
@@ -203,6 +219,107 @@ def test_bad_input_is_rejected_in_one_line(
     assert done.returncode == 1
     assert named in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("bad*"))
+
+
+def words(corpus: Path, part: str) -> list[str]:
+    """Return the texts of a part, in order, each without its end-of-text token."""
+    tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
+    file = TokenFile(corpus / part)
+    ends = np.cumsum(file.lengths)
+    ids = np.split(file.read(0, file.count), ends[:-1])
+    return [tokenizer.decode(each, skip_special_tokens=True) for each in ids]
+
+
+@pytest.fixture
+def official(tmp_path: Path) -> Path:
+    """Write files as WikiText's: with an official split, and an empty line after each line."""
+    lines = "".join(f" {text.strip()}\n\n" for text in TEXTS)
+    (tmp_path / "train.txt").write_text(lines)
+    (tmp_path / "valid.txt").write_text(lines.replace("document", "held out"))
+    return tmp_path
+
+
+def test_files_of_an_official_split_are_the_parts(official: Path) -> None:
+    options = ["--source", official / "train.txt", "--validation-source", official / "valid.txt"]
+    options += ["--skip", "empty", "--output", official / "out", "--vocab-size", 300]
+    done = prepare(*options, smallest_piece=500)
+    assert done.returncode == 0, done.stderr
+    expected = [f" {text.strip()}" for text in TEXTS]
+    assert words(official / "out", "train") == expected
+    assert words(official / "out", "validation") == [
+        text.replace("document", "held out") for text in expected
+    ]
+    assert not list(find_damages(official / "out", 1))
+    vocabulary = AutoTokenizer.from_pretrained(official / "out" / "tokenizer").get_vocab()
+    assert not any("held" in token for token in vocabulary)  # it is trained on the training part
+    assert "already exists" in prepare(*options).stdout
+    other = prepare(*options[:2], "--skip", "empty", *options[6:])
+    assert "made with --validation-fraction 0.0 (here 0.1), --validation-source [" in other.stderr
+
+
+def test_splits_of_a_dataset_are_the_parts(tmp_path: Path) -> None:
+    parts = {name: Dataset.from_dict({"text": [f"{name} {text}" for text in TEXTS]})
+             for name in ("train", "validation")}  # fmt: skip
+    DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    options = ["--source", tmp_path / "saved", "--vocab-size", 300, "--output", tmp_path / "out"]
+    done = prepare(*options, "--validation-split", "validation")
+    assert done.returncode == 0, done.stderr
+    for name in parts:
+        assert words(tmp_path / "out", name) == [f"{name} {text}" for text in TEXTS]
+    wrong = prepare(*options[:-1], tmp_path / "bad", "--validation-split", "valid")
+    assert f"--validation-split valid: {tmp_path}/saved has the splits train" in wrong.stderr
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 1e-9])
+def test_a_single_document_is_divided_by_tokens(
+    prepared: Path, bos_tokenizer: Path, fraction: float, tmp_path: Path
+) -> None:
+    (tmp_path / "play.txt").write_text("".join(TEXTS))
+    options = ["--source", tmp_path / "play.txt", "--text-is", "file"]
+    options += ["--tokenizer", bos_tokenizer, "--validation-fraction", fraction]
+    done = prepare(*options, "--output", tmp_path / "out")
+    assert done.returncode == 0 and "the only document is divided" in done.stdout, done.stderr
+    tokenizer = AutoTokenizer.from_pretrained(bos_tokenizer)
+    ids = [*tokenizer("".join(TEXTS))["input_ids"], tokenizer.eos_token_id]
+    files = [TokenFile(tmp_path / "out" / name) for name in ("train", "validation")]
+    train, validation = (file.read(0, file.count).tolist() for file in files)
+    assert validation[0] == train[0] == tokenizer.bos_token_id
+    assert [*train, *validation[1:]] == ids
+    assert len(train) == min(round((1 - fraction) * len(ids)), len(ids) - 1)
+    assert [file.boundaries for file in files] == [2, 2]
+    assert not list(find_damages(tmp_path / "out", 1))
+
+
+def test_a_tokenizer_is_trained_on_the_beginning_of_a_single_document(tmp_path: Path) -> None:
+    (tmp_path / "play.txt").write_text("hamlet " * 950 + "ophelia " * 50)
+    options = ["--source", tmp_path / "play.txt", "--text-is", "file", "--vocab-size", 270]
+    for fraction in (0.1, 0.999):  # the hash of the document puts it into either part
+        done = prepare(*options, "--validation-fraction", fraction, "--output", tmp_path / "out")
+        assert done.returncode == 0, done.stderr
+        vocabulary = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer").get_vocab()
+        assert any("haml" in token for token in vocabulary)
+        assert not any("oph" in token for token in vocabulary)
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_a_corpus_without_a_validation_part(prepared: Path, tmp_path: Path) -> None:
+    options = [*into(prepared, tmp_path / "out"), "--vocab-size", 300]
+    done = prepare(*options, "--validation-fraction", 0)
+    assert done.returncode == 0, done.stderr
+    assert "validation: none; leave data.validation out of the recipe" in done.stdout
+    assert words(tmp_path / "out", "train") == TEXTS
+    assert not (tmp_path / "out" / "validation.bin").exists()
+    assert not list(find_damages(tmp_path / "out", 1))
+    table = changed(
+        small_recipe(tmp_path / "out"), model__vocab_size=300, training__evaluate_every=0
+    )
+    reason = "the corpus was prepared without a validation part (--validation-fraction 0)"
+    with pytest.raises(UserError, match=re.escape(reason)):
+        TrainingData(parse_recipe(table, "test"), Topology(pipeline=1, data=1, tensor=1), 0)
+    without = parse_recipe(changed(table, data__validation=None), "test")
+    assert TrainingData(without, Topology(pipeline=1, data=1, tensor=1), 0).validation == {}
+    tasks = prepare("tasks", "next-line", tmp_path / "out", "--output", tmp_path / "task.jsonl")
+    assert tasks.returncode == 1 and reason in tasks.stderr
 
 
 def test_one_process_at_a_time_joins(prepared: Path, tmp_path: Path) -> None:

@@ -307,6 +307,7 @@ def test_trials_are_runs_of_a_group_in_wandb(sweep: Sweep) -> None:
         done = sweep.run("--wandb", "--set", "tracking.mode=offline")
         assert done.returncode == 0, done.stdout
         assert f"wrote {count} runs of the W&B group sweep" in done.stdout
+        assert ('W&B: offline, because tracking.mode = "offline"' in done.stdout) == (count > 0)
         runs = list((sweep.folder / "wandb").glob("offline-run-*"))
         names = sorted(run.name.partition("-sweep-")[2] for run in runs)
         assert names == sorted(row["trial"] for row in sweep.rows())

@@ -2,9 +2,11 @@
 
 import json
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+USUAL_COLUMNS = ("text", "content", "contents", "document", "body", "article", "story", "code")
 PROBLEM_KINDS = ("empty", "utf-8", "json", "column")
 
 
@@ -73,8 +75,21 @@ def field(item: Any, column: str) -> str | Problem:
         return Problem("json", f"{shown} is not a JSON object")
     if column not in item:
         names = shortened(", ".join(item)) or "none"
-        return Problem("column", f"no column {column}; its columns: {names}")
+        return Problem("column", f"no column {column}; its columns: {names}{advice(item)}")
     return document(item[column], column)
+
+
+def advice(row: Mapping[str, Any]) -> str:
+    """Return the end of a message that names the likeliest column for texts; "" if none is."""
+    likely = likely_column(row)
+    return f" (use --column {likely})" if likely else ""
+
+
+def likely_column(row: Mapping[str, Any]) -> str | None:
+    """Return the likeliest column for texts: a usual name, otherwise the column of the longest."""
+    texts = {name: value for name, value in row.items() if isinstance(value, str) and name.strip()}
+    usual = [name for usual in USUAL_COLUMNS for name in texts if name.lower() == usual]
+    return next(iter(usual), max(texts, key=lambda name: len(texts[name]), default=None))
 
 
 def shortened(text: str) -> str:

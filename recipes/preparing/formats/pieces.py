@@ -9,7 +9,7 @@ TARGET_PIECES = 1000  # approximate number of pieces of a large source
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**22, 2**30
 
 
-def cut(formats: Sequence[Format], names: Sequence[str]) -> list[NumberedPiece]:
+def cut(formats: Sequence[Format], name: str) -> list[NumberedPiece]:
     """Return all pieces of a source in order, each with the number of its format.
 
     The result is the same for every shard and number of processes. A large source has about
@@ -17,7 +17,7 @@ def cut(formats: Sequence[Format], names: Sequence[str]) -> list[NumberedPiece]:
 
     Args:
         formats: readers of the source
-        names: values of --source, for a message
+        name: the option that names the source, with its values, for a message
 
     Raises:
         UserError: The source has no documents.
@@ -28,5 +28,5 @@ def cut(formats: Sequence[Format], names: Sequence[str]) -> list[NumberedPiece]:
         (number, piece) for number, reader in enumerate(formats) for piece in reader.pieces(target)
     ]
     if not pieces:
-        raise UserError(f"--source {' '.join(names)} has no documents")
+        raise UserError(f"{name} has no documents")
     return pieces

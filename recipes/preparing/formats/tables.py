@@ -7,7 +7,7 @@
 | Stream    | a shard of a `datasets.IterableDataset`  | row of the shard       |
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +15,7 @@ import pyarrow
 from pyarrow import parquet
 
 from models.errors import UserError
-from recipes.preparing.formats.documents import Problem, Row, document, field
+from recipes.preparing.formats.documents import Problem, Row, advice, document, field
 from recipes.preparing.formats.format import READ_ERRORS, Format, Piece, first_line, version_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Parquet(Format):
             names = parquet.read_schema(file).names
         except READ_ERRORS as error:
             raise UserError(f"{file} cannot be read: {first_line(error)}") from None
-        check_column(str(file), column, names)
+        check_column(str(file), column, names, self._first_rows())
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
         """Yield groups of neighbouring row groups."""
@@ -63,6 +63,11 @@ class Parquet(Format):
                     yield Row(number, self._text(value))
                     number += 1
 
+    def _first_rows(self) -> Iterator[dict[str, Any]]:
+        with parquet.ParquetFile(self.file) as content:
+            for batch in content.iter_batches(1):
+                yield from batch.to_pylist()
+
     def _text(self, value: pyarrow.Scalar) -> str | Problem:
         try:
             return document(value.as_py(), self.column)
@@ -78,7 +83,7 @@ class Rows(Format):
     """
 
     def __init__(self, name: str, dataset: "Dataset", column: str):
-        check_column(name, column, dataset.column_names)
+        check_column(name, column, dataset.column_names, dataset)
         self.name, self.dataset, self.column = name, dataset.select_columns([column]), column
         self.fingerprint = dataset._fingerprint
 
@@ -120,7 +125,7 @@ class Stream(Format):
         names = dataset.column_names
         if names is None:
             names = list(next(from_library(dataset, name), {}))
-        check_column(name, column, names)
+        check_column(name, column, names, dataset)
         self.name, self.dataset, self.column, self.identity = name, dataset, column, identity
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
@@ -168,11 +173,19 @@ def from_library(rows: Iterable[T], source: object) -> Iterator[T]:
         yield row
 
 
-def check_column(name: str, column: str, columns: list[str]) -> None:
+def check_column(
+    name: str, column: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
+) -> None:
     """Check that a source has a column.
+
+    rows: the rows of the source, of which at most the first is read, for the message
 
     Raises:
         UserError: The source does not have the column.
     """
-    if column not in columns:
-        raise UserError(f"--column {column}: {name} has the columns {', '.join(columns)}")
+    if column in columns:
+        return
+    first = next(from_library(rows, name), {})
+    raise UserError(
+        f"--column {column}: {name} has the columns {', '.join(columns)}{advice(first)}"
+    )

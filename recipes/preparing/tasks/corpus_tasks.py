@@ -10,6 +10,7 @@ import numpy as np
 
 from models.errors import UserError
 from recipes.preparing.tokenization import fast_tokenizer
+from recipes.training.data.checks import check_part
 from recipes.training.data.token_file import TokenFile
 
 CONTEXT_LINES = 8  # at most, in a prompt
@@ -95,6 +96,7 @@ def validation_texts(corpus: Path) -> Iterator[str]:
     Raises:
         UserError: the corpus or its tokenizer is missing.
     """
+    check_part(corpus / "validation")
     file = TokenFile(corpus / "validation")
     tokenizer_file = corpus / "tokenizer" / "tokenizer.json"
     if not tokenizer_file.is_file():

@@ -160,6 +160,11 @@ def check_training(recipe: Recipe) -> None:
     check_initial_weights(recipe)
     check_document_starts(recipe)
     data = recipe.data
+    if not data.validation_sets:
+        raise UserError(
+            f"{recipe.name}: data.validation is missing, and the learning rates are compared by "
+            f'validation loss; use for example data.validation = "data/books/validation"'
+        )
     for path in (*(source.path for source in data.train), *data.validation_sets.values()):
         open_corpus(path, recipe)
 

@@ -1,5 +1,7 @@
 """Checks of the corpora before a run: manifest, tokenizer, model and recipe must fit each other."""
 
+from pathlib import Path
+
 import numpy as np
 
 from models.errors import UserError
@@ -25,10 +27,28 @@ def open_corpus(path: str, recipe: Recipe) -> TokenFile:
             f'data.tokenizer = "{recipe.data.tokenizer}" has no tokenizer.json; '
             f"make it with recipes/prepare_data.py"
         )
+    check_part(repository_path(path))
     file = TokenFile(repository_path(path))
     _check_manifest(recipe, file)
     _check_tokens(recipe, file)
     return file
+
+
+def check_part(file: Path) -> None:
+    """Reject the validation part of a corpus that prepare_data.py wrote without one.
+
+    file: the token file, without .bin or .idx
+
+    Raises:
+        UserError: the manifest of the corpus has no such part.
+    """
+    parts = read_manifest(file.parent).get("files")
+    if file.name == "validation" and isinstance(parts, dict) and file.name not in parts:
+        raise UserError(
+            f"{file} does not exist: the corpus was prepared without a validation part "
+            f"(--validation-fraction 0); leave data.validation out and set "
+            f"training.evaluate_every = 0, or prepare it again"
+        )
 
 
 def _check_manifest(recipe: Recipe, file: TokenFile) -> None:

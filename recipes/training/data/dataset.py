@@ -170,6 +170,31 @@ class TrainingData:
         first = self.progress.after(step - 1, self.plan).samples
         return range(first, first + self.plan.at(step).recipe.batch.global_sequences)
 
+    def epochs(self, step: int) -> dict[str, float]:
+        """Return how often each corpus has been read after a step, by its path.
+
+        A mixture reads each corpus to within one sample of its share. With stages, an epoch is
+        counted in windows of each stage's length.
+        """
+        found: dict[str, float] = {}
+        for reading in self.progress_after(step).readings(self.plan):
+            recipe = self.plan.first_of_part(reading.part).recipe
+            total = sum(source.weight for source in recipe.data.train)
+            for source in recipe.data.train:
+                windows = self._opened[source.path, recipe.model.sequence_length].count
+                samples = (reading.stop - reading.first) * source.weight / total
+                found[source.path] = found.get(source.path, 0.0) + samples / windows
+        return found
+
+    def epoch(self, step: int) -> float:
+        """Return how often the corpus that has been read most often has been read after a step."""
+        return max(self.epochs(step).values(), default=0.0)
+
+    def repeated(self, step: int) -> list[str]:
+        """Return the corpora whose second epoch begins in a step."""
+        before, after = self.epochs(step - 1), self.epochs(step)
+        return [path for path, epochs in after.items() if before.get(path, 0.0) <= 1 < epochs]
+
     def step(self, step: int) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of training step 1, 2, ..."""
         recipe, samples = self.plan.at(step).recipe, self.samples(step)

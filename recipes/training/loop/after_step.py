@@ -100,9 +100,14 @@ def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) ->
     run.tracker.skip(step, reason, run.data.samples(step))
     losses = validation_losses(metrics) or validation_losses(validate(run, step))
     broken = [loss for loss in losses.values() if not math.isfinite(loss)]
-    if not broken:
+    if losses and not broken:
         return None
-    problem = f"{reason}, and the validation loss is {broken[0]}"
+    shown = (
+        f"the validation loss is {broken[0]}"
+        if losses
+        else ("without data.validation, no loss shows whether the weights are sound")
+    )
+    problem = f"{reason}, and {shown}"
     return Ending(STOPPED, stopped_without_save(step, problem))
 
 

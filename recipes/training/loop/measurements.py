@@ -18,13 +18,13 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
         The metrics of the evaluations that were due, with the duration of each in seconds.
     """
     metrics: dict[str, Any] = {}
-    if is_due(step, run.recipe.training.evaluate_every, run.last_step):
+    run.data.evaluate_after(step)
+    if run.data.validation and is_due(step, run.recipe.training.evaluate_every, run.last_step):
         with run.clock.left_out() as spent:
             metrics |= validate(run, step)
         metrics["validation_seconds"] = spent[0]
     if is_due(step, run.recipe.evaluate_tasks_every, run.last_step):
         run.supervisor.crumb.note("evaluating tasks")
-        run.data.evaluate_after(step)
         with run.clock.left_out() as spent:
             metrics |= run.evaluator.score_tasks()
         metrics["task_seconds"] = spent[0]

@@ -24,13 +24,20 @@ from recipes.training.recipe.topology import check_placement
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse
 from recipes.training.runtime.exits import FINISHED, PortInUse, leave
-from recipes.training.runtime.processes import check_machine, hosts_of_ranks, start_processes
+from recipes.training.runtime.processes import (
+    check_machine,
+    hosts_of_ranks,
+    on_gpu,
+    start_processes,
+    threads_on_first_node,
+)
 from recipes.training.snapshots.finding import find_snapshot
 from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.tracking.messages import (
     announce,
+    crowding,
     summarize,
     tell_changes,
     tell_skipped,
@@ -206,10 +213,13 @@ def begin(
         if world.rank == 0:
             folder.prepare(experiment.whole_recipe, start.progress)
     startup.lap("checkpoint search")
+    crowded = "" if on_gpu() else crowding(*threads_on_first_node())
     if world.rank == 0:
         hosts = list(claim.supervisor.hosts)
         imbalance = data.context_imbalance()
         announce(recipe, experiment.topology, hosts, folder, start.found, imbalance)
+        if crowded:
+            print(f"  {crowded}", flush=True)
         tell_changes(folder, start.found, experiment.whole_recipe)
         if little_room:
             warn(folder, start.progress.step, little_room)

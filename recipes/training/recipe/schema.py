@@ -102,6 +102,18 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_validation(self) -> "Recipe":
+        every = self.training.evaluate_every
+        uses_every = self.evaluation.tasks and self.evaluation.every is None
+        if every and not self.data.validation_sets and not uses_every:
+            raise UserError(
+                f"training.evaluate_every = {every} has no effect without data.validation; use "
+                f'training.evaluate_every = 0, or for example data.validation = "data/books/'
+                f'validation"'
+            )
+        return self
+
     @property
     def evaluate_tasks_every(self) -> int:
         """Steps between evaluations of the tasks; 0: never."""

@@ -282,6 +282,19 @@ def hosts_of_ranks() -> list[str]:
     return hosts
 
 
+def threads_on_first_node() -> tuple[int, int, int]:
+    """Return ranks, threads and cores of rank 0's node; collective.
+
+    The threads are those of all its ranks, and the cores those that any of them may use.
+    """
+    mine = (socket.gethostname(), torch.get_num_threads(), os.sched_getaffinity(0))
+    everyones = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    ranks = [(threads, cores) for host, threads, cores in everyones if host == everyones[0][0]]
+    cores = set().union(*(cores for _, cores in ranks))
+    return len(ranks), sum(threads for threads, _ in ranks), len(cores)
+
+
 def quiet() -> contextlib.AbstractContextManager:
     """Suppress standard output, where DeepSpeed prints progress; errors are not suppressed."""
     return contextlib.redirect_stdout(io.StringIO())

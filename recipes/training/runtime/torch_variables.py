@@ -4,6 +4,7 @@ They must be set before torch is imported, so this file does not import torch. V
 user has set are not changed.
 """
 
+import os
 from collections.abc import MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 
@@ -96,6 +97,20 @@ def _set_renamed(
     is_new = release is None or tuple(map(int, release.split(".")[:2])) >= RENAMED_IN
     if not any(name in environment for name in names):
         environment[names[0 if is_new else 1]] = value
+
+
+def set_thread_count(environment: MutableMapping[str, str], local_size: int) -> None:
+    """Divide the cores over the ranks of a node, unless the user has set OMP_NUM_THREADS.
+
+    By default, every rank would start as many threads as there are cores. `torchrun` sets one
+    thread per rank, and leaves cores idle if there are fewer ranks than cores.
+
+    Args:
+        environment: `os.environ`
+        local_size: number of ranks of the node
+    """
+    cores = len(os.sched_getaffinity(0))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_size)))
 
 
 def _installed_torch() -> str | None:

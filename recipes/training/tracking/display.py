@@ -74,6 +74,8 @@ def describe(metrics: dict[str, Any]) -> str:
     ]
     if metrics["mfu"] is not None:
         parts.append(f"MFU {metrics['mfu']:.1%}")
+    if "epoch" in metrics:
+        parts.append(f"epoch {metrics['epoch']:.2f}")
     return "  ".join(parts)
 
 

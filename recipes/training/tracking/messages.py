@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from models.cost import parameter_count
+from models.hugging_face.config import export_problem
 from models.pipeline.schedule.balance import balance_text
 from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.recipe.deepspeed_config import deepspeed_notes
@@ -16,6 +17,7 @@ from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.wall_time import WallTime, shares_text
 from recipes.training.tracking.metric_names import task_accuracies, validation_losses
+from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.checkpoint.resume_point import ResumePoint
@@ -74,6 +76,8 @@ def announce(
             head=recipe.head_in_blocks,
         )
         print(f"  {layout.schedule_name}: {balance}", flush=True)
+    if problem := export_problem(recipe.model):
+        print(f"  convert.py to-hf cannot export this model: {problem}", flush=True)
     if imbalance > MAX_IMBALANCE:
         print(
             f"  context {topology.context}: documents of different lengths are divided unevenly: "
@@ -114,6 +118,26 @@ def warn(folder: RunFolder, step: int, message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
+def crowding(ranks: int, threads: int, cores: int) -> str:
+    """Return a message if the threads of a node's ranks exceed its cores; otherwise "".
+
+    Args:
+        ranks: number of ranks of the node
+        threads: number of threads of all its ranks
+        cores: number of cores that the ranks may use
+    """
+    if threads <= cores:
+        return ""
+    remedy = f"set OMP_NUM_THREADS={cores // ranks}, or unset it"
+    if ranks > cores:
+        remedy = f"start {cores} ranks per node"
+        remedy += " with OMP_NUM_THREADS=1" if threads > ranks else ""
+    return (
+        f"{threads} threads of {ranks} rank{'s' * (ranks > 1)} share {cores} cores of this node "
+        f"and slow each other down; {remedy}"
+    )
+
+
 SUMMARIZED = {
     "loss",
     "tokens",
@@ -141,15 +165,16 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
         speed = sum(line["tokens_per_second"] * line["step_seconds"] for line in lines) / seconds
         print(f"  loss        {first['loss']:.4f} at step {first['step']}, ", end="")
         print(f"{last['loss']:.4f} at step {last['step']}")
-        print(f"  tokens      {last['tokens']:,} at {speed:,.0f} tokens/s")
+        epochs = f", {last['epoch']:.2f} epochs" if "epoch" in last else ""
+        print(f"  tokens      {last['tokens']:,} at {speed:,.0f} tokens/s{epochs}")
     for name, value in evaluations.items():
         print(f"  {name} {value}")
     if goodput := goodput_line(WallTime(events, metrics), events):
         print(goodput)
     print(f"  checkpoints {folder.checkpoints}")
     print(f"  metrics     {folder.metrics} (next to it: events.jsonl and recipe.toml)")
-    if (folder.path / "wandb").is_dir():
-        print(f"  W&B         {folder.path / 'wandb'} (offline runs: wandb sync)")
+    if status := WandbStatus.read(folder.path):
+        print(f"  W&B         {status}")
     print(f"  {longer_training(recipe)}; to start over, use --resume never", flush=True)
 
 

@@ -83,6 +83,9 @@ class Tracker:
     def step(self, metrics: dict[str, Any]) -> None:
         """Report the metrics of a step."""
 
+    def repeat(self, corpora: Sequence[str]) -> None:
+        """Report the corpora whose second epoch has begun with the newest step."""
+
     def started(self, step: int, startup: Startup, *, compiled: bool) -> None:
         """Report the first step of this process, with the times of the start-up."""
 
@@ -151,10 +154,17 @@ class RunTracker(Tracker):
         self.folder.event(event, start.step, code_version=code_version(), **details)
         self.wall_time = self._read_wall_time(metrics)
         facts = launch_facts(events, folder.attempt)
-        self.wandb = WandbThread(recipe, folder, facts, predicted=predicted, metrics=metrics or ())
+        self.display = Display(recipe.training.steps, start.step)
+        self.wandb = WandbThread(
+            recipe,
+            folder,
+            facts,
+            predicted=predicted,
+            metrics=metrics or (),
+            tell=lambda status: self.display.say(f"W&B: {status}"),
+        )
         for alert in alerts_at_start(events):
             self.wandb.send(alert)
-        self.display = Display(recipe.training.steps, start.step)
 
     @override
     def step(self, metrics: dict[str, Any]) -> None:
@@ -164,6 +174,14 @@ class RunTracker(Tracker):
         self.wall_time.add(metrics)
         shares = self.wall_time.shares(time.time())
         self.wandb.send(metrics | {f"wall_time/{name}": share for name, share in shares.items()})
+
+    @override
+    def repeat(self, corpora: Sequence[str]) -> None:
+        for corpus in corpora:
+            self.display.say(
+                f"step {self.last_step}: all of {corpus} has been read; its data repeat from here "
+                f"on, in another order"
+            )
 
     @override
     def started(self, step: int, startup: Startup, *, compiled: bool) -> None:

@@ -141,6 +141,28 @@ def test_an_epoch_reads_every_window_once_and_the_next_epoch_in_another_order(
     assert windows[:count] != windows[count:]
 
 
+def test_the_step_in_which_a_corpus_begins_to_repeat_is_known(
+    small: dict[str, Any], corpus: Path
+) -> None:
+    paths = [str(corpus / "train"), str(corpus / "validation")]
+    mixture = [{"path": paths[0], "weight": 1.0}, {"path": paths[1], "weight": 3.0}]
+    table = changed(
+        small, data__train=mixture, data__validation=None, training__evaluate_every=0,
+        training__steps=60,
+    )  # fmt: skip
+    data, read, repeated = build(table), ([], []), {}  # type: ignore[var-annotated]
+    for step in range(1, 61):
+        for source, index in data.places(np.array(data.samples(step)), step):
+            read[source].append(index)
+        for source, path in enumerate(paths):
+            epochs = len(read[source]) / data.sources()[source].count
+            assert data.epochs(step)[path] == pytest.approx(epochs)
+            if len(set(read[source])) < len(read[source]):
+                repeated.setdefault(path, step)
+        assert data.repeated(step) == [path for path in repeated if repeated[path] == step]
+    assert repeated.keys() == {paths[1]}
+
+
 def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any]) -> None:
     """Each window is read once on 1, 2, 4 and 8 data ranks in turn, with changing batch sizes."""
     data, progress = build(small), Progress()

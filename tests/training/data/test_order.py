@@ -11,6 +11,7 @@ from recipes.training.data import order
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.mixing import permuted, place_of
 from recipes.training.data.order import CorpusOrder
+from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.progress import Progress
@@ -148,6 +149,20 @@ def test_the_mixture_of_a_stage_has_its_own_shares(table: dict[str, Any]) -> Non
     sources = [source for source, _ in ranges_of(data, range(9, 17))]
     for count in range(1, len(sources) + 1):
         assert abs(sources[:count].count(1) - 0.75 * count) < 1
+
+
+def test_epochs_are_counted_over_stages(table: dict[str, Any], corpus: Path) -> None:
+    data, count = build(table), {"train": {}, "validation": {}}  # type: ignore[var-annotated]
+    for name, of_length in count.items():
+        tokens_of_corpus = TokenFile(corpus / name).count
+        of_length |= {length: (tokens_of_corpus - 1) // length for length in (32, 64)}
+    train, other = count["train"], count["validation"]
+    expected = {
+        str(corpus / "train"): 32 / train[32] + 16 / train[64] + 4 / train[64] + 4 / train[32],
+        str(corpus / "validation"): 12 / other[64] + 12 / other[32],
+    }
+    assert data.epochs(16) == pytest.approx(expected)
+    assert data.epochs(0) == {}
 
 
 def test_data_is_a_pure_function_of_recipe_and_step(table: dict[str, Any]) -> None:

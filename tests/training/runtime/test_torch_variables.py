@@ -15,6 +15,7 @@ from recipes.training.runtime.processes import check_machine
 from recipes.training.runtime.torch_variables import (
     check_workspace,
     set_flight_recorder,
+    set_thread_count,
     set_torch_variables,
 )
 
@@ -119,7 +120,7 @@ with mock.patch.object(sys, "argv", ["pretrain.py", *(f"--set={each}" for each i
 
 
 def test_a_run_sets_the_variables_before_it_imports_torch() -> None:
-    keys = ("PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
+    keys = ("PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "OMP_NUM_THREADS")
     unset = {key: value for key, value in os.environ.items() if key not in keys}
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, *keys],
@@ -128,7 +129,17 @@ def test_a_run_sets_the_variables_before_it_imports_torch() -> None:
         capture_output=True,
         text=True,
     )
-    assert done.stdout.split() == ["expandable_segments:True", ":4096:8"], done.stderr
+    cores = str(len(os.sched_getaffinity(0)))  # all of them are the only rank's
+    assert done.stdout.split() == ["expandable_segments:True", ":4096:8", cores], done.stderr
+
+
+def test_the_cores_are_divided_over_the_ranks_of_a_node() -> None:
+    with mock.patch("os.sched_getaffinity", return_value=set(range(9))):
+        for ranks, threads in ((1, "9"), (2, "4"), (9, "1"), (20, "1")):
+            set_thread_count(environment := {}, ranks)
+            assert environment == {"OMP_NUM_THREADS": threads}
+        set_thread_count(environment := {"OMP_NUM_THREADS": "7"}, 2)
+        assert environment["OMP_NUM_THREADS"] == "7"  # set by the user
 
 
 def test_pipelined_runs_load_kernels_early_and_use_all_queues() -> None:

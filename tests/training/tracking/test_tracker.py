@@ -19,10 +19,12 @@ from recipes.training.tracking.meter import Meter
 from recipes.training.tracking.tracker import open_tracker
 from recipes.training.tracking.weights_and_biases import settings as wandb_settings
 from recipes.training.tracking.weights_and_biases import thread as wandb_thread
+from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
 from tests.ranks import free_port
 
+OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
 LINE = {
     "step": 1,
     "loss": 2.5,
@@ -45,25 +47,10 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-@pytest.fixture
-def without_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-
-
-def test_a_key_decides_between_online_and_offline(
-    small, folder: RunFolder, without_key: None, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_resumed_folder_keeps_the_id_of_its_run(small, folder: RunFolder) -> None:
     auto = recipe_with(small, "auto")
-    assert wandb_settings.wandb_arguments(auto, folder.path)["mode"] == "offline"
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password x\n")
-    assert wandb_settings.wandb_arguments(auto, folder.path)["mode"] == "online"
-    (tmp_path / "netrc").unlink()
-    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     first = wandb_settings.wandb_arguments(auto, folder.path)
     again = wandb_settings.wandb_arguments(auto, folder.path)
-    assert first["mode"] == "online" and first["resume"] == "allow"
     assert first["id"] == again["id"] and first["name"] == "tiny" and first["tags"] == ["tiny"]
     assert first["config"]["model"]["layers"] == 2 and "code_version" in first["config"]
 
@@ -104,7 +91,10 @@ def check_a_run_continues(recipe, folder: RunFolder) -> None:
 
 
 def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolder) -> None:
-    with mock.patch.object(wandb_thread, "start_wandb", side_effect=RuntimeError("no disk")):
+    with (
+        mock.patch.object(wandb_thread, "start_wandb", side_effect=RuntimeError("no disk")),
+        mock.patch.object(wandb_thread, "tear_down"),  # would wait for runs of other tests
+    ):
         thread = WandbThread(recipe_with(small, "offline"), folder)
         thread.send(LINE)
         assert thread.finish() == "Weights & Biases failed (no disk)"
@@ -138,11 +128,13 @@ def test_weights_and_biases_gets_the_newest_preflight(small, folder: RunFolder) 
     for rate in (1.0, 2.0):
         measures = {"network link": {"median": rate, "lowest": rate / 2, "rank": 3, "host": "a"}}
         folder.event("preflight", 10, seconds=1.0, measures=measures)
-    with mock.patch.object(wandb_thread, "start_wandb") as start:
+    with mock.patch.object(
+        wandb_thread, "start_wandb", return_value=(mock.Mock(), OFFLINE)
+    ) as start:
         thread = WandbThread(recipe_with(small, "offline"), folder)
         thread.send(LINE)
         assert thread.finish() is None
-    first, second = (call.args[0] for call in start.return_value.log.call_args_list)
+    first, second = (call.args[0] for call in start.return_value[0].log.call_args_list)
     assert first == {
         "step": 10, "preflight/network_link_median": 2.0, "preflight/network_link_lowest": 1.0,
     }  # fmt: skip
@@ -154,6 +146,7 @@ import sys, time
 sys.path[0] = "."
 import atexit, errno, fcntl, pathlib
 from recipes.training.tracking.weights_and_biases import thread as wandb_thread
+from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from recipes.training.runtime.exits import leave
 from recipes.training.recipe.loading import load_recipe
@@ -169,7 +162,7 @@ RECIPE = pathlib.Path("recipes/tiny.toml")
 folder = RunFolder(pathlib.Path(sys.argv[1]))
 folder.hold()
 atexit.register(time.sleep, 30)  # as W&B's handler does
-wandb_thread.start_wandb = lambda arguments: time.sleep(600)
+wandb_thread.start_wandb = lambda wanted, arguments: time.sleep(600)
 WandbThread.SECONDS_TO_FINISH = 0.1
 thread = WandbThread(load_recipe(RECIPE, ["tracking.mode=offline"]), folder)
 thread.exit_code = int(sys.argv[2])
@@ -197,7 +190,7 @@ def test_a_process_that_leaves_wandb_behind_releases_its_folder_and_is_read(
 
 
 def test_settings_of_wandb_are_checked_before_the_engine_is_built(
-    small, folder: RunFolder, without_key: None, monkeypatch
+    small, folder: RunFolder, monkeypatch
 ) -> None:
     def check(mode: str = "auto", *, keeps_id: bool = True) -> None:
         wandb_settings.check_wandb(recipe_with(small, mode), folder.path, keeps_id=keeps_id)
@@ -214,10 +207,16 @@ def test_settings_of_wandb_are_checked_before_the_engine_is_built(
     (folder.path / "wandb" / "run_id").mkdir()
     with pytest.raises(UserError, match="cannot be read"):
         check()
-    monkeypatch.setenv("WANDB_BASE_URL", "http://[::1")
-    with pytest.raises(UserError, match="WANDB_BASE_URL"):
-        check(keeps_id=False)
-    check("offline", keeps_id=False)
+    for name, value in (
+        ("WANDB_BASE_URL", "http://[::1"),
+        ("WANDB_BASE_URL", "localhost:8080"),
+        ("WANDB_MODE", "onlin"),
+    ):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            with pytest.raises(UserError, match=f"{name} = ") as rejected:
+                check("offline", keeps_id=False)  # W&B reads them in every mode
+            assert value in str(rejected.value)
 
 
 def test_only_rank_0_tracks(small, folder: RunFolder) -> None:
@@ -236,12 +235,12 @@ def test_lines_show_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str])
     display = Display(steps=100, done=0)
     display.step(LINE)
     display.step(LINE | {"step": 2})  # within ten seconds: no line
-    display.step(LINE | {"step": 3, "validation_loss": 2.25, "mfu": 0.5})
+    display.step(LINE | {"step": 3, "validation_loss": 2.25, "mfu": 0.5, "epoch": 1.5})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("step   1/100  loss 2.5000  lr 1.00e-03  1,000 tokens/s")
     assert lines[0].endswith("00:49 left")
-    assert "validation 2.2500" in lines[1] and "MFU 50.0%" in lines[1]
+    assert "validation 2.2500" in lines[1] and "MFU 50.0%  epoch 1.50" in lines[1]
 
 
 def test_a_terminal_gets_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:

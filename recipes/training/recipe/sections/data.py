@@ -30,10 +30,10 @@ class Data(Section):
     """Training corpora, each with a path and a weight. They are mixed evenly: at every step, each
     corpus is less than one sample from its share."""
 
-    validation: str | dict[str, str]
+    validation: str | dict[str, str] | None = None
     """Path of the validation file, without .bin or .idx, or a table with a name and a path for each
     of several sets: `{ code = "data/code/validation", web = "data/web/validation" }`. No validation
-    file may be a training corpus."""
+    file may be a training corpus. Leave it out to train without validation."""
 
     tokenizer: str
     """Folder of the tokenizer. Its hash must equal the one in the manifests of the corpora."""
@@ -67,7 +67,7 @@ class Data(Section):
     @field_validator("validation", mode="before")
     @classmethod
     def _check_validation(cls, value: Any) -> Any:
-        if isinstance(value, str):
+        if value is None or isinstance(value, str):
             return value
         example = '{ code = "data/code/validation", web = "data/web/validation" }'
         if not isinstance(value, dict) or not value:
@@ -90,4 +90,6 @@ class Data(Section):
     @property
     def validation_sets(self) -> dict[str, str]:
         """The path of each validation set by name; the name is "" if there is a single path."""
-        return {"": self.validation} if isinstance(self.validation, str) else dict(self.validation)
+        if isinstance(self.validation, str):
+            return {"": self.validation}
+        return dict(self.validation or {})

@@ -1,6 +1,5 @@
-"""Settings of Weights & Biases: its key, its mode, and the identity of a run."""
+"""Settings of Weights & Biases: its variables, its key, and the identity of a run."""
 
-import netrc
 import os
 import re
 import secrets
@@ -12,6 +11,8 @@ from models.errors import UserError
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.line_file import write_whole
 from recipes.training.run_folder.provenance import code_version
+
+MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # of WANDB_MODE
 
 
 def check_wandb(recipe: Recipe, folder: Path, *, keeps_id: bool) -> None:
@@ -27,25 +28,36 @@ def check_wandb(recipe: Recipe, folder: Path, *, keeps_id: bool) -> None:
     """
     if recipe.tracking.mode == "disabled":
         return
-    wandb_mode(recipe)
+    check_variables()
     run_id = folder / "wandb" / "run_id"
     if keeps_id and run_id.exists():
         read_run_id(run_id)
 
 
-def wandb_mode(recipe: Recipe) -> str:
-    """Return W&B's mode for a run: "online", "offline", or the value of WANDB_MODE.
+def check_variables() -> None:
+    """Check the variables of W&B, without importing it.
 
     Raises:
-        UserError: WANDB_BASE_URL is not a URL.
+        UserError: WANDB_MODE is not a mode, or WANDB_BASE_URL is not a URL.
     """
-    if recipe.tracking.mode != "auto":
-        return recipe.tracking.mode
-    return os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline")
+    mode, url = os.environ.get("WANDB_MODE"), os.environ.get("WANDB_BASE_URL")
+    if mode and mode not in MODES:
+        raise UserError(f"WANDB_MODE = {mode} is not one of {', '.join(MODES)}; unset it")
+    if not url:
+        return
+    try:
+        parts = urlparse(url)
+        problem = "" if parts.scheme in ("http", "https") and parts.hostname else "not a URL"
+    except ValueError as error:
+        problem = str(error)
+    if problem:
+        raise UserError(
+            f"WANDB_BASE_URL = {url}: {problem}; use https://HOST:PORT, or unset it"
+        ) from None
 
 
 def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `wandb.init`; a resumed folder keeps its run id."""
+    """Return the arguments of `wandb.init` but the mode; a resumed folder keeps its run id."""
     home = folder / "wandb"
     home.mkdir(exist_ok=True)
     run_id = home / "run_id"
@@ -56,13 +68,10 @@ def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 def common_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Return the arguments of `wandb.init` that follow from a recipe and a folder alone."""
-    mode = wandb_mode(recipe)
     return {
         "project": recipe.tracking.project,
-        "resume": "allow" if mode == "online" else None,
         "tags": list(recipe.tracking.tags),
         "config": recipe.model_dump(mode="json") | {"code_version": code_version()},
-        "mode": mode,
         "dir": str(folder),
     }
 
@@ -113,24 +122,3 @@ def read_run_id(file: Path) -> str:
             f"into it, or delete it for a new W&B run"
         )
     return run_id
-
-
-def has_wandb_key() -> bool:
-    """Return True if a key is in the environment or in the netrc file that `wandb login` writes.
-
-    Raises:
-        UserError: WANDB_BASE_URL is not a URL.
-    """
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
-    try:
-        host = urlparse(url).hostname or ""
-    except ValueError as error:
-        raise UserError(
-            f"WANDB_BASE_URL = {url}: {error}; use https://api.wandb.ai, or unset it"
-        ) from None
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, UnicodeDecodeError, netrc.NetrcParseError):
-        return False

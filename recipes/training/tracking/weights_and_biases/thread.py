@@ -15,12 +15,24 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import leave_handlers_out
 from recipes.training.tracking.weights_and_biases.alerts import Alert
+from recipes.training.tracking.weights_and_biases.connection import (
+    WandbStatus,
+    restart_offline,
+    short,
+    start_wandb,
+    tear_down,
+)
 from recipes.training.tracking.weights_and_biases.media import Picture, SavedCheckpoint, TaskTable
 from recipes.training.tracking.weights_and_biases.settings import wandb_arguments
 
 Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
+ALL_FILES = "*run-*"  # of the offline and online runs in the run folder's wandb/
 PIXELS = 8  # width and height of an expert in the picture of loads
+
+
+def untold(status: WandbStatus) -> None:
+    """Ignore a change of the mode of Weights & Biases."""
 
 
 def nothing_predicted(step: int) -> Mapping[str, float]:
@@ -38,6 +50,7 @@ class WandbThread:
         predicted: returns the planner's predictions for a step, by the name of the metric; sent as
             "planned/..." with the metrics of each step, and, when they change, as configuration
         metrics: the lines of metrics.jsonl so far, for the table of task scores
+        tell: called in any thread when the mode of Weights & Biases is known, and when it changes
     """
 
     MAX_QUEUED_STEPS = 100_000  # later steps are dropped while W&B does not respond
@@ -51,9 +64,11 @@ class WandbThread:
         *,
         predicted: PredictedMetrics = nothing_predicted,
         metrics: Iterable[Mapping[str, Any]] = (),
+        tell: Callable[[WandbStatus], None] = untold,
     ):
         self._folder, self._facts = folder, dict(facts)
         self._predicted, self._plan = predicted, dict[str, float]()
+        self._tell, self._status, self._is_late = tell, WandbStatus("failed"), False
         self._queue: queue.Queue[Item | None] = queue.Queue(self.MAX_QUEUED_STEPS)
         self._task_table = TaskTable(metrics)
         self.exit_code = 0  # of this process, if it ends without waiting for W&B
@@ -81,7 +96,9 @@ class WandbThread:
         if self._thread.is_alive():
             # The exit handler of W&B would wait longer. Handlers run in reverse order, so this one
             # runs first; it ends the process, so no other one runs.
+            self._is_late = True
             atexit.register(self._leave_behind)
+            self._fail("it did not finish in time")
             return "Weights & Biases did not finish in time"
         return self._problem
 
@@ -91,16 +108,46 @@ class WandbThread:
         leave_handlers_out(self.exit_code)
 
     def _work(self, recipe: Recipe) -> None:
+        is_read = False  # the end of the queue
         try:
-            run = start_wandb(wandb_arguments(recipe, self._folder.path))
-            self._describe(run)
+            arguments = wandb_arguments(recipe, self._folder.path)
+            run = self._started(*start_wandb(recipe.tracking.mode, arguments))
             while (item := self._queue.get()) is not None:
-                self._send(run, item)
+                try:
+                    self._send(run, item)
+                except Exception as error:
+                    if self._status.mode != "online" or self._is_late:
+                        raise
+                    run = self._started(*restart_offline(arguments, error, ALL_FILES))
+                    self._send(run, item)
+            is_read = True
             run.finish()
         except Exception as error:
-            self._problem = f"Weights & Biases failed ({error})"
-            while self._queue.get() is not None:
-                pass
+            self._problem = f"Weights & Biases failed ({short(error)})"
+            self._fail(short(error))
+            while not is_read:
+                is_read = self._queue.get() is None
+        finally:
+            tear_down()
+
+    def _started(self, run: Any, status: WandbStatus) -> Any:
+        """Tell the mode of a run that has started, describe the run, and return it."""
+        self._plan = {}
+        self._change(status)
+        self._describe(run)
+        return run
+
+    def _fail(self, reason: str) -> None:
+        """Tell that some of the data has not been sent."""
+        files = str(self._folder.path / "wandb" / ALL_FILES)
+        started = self._status.mode != "failed"
+        self._change(WandbStatus(*(("incomplete", files) if started else ("failed", "")), reason))
+
+    def _change(self, status: WandbStatus) -> None:
+        self._folder.check_lease()
+        self._status = status
+        status.write(self._folder.path)
+        self._tell(status)
 
     def _describe(self, run: Any) -> None:
         """Send what is known before the first step."""
@@ -165,19 +212,3 @@ def with_heat_map(metrics: dict[str, Any]) -> dict[str, Any]:
     others = {key: value for key, value in metrics.items() if key != "expert_counts"}
     picture = np.array(pixels, dtype=np.uint8).repeat(PIXELS, 0).repeat(PIXELS, 1)
     return others | {"expert_load": wandb.Image(picture, caption="layers x experts")}
-
-
-def start_wandb(arguments: dict[str, Any]) -> Any:
-    """Return the result of `wandb.init`, in offline mode if W&B cannot be reached."""
-    import wandb  # takes a second, for which the training thread need not wait
-
-    settings = wandb.Settings(silent=True, console="off", init_timeout=30)
-    try:
-        run = wandb.init(**arguments, settings=settings)
-    except Exception:
-        if arguments["mode"] != "online":
-            raise
-        wandb.teardown()  # the failed attempt still holds the run's id
-        run = wandb.init(**arguments | {"mode": "offline"}, settings=settings)
-    run.define_metric("*", step_metric="step")
-    return run

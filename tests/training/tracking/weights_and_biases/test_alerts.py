@@ -25,9 +25,11 @@ from recipes.training.tracking.weights_and_biases.alerts import (
     alerts_at_start,
     launch_facts,
 )
+from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
 
+OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
 START = {"event": "start", "step": 0}
 ATTEMPT = {
     "event": "attempt", "step": 40, "attempt": "t.1.2", "number": 2, "reason": "node2: silent",
@@ -162,7 +164,7 @@ def test_alerts_neither_delay_nor_stop_a_run(small: dict, folder: RunFolder) -> 
     failing = mock.Mock()
     failing.alert.side_effect = RuntimeError("no connection")
     with (
-        mock.patch.object(wandb_thread, "start_wandb", return_value=failing),
+        mock.patch.object(wandb_thread, "start_wandb", return_value=(failing, OFFLINE)),
         open_tracker(offline(small), folder, 0, start=Progress(40, 320), changed={}) as tracker,
     ):
         started = time.monotonic()

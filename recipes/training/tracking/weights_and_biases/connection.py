@@ -1,0 +1,174 @@
+"""The connection to Weights & Biases: its mode for a run, the reason, and the run itself.
+
+W&B is asked for the address of its server and for the key, because both can come from the
+environment, from the files that `wandb login` writes, or from files in the current folder. It is
+imported in these functions: that takes a second, for which the training thread need not wait.
+"""
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from recipes.training.run_folder.line_file import write_whole
+
+Mode = Literal["online", "offline", "disabled", "shared"]  # of `wandb.init`
+MAX_REASON = 200  # characters of an error in a message
+SECONDS_TO_CONNECT = 30.0
+STATUS_FILE = "wandb/status.json"
+
+
+@dataclass(frozen=True)
+class WandbStatus:
+    """The mode of Weights & Biases for a run.
+
+    Attributes:
+        mode: "online", "offline", "disabled", "incomplete" (some data has not been sent) or
+            "failed" (W&B has not started)
+        where: URL of the run's page, or the files for `wandb sync`
+        reason: the reason for any mode but "online"
+    """
+
+    mode: str
+    where: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        match self.mode:
+            case "online":
+                return f"online at {self.where}"
+            case "offline":
+                return f"offline, because {self.reason}; send it with: wandb sync {self.where}"
+            case "incomplete":
+                return f"incomplete ({self.reason}); send the rest with: wandb sync {self.where}"
+            case "disabled":
+                return f"off, because {self.reason}"
+        return f"failed ({self.reason})"
+
+    def write(self, folder: Path) -> None:
+        """Write the status into a run folder, for the summary of the run."""
+        with contextlib.suppress(OSError):
+            write_whole(folder / STATUS_FILE, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> "WandbStatus | None":
+        """Return the newest status of a run; None if there is none that can be read."""
+        try:
+            facts = json.loads((folder / STATUS_FILE).read_bytes())
+            return cls(**{name: str(facts[name]) for name in ("mode", "where", "reason")})
+        except (OSError, ValueError, RecursionError, TypeError, KeyError):
+            return None
+
+
+def start_wandb(wanted: str, arguments: dict[str, Any]) -> tuple[Any, WandbStatus]:
+    """Start a W&B run, offline if there is no key or the server cannot be reached.
+
+    Args:
+        wanted: the mode of the recipe, "auto", "online" or "offline"
+        arguments: arguments of `wandb.init`, without a mode
+
+    Returns:
+        The run, and its status.
+    """
+    mode, reason = choose_mode(wanted)
+    if mode == "offline":
+        return _init(arguments, mode), WandbStatus(mode, unsent(arguments), reason)
+    if mode == "disabled":
+        return _init(arguments, mode), WandbStatus(mode, reason=reason)
+    try:
+        run = _init(arguments | {"resume": "allow"}, mode)
+    except Exception as error:
+        return restart_offline(arguments, error)
+    return run, WandbStatus("online", run.url or "")
+
+
+def restart_offline(
+    arguments: dict[str, Any], error: Exception, files: str = "offline-run-*"
+) -> tuple[Any, WandbStatus]:
+    """Continue a run offline with the same id, after an error of W&B or its server.
+
+    Args:
+        arguments: arguments of `wandb.init`, without a mode
+        error: the error of the run that was or should have been online
+        files: the files that have not been sent
+    """
+    server = _settings().base_url
+    reason = f"W&B at {server} failed ({short(error)}); the run keeps its id {arguments['id']}"
+    tear_down()  # the failed run still holds its id
+    return _init(arguments, "offline"), WandbStatus("offline", unsent(arguments, files), reason)
+
+
+def tear_down() -> None:
+    """End W&B's service process, so that its exit handler does not run.
+
+    The handler prints a traceback if the service process has crashed.
+    """
+    with contextlib.suppress(Exception, SystemExit):
+        import wandb
+
+        wandb.teardown()
+
+
+def choose_mode(wanted: str) -> tuple[Mode, str]:
+    """Return the mode of a run, and the reason unless the run is online.
+
+    Args:
+        wanted: the mode of the recipe, "auto", "online" or "offline"
+    """
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    if wanted == "offline":
+        return "offline", 'tracking.mode = "offline"'
+    settings = _settings()
+    if wanted == "auto" and settings.mode not in ("online", "run", "shared"):
+        mode: Mode = "disabled" if settings.mode == "disabled" else "offline"
+        files = " and ".join(map(str, settings.read_system_settings().sources))
+        variable = os.environ.get("WANDB_MODE")
+        return mode, f"WANDB_MODE = {variable}" if variable else f"{files} sets mode = {mode}"
+    try:
+        host = wbauth.HostUrl(settings.base_url, app_url=settings.app_url)
+        key = wbauth.authenticate_session(
+            host=host, source="pretrain.py", prompt=False, update_session=False
+        )
+    except wandb.Error as error:
+        return "offline", short(error)
+    if key is None:
+        login = 'log in with "wandb login" to be online'
+        return "offline", f"there is no key for {settings.base_url} ({login})"
+    return ("shared" if settings.mode == "shared" else "online"), ""
+
+
+def short(error: Exception) -> str:
+    """Return the first sentence or line of an error for a message."""
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return line.rstrip(".")[:MAX_REASON]
+
+
+def unsent(arguments: dict[str, Any], files: str = "offline-run-*") -> str:
+    """Return the files that have not been sent, as a pattern for `wandb sync`."""
+    return str(Path(arguments["dir"]) / "wandb" / files)
+
+
+def _settings() -> Any:
+    """Return the settings of W&B: defaults, its files, and the environment."""
+    import wandb
+    from wandb.sdk import wandb_setup
+
+    wandb.termsetup(wandb.Settings(silent=True), None)
+    settings = wandb_setup.singleton().settings  # does not start W&B's service process
+    settings.silent = True  # the settings that were just read would print messages again
+    wandb.termsetup(settings, None)
+    return settings
+
+
+def _init(arguments: dict[str, Any], mode: Mode) -> Any:
+    import wandb
+
+    _settings()
+    settings = wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT)
+    run = wandb.init(**arguments, mode=mode, settings=settings)
+    run.define_metric("*", step_metric="step")
+    return run

@@ -1,0 +1,288 @@
+"""The mode of Weights & Biases and its reason, with a server of the test in place of W&B's."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+from typing_extensions import override
+
+from recipes.training.recipe.loading import REPOSITORY, parse_recipe
+from recipes.training.recipe.topology import World
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.progress import Progress
+from recipes.training.tracking.messages import summarize
+from recipes.training.tracking.tracker import open_tracker
+from recipes.training.tracking.weights_and_biases import thread as wandb_thread
+from recipes.training.tracking.weights_and_biases.connection import (
+    WandbStatus,
+    choose_mode,
+    tear_down,
+)
+from tests.conftest import changed
+
+KEY = "k" * 40
+LINE = {
+    "step": 1, "loss": 2.5, "learning_rate": 1e-3, "step_seconds": 0.5, "tokens": 256,
+    "tokens_per_second": 1000.0, "tflops_per_gpu": 0.01, "mfu": None,
+}  # fmt: skip
+
+
+class Server(ThreadingHTTPServer):
+    """A server that answers what W&B asks at a login and in a run.
+
+    Attributes:
+        status: the HTTP status of its answers
+        history: the metrics of all runs
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.status, self.history = 200, list[dict[str, Any]]()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        query, variables = body.get("query", ""), body.get("variables", {})
+        if path.endswith("/file_stream"):
+            lines = body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
+            self.history += map(json.loads, lines)
+            return {}
+        if "viewer" in query:
+            viewer = {"id": "dg==", "username": "me", "entity": "me", "flags": "{}"}
+            return {"data": {"viewer": viewer | {"teams": {"edges": []}}}}
+        if "upsertBucket" in query:
+            project = {"id": "cA==", "name": variables["project"]}
+            project["entity"] = {"id": "ZQ==", "name": "me"}  # type: ignore[assignment]
+            bucket = {"id": "aWQ=", "name": variables["name"], "displayName": "run"}
+            bucket |= {"description": "", "config": "{}", "project": project}
+            return {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
+        if "createRunFiles" in query:
+            files = [{"name": name, "uploadUrl": self.url} for name in variables["files"]]
+            created = {"runID": "aWQ=", "uploadHeaders": [], "files": files}
+            return {"data": {"createRunFiles": created}}
+        return {"data": {}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers.get("content-length") or 0))
+        if self.headers.get("content-encoding") == "gzip":
+            content = gzip.decompress(content)
+        try:
+            body = json.loads(content)
+        except ValueError:
+            body = {}
+        answer = json.dumps(self.server.answer(self.path, body)).encode()
+        self.send_response(self.server.status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_PUT = do_POST
+
+    @override
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Write no log."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home folder in which no one has logged in yet."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tear_down()
+    yield tmp_path
+    tear_down()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.hold()
+    return folder
+
+
+def log_in(server: Server) -> None:
+    login = [sys.executable, "-m", "wandb", "login", "--relogin", "--host", server.url, KEY]
+    done = subprocess.run(login, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def train(table: dict[str, Any], folder: RunFolder) -> WandbStatus:
+    """Report a step of a run with tracking.mode = "auto"; return the status that it leaves."""
+    recipe = parse_recipe(changed(table, tracking__mode="auto"), "test")
+    with open_tracker(recipe, folder, 0, start=Progress(), changed={}) as tracker:
+        tracker.step(LINE)
+        tracker.end()
+    summarize(recipe, folder, World(rank=0, local_rank=0, size=1, local_size=1))
+    status = WandbStatus.read(folder.path)
+    assert status
+    return status
+
+
+def test_a_login_is_found_by_the_run(
+    small: dict, folder: RunFolder, home: Path, server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log_in(server)
+    assert f"machine 127.0.0.1:{server.server_port}" in (home / ".netrc").read_text()
+    capfd.readouterr()
+    status = train(small, folder)
+    run_id = (folder.path / "wandb" / "run_id").read_text()
+    page = f"{server.url}/me/threefold/runs/{run_id}"
+    assert (status.mode, status.where) == ("online", page)
+    assert [line["loss"] for line in server.history] == [2.5]
+    printed = capfd.readouterr()
+    assert f"W&B: online at {page}\n" in printed.out
+    assert f"  W&B         online at {page}\n" in printed.out
+    assert "wandb:" not in printed.out + printed.err  # no messages of its own
+
+
+def test_a_server_that_rejects_the_key_leaves_the_run_offline_with_the_same_id(
+    small: dict, folder: RunFolder, home: Path, server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log_in(server)
+    server.status = 401
+    capfd.readouterr()
+    status = train(small, folder)
+    run_id = (folder.path / "wandb" / "run_id").read_text()
+    assert status.mode == "offline" and status.reason.startswith(f"W&B at {server.url} failed")
+    assert status.reason.endswith(f"; the run keeps its id {run_id}")
+    (files,) = (folder.path / "wandb").glob(f"offline-run-*-{run_id}")
+    assert list(files.glob("*.wandb"))
+    printed = capfd.readouterr()
+    assert f"W&B: offline, because {status.reason}; send it with: wandb sync" in printed.out
+    assert "  W&B         offline, because " in printed.out
+    assert "Traceback" not in printed.out + printed.err
+
+
+CRASH = """
+import sys
+sys.path[0] = "."
+from pathlib import Path
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.runtime.exits import leave
+from recipes.training.tracking.weights_and_biases.thread import WandbThread
+
+folder = RunFolder(Path(sys.argv[1]))
+folder.hold()
+thread = WandbThread(
+    load_recipe(DEFAULT_RECIPE, []), folder, tell=lambda status: print(status, flush=True)
+)
+for number, _ in enumerate(sys.stdin, start=1):
+    thread.send({"step": number, "loss": 2.5})
+    print("sent", flush=True)
+print("problem:", thread.finish(), flush=True)
+leave(0)
+"""
+
+
+def test_a_crash_of_wandb_ends_in_an_offline_run_and_no_traceback(
+    tmp_path: Path, home: Path, server: Server
+) -> None:
+    log_in(server)
+    with subprocess.Popen(
+        [sys.executable, "-c", CRASH, str(tmp_path / "run")], cwd=REPOSITORY, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stdout.readline().startswith("online at ")
+        core = [c for c in psutil.Process(process.pid).children() if "wandb-core" in c.name()]
+        os.kill(core[0].pid, signal.SIGKILL)
+        lines = []
+        while not any(line.startswith("offline") for line in lines):  # the first error comes late
+            assert len(lines) < 200, lines
+            time.sleep(0.05)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            lines.append(process.stdout.readline())
+        process.stdin.close()
+        lines += process.stdout.read().splitlines()
+        errors = process.stderr.read()
+    run_id = (tmp_path / "run" / "wandb" / "run_id").read_text()
+    assert process.returncode == 0 and lines[-1] == "problem: None", (lines, errors)
+    offline = next(line for line in lines if line.startswith("offline"))
+    assert f"the run keeps its id {run_id}; send it with: wandb sync" in offline
+    assert list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}"))
+    assert "Traceback" not in errors and "Error" not in errors, errors
+
+
+@pytest.mark.parametrize(
+    ("wanted", "variables", "mode", "reason"),
+    [
+        ("auto", {}, "offline", "there is no key for https://api."),
+        ("online", {}, "offline", "there is no key for https://api."),
+        ("auto", {"WANDB_API_KEY": KEY}, "online", ""),
+        ("offline", {"WANDB_API_KEY": KEY}, "offline", 'tracking.mode = "offline"'),
+        ("auto", {"WANDB_API_KEY": "short"}, "offline", "WANDB_API_KEY invalid: API key must"),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "dryrun"}, "offline", "WANDB_MODE = dryrun"),
+        ("online", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "online", ""),
+        ("auto", {"WANDB_MODE": "disabled"}, "disabled", "WANDB_MODE = disabled"),
+    ],
+)
+def test_the_reason_of_a_mode(
+    wanted: str, variables: dict[str, str], mode: str, reason: str, home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    chosen, why = choose_mode(wanted)
+    assert chosen == mode and why.startswith(reason) and bool(why) == bool(reason)
+
+
+@pytest.mark.parametrize("machine", ["api.forge.coreweave.com", "api.wandb.ai"])
+def test_the_key_of_the_public_server_is_found_by_either_name(machine: str, home: Path) -> None:
+    (home / ".netrc").write_text(f"machine {machine} login user password {KEY}\n")
+    assert choose_mode("auto") == ("online", "")
+
+
+def test_a_mode_in_a_settings_file_is_named(home: Path) -> None:
+    file = home / ".config" / "wandb" / "settings"
+    file.parent.mkdir(parents=True)
+    file.write_text("[default]\nmode = offline\n")
+    assert choose_mode("auto") == ("offline", f"{file} sets mode = offline")
+
+
+def test_an_error_in_the_last_call_ends_the_thread(
+    small: dict, folder: RunFolder, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = mock.Mock()
+    run.finish.side_effect = RuntimeError("no answer")
+    started = (run, WandbStatus("online", "http://page"))
+    with mock.patch.object(wandb_thread, "start_wandb", return_value=started):
+        status = train(small, folder)
+    assert (status.mode, status.reason) == ("incomplete", "no answer")
+    printed = capfd.readouterr()
+    assert "W&B: online at http://page\n" in printed.out
+    assert "  W&B         incomplete (no answer); send the rest with: wandb sync" in printed.out
+    assert printed.err == "Weights & Biases failed (no answer); metrics.jsonl has every step\n"
+
+
+@pytest.mark.parametrize("content", ["", "5", "[" * 100_000, '{"mode": 1}', "\x00"])
+def test_a_damaged_status_is_left_out_of_the_summary(content: str, folder: RunFolder) -> None:
+    (folder.path / "wandb").mkdir()
+    (folder.path / "wandb" / "status.json").write_text(content)
+    assert WandbStatus.read(folder.path) is None
