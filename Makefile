@@ -87,11 +87,11 @@ test: $(READY) ## run the tests that take twenty minutes together on two cores
 cluster: $(READY) ## test launching and faults with Slurm and hosts on this machine (as root)
 	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)
 
-# A torch for CPUs lacks Triton, with which long tests compile the kernels of a GPU. It stays out of
-# .venv's own packages, because torch and DeepSpeed would import it in every run.
+# A torch for CPUs lacks Triton, with which long tests compile the kernels of a GPU. Triton is installed
+# in .venv/triton, because torch and DeepSpeed would import it in every run if it were in .venv.
 $(TRITON): requirements-triton.txt | $(READY)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet \
-	  --disable-pip-version-check --no-deps --target .venv/triton --requirement requirements-triton.txt
+	  --disable-pip-version-check --no-deps --upgrade --target .venv/triton --requirement requirements-triton.txt
 	@mkdir -p .venv/triton && touch $@
 
 long: $(READY) $(TRITON) ## run the tests that take minutes, such as kills of a run at random instants

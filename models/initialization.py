@@ -32,10 +32,10 @@ from models.sharding import sharding_of
 # Maximum number of elements drawn at a time. A change would change the initial values of every
 # parameter that has more elements.
 CHUNK_ELEMENTS = 2**20
-# Number of chunks that a thread fills in a row. With tensor parallelism, the chunk between two such
-# rows may be drawn by both threads.
-CHUNKS_OF_A_THREAD = 8
-MAX_THREADS = 16  # each needs three chunks of memory
+# Number of consecutive chunks that a thread fills. With tensor parallelism, neighbouring threads may
+# both draw the chunk at their boundary.
+CHUNKS_PER_THREAD = 8
+MAX_THREADS = 16  # each holds up to three chunks, about 12 MB
 
 
 @torch.no_grad()
@@ -75,17 +75,26 @@ def initialize(
                 sharding.local_elements, tensor_rank=tensor_rank, tensor_size=tensor_size
             )
             chunk = max(1, rows_of_chunk(shape) * math.prod(shape[1:]) // tensor_size)
-            for first in range(0, len(wanted), CHUNKS_OF_A_THREAD * chunk):
-                run = wanted[first : first + CHUNKS_OF_A_THREAD * chunk]
+            for first in range(0, len(wanted), CHUNKS_PER_THREAD * chunk):
+                of_thread = wanted[first : first + CHUNKS_PER_THREAD * chunk]
                 rows = NormalRows(shape, name=name, seed=seed)
-                piece = values[first : first + len(run)]
-                draws.append(partial(_draw, piece, run, chunk, std, partial(local_elements, rows)))
+                draws.append(
+                    partial(
+                        _draw,
+                        values[first : first + len(of_thread)],
+                        of_thread,
+                        chunk=chunk,
+                        std=std,
+                        local_elements=partial(local_elements, rows),
+                    )
+                )
     run_in_threads(draws)
 
 
 def _draw(
     values: Tensor,
     elements: range,
+    *,
     chunk: int,
     std: float,
     local_elements: Callable[[range], Tensor],

@@ -93,9 +93,10 @@ def _varlen_attention(device: torch.device) -> Varlen | None:
 
 
 def _with_repeated_heads(attend: Varlen) -> Varlen:
-    """Return a kernel for grouped heads from one that requires equal numbers, as torch 2.11's does.
+    """Wrap a kernel that requires as many key-value heads as query heads: that of torch 2.11.
 
-    Keys and values are copied for each query head, which is much cheaper than a call per document.
+    Each key and value head is repeated for its query heads. The copies cost much less than one call
+    per document.
     """
 
     def attend_grouped(
@@ -110,7 +111,7 @@ def _with_repeated_heads(attend: Varlen) -> Varlen:
 
 
 def document_kernel_name(device: torch.device, dtype: torch.dtype, head_size: int) -> str:
-    """Return a description of the attention that separate documents get, for the user."""
+    """Describe in a few words how attention to separate documents is computed."""
     if varlen_kernel(device, dtype, head_size) is not None:
         return "one call of flash attention for all documents of a micro-batch"
     return "one call per document"

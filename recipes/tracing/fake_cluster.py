@@ -86,7 +86,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(Turns, "take", one_after_the_other),  # fake tensors exist in this thread only
         replaced(matrix_exchange, "gather_shards", shards_of_all_ranks),
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
-        replaced(initialization, "run_in_threads", one_by_one),
+        replaced(initialization, "run_in_threads", in_this_thread),
         replaced(functional, "linear", functional.linear),  # which ZeRO-3 replaces
         FakeTensorMode(allow_non_fake_inputs=True),
         Scalars(),
@@ -160,8 +160,8 @@ def one_after_the_other(turns: Turns, helper: Callable[[], None], main: Callable
     main()
 
 
-def one_by_one(functions: Sequence[Callable[[], None]]) -> None:
-    """Run functions in this thread, for the same reason; replaces `run_in_threads`."""
+def in_this_thread(functions: Sequence[Callable[[], None]]) -> None:
+    """Run functions in this thread, where fake tensors exist; replaces `run_in_threads`."""
     for function in functions:
         function()
 

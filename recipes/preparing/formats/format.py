@@ -9,7 +9,7 @@ from recipes.preparing.formats.documents import Row
 
 try:
     from pyarrow import ArrowException
-except ModuleNotFoundError:  # an export loads tokenizers where no source is ever read
+except ModuleNotFoundError:  # optional: an export imports this module, but reads no source
     ArrowException = OSError
 
 # The classes that reading a damaged, truncated or unreadable file raises. Arrow's base class stands

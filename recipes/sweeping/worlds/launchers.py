@@ -29,8 +29,8 @@ if os.getppid() == int(sys.argv[1]):  # otherwise the parent has ended before th
 """
 
 
-def dies_with_this_process(command: Sequence[str]) -> list[str]:
-    """Return a command that runs `command`, and that the kernel kills when this process ends."""
+def killed_with_parent(command: Sequence[str]) -> list[str]:
+    """Wrap a command so that the kernel kills it when this process ends."""
     return [sys.executable, "-SEc", DIES_WITH_PARENT, str(os.getpid()), *command]
 
 
@@ -52,7 +52,7 @@ class Processes:
         """Start a process in its own session. The kernel kills it when this process ends."""
         with log.open("ab") as output:
             self.running[name] = subprocess.Popen(
-                dies_with_this_process(command),
+                killed_with_parent(command),
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -88,7 +88,7 @@ def open_run(
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
         if rank == 0 and engine.on_gpu:
-            tell_attention(experiment)
+            print_document_attention(experiment)
         for warning in data.tasks.warnings:
             tracker.warn(warning)
         name, precision = engine.device_name, experiment.precision
@@ -128,8 +128,8 @@ def open_run(
         yield run
 
 
-def tell_attention(experiment: Experiment) -> None:
-    """Print which attention separate documents get on this GPU; its speed varies a lot."""
+def print_document_attention(experiment: Experiment) -> None:
+    """Print how attention to separate documents is computed: the two ways differ much in speed."""
     recipe, dtype = experiment.recipe, DTYPES[experiment.precision]
     if recipe.data.separate_documents and recipe.layout.context == 1:
         name = document_kernel_name(torch.device("cuda"), dtype, recipe.model.attention_head_size)

@@ -86,7 +86,7 @@ def test_threads_draw_the_rows_of_the_logical_tensor(
     tensor_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(initialization, "CHUNK_ELEMENTS", SMALL_CHUNK)
-    monkeypatch.setattr(initialization, "CHUNKS_OF_A_THREAD", 2)
+    monkeypatch.setattr(initialization, "CHUNKS_PER_THREAD", 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     config = parse_recipe(table(layout__tensor=2), "test").model
     axis = TensorAxis(rank=tensor_rank, size=2)
