@@ -137,7 +137,7 @@ def write_text(options: argparse.Namespace) -> str:
     disable_progress_bar()
     set_seed(0)
     tokenizer = load_tokenizer(options.output, f"the tokenizer in {options.output}")
-    model = AutoModelForCausalLM.from_pretrained(options.output)
+    model = AutoModelForCausalLM.from_pretrained(options.output, trust_remote_code=False)
     prompt = tokenizer(options.prompt, return_tensors="pt")
     given, positions = prompt["input_ids"].shape[1], model.config.max_position_embeddings
     if not 0 < given < positions:

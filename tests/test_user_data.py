@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast, dynamic_module_utils
 
 from models.errors import UserError
 from recipes.converting.adopt import TheirFiles, read_config
@@ -279,6 +279,50 @@ def test_a_folder_of_transformers(content: bytes, tmp_path: Path) -> None:
     assert "is not an index of tensors" in rejection(TheirFiles, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
     assert "model.safetensors cannot be read" in rejection(TheirFiles, tmp_path)
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_in_a_folder_of_transformers_never_runs(
+    file: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading a folder must neither ask whether to run its code nor run it."""
+    folder, ran, questions = tmp_path / "folder", tmp_path / "ran", []
+    folder.mkdir()
+    (folder / f"payload_{tmp_path.name}.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        f"from transformers import PretrainedConfig, PreTrainedTokenizerFast\n"
+        f"class Config(PretrainedConfig):\n    model_type = 'payload'\n"
+        f"class Tokens(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    auto_map = {
+        "AutoConfig": f"payload_{tmp_path.name}.Config",
+        "AutoTokenizer": [None, f"payload_{tmp_path.name}.Tokens"],
+    }
+    settings = {"model_type": "payload", "tokenizer_class": "Tokens", "auto_map": auto_map}
+    (folder / file).write_text(json.dumps(settings))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda text="": questions.append(text) or answer)
+    if file == "config.json":
+        message = rejection(read_config, folder)
+    else:
+        message = rejection(load_tokenizer, folder, f"--tokenizer {folder}")
+    assert not ran.exists() and questions == []
+    assert "without code of its own" in message and "\n" not in message
+
+
+def test_no_call_lets_transformers_ask_whether_to_run_code() -> None:
+    calls = [
+        (path, call[0])
+        for folder in ("models", "recipes", "benchmarks", "slurm")
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        for call in re.finditer(
+            r"Auto\w+\.from_pretrained\([^()]*(\([^()]*\)[^()]*)*\)", path.read_text()
+        )
+        if call[0].partition("(")[2] != '".")'  # in the model card of an export
+    ]
+    assert len(calls) >= 4
+    assert [call for call in calls if "trust_remote_code=False" not in call[1]] == []
 
 
 @pytest.mark.parametrize(
