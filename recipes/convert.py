@@ -44,12 +44,14 @@ from recipes.converting.output_folder import output_folder
 from recipes.converting.reshape import new_recipe, reshape
 from recipes.converting.verified_source import open_checkpoint
 from recipes.planning.inputs.option_types import count
+from recipes.training.runtime.streams import escape_output
 
 NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text generated after --prompt
 
 
 def main() -> None:
     """Run the command."""
+    escape_output()
     options = parse_command_line()
     try:
         options.command(options)

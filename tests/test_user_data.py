@@ -1,8 +1,11 @@
 """Files, options and variables that cannot be parsed are UserErrors that name them."""
 
+import ast
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,6 +191,77 @@ def test_the_files_of_a_corpus(content: bytes, tmp_path: Path) -> None:
 def test_the_manifest_of_a_checkpoint(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
     assert f"{tmp_path}/manifest.json" in rejection(Manifest.read, tmp_path)
+
+
+def texts_without_encoding(tree: ast.Module) -> list[str]:
+    """Return the calls that read or write text in the encoding of the locale."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        keywords = {keyword.arg for keyword in node.keywords}
+        modes = [a.value for a in node.args if isinstance(a, ast.Constant) and a.value is not None]
+        mode = next((m for m in modes if re.fullmatch(r"[rwax]\+?[bt]?\+?", str(m))), "r")
+        opens_text = (
+            name in ("open", "fdopen")
+            and "b" not in mode
+            and (not node.args or mode in modes or isinstance(node.func, ast.Name))
+        )
+        if opens_text or name in ("read_text", "write_text"):
+            if name == "write_text" and isinstance(node.func, ast.Name):
+                continue  # a function of convert.py
+            if "encoding" not in keywords:
+                found.append(ast.unparse(node))
+        elif {"text", "universal_newlines"} & keywords and name in ("run", "Popen"):
+            found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["path.read_text()", "path.write_text(x)", "path.open()", "path.open('w')", "open(path)",
+     "path.open('a+', newline='')", "os.fdopen(d, 'w')", "subprocess.run(c, text=True)"],
+)  # fmt: skip
+def test_a_text_in_the_encoding_of_the_locale_is_seen(line: str) -> None:
+    assert texts_without_encoding(ast.parse(line)) == [line]
+
+
+def test_texts_are_utf_8_whatever_the_locale() -> None:
+    found = {
+        str(path.relative_to(REPOSITORY)): calls
+        for folder in ("models", "recipes", "slurm")
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        if (calls := texts_without_encoding(ast.parse(path.read_text())))
+    }
+    assert found == {}
+
+
+def test_a_locale_without_utf_8(tmp_path: Path) -> None:
+    """A run with a tag that the locale lacks, in a folder whose name is not UTF-8."""
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/run\xff"))
+    folder.mkdir()
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from recipes import report\n"
+        "from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe\n"
+        "from recipes.training.run_folder.line_file import write_whole\n"
+        "recipe = load_recipe(DEFAULT_RECIPE, ['tracking.tags=[\"\\u00e9\"]'])\n"
+        "write_whole(Path(sys.argv[1]) / 'recipe.toml', recipe.toml())\n"
+        "report.main()\n"
+    )
+    output = folder / "report.html"
+    done = subprocess.run(
+        [sys.executable, "-c", script, folder, "--output", output],
+        env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"wrote " in done.stdout and rb"run\udcff" in done.stdout
+    assert 'tags = [\n    "\u00e9",\n]' in (folder / "recipe.toml").read_text(encoding="utf-8")
+    assert "\u00e9" in output.read_text(encoding="utf-8")
 
 
 def test_an_index_that_becomes_shorter(tmp_path: Path) -> None:

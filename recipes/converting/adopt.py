@@ -60,7 +60,8 @@ class TheirFiles:
                 f"save_pretrained(..., safe_serialization=True)"
             )
         try:
-            return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+            content = json.loads(index.read_bytes())
+            return {str(name) for name in content["weight_map"].values()}
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{index} is not an index of tensors ({error!r}); save the model again"

@@ -135,7 +135,7 @@ def run(command: tuple[str, ...], seconds: float) -> list[str] | None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             errors="replace",
         )
     except OSError:  # there is no such program

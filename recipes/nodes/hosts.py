@@ -70,7 +70,7 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
         shown = subprocess.run(
             ["scontrol", "show", "hostnames", nodes],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             check=True,
             timeout=SECONDS_FOR_SCONTROL,
         )

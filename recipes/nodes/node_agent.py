@@ -250,7 +250,8 @@ class NodeAgent:
     def say(self, text: str) -> None:
         """Print a message, if that is still possible."""
         with contextlib.suppress(OSError):
-            os.write(2, f"{socket.gethostname()}: {text}\n".encode())
+            line = f"{socket.gethostname()}: {text}\n"
+            os.write(2, line.encode(errors="backslashreplace"))
 
 
 def free_port() -> int:
@@ -263,7 +264,7 @@ def free_port() -> int:
 def boot_id() -> str:
     """Return the ID of this boot of the machine; empty if it is unknown."""
     try:
-        with open(BOOT_ID) as stream:
+        with open(BOOT_ID, encoding="utf-8") as stream:
             return stream.read().strip()
     except OSError:
         return ""

@@ -107,7 +107,7 @@ class ServerProcess:
         file = self.folder / SERVERS
         whole = file.with_suffix(".new")
         try:
-            whole.write_text(json.dumps(servers))
+            whole.write_text(json.dumps(servers), encoding="utf-8")
             os.replace(whole, file)
         except OSError:
             return False

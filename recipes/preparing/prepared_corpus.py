@@ -85,7 +85,7 @@ def join(
             ),
         }
     shutil.copytree(tokenization.tokenizer.parent, output / "tokenizer")
-    with (output / "pieces.jsonl").open("w") as stream:
+    with (output / "pieces.jsonl").open("w", encoding="utf-8") as stream:
         for (_, piece), report in zip(pieces, reports, strict=True):
             where = {key: getattr(piece, key) for key in LOCATION_KEYS}
             stream.write(json.dumps(where | report.parts) + "\n")
@@ -98,7 +98,8 @@ def join(
         "tokenizer_folder_sha256": folder_hash(output / "tokenizer"),
         "skipped": skipped,
     }
-    (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    text = json.dumps(manifest, indent=2) + "\n"
+    (output / "manifest.json").write_text(text, encoding="utf-8")
     for file in output.rglob("*"):
         flush(file)
     flush(output)

@@ -86,7 +86,7 @@ def render(
     settings |= {"version": watching.version, "seconds": watching.seconds} if watching else {}
     scripts = {"bokeh": bokeh_script(), "script": _own_file("report.js")}
     environment = _environment()
-    return environment.get_template("report.html").render(
+    page = environment.get_template("report.html").render(
         title=_title(runs),
         subtitle=f"{' · '.join(_subtitle(run) for run in runs)}",
         policy=_policy(scripts.values(), served=watching is not None),
@@ -108,6 +108,8 @@ def render(
         f"Bokeh {bokeh.__version__}. {_reduction(runs, scene)}",
         **{name: Markup(text) for name, text in scripts.items()},
     )
+    # A path may have bytes that are not UTF-8, and JSON may have half of a surrogate pair.
+    return page.encode(errors="backslashreplace").decode()
 
 
 def _run_facts(

@@ -137,8 +137,8 @@ def write_manifest(folder: Path, text: str) -> tuple[Path, Path]:
         OSError: a file cannot be written.
     """
     file, digest = folder / "manifest.json", folder / "manifest.sha256"
-    file.write_text(text)
-    digest.write_text(sha256(file) + "\n")
+    file.write_text(text, encoding="utf-8")
+    digest.write_text(sha256(file) + "\n", encoding="utf-8")
     return file, digest
 
 
@@ -177,7 +177,10 @@ def find_damages(
             yield f"{file} is missing"
             return
     try:
-        expected, found = sha256(manifest) + "\n", digest.read_text(errors="replace")
+        expected, found = (
+            sha256(manifest) + "\n",
+            digest.read_text(encoding="utf-8", errors="replace"),
+        )
         if found != expected:
             file = digest if _is_damaged_digest(found, expected) else manifest
             yield f"{file} has changed since the save (SHA-256)"

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,5 +45,5 @@ def folder_hash(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.glob("*") if path.is_file()):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
-        digest.update(f"{file.name} {content}\n".encode())
+        digest.update(os.fsencode(file.name) + f" {content}\n".encode())
     return digest.hexdigest()

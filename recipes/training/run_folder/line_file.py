@@ -146,7 +146,7 @@ def write_whole(file: Path, text: str, *, fresh: Path | None = None) -> None:
     """
     fresh = fresh or file.with_name(file.name + ".incomplete")
     try:
-        with fresh.open("w") as stream:
+        with fresh.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

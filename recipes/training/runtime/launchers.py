@@ -119,4 +119,9 @@ def start_ticks(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (
+        Path(f"/proc/{pid}/stat")
+        .read_text(encoding="utf-8", errors="replace")
+        .rpartition(")")[2]
+        .split()
+    )
