@@ -68,6 +68,8 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/data/evaluation/task_file.py: _item": PARSING,
     "recipes/training/data/evaluation/token_bytes.py: token_bytes": PARSING,
     "recipes/training/recipe/deepspeed_config.py: read_deepspeed_json": PARSING,
+    "recipes/training/data/evaluation/encoding.py: _read_settings": PARSING,
+    "recipes/training/snapshots/client.py: Client.listing": PARSING,
     "recipes/training/snapshots/node_memory.py: NodeMemory.servers": PARSING,
     "recipes/training/supervision/background.py: within.run": CONTINUES,
     "recipes/training/run_folder/lock.py: _parse": PARSING,
