@@ -269,6 +269,7 @@ def test_an_index_that_becomes_shorter(tmp_path: Path) -> None:
     file = TokenFile(tmp_path / "x")
     os.truncate(tmp_path / "x.idx", 40)
     assert "x.idx has become shorter: 40 bytes of 62" in rejection(lambda: file.offsets)
+    assert "x.idx has become shorter: 40 bytes of 62" in rejection(file.range_of, 0)
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size
     def lengths() -> Iterator[np.ndarray]:
         for part in parts:
             file = TokenFile(part)
-            yield file.lengths[: file.sequences]  # an empty file has one length, zero
+            yield np.diff(file.starts(0, file.sequences))
 
     index = HashedFile(target.with_name(target.name + ".idx"))
     write_index(index, token_type(vocab_size), lengths, count=documents)
