@@ -113,7 +113,7 @@ class GpuWatch:
         self._child = None
         try:
             state = json.loads(text)
-        except ValueError:  # the process was killed
+        except (ValueError, RecursionError):  # the process was killed
             state = health(None, (), ())
         errors = new_errors(self._state, state)
         if not state["answers"]:

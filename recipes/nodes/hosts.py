@@ -7,7 +7,8 @@ from pathlib import Path
 
 from models.errors import UserError
 
-LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,4})")
+# A name that begins with a hyphen would be an option of ssh.
+LINE = re.compile(r"(?P<name>[^\s\0-][^\s\0]*)\s+slots=(?P<slots>[0-9]{1,4})")
 SECONDS_FOR_SCONTROL = 30.0  # it waits if the controller does not answer
 EXAMPLE = "for example: node1 slots=8"
 

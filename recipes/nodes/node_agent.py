@@ -145,7 +145,7 @@ class NodeAgent:
         for line in lines:
             try:
                 command = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.say(f"ignored a command that is not JSON: {line[:80]!r}")
                 continue
             self.carry_out(command)

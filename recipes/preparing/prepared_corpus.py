@@ -187,11 +187,25 @@ def read_pieces(file: Path) -> list[dict[str, Any]]:
         try:
             piece = json.loads(line)
             pieces.append({key: piece[key] for key in (*LOCATION_KEYS, *PARTS)})
+            _check_piece(pieces[-1])
         except (ValueError, RecursionError, TypeError, KeyError) as error:
             raise UserError(
                 f"{file}, line {number}, is damaged ({error!r}); prepare the corpus again"
             ) from None
     return pieces
+
+
+def _check_piece(piece: dict[str, Any]) -> None:
+    """Raise a TypeError if a value of a line of pieces.jsonl has another type than was written."""
+    files, start, stop = (piece[key] for key in LOCATION_KEYS)
+    if not (isinstance(files, list) and files and all(isinstance(file, str) for file in files)):
+        raise TypeError(f"files = {files!r:.60}")
+    if type(start) is not int or not (stop is None or type(stop) is int):
+        raise TypeError(f"start = {start!r:.60}, stop = {stop!r:.60}")
+    for part in PARTS:
+        for key in COUNT_KEYS:
+            if type(count := piece[part][key]) is not int or count < 0:
+                raise TypeError(f"{part}.{key} = {count!r:.60}")
 
 
 def find_damages(corpus: Path, threads: int) -> Iterator[str]:

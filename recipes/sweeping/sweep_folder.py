@@ -284,6 +284,6 @@ def read_json(file: Path) -> dict[str, Any] | None:
     """Return the content of a file, or None if it does not exist or is damaged."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

@@ -58,6 +58,6 @@ def read_message(file: Path, number: int) -> dict[str, Any] | None:
     """Return the message of a file if it belongs to a trial, otherwise None."""
     try:
         message = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # being replaced, on a network file system
+    except (OSError, ValueError, RecursionError):  # being replaced, on a network file system
         return None
     return message if message.get("number") == number else None

@@ -144,11 +144,11 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         value = text.strip()  # a bare word
     for depth, section in enumerate(sections, start=1):
         if depth == 1 and section == "stage" and len(sections) > 1:
-            table = {each.get("name"): each for each in table.get("stage", ())}
+            table = _stages_by_name(table.get("stage", []), override)
             if sections[1] not in table:
                 raise UserError(
                     f"--set {override}: the recipe has no stage {sections[1]}; use a name of a "
-                    f"[[stage]] table: {', '.join(map(str, table)) or 'it has none'}"
+                    f"[[stage]] table: {', '.join(table) or 'it has none'}"
                 )
             continue
         table = table.setdefault(section, {})
@@ -158,3 +158,13 @@ def apply_override(table: dict[str, Any], override: str) -> None:
                 f"--set {override}: {path} is a value, not a section; write --set {path}=..."
             )
     table[key] = value
+
+
+def _stages_by_name(stages: Any, override: str) -> dict[str, Any]:
+    """Return the tables of a recipe's stages by name; those without a name are rejected later."""
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+        raise UserError(
+            f"--set {override}: the recipe's stage is not an array of tables; write [[stage]] in "
+            f"double brackets"
+        )
+    return {name: stage for stage in stages if isinstance(name := stage.get("name"), str)}

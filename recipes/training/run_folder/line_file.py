@@ -104,7 +104,7 @@ class LineFile:
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:
             content = json.loads(line.strip(b"\0"))
-        except ValueError:  # includes UnicodeDecodeError
+        except (ValueError, RecursionError):  # includes UnicodeDecodeError; deep nesting
             return None
         if not isinstance(content, dict):
             return None

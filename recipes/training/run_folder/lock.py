@@ -280,7 +280,7 @@ def _look(file: Path) -> tuple[str, int] | None:
 def _parse(record: str) -> dict[str, Any]:
     try:
         content = json.loads(record)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -70,7 +70,7 @@ class NodeMemory:
         try:
             found = json.loads((self.folder / SERVERS).read_text(encoding="utf-8"))
             return [Server(**each) for each in found]
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, RecursionError, TypeError):
             return []
 
     def workspace(self, step: int, writer: str) -> Path:
