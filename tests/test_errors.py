@@ -34,7 +34,6 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/gpus/datasheet.py: _read_toml": PARSING,
     "recipes/preparing/prepared_corpus.py: find_damages": PARSING,
     "recipes/preparing/tasks/harness_samples.py: items_of_samples": PARSING,
-    "recipes/training/run_folder/progress.py: read_from": PARSING,
     "recipes/preparing/prepared_corpus.py: read_pieces": PARSING,
     "recipes/preparing/formats/documents.py: json_document": PARSING,
     "recipes/preparing/formats/text_files.py: JsonArray.rows": PARSING,

@@ -216,7 +216,7 @@ def _losses(source: CheckpointReader) -> dict[str, str]:
     lines = RunFolder(source.path.parent.parent).read_metrics()
     found: dict[str, str] = {}
     for line in lines:
-        if line["step"] <= source.manifest.step:
+        if line["step"] <= source.manifest.step and "loss" in line:
             found["training loss"] = f"{line['loss']:.4f} nats per token at step {line['step']}"
             for name, loss in validation_losses(line).items():
                 key = f"validation loss{f' on {name}' if name else ''}"

@@ -38,10 +38,11 @@ from recipes.nodes.hosts import read_hostfile
 from recipes.preparing.prepared_corpus import Origins, find_damages, sha256
 from recipes.proving.proof_corpus import write_corpus
 from recipes.reporting.page import facts
-from recipes.reporting.page.axes import axes_of
-from recipes.reporting.page.page import render
+from recipes.reporting.page.axes import axes_of, step_positions
+from recipes.reporting.page.page import _run_facts, render
 from recipes.reporting.page.panels import panels_of
 from recipes.reporting.record.marks import marks_of
+from recipes.reporting.record.plan_comparison import predict
 from recipes.reporting.record.run_record import read_run
 from recipes.training.checkpoint import manifest as checkpoint_manifest
 from recipes.training.checkpoint.compatibility import check_initial_weights, check_same_run
@@ -61,10 +62,11 @@ from tests.conftest import VOCAB_SIZE, small_recipe
 from tests.reporting.synthetic import event, write_run
 
 SECONDS = 300.0  # of a whole run
-SECONDS_PER_INPUT = 10.0  # after which an input counts as a hang
+CPU_SECONDS_PER_INPUT = 10.0  # after which an input counts as a hang
+SECONDS_PER_INPUT = 120.0  # the same, on a busy machine or for a wait
 BYTES_PER_INPUT = 2 * 2**30  # of address space, beyond what the process has at the start
 SECONDS_TO_SHORTEN = 20.0  # for the input of a failure
-PAGE_OF = 8  # one of so many run folders is drawn as a page, which takes long
+PAGE_OF = 40  # one of so many run folders is drawn as a page, which takes long
 MAX_SHOWN = 2000  # characters of an input
 
 DEEP = 100_000  # nested brackets
@@ -80,6 +82,7 @@ SNIPPETS = (
     *(b"\0", b"\xff", b"\xef\xbb\xbf", b"\r", b"\n", b"\t", b"#", b'"', b"'", b"\\", b"=", b"."),
     *(b"[", b"]", b"{", b"}", b",", b":", b"null", b"true", b"NaN", b"Infinity", b"-", b"1e999"),
     *(b"\\ud800", b"\\u0000", b"inf", b"1979-05-27", b"../", b"auto", b"[stage]", b" slots=8 "),
+    *(b"[" * 200 + b"]" * 200, b"[" * 900 + b"]" * 900, b"1" + b"0" * 400, b"1e308"),
     *(b"[" * DEEP, b'{"a":' * DEEP, DIGITS.encode(), b"\xe2\x80\xa8", b"\x1b[31m"),
 )
 
@@ -496,9 +499,13 @@ class _Lines:
         progress = history.progress_at(4, 32)
         assert progress.step == 4
         run = read_run(self.folder, "run")
-        facts.summary([run]), facts.recipe_differences([run, run]), axes_of([run])
-        facts.wall_time_parts(run), facts.mixtures(run), facts.slowest_ranks(run)
-        facts.stops(run), marks_of(run.events), panels_of([run], {})
+        plan = facts.planned(run, predict, None)
+        marks = marks_of(run.events)
+        facts.summary([run]), facts.recipe_differences([run, run])
+        _run_facts(run, 0, plan, marks)
+        axes = axes_of([run])
+        step_positions([mark.step for mark in marks], run, axes)
+        panels_of([run], {0: plan[0]} if plan[0] else {})
         if zlib.crc32(content) % PAGE_OF == 0:
             render([run])
 
@@ -534,25 +541,27 @@ def limits() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     used = pages * resource.getpagesize()
-    before = signal.signal(signal.SIGALRM, alarm)
+    before = {number: signal.signal(number, alarm) for number in (signal.SIGALRM, signal.SIGPROF)}
     resource.setrlimit(resource.RLIMIT_AS, (used + BYTES_PER_INPUT, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def attempt(kind: Kind, content: bytes) -> BaseException | None:
     """Use an input, and return what it raises; None if it is accepted."""
-    signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_INPUT)
     try:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS_PER_INPUT)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_INPUT)
         kind.use(content)
     except (Exception, Hang) as error:
         return error
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
     return None
 
 

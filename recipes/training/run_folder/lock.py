@@ -287,7 +287,8 @@ def _parse(record: str) -> dict[str, Any]:
 
 def is_running(holder: dict[str, Any]) -> bool:
     """Return True if the holder still runs on this machine and its PID was not reused."""
-    started = start_ticks(holder.get("process", 0))
+    process = holder.get("process")
+    started = start_ticks(process) if type(process) is int else None
     return started is not None and started == holder.get("started")
 
 
