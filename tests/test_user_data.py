@@ -276,6 +276,18 @@ def test_stages_in_single_brackets(tmp_path: Path) -> None:
     assert "it has none" in rejection(load_recipe, DEFAULT_RECIPE, ["stage.x.start_step=8"])
 
 
+def test_dotted_keys_of_a_recipe_that_are_nested_deeply(tmp_path: Path) -> None:
+    deep = ".".join(["a"] * 2000)
+    message = rejection(load_recipe, DEFAULT_RECIPE, [f"{deep}=1"])
+    assert "nested more than 20 levels deep" in message
+    file = tmp_path / "recipe.toml"
+    file.write_text(f"{deep} = 1\n")
+    assert rejection(load_recipe, file).startswith(f"{file}: tables and arrays are nested")
+    run = read_run(tmp_path, "run")
+    assert any("nested more than 20 levels deep" in problem for problem in run.problems)
+    assert "recipe" in render([run])
+
+
 def test_an_empty_snapshot_folder() -> None:
     message = rejection(load_recipe, DEFAULT_RECIPE, ['checkpoint.snapshot_folder=""'])
     assert "checkpoint.snapshot_folder = ''" in message and "/dev/shm" in message

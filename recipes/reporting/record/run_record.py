@@ -13,7 +13,7 @@ from models.cost import flops_per_token
 from models.errors import UserError
 from recipes.reporting.record.branches import abandoned_branches, divide
 from recipes.reporting.record.steps import Steps
-from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.loading import is_nested_too_deeply, parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.folder import EVENT_KEYS, METRIC_KEYS
@@ -88,7 +88,8 @@ class RunRecord:
             begin = self.plan.tokens_before(span.first)
             end = np.inf if span is self.plan.spans[-1] else self.plan.tokens_before(span.last + 1)
             inside = np.clip(tokens, begin, end) - begin
-            total += inside * flops_per_token(span.recipe.model)
+            with np.errstate(over="ignore"):  # a damaged line may claim 1e308 tokens
+                total += inside * flops_per_token(span.recipe.model)
         return total
 
     @property
@@ -216,7 +217,7 @@ def _read_recipe(file: Path, problems: list[str]) -> tuple[dict[str, Any], Recip
         return table, parse_recipe(table, str(file))
     except UserError as problem:
         problems.append(f"no plan, no mixture and no FLOPs: {problem}")
-        return table, None
+        return {} if is_nested_too_deeply(table) else table, None
 
 
 def _end_time(metrics: Path, events: list[dict[str, Any]]) -> float:

@@ -20,6 +20,7 @@ EXPERTS_EXAMPLE = {"count": 8, "per_token": 2, "ffn_hidden_size": 1024}
 RAMP_EXAMPLE = {"start_sequences": 8, "increment": 8, "samples": 1000}
 STAGE_EXAMPLE = {"name": "long", "start_step": 1000, "model": {"sequence_length": 512}}
 TASK_EXAMPLE = {"name": "next_line", "path": "data/tasks/next_line.jsonl"}
+MAX_NESTING = 20  # of tables and arrays
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
 
 
@@ -54,6 +55,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
     """Validate a recipe's table; error messages begin with `name`."""
+    if is_nested_too_deeply(table):
+        raise UserError(
+            f"{name}: tables and arrays are nested more than {MAX_NESTING} levels deep, which no "
+            f'key needs; write lines such as  name = "tiny"'
+        )
     _reject_null_characters(table, name)
     try:
         # pydantic's strict mode accepts an array for a tuple and a table for a dataclass only in
@@ -81,6 +87,18 @@ def _explanations(error: ValidationError, table: dict[str, Any]) -> list[str]:
     example["evaluation"] = {"tasks": [TASK_EXAMPLE]}
     example["stage"] = [STAGE_EXAMPLE]
     return [explain(problem, table, Recipe, example) for problem in root_causes(error)]
+
+
+def is_nested_too_deeply(table: dict[str, Any]) -> bool:
+    """Return True if a table would exceed Python's recursion limit in the functions that walk it.
+
+    tomllib and --set accept dotted keys of any depth.
+    """
+    level: list[Any] = [table]
+    for _ in range(MAX_NESTING):
+        inner = [list(value.values()) if isinstance(value, dict) else value for value in level]
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    return bool(level)
 
 
 def _reject_null_characters(value: Any, name: str, key: str = "") -> None:
