@@ -183,7 +183,7 @@ def another(value: Any, chance: random.Random) -> Any:
     if isinstance(value, bool) or value is None or chance.random() < 0.5:
         return chance.choice(VALUES)
     if isinstance(value, int):
-        return chance.choice((value + 1, value - 1, -value, 2 * value, value**3, value + 0.5))
+        return chance.choice((value + 1, value - 1, -value, 2 * value, 10 * value))
     if isinstance(value, float) and math.isfinite(value):
         return chance.choice((-value, value * 1e6, value / 1e6, int(value), value + 1))
     if isinstance(value, str):
