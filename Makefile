@@ -43,7 +43,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test long exhaustive cluster soak gpu lint format
+.PHONY: help setup pretrain test long exhaustive cluster soak fuzz gpu lint format
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 17
@@ -83,6 +83,9 @@ PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY) ## run the tests that take twenty minutes together on two cores
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+fuzz: $(READY) ## give mutated files and options to every parser, for five minutes
+	@$(BIN)/python -m tests.fuzzing $(ARGS)
 
 cluster: $(READY) ## test launching and faults with Slurm and hosts on this machine (as root)
 	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)

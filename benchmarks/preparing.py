@@ -35,7 +35,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from transformers import AutoTokenizer
 
 source, folder, processes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-tokenizer = AutoTokenizer.from_pretrained(folder + "/tokenizer")
+tokenizer = AutoTokenizer.from_pretrained(folder + "/tokenizer", trust_remote_code=False)
 
 def encode(batch):
     encoded = tokenizer(batch["text"], add_special_tokens=False, verbose=False)

@@ -32,8 +32,8 @@ from models.sharding import sharding_of
 # Maximum number of elements drawn at a time. A change would change the initial values of every
 # parameter that has more elements.
 CHUNK_ELEMENTS = 2**20
-# Number of consecutive chunks that a thread fills. With tensor parallelism, neighbouring threads may
-# both draw the chunk at their boundary.
+# Number of consecutive chunks that a thread fills. With tensor parallelism, two threads may both
+# draw the chunk at their boundary.
 CHUNKS_PER_THREAD = 8
 MAX_THREADS = 16  # each holds up to three chunks, about 12 MB
 

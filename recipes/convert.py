@@ -45,12 +45,14 @@ from recipes.converting.reshape import WHOLE_CHECKPOINT, new_recipe, reshape
 from recipes.converting.verified_source import open_checkpoint
 from recipes.converting.weight_files import WEIGHTS_ONLY
 from recipes.planning.inputs.option_types import count
+from recipes.training.runtime.streams import escape_output
 
 NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text generated after --prompt
 
 
 def main() -> None:
     """Run the command."""
+    escape_output()
     options = parse_command_line()
     try:
         options.command(options)
@@ -138,7 +140,7 @@ def write_text(options: argparse.Namespace) -> str:
     disable_progress_bar()
     set_seed(0)
     tokenizer = load_tokenizer(options.output, f"the tokenizer in {options.output}")
-    model = AutoModelForCausalLM.from_pretrained(options.output)
+    model = AutoModelForCausalLM.from_pretrained(options.output, trust_remote_code=False)
     prompt = tokenizer(options.prompt, return_tensors="pt")
     given, positions = prompt["input_ids"].shape[1], model.config.max_position_embeddings
     if not 0 < given < positions:

@@ -56,11 +56,12 @@ from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.runtime.streams import stdout_for_json
+from recipes.training.runtime.streams import escape_output, stdout_for_json
 
 
 def main() -> None:
     """Run the command; errors of the recipe or the options are printed on stderr."""
+    escape_output()
     options = parse_command_line(__doc__ or "")
     try:
         code = run(options)

@@ -50,6 +50,7 @@ from recipes.preparing.workspace import clear_workspace, lock_workspace
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.line_file import flush
+from recipes.training.runtime.streams import escape_output
 
 if TYPE_CHECKING:
     from recipes.preparing.formats.format import Format, NumberedPiece
@@ -60,6 +61,7 @@ VALIDATION_FRACTION = 0.1
 
 def main() -> None:
     """Run the command."""
+    escape_output()
     commands = {"show": show, "verify": verify, "tasks": tasks}
     command = commands.get(sys.argv[1] if len(sys.argv) > 1 else "", prepare)
     try:

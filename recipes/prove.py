@@ -50,7 +50,7 @@ from recipes.proving.worlds import run_cases
 from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.runtime.streams import stdout_for_json
+from recipes.training.runtime.streams import escape_output, stdout_for_json
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
 RELAY_STEPS = 1000  # more than a relay runs, so that the learning rate stays above its minimum
@@ -65,6 +65,7 @@ MAX_SAMPLE = 1_000_000
 
 def main() -> None:
     """Run the proof, print the report and exit with 0, 1 or 2."""
+    escape_output()
     options = parse_command_line()
     with tempfile.TemporaryDirectory() as folder:
         try:

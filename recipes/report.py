@@ -26,10 +26,12 @@ from recipes.reporting.page.palette import MAX_RUNS
 from recipes.reporting.page.watch import Watcher, serve
 from recipes.reporting.record.run_record import names_of, read_run
 from recipes.training.run_folder.line_file import write_whole
+from recipes.training.runtime.streams import escape_output
 
 
 def main() -> None:
     """Run the command; errors of the run folders or the options are printed on stderr."""
+    escape_output()
     options = parse_command_line()
     try:
         report(options)

@@ -1,8 +1,12 @@
 """Files, options and variables that cannot be parsed are UserErrors that name them."""
 
+import ast
+import gzip
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,25 +14,33 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast, dynamic_module_utils
 
 from models.errors import UserError
 from recipes.converting.adopt import TheirFiles, read_config
 from recipes.gpus.datasheet import FOLDER, read_gpu
+from recipes.nodes.hosts import read_hostfile
 from recipes.planning.measured.closed_forms import evaluate
 from recipes.planning.measured.table import read_table
 from recipes.prepare_data import parse_command_line
+from recipes.preparing.formats import text_files
 from recipes.preparing.formats.tables import from_library
-from recipes.preparing.formats.text_files import TextLines
+from recipes.preparing.formats.text_files import JsonLines, TextLines
 from recipes.preparing.options import check_same_options
 from recipes.preparing.prepared_corpus import Origins, find_damages
 from recipes.preparing.tokenization import Tokenization, read_report, texts_of
 from recipes.preparing.tokenizer import load_tokenizer
+from recipes.reporting.page.page import render
+from recipes.reporting.record.run_record import read_run
+from recipes.training.checkpoint.compatibility import check_initial_weights
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.data.token_file import TokenFile, write_token_file
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
+from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.lock import is_held
+from recipes.training.run_folder.progress import Progress
 from recipes.training.runtime.processes import check_port
 from recipes.training.runtime.torch_variables import check_accelerator
 from recipes.training.tracking.weights_and_biases.settings import (
@@ -36,6 +48,7 @@ from recipes.training.tracking.weights_and_biases.settings import (
     read_run_id,
     read_wandb_key,
 )
+from tests.reporting.synthetic import write_run
 
 DIGITS = "1" * 5000  # more than Python converts: a plain ValueError of json and tomllib
 NO_TABLES = (b"{", b"[" * 10**5, b"\xff", DIGITS.encode(), b"5", b"[]", b"null", b'"text"')
@@ -190,11 +203,253 @@ def test_the_manifest_of_a_checkpoint(content: bytes, tmp_path: Path) -> None:
     assert f"{tmp_path}/manifest.json" in rejection(Manifest.read, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"step": "4"}, "step = '4': Input should be a valid integer"),
+        ({"step": -4}, "step = -4"),
+        ({"samples": True}, "samples = True"),
+        ({"tensors": []}, "tensors = []"),
+        ({"tensors": {"exp_avg/x": "../x.safetensors"}}, "tensors.exp_avg/x = '../x.safetensors'"),
+        ({"files": {"../../secret": {"bytes": 1, "sha256": ""}}}, "files.../../secret"),
+        ({"files": {"x.safetensors": {"bytes": "1", "sha256": ""}}}, "files.x.safetensors.bytes"),
+        ({"files": {"x.safetensors": 5}}, "files.x.safetensors = 5"),
+        ({"recipe": {}}, "model = {}"),
+        ({"recipe": {"model": {"layers": 2}}}, "model.hidden_size"),
+        ({"data": {"parts": [{"stage": "a"}]}}, "parts.0.first_step"),
+        ({"read_parts": [["a"]]}, "read_parts.0.0 = 'a'"),
+    ],
+)
+def test_a_value_in_the_manifest_of_a_checkpoint(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    model = load_recipe(DEFAULT_RECIPE).model_dump(mode="json")["model"]
+    empty: dict[str, Any] = {"layout": {}, "data": {}, "versions": {}, "tensors": {}, "files": {}}
+    manifest = Manifest(step=4, samples=1, tokens=1, updates=4, loss_scale=None,
+                        recipe={"model": model}, **empty)  # fmt: skip
+    file, content = tmp_path / "manifest.json", json.loads(manifest.text())
+    assert Manifest.parse(json.dumps(content).encode(), file) == manifest
+    message = rejection(Manifest.parse, json.dumps(content | change).encode(), file)
+    assert message.startswith(f"{file} is damaged (") and named in message
+    assert "\n" not in message and message.endswith("use another checkpoint")
+
+
+def test_initial_weights_whose_manifest_has_changed(tmp_path: Path) -> None:
+    recipe = load_recipe(DEFAULT_RECIPE, [f'training.initial_weights="{tmp_path}"'])
+    empty: dict[str, Any] = {"layout": {}, "data": {}, "versions": {}, "tensors": {}, "files": {}}
+    table = {"model": recipe.model_dump(mode="json")["model"]}
+    Manifest(step=0, samples=0, tokens=0, updates=0, loss_scale=None, recipe=table,
+             **empty).write(tmp_path)  # fmt: skip
+    check_initial_weights(recipe)
+    file = tmp_path / "manifest.json"
+    file.write_text(file.read_text().replace('"samples": 0', '"samples": 9'))
+    assert f"{file} has changed since the save (SHA-256)" in rejection(
+        check_initial_weights, recipe
+    )
+    (tmp_path / "manifest.sha256").unlink()
+    assert "manifest.sha256 is missing" in rejection(check_initial_weights, recipe)
+
+
+@pytest.mark.parametrize("value", ["Infinity", "1e999", '"250"', "NaN", "null", "2.5", "[]"])
+def test_the_vocabulary_in_the_manifest_of_a_corpus(value: str, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(f'{{"vocab_size": {value}}}')
+    message = rejection(lambda: list(find_damages(tmp_path, 1)))
+    assert "vocab_size = " in message and "is not a whole number" in message
+
+
+@pytest.mark.parametrize("field", [{"files": []}, {"stop": "9"}, {"train": 5}, {"start": None}])
+def test_a_value_in_pieces(field: dict[str, Any], tmp_path: Path) -> None:
+    part = {"documents": 1, "tokens": 9}
+    piece = {"files": ["a.txt"], "start": 0, "stop": None, "train": part, "validation": part}
+    (tmp_path / "pieces.jsonl").write_text(json.dumps(piece) + "\n")
+    assert Origins(tmp_path / "train")[0] == "a.txt"
+    (tmp_path / "pieces.jsonl").write_text(json.dumps(piece | field) + "\n")
+    assert "pieces.jsonl, line 1, is damaged" in rejection(Origins, tmp_path / "train")
+
+
+def test_stages_in_single_brackets(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text(DEFAULT_RECIPE.read_text() + '\n[stage]\nname = "x"\nstart_step = 9\n')
+    assert "stage = " in rejection(load_recipe, file)
+    message = rejection(load_recipe, file, ["stage.x.start_step=8"])
+    assert "--set stage.x.start_step=8" in message and "[[stage]] in double brackets" in message
+    assert "it has none" in rejection(load_recipe, DEFAULT_RECIPE, ["stage.x.start_step=8"])
+
+
+def test_dotted_keys_of_a_recipe_that_are_nested_deeply(tmp_path: Path) -> None:
+    deep = ".".join(["a"] * 2000)
+    message = rejection(load_recipe, DEFAULT_RECIPE, [f"{deep}=1"])
+    assert "nested more than 20 levels deep" in message
+    file = tmp_path / "recipe.toml"
+    file.write_text(f"{deep} = 1\n")
+    assert rejection(load_recipe, file).startswith(f"{file}: tables and arrays are nested")
+    run = read_run(tmp_path, "run")
+    assert any("nested more than 20 levels deep" in problem for problem in run.problems)
+    assert "recipe" in render([run])
+
+
+def test_an_empty_snapshot_folder() -> None:
+    message = rejection(load_recipe, DEFAULT_RECIPE, ['checkpoint.snapshot_folder=""'])
+    assert "checkpoint.snapshot_folder = ''" in message and "/dev/shm" in message
+
+
+@pytest.mark.parametrize("name", ["-oProxyCommand=x", "-", "a\0b"])
+def test_a_host_that_would_be_an_option(name: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"node1 slots=8\n{name} slots=8\n")
+    assert "hosts, line 2: " in rejection(lambda: read_hostfile(tmp_path / "hosts", processes=8))
+
+
+def test_deep_nesting_in_the_files_of_a_run(tmp_path: Path) -> None:
+    deep = b"[" * 200_000 + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n' + deep)
+    (tmp_path / "events.jsonl").write_bytes(deep + b'{"event": "start", "step": 0}\n')
+    (tmp_path / "lock").write_bytes(deep)
+    folder = RunFolder(tmp_path)
+    assert folder.read_metrics() == [{"step": 1, "loss": 2.0}]
+    assert folder.read_events() == [{"event": "start", "step": 0}]
+    assert not is_held(tmp_path)
+    problems = read_run(tmp_path, "run").problems
+    assert sum("1 of 2 lines are damaged" in problem for problem in problems) == 2
+
+
+NESTED = json.loads("[" * 900 + "]" * 900)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"event": "start", "time": 10**400},
+        {"event": "end", "time": 10**30},
+        {"event": "stop", "reason": NESTED},
+        {"event": "slow", "ranks": NESTED, "ratio": 10**400},
+        {"event": "repeat", "seconds": 10**400},
+        {"event": "first_step", "seconds": {"imports": 10**400, "data": float("inf")}},
+        {"event": "rollback", "to": 3, "samples": 10**30},
+        {"event": "rollback", "to": -1, "samples": float("inf"), "read_parts": [[1, "a"]]},
+        {"event": "branch", "checkpoint": "x\0", "stamp": "y"},
+        {"event": "branch", "checkpoint": "x", "stamp": "y", "once": [], "resume": {}},
+        {"event": "resume", "samples": 0, "read_parts": float("inf")},
+        {"step": 10**30, "event": "resume"},
+    ],
+)
+def test_an_event_with_a_value_that_no_run_writes(line: dict[str, Any], tmp_path: Path) -> None:
+    write_run(tmp_path, range(1, 9), events=[{"step": 4, "time": 1.8e9 + 9} | line])
+    run = read_run(tmp_path, "run")
+    assert "finished" in (page := render([run])) or "interrupted" in page or "stopped" in page
+    assert RunFolder(tmp_path).history().progress_at(4, 8).step == 4
+
+
+@pytest.mark.parametrize("value", [10**400, float("inf"), "x", None, [], True, 1e308, -1])
+def test_a_metric_with_a_value_that_no_run_writes(value: Any, tmp_path: Path) -> None:
+    def change(line: dict[str, Any]) -> None:
+        line.update(dict.fromkeys(line.keys() - {"step"}, value) | {"slowest_rank": value})
+
+    write_run(tmp_path, range(1, 9), change=change)
+    run = read_run(tmp_path, "run")
+    assert "of 200" in render([run])
+    folder = RunFolder(tmp_path)
+    folder.prepare(load_recipe(DEFAULT_RECIPE), Progress(step=3, samples=96))
+    assert [line["step"] for line in folder.read_metrics()][:3] == [1, 2, 3]
+
+
+def test_a_line_that_does_not_fit_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.jsonl.gz"
+    with gzip.open(file, "wb") as stream:
+        stream.write(b'{"text": "a"}\n{"text": "' + b"a" * 10_000 + b'"}\n')
+    reader = JsonLines(file, "text")
+    (piece,) = reader.pieces(10**6)
+    assert len(list(reader.rows(piece))) == 2
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 1000)
+    message = rejection(lambda: list(reader.rows(piece)))
+    assert message.startswith(f"{file}, line 2 is longer than 1000 bytes; divide the document")
+    monkeypatch.undo()
+
+    def exhaust(self: object, line: bytes) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(JsonLines, "content", exhaust)
+    assert f"{file}, line 1 does not fit into memory" in rejection(lambda: list(reader.rows(piece)))
+
+
+def texts_without_encoding(tree: ast.Module) -> list[str]:
+    """Return the calls that read or write text in the encoding of the locale."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        keywords = {keyword.arg for keyword in node.keywords}
+        modes = [a.value for a in node.args if isinstance(a, ast.Constant) and a.value is not None]
+        mode = next((m for m in modes if re.fullmatch(r"[rwax]\+?[bt]?\+?", str(m))), "r")
+        opens_text = (
+            name in ("open", "fdopen")
+            and "b" not in mode
+            and (not node.args or mode in modes or isinstance(node.func, ast.Name))
+        )
+        if opens_text or name in ("read_text", "write_text"):
+            if name == "write_text" and isinstance(node.func, ast.Name):
+                continue  # a function of convert.py
+            if "encoding" not in keywords:
+                found.append(ast.unparse(node))
+        elif {"text", "universal_newlines"} & keywords and name in ("run", "Popen"):
+            found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["path.read_text()", "path.write_text(x)", "path.open()", "path.open('w')", "open(path)",
+     "path.open('a+', newline='')", "os.fdopen(d, 'w')", "subprocess.run(c, text=True)"],
+)  # fmt: skip
+def test_a_text_in_the_encoding_of_the_locale_is_seen(line: str) -> None:
+    assert texts_without_encoding(ast.parse(line)) == [line]
+
+
+def test_texts_are_utf_8_whatever_the_locale() -> None:
+    found = {
+        str(path.relative_to(REPOSITORY)): calls
+        for folder in ("models", "recipes", "slurm")
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        if (calls := texts_without_encoding(ast.parse(path.read_text())))
+    }
+    assert found == {}
+
+
+def test_a_locale_without_utf_8(tmp_path: Path) -> None:
+    """A run with a tag that the locale lacks, in a folder whose name is not UTF-8."""
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/run\xff"))
+    folder.mkdir()
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from recipes import report\n"
+        "from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe\n"
+        "from recipes.training.run_folder.line_file import write_whole\n"
+        "recipe = load_recipe(DEFAULT_RECIPE, ['tracking.tags=[\"\\u00e9\"]'])\n"
+        "write_whole(Path(sys.argv[1]) / 'recipe.toml', recipe.toml())\n"
+        "report.main()\n"
+    )
+    output = folder / "report.html"
+    done = subprocess.run(
+        [sys.executable, "-c", script, folder, "--output", output],
+        env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        capture_output=True,
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"wrote " in done.stdout and rb"run\udcff" in done.stdout
+    assert 'tags = [\n    "\u00e9",\n]' in (folder / "recipe.toml").read_text(encoding="utf-8")
+    assert "\u00e9" in output.read_text(encoding="utf-8")
+
+
 def test_an_index_that_becomes_shorter(tmp_path: Path) -> None:
     write_token_file(tmp_path / "x", [np.arange(100)], vocab_size=100)
     file = TokenFile(tmp_path / "x")
     os.truncate(tmp_path / "x.idx", 40)
     assert "x.idx has become shorter: 40 bytes of 62" in rejection(lambda: file.offsets)
+    assert "x.idx has become shorter: 40 bytes of 62" in rejection(file.range_of, 0)
 
 
 def test_a_tokenizer_that_cannot_be_loaded(tmp_path: Path) -> None:
@@ -279,6 +534,50 @@ def test_a_folder_of_transformers(content: bytes, tmp_path: Path) -> None:
     assert "is not an index of tensors" in rejection(TheirFiles, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
     assert "model.safetensors cannot be read" in rejection(TheirFiles, tmp_path)
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_in_a_folder_of_transformers_never_runs(
+    file: str, answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading a folder must neither ask whether to run its code nor run it."""
+    folder, ran, questions = tmp_path / "folder", tmp_path / "ran", []
+    folder.mkdir()
+    (folder / f"payload_{tmp_path.name}.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        f"from transformers import PretrainedConfig, PreTrainedTokenizerFast\n"
+        f"class Config(PretrainedConfig):\n    model_type = 'payload'\n"
+        f"class Tokens(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    auto_map = {
+        "AutoConfig": f"payload_{tmp_path.name}.Config",
+        "AutoTokenizer": [None, f"payload_{tmp_path.name}.Tokens"],
+    }
+    settings = {"model_type": "payload", "tokenizer_class": "Tokens", "auto_map": auto_map}
+    (folder / file).write_text(json.dumps(settings))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda text="": questions.append(text) or answer)
+    if file == "config.json":
+        message = rejection(read_config, folder)
+    else:
+        message = rejection(load_tokenizer, folder, f"--tokenizer {folder}")
+    assert not ran.exists() and questions == []
+    assert "without code of its own" in message and "\n" not in message
+
+
+def test_no_call_lets_transformers_ask_whether_to_run_code() -> None:
+    calls = [
+        (path, call[0])
+        for folder in ("models", "recipes", "benchmarks", "slurm")
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
+        for call in re.finditer(
+            r"Auto\w+\.from_pretrained\([^()]*(\([^()]*\)[^()]*)*\)", path.read_text()
+        )
+        if call[0].partition("(")[2] != '".")'  # in the model card of an export
+    ]
+    assert len(calls) >= 4
+    assert [call for call in calls if "trust_remote_code=False" not in call[1]] == []
 
 
 @pytest.mark.parametrize(

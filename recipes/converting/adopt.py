@@ -16,6 +16,7 @@ from models.hugging_face.config import model_settings
 from models.hugging_face.tensors import Counterpart, counterparts
 from models.layer_specs import logical_shapes
 from recipes.converting.weight_files import write_weights
+from recipes.preparing.formats.format import first_line
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.run_folder.provenance import versions
 
@@ -59,7 +60,8 @@ class TheirFiles:
                 f"save_pretrained(..., safe_serialization=True)"
             )
         try:
-            return {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+            content = json.loads(index.read_bytes())
+            return {str(name) for name in content["weight_map"].values()}
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{index} is not an index of tensors ({error!r}); save the model again"
@@ -134,9 +136,13 @@ def read_config(folder: Path) -> ModelConfig:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; use a folder written by save_pretrained")
     try:
-        theirs = AutoConfig.from_pretrained(folder)
+        # Without the argument, transformers asks on the terminal whether to run the folder's code.
+        theirs = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' configs raise many classes
-        raise UserError(f"{folder / 'config.json'}: {error}") from None
+        raise UserError(
+            f"{folder / 'config.json'}: {first_line(error)}; use a model without code of its own, "
+            f"as save_pretrained of transformers writes it"
+        ) from None
     try:
         return ModelConfig(**model_settings(theirs.to_dict()))
     except UserError as problem:

@@ -78,7 +78,7 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
     config.save_pretrained(folder)
     GenerationConfig(**special, do_sample=True).save_pretrained(folder)
     write_weights(source, folder, dtype=dtype)
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
@@ -123,8 +123,9 @@ def begin_texts_as_in_training(source: CheckpointReader, folder: Path, *, name: 
     if not start or trained is None or all(each == start for each in trained):
         return
     file = folder / "tokenizer.json"
-    settings = json.loads(file.read_text())
-    file.write_text(json.dumps(settings | {"post_processor": None}, ensure_ascii=False, indent=2))
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    text = json.dumps(settings | {"post_processor": None}, ensure_ascii=False, indent=2)
+    file.write_text(text, encoding="utf-8")
     if document_start(load_tokenizer(folder, name)):
         raise UserError(
             f"the tokenizer adds {start} at the start of a text, but training documents began "
@@ -177,7 +178,8 @@ def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> None
                     writer.write(part, _bytes(tensor.to(torch_dtype)))
     if len(files) > 1:
         content = {"metadata": {"total_size": elements * BYTES[kind]}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=1) + "\n")
+        text = json.dumps(content, indent=1) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -227,7 +229,7 @@ def _losses(source: CheckpointReader) -> dict[str, str]:
     lines = RunFolder(source.path.parent.parent).read_metrics()
     found: dict[str, str] = {}
     for line in lines:
-        if line["step"] <= source.manifest.step:
+        if line["step"] <= source.manifest.step and "loss" in line:
             found["training loss"] = f"{line['loss']:.4f} nats per token at step {line['step']}"
             for name, loss in validation_losses(line).items():
                 key = f"validation loss{f' on {name}' if name else ''}"

@@ -71,6 +71,6 @@ def rounded(value: float, digits: int = 3) -> float:
 def processor_name() -> str:
     """Return the CPU's name."""
     information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
+    lines = information.read_text(encoding="utf-8").splitlines() if information.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -65,7 +66,7 @@ class Launcher:
         self.cluster = recipe.cluster
         # A later launch.py of the same run folder has the same token, and so ends the ranks that
         # this one leaves behind if it is killed.
-        self.token = hashlib.sha256(str(folder.path).encode()).hexdigest()[:12]
+        self.token = hashlib.sha256(os.fsencode(folder.path)).hexdigest()[:12]
         self.started = f"{time.time_ns():x}"
         self.failures = Failures(recipe.cluster.node_failures, recipe.cluster.failure_hours)
         self.failures.restore(folder.read_events())

@@ -300,7 +300,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """Return a report; None for other output of ssh, srun or a shell's start-up files."""
     try:
         content = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if isinstance(content, dict) and isinstance(content.get("is"), str):
         return content

@@ -113,7 +113,7 @@ class GpuWatch:
         self._child = None
         try:
             state = json.loads(text)
-        except ValueError:  # the process was killed
+        except (ValueError, RecursionError):  # the process was killed
             state = health(None, (), ())
         errors = new_errors(self._state, state)
         if not state["answers"]:
@@ -135,7 +135,7 @@ def run(command: tuple[str, ...], seconds: float) -> list[str] | None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             errors="replace",
         )
     except OSError:  # there is no such program

@@ -7,8 +7,11 @@ from pathlib import Path
 
 from models.errors import UserError
 
-# Other settings of a host, such as max_slots=N, have no meaning for deepspeed either.
-LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>[0-9]{1,4})(\s+(?!slots=)[\w-]+=\S*)*")
+# A name that begins with a hyphen would be an option of ssh. Other settings of a host, such as
+# max_slots=N, have no meaning for deepspeed either.
+LINE = re.compile(
+    r"(?P<name>[^\s\0-][^\s\0]*)\s+slots=(?P<slots>[0-9]{1,4})(\s+(?!slots=)[\w-]+=\S*)*"
+)
 SECONDS_FOR_SCONTROL = 30.0  # it waits if the controller does not answer
 EXAMPLE = "for example: node1 slots=8"
 
@@ -71,7 +74,7 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
         shown = subprocess.run(
             ["scontrol", "show", "hostnames", nodes],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             check=True,
             timeout=SECONDS_FOR_SCONTROL,
         )

@@ -150,7 +150,7 @@ class NodeAgent:
         for line in lines:
             try:
                 command = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 self.say(f"ignored a command that is not JSON: {line[:80]!r}")
                 continue
             self.carry_out(command)
@@ -255,7 +255,8 @@ class NodeAgent:
     def say(self, text: str) -> None:
         """Print a message, if that is still possible."""
         with contextlib.suppress(OSError):
-            os.write(2, f"{socket.gethostname()}: {text}\n".encode())
+            line = f"{socket.gethostname()}: {text}\n"
+            os.write(2, line.encode(errors="backslashreplace"))
 
 
 def ssh_address(environment: Mapping[str, str]) -> str:
@@ -277,7 +278,7 @@ def ssh_address(environment: Mapping[str, str]) -> str:
 def boot_id() -> str:
     """Return the ID of this boot of the machine; empty if it is unknown."""
     try:
-        with open(BOOT_ID) as stream:
+        with open(BOOT_ID, encoding="utf-8") as stream:
             return stream.read().strip()
     except OSError:
         return ""

@@ -8,7 +8,8 @@ imported.
     GET /SNAPSHOT/FILE             the file, or a part of it with the header "Range: bytes=0-99"
     GET /SNAPSHOT/FILE?sha256      the SHA-256 of the file, in hexadecimal
 
-Each request needs the header "Authorization: Bearer SECRET".
+Each request needs the header "Authorization: Bearer SECRET". Peers that do not send it can neither
+exhaust the threads and files of this process nor keep other peers out (`Connections`).
 """
 
 import sys
@@ -29,6 +30,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -40,9 +42,16 @@ from recipes.training.snapshots.names import SERVERS, SNAPSHOT
 PATH = re.compile(
     rf"/(?P<snapshot>{SNAPSHOT.pattern})/(?P<file>[a-z]+(-\d+)?\.(json|sha256|safetensors))"
 )
-RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 SECONDS_TO_DELETE = 10.0
 MAX_QUEUED_CONNECTIONS = 1024  # that wait for a thread
+MAX_CONNECTIONS = 4096  # with a thread each
+MAX_STRANGERS = 256  # connections that have not sent the secret yet
+FILES_PER_CONNECTION = 2  # the connection, and the file that it reads
+RESERVED_FILES = 32  # of this process: standard streams, the listening socket, folders
+SECONDS_OF_SILENCE = 30.0  # after which a connection is closed
+SECONDS_FOR_SECRET = 0.05  # of a stranger, before a new connection may take its place
+SECONDS_BETWEEN_LOOKS = 0.02  # while there are too many connections
 
 
 @dataclass
@@ -98,7 +107,7 @@ class ServerProcess:
         file = self.folder / SERVERS
         whole = file.with_suffix(".new")
         try:
-            whole.write_text(json.dumps(servers))
+            whole.write_text(json.dumps(servers), encoding="utf-8")
             os.replace(whole, file)
         except OSError:
             return False
@@ -112,20 +121,111 @@ class ServerProcess:
             self.process.wait(SECONDS_TO_DELETE)
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection; `folder` and `secret` are set by `main`."""
+@dataclass
+class Peer:
+    """A connection.
 
+    Attributes:
+        since: time when it was opened, or when its last answer was complete
+        is_known: True once it has sent the secret
+        is_served: True while a request is answered
+        is_closed: True once it has been closed for others, although its thread may still run
+    """
+
+    since: float
+    is_known: bool = False
+    is_served: bool = False
+    is_closed: bool = False
+
+
+class Connections:
+    """The open connections, at most as many as the process has threads and files for.
+
+    If there are too many, a new connection waits until another one is closed: the one that has
+    waited longest without sending the secret, or else the one that has been idle longest. A peer
+    that sends its request at once is therefore served, however many silent peers there are. An idle
+    connection can be closed because `Client` opens another one.
+
+    Args:
+        limit: of all connections
+        strangers: limit of the connections that have not sent the secret
+    """
+
+    def __init__(self, limit: int, strangers: int):
+        self.limit, self.strangers = limit, strangers
+        self._peers: dict[socket.socket, Peer] = {}
+        self._changed = threading.Condition()
+
+    @classmethod
+    def for_files(cls, files: int) -> "Connections":
+        """Return the connections of a process that may open `files` files."""
+        limit = min(MAX_CONNECTIONS, max(2, (files - RESERVED_FILES) // FILES_PER_CONNECTION))
+        return cls(limit, min(MAX_STRANGERS, limit // 2))
+
+    def admit(self, connection: socket.socket) -> None:
+        """Add a connection; first wait until there is room for it."""
+        with self._changed:
+            while True:
+                strangers = self._strangers()
+                if len(strangers) < self.strangers and len(self._peers) < self.limit:
+                    break
+                idle = {own: peer for own, peer in self._peers.items() if not peer.is_served}
+                self._close_oldest(strangers or idle)
+                self._changed.wait(SECONDS_BETWEEN_LOOKS)
+            self._peers[connection] = Peer(time.monotonic())
+
+    def _strangers(self) -> dict[socket.socket, Peer]:
+        return {own: peer for own, peer in self._peers.items() if not peer.is_known}
+
+    def _close_oldest(self, peers: dict[socket.socket, Peer]) -> None:
+        """Close the connection that has waited longest, unless all have just begun to wait."""
+        latest = time.monotonic() - SECONDS_FOR_SECRET
+        open_peers = [entry for entry in peers.items() if not entry[1].is_closed]
+        own, peer = min(open_peers, key=lambda entry: entry[1].since, default=(None, None))
+        if own is not None and peer is not None and peer.since <= latest:
+            peer.is_closed = True
+            with contextlib.suppress(OSError):  # the peer has closed it
+                own.shutdown(socket.SHUT_RDWR)  # its thread ends, and closes it
+
+    def begin(self, connection: socket.socket) -> None:
+        """Note that a connection has sent the secret, and that its request is answered now."""
+        with self._changed:
+            self._peers[connection].is_known = self._peers[connection].is_served = True
+
+    def end(self, connection: socket.socket) -> None:
+        """Note that the answer is complete."""
+        with self._changed:
+            peer = self._peers[connection]
+            peer.is_served, peer.since = False, time.monotonic()
+
+    def remove(self, connection: socket.socket) -> None:
+        """Forget a connection that is about to be closed."""
+        with self._changed:
+            self._peers.pop(connection, None)
+            self._changed.notify_all()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection."""
+
+    server: "Server"
     protocol_version = "HTTP/1.1"  # connections are kept
     disable_nagle_algorithm = True  # it would delay the body, which follows the header, by 40 ms
-    folder: Path
-    secret: str
+    timeout = SECONDS_OF_SILENCE
 
     def do_GET(self) -> None:
         """Answer a request."""
-        given = self.headers.get("Authorization", "")
-        if not hmac.compare_digest(given, f"Bearer {self.secret}"):
+        sent = self.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(sent, f"Bearer {self.server.secret}".encode()):
             self._fail(HTTPStatus.FORBIDDEN)
             return
+        self.server.connections.begin(self.connection)
+        try:
+            self._answer_request()
+        finally:
+            self.server.connections.end(self.connection)
+
+    def _answer_request(self) -> None:
         path, _, query = self.path.partition("?")
         names = PATH.fullmatch(path)
         try:
@@ -134,7 +234,8 @@ class Handler(BaseHTTPRequestHandler):
             elif names is None:
                 self._fail(HTTPStatus.NOT_FOUND)
             else:
-                with (self.folder / names["snapshot"] / names["file"]).open("rb") as stream:
+                file = self.server.folder / names["snapshot"] / names["file"]
+                with file.open("rb") as stream:
                     self._serve(stream, query)
         except OSError:  # no such file
             self._fail(HTTPStatus.NOT_FOUND)
@@ -144,7 +245,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _listing(self) -> dict[str, dict[str, int]]:
         found = {}
-        for folder in self.folder.iterdir():
+        for folder in self.server.folder.iterdir():
             if SNAPSHOT.fullmatch(folder.name):
                 found[folder.name] = {file.name: file.stat().st_size for file in folder.iterdir()}
         return found
@@ -181,14 +282,34 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """A server on a socket that already listens, with a thread per connection."""
+    """A server on a socket that already listens, with a thread per connection.
+
+    Args:
+        listening: the socket
+        folder: the folder of the node's snapshots
+        secret: what requests must know
+        connections: limits of the connections
+    """
 
     daemon_threads = True
 
-    def __init__(self, listening: socket.socket):
+    def __init__(
+        self, listening: socket.socket, folder: Path, secret: str, *, connections: Connections
+    ):
         super().__init__(("", 0), Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listening
+        self.folder, self.secret, self.connections = folder, secret, connections
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer the requests of a connection in a thread, when there is room for it."""
+        self.connections.admit(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.connections.remove(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore connections that end early."""
@@ -199,8 +320,8 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two files per rank that reads
     folder, listening = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
-    Handler.folder, Handler.secret = folder, sys.stdin.readline().strip()
-    server = Server(listening)
+    secret = sys.stdin.readline().strip()
+    server = Server(listening, folder, secret, connections=Connections.for_files(most))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sys.stdin.read()
     shutil.rmtree(folder, ignore_errors=True)

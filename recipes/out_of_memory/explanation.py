@@ -81,7 +81,7 @@ def report(
     name = claim.supervisor.names[experiment.world.rank]
     file = claim.folder.path / REPORT
     try:
-        file.open("x").close()
+        file.open("xb").close()
     except FileExistsError:
         print(f"out of memory on {name} too; see {file}", file=sys.stderr, flush=True)
         return
@@ -105,7 +105,7 @@ def report(
 
 def append(file: Path, text: str) -> None:
     """Append to the report; the messages of the run are more important than a full disk."""
-    with contextlib.suppress(OSError), file.open("a") as stream:
+    with contextlib.suppress(OSError), file.open("a", encoding="utf-8") as stream:
         stream.write(text)
 
 

@@ -95,7 +95,9 @@ def reading_of(plan: StagePlan, run: RunFolder, step: int) -> tuple[Progress, ra
     for line in run.read_metrics():
         expected = planned(line["step"])
         length = plan.at(line["step"]).recipe.model.sequence_length
-        ends[line["step"]] = expected.samples + (line["tokens"] - expected.tokens(plan)) // length
+        if "tokens" in line:
+            read = int(line["tokens"]) - expected.tokens(plan)
+            ends[line["step"]] = expected.samples + read // length
     for at, first in firsts.items():  # drop steps that a rollback has discarded
         ends = {step: end for step, end in ends.items() if step <= at or end > first}
     begins = ends | firsts

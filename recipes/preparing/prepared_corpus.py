@@ -102,7 +102,7 @@ def join(
             ),
         }
     shutil.copytree(tokenization.tokenizer.parent, output / "tokenizer")
-    with (output / "pieces.jsonl").open("w") as stream:
+    with (output / "pieces.jsonl").open("w", encoding="utf-8") as stream:
         for (_, piece), report in zip(pieces, reports, strict=True):
             where = {key: getattr(piece, key) for key in LOCATION_KEYS}
             stream.write(json.dumps(where | report.parts) + "\n")
@@ -117,7 +117,8 @@ def join(
     }
     if is_divided:
         manifest["divided_document"] = True
-    (output / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    text = json.dumps(manifest, indent=2) + "\n"
+    (output / "manifest.json").write_text(text, encoding="utf-8")
     for file in output.rglob("*"):
         flush(file)
     flush(output)
@@ -181,7 +182,7 @@ def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size
     def lengths() -> Iterator[np.ndarray]:
         for part in parts:
             file = TokenFile(part)
-            yield file.lengths[: file.sequences]  # an empty file has one length, zero
+            yield np.diff(file.starts(0, file.sequences))
 
     index = HashedFile(target.with_name(target.name + ".idx"))
     write_index(index, token_type(vocab_size), lengths, count=documents)
@@ -231,11 +232,25 @@ def read_pieces(file: Path) -> list[dict[str, Any]]:
         try:
             piece = json.loads(line)
             pieces.append({key: piece[key] for key in (*LOCATION_KEYS, *PARTS)})
+            _check_piece(pieces[-1])
         except (ValueError, RecursionError, TypeError, KeyError) as error:
             raise UserError(
                 f"{file}, line {number}, is damaged ({error!r}); prepare the corpus again"
             ) from None
     return pieces
+
+
+def _check_piece(piece: dict[str, Any]) -> None:
+    """Raise a TypeError if a value of a line of pieces.jsonl has another type than was written."""
+    files, start, stop = (piece[key] for key in LOCATION_KEYS)
+    if not (isinstance(files, list) and files and all(isinstance(file, str) for file in files)):
+        raise TypeError(f"files = {files!r:.60}")
+    if type(start) is not int or not (stop is None or type(stop) is int):
+        raise TypeError(f"start = {start!r:.60}, stop = {stop!r:.60}")
+    for part in PARTS:
+        for key in COUNT_KEYS:
+            if type(count := piece[part][key]) is not int or count < 0:
+                raise TypeError(f"{part}.{key} = {count!r:.60}")
 
 
 def find_damages(corpus: Path, threads: int) -> Iterator[str]:

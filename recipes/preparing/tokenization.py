@@ -116,7 +116,8 @@ class Tokenization:
                 report.parts[name] = {
                     "documents": file.documents, "tokens": file.tokens, "sha256": file.hashes["bin"]
                 }  # fmt: skip
-            (room / REPORT).write_text(json.dumps(asdict(report)))
+            text = json.dumps(asdict(report))
+            (room / REPORT).write_text(text, encoding="utf-8")
         return report
 
     def _write(
@@ -169,7 +170,7 @@ def read_report(file: Path) -> Report:
         UserError: The file is damaged.
     """
     try:
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
         return Report(parts=dict(content["parts"]), skipped=dict(content["skipped"]))
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise UserError(

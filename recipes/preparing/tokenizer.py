@@ -52,21 +52,22 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
 
 
 def load_tokenizer(source: Path | str, name: str) -> Any:
-    """Load a tokenizer with transformers.
+    """Load a tokenizer with transformers, without running code that comes with it.
 
     Args:
         source: a folder, or a name on the hub
         name: the option or key that names the tokenizer, with its value, for a message
 
     Raises:
-        UserError: transformers cannot load the tokenizer.
+        UserError: transformers cannot load the tokenizer, or only with code of its own.
     """
     try:
-        return AutoTokenizer.from_pretrained(source)
+        # Without the argument, transformers asks on the terminal whether to run the code.
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and the hub's client raise many classes
         raise UserError(
-            f"{name} cannot be loaded: {first_line(error)}; use a folder written by "
-            f"save_pretrained, or a name on the hub"
+            f"{name} cannot be loaded: {first_line(error)}; use a tokenizer without code of its "
+            f"own: a folder written by save_pretrained, or a name on the hub"
         ) from None
 
 

@@ -26,7 +26,9 @@ def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
         OSError: The lock fails for another reason, such as an I/O error.
     """
     workspace.mkdir(parents=True, exist_ok=True)
-    with (workspace / "lock").open("a+") as lock:  # NFS needs a readable file for LOCK_SH
+    with (workspace / "lock").open(
+        "a+", encoding="utf-8"
+    ) as lock:  # NFS needs a readable file for LOCK_SH
         _lock(lock, workspace, shared=shared)
         mark_workspace(lock)
         if not shared:  # remove unfinished folders of killed processes

@@ -20,7 +20,9 @@ def write_corpus(folder: Path, vocab_size: int, *, validation_tokens: int = 4000
     """
     rounds = -(-validation_tokens // sum(DOCUMENT_TOKENS))
     (folder / "tokenizer").mkdir(parents=True)
-    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps({"made": "for a proof"}))
+    (folder / "tokenizer" / "tokenizer.json").write_text(
+        json.dumps({"made": "for a proof"}), encoding="utf-8"
+    )
     random = np.random.default_rng(0)
     for name, count in (("train", 5 * rounds), ("validation", rounds)):
         documents = [

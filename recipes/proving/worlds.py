@@ -153,7 +153,7 @@ class WorldOfRanks:
         """Return the last lines of every rank's output."""
         texts = []
         for rank in range(self.size):
-            lines = self._log(rank).read_text(errors="replace").splitlines()
+            lines = self._log(rank).read_text(encoding="utf-8", errors="replace").splitlines()
             texts.append(
                 "\n".join([f"rank {rank} of {self.size}:", *lines[-MAX_LINES_IN_MESSAGE:]])
             )

@@ -202,7 +202,7 @@ def values_of_setting(setting: str) -> list[str]:
     key, equals, text = setting.partition("=")
     try:
         tomllib.loads(f"value = {text}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return [f"{key}{equals}{value}" for value in text.split(",")]
     return [setting]
 

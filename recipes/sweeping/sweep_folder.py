@@ -244,7 +244,7 @@ class SweepFolder:
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         """Write the measuring settings, or compare them with those of an earlier command."""
         file, fresh = self.path / "sweep.json", self.own / "sweep.json"
-        fresh.write_text(json.dumps(settings, indent=1) + "\n")
+        fresh.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
         flush(fresh)
         with contextlib.suppress(FileExistsError):
             os.link(fresh, file)  # fails if another scheduler was first
@@ -283,7 +283,7 @@ def _order_of_rounds(row: Row) -> tuple[Any, ...]:
 def read_json(file: Path) -> dict[str, Any] | None:
     """Return the content of a file, or None if it does not exist or is damaged."""
     try:
-        content = json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None

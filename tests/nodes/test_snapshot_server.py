@@ -1,10 +1,13 @@
 """The server of a node's snapshots: what it answers, to whom, and when it ends."""
 
+import contextlib
 import hashlib
 import http.client
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -12,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.nodes.snapshot_server import ServerProcess
+from recipes.nodes import snapshot_server
+from recipes.nodes.snapshot_server import Connections, Handler, ServerProcess
+from recipes.nodes.snapshot_server import Server as SnapshotServer
 from recipes.training.recipe.repository import REPOSITORY
 from recipes.training.snapshots import client as client_module
 from recipes.training.snapshots.client import Client, SnapshotUnavailable, listings
@@ -145,3 +150,144 @@ def test_a_process_keeps_few_connections(
         for each in clients:
             assert each.part(SNAPSHOT, FILE, 5, 9) == CONTENT[5:9]
     assert list(Client._open)[-3:] == clients[-3:] and len(Client._open) == 3
+
+
+@contextlib.contextmanager
+def serve(folder: Path, connections: Connections) -> Iterator[Server]:
+    """Run a server in this process, and yield its address."""
+    (folder / SNAPSHOT).mkdir()
+    (folder / SNAPSHOT / FILE).write_bytes(CONTENT)
+    listening = socket.create_server(("127.0.0.1", 0), backlog=128)
+    server = SnapshotServer(listening, folder, "secret", connections=connections)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield Server("node1", listening.getsockname()[1], "secret", "127.0.0.1")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+        for connection in list(server.connections._peers):
+            with contextlib.suppress(OSError):  # the client has closed it
+                connection.shutdown(socket.SHUT_RDWR)
+        for answering in threading.enumerate():
+            if "process_request" in answering.name:
+                answering.join()
+
+
+@contextlib.contextmanager
+def half_requests(port: int, count: int) -> Iterator[list[socket.socket]]:
+    """Open connections that send the beginning of a request and then nothing."""
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for peer in peers:
+            peer.setblocking(False)
+            peer.connect_ex(("127.0.0.1", port))
+        for peer in peers:
+            with contextlib.suppress(OSError):  # not connected yet: the queue is full
+                peer.send(b"GET / HTTP/1.1\r\nAuthorization: Bear")
+        yield peers
+
+
+def serving_threads() -> int:
+    return sum("process_request" in thread.name for thread in threading.enumerate())
+
+
+def test_silent_peers_do_not_keep_out_a_peer_with_the_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_server, "SECONDS_FOR_SECRET", 0.02)
+    with serve(tmp_path, Connections(6, 4)) as server, half_requests(server.port, 60):
+        for _ in range(3):
+            assert Client(server).listing() == {SNAPSHOT: {FILE: len(CONTENT)}}
+            assert serving_threads() <= 6
+
+
+def test_an_idle_connection_is_closed_for_a_new_one_and_its_client_asks_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_server, "SECONDS_FOR_SECRET", 0.02)
+    with serve(tmp_path, Connections(2, 2)) as server:
+        clients = [Client(server) for _ in range(5)]
+        for _ in range(2):
+            for each in clients:
+                assert each.content(SNAPSHOT, FILE) == CONTENT
+                assert serving_threads() <= 2
+
+
+def test_a_connection_on_which_nothing_arrives_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handler, "timeout", 0.1)
+    with serve(tmp_path, Connections(6, 4)) as server, half_requests(server.port, 3) as peers:
+        for peer in peers:
+            peer.settimeout(5)
+            assert peer.recv(1) == b""
+
+
+def test_the_limit_of_files_leaves_room_for_the_files_that_are_read() -> None:
+    for files, limit, strangers in ((128, 48, 24), (20_000, 4096, 256), (0, 2, 1)):
+        connections = Connections.for_files(files)
+        assert (connections.limit, connections.strangers) == (limit, strangers)
+
+
+def test_a_secret_that_is_not_ascii_is_rejected(process: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", process.port), timeout=5) as peer:
+        peer.sendall(b"GET / HTTP/1.1\r\nAuthorization: Bearer \xe9\r\n\r\n")
+        assert peer.recv(100).startswith(b"HTTP/1.1 403 ")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n{"a": 1}',
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n" + b"[" * 100_000,
+    ],
+)
+def test_another_program_at_the_port_is_a_server_that_does_not_answer(answer: bytes) -> None:
+    def serve_answer(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # closed below
+            while True:
+                with listening.accept()[0] as peer:
+                    peer.recv(1000)
+                    peer.sendall(answer)
+
+    listening = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=serve_answer, args=(listening,), daemon=True).start()
+    try:
+        other = Client(Server("node2", listening.getsockname()[1], "", "127.0.0.1"))
+        with pytest.raises(SnapshotUnavailable, match="node2"):
+            other.listing()
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        listening.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("files", "threads"), [(128, 60), (4096, 300)])
+def test_1500_half_requests_do_not_exhaust_the_server(
+    files: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -n {files}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    process = ServerProcess.start(tmp_path / "run-node1")
+    (process.folder / SNAPSHOT).mkdir()
+    (process.folder / SNAPSHOT / FILE).write_bytes(CONTENT)
+    reader = Client(Server("node1", process.port, process.secret, "127.0.0.1"))
+    try:
+        with half_requests(process.port, 1500):
+            for _ in range(5):
+                assert reader.content(SNAPSHOT, FILE) == CONTENT
+                assert len(os.listdir(f"/proc/{process.process.pid}/task")) <= threads
+                reader = Client(reader.server)
+    finally:
+        process.end()

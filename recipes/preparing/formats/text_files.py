@@ -30,6 +30,9 @@ from recipes.preparing.formats.format import Format, Piece, first_line, version_
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".bz2", ".zst")
 BLOCK_BYTES = 2**24
+# Of a line. Parsing it takes several times as much memory, and a compressed file can hold a line
+# that no memory can.
+MAX_LINE_BYTES = 2**30
 
 
 class TextLines(Format):
@@ -49,20 +52,37 @@ class TextLines(Format):
             yield Piece((str(self.file),), start, stop, stop - start, version)
 
     def rows(self, piece: Piece) -> Iterator[Row]:
-        """Yield the lines that begin in the piece."""
+        """Yield the lines that begin in the piece.
+
+        Raises:
+            UserError: A line is too long, or does not fit into memory.
+        """
         with open_bytes(self.file) as stream:
             position = piece.start
             if position:
                 stream.seek(position - 1)
                 position += len(stream.readline()) - 1
             while piece.stop is None or position < piece.stop:
-                line = stream.readline()
-                if not line:
-                    return
-                content = self.content(line if position else line.removeprefix(BYTE_ORDER_MARK))
+                try:
+                    line = stream.readline(MAX_LINE_BYTES + 1)
+                    if not line:
+                        return
+                    if len(line) > MAX_LINE_BYTES:
+                        raise self._too_long(
+                            piece, position, f"is longer than {MAX_LINE_BYTES} bytes"
+                        )
+                    text = line if position else line.removeprefix(BYTE_ORDER_MARK)
+                    content = self.content(text)
+                except MemoryError:
+                    line = text = b""  # free the memory for the message
+                    raise self._too_long(piece, position, "does not fit into memory") from None
                 if content is not None:
                     yield Row(position, content)
                 position += len(line)
+
+    def _too_long(self, piece: Piece, position: int, reason: str) -> UserError:
+        place = self.place(piece, position)
+        return UserError(f"{place} {reason}; divide the document into several lines")
 
     def content(self, line: bytes) -> str | Problem | None:
         """Return the document in a line, or None to ignore the line."""
@@ -107,8 +127,7 @@ class JsonArray(Format):
         Raises:
             UserError: The file is not valid JSON.
         """
-        with open_bytes(self.file) as stream:
-            content = stream.read().removeprefix(BYTE_ORDER_MARK)
+        content = read_whole(self.file, "write an object per line, as .jsonl")
         try:
             items = json.loads(content.decode())
         except (
@@ -144,8 +163,7 @@ class Texts(Format):
     def rows(self, piece: Piece) -> Iterator[Row]:
         """Yield the text of each file."""
         for number, name in enumerate(piece.files):
-            with open_bytes(Path(name)) as stream:
-                content = stream.read().removeprefix(BYTE_ORDER_MARK)
+            content = read_whole(Path(name), "divide it into several files")
             text = content.decode(errors="ignore") if self.lenient else decoded(content)
             if isinstance(text, str):
                 text = document(text.replace("\r\n", "\n"), "the file")
@@ -155,6 +173,19 @@ class Texts(Format):
     def place(self, piece: Piece, position: int) -> str:
         """Return the name of the file."""
         return piece.files[position]
+
+
+def read_whole(file: Path, remedy: str) -> bytes:
+    """Return the content of a file, decompressed, without a byte order mark.
+
+    Raises:
+        UserError: The file does not fit into memory; the message ends with the remedy.
+    """
+    try:
+        with open_bytes(file) as stream:
+            return stream.read().removeprefix(BYTE_ORDER_MARK)
+    except MemoryError:
+        raise UserError(f"{file} does not fit into memory; {remedy}") from None
 
 
 def open_bytes(file: Path) -> IO[bytes]:

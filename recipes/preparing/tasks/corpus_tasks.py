@@ -102,8 +102,6 @@ def validation_texts(corpus: Path) -> Iterator[str]:
     if not tokenizer_file.is_file():
         raise UserError(f"{tokenizer_file} is missing; prepare the corpus with prepare_data.py")
     tokenizer = fast_tokenizer(tokenizer_file, False)
-    size, offsets = file.dtype.itemsize, file.offsets
-    for first, after in zip(file.documents[:-1], file.documents[1:], strict=True):
-        stop = int(offsets[after]) // size if after < file.sequences else file.count
-        ids = file.read(int(offsets[first]) // size, stop)
+    for document in range(file.boundaries - 1):
+        ids = file.read(*file.range_of(document))
         yield tokenizer.decode(ids.tolist(), skip_special_tokens=True)

@@ -16,6 +16,7 @@ from recipes.reporting.record.mixture import SourceShare, shares_read
 from recipes.reporting.record.plan_comparison import Prediction
 from recipes.reporting.record.run_record import RunRecord
 from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.run_folder.line_file import MAX_COUNT, number
 from recipes.training.run_folder.wall_time import CAUSE_TEXTS
 
 NONE = "–"  # noqa: RUF001 (a dash)
@@ -158,7 +159,7 @@ def _mixture_of_part(run: RunRecord, plan: StagePlan, part: int) -> list[SourceS
     ends = [
         (int(step), samples - begin + (int(count) - tokens) // length)
         for step, count in zip(run.steps.step, run.steps.column("tokens"), strict=True)
-        if count == count and plan.at(int(step)).part == part
+        if abs(count) <= MAX_COUNT and plan.at(int(step)).part == part
     ]
     jumps = {step: sample - begin for step, sample in run.first_samples.items()}
     jumps.setdefault(first.first - 1, samples - begin)
@@ -169,7 +170,11 @@ def _mixture_of_part(run: RunRecord, plan: StagePlan, part: int) -> list[SourceS
 def slowest_ranks(run: RunRecord) -> list[Sequence[str]]:
     """Return the ranks that most comparisons named as the slowest: rank, times, largest ratio."""
     ranks, ratios = run.steps.column("slowest_rank"), run.steps.column("slowest_ratio")
-    named = [(int(rank), ratio) for rank, ratio in zip(ranks, ratios, strict=True) if rank == rank]
+    named = [
+        (int(rank), ratio)
+        for rank, ratio in zip(ranks, ratios, strict=True)
+        if np.isfinite(rank) and np.isfinite(ratio)
+    ]
     counts = Counter(rank for rank, _ in named)
     return [
         (str(rank), f"{count} of {len(named)}",
@@ -270,4 +275,5 @@ def _percent(share: float) -> str:
 
 
 def _seconds(value: Any) -> str:
-    return f"{value:.1f} s" if isinstance(value, int | float) else NONE
+    seconds = number(value)
+    return NONE if seconds is None else f"{seconds:.1f} s"

@@ -32,6 +32,7 @@ from recipes.reporting.page.panels import panels_of
 from recipes.reporting.record.marks import describe, marks_of
 from recipes.reporting.record.plan_comparison import Prediction, predict
 from recipes.reporting.record.run_record import RunRecord
+from recipes.training.run_folder.line_file import number
 
 FOLDER = Path(__file__).parent
 BOKEH = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
@@ -86,7 +87,7 @@ def render(
     settings |= {"version": watching.version, "seconds": watching.seconds} if watching else {}
     scripts = {"bokeh": bokeh_script(), "script": _own_file("report.js")}
     environment = _environment()
-    return environment.get_template("report.html").render(
+    page = environment.get_template("report.html").render(
         title=_title(runs),
         subtitle=f"{' · '.join(_subtitle(run) for run in runs)}",
         policy=_policy(scripts.values(), served=watching is not None),
@@ -108,6 +109,8 @@ def render(
         f"Bokeh {bokeh.__version__}. {_reduction(runs, scene)}",
         **{name: Markup(text) for name, text in scripts.items()},
     )
+    # A path may have bytes that are not UTF-8, and JSON may have half of a surrogate pair.
+    return page.encode(errors="backslashreplace").decode()
 
 
 def _run_facts(
@@ -224,9 +227,10 @@ def _reduction(runs: Sequence[RunRecord], scene: Scene) -> str:
 
 def _time(seconds: Any) -> str:
     """Format a time from events.jsonl; empty if it is not valid, because a user edited it."""
-    if not isinstance(seconds, int | float) or not np.isfinite(seconds):
+    seconds = number(seconds)
+    if seconds is None or not np.isfinite(seconds):
         return ""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
-    except (ValueError, OverflowError):  # far outside the calendar
+    except (ValueError, OverflowError, OSError):  # far outside the calendar
         return ""

@@ -1,6 +1,7 @@
 """Serving of the page on this machine during its runs."""
 
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ class Watcher:
         """Return a text that changes when a run folder changes."""
         digest = hashlib.sha256()
         for path in self.paths:
-            digest.update(f"{path} {is_held(path)}\n".encode())
+            digest.update(os.fsencode(path) + f" {is_held(path)}\n".encode())
             for name in WATCHED:
                 try:
                     found = (path / name).stat()

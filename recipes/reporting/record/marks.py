@@ -4,7 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from recipes.training.run_folder.line_file import too_large
+
 Event = Mapping[str, Any]
+MAX_DEPTH = 4  # of nested lists and tables in a description
 MAX_TEXT = 300  # characters of a description
 MAX_MARKS = 400  # marks of each kind, spread over the run
 # Kinds of marks, in the order of their lanes from the top; the symbols are Bokeh's.
@@ -105,11 +108,15 @@ def _changes(value: Any) -> str:
     return "; ".join(f"{key}: {text}" for key, text in pairs)
 
 
-def _words(value: Any) -> str:
+def _words(value: Any, depth: int = 0) -> str:
+    if isinstance(value, dict | list) and depth == MAX_DEPTH:
+        return "..."
     if isinstance(value, dict):
-        return "; ".join(f"{key}: {_words(each)}" for key, each in value.items())
+        return "; ".join(f"{key}: {_words(each, depth + 1)}" for key, each in value.items())
     if isinstance(value, list):
-        return ", ".join(map(_words, value))
+        return ", ".join(_words(each, depth + 1) for each in value)
+    if too_large(value):  # str() has a limit of 4,300 digits
+        return "a very large number"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -13,17 +13,17 @@ from models.cost import flops_per_token
 from models.errors import UserError
 from recipes.reporting.record.branches import abandoned_branches, divide
 from recipes.reporting.record.steps import Steps
-from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.loading import is_nested_too_deeply, parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.folder import EVENT_KEYS, METRIC_KEYS
 from recipes.training.run_folder.history import replay
-from recipes.training.run_folder.line_file import LineFile
+from recipes.training.run_folder.line_file import LineFile, number
 from recipes.training.run_folder.lock import is_held
 from recipes.training.run_folder.wall_time import WallTime
 
+MAX_RANKS = 2**24  # a larger number is damage
 MAX_TIMELINE_BYTES = 1_500_000  # of a picture in the page
-MAX_STEP = 2**53  # a larger step number is damage, and cannot be drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,8 @@ class RunRecord:
             begin = self.plan.tokens_before(span.first)
             end = np.inf if span is self.plan.spans[-1] else self.plan.tokens_before(span.last + 1)
             inside = np.clip(tokens, begin, end) - begin
-            total += inside * flops_per_token(span.recipe.model)
+            with np.errstate(over="ignore"):  # a damaged line may claim 1e308 tokens
+                total += inside * flops_per_token(span.recipe.model)
         return total
 
     @property
@@ -101,7 +102,8 @@ class RunRecord:
         tokens = self.steps.last("tokens_per_second")
         if not (flops and rate and tokens and rate > 0):
             return None
-        return max(1, round(flops * tokens / (rate * 1e12)))
+        ranks = flops * tokens / (rate * 1e12)
+        return max(1, round(ranks)) if ranks < MAX_RANKS else None
 
     @property
     def first_samples(self) -> dict[int, int]:
@@ -189,7 +191,7 @@ def _read_lines(
     except OSError as error:
         problems.append(f"{file} cannot be read ({error.strerror})")
         return []
-    usable = [line for line in found if 0 <= line["step"] < MAX_STEP]
+    usable = [line for line in found if line["step"] >= 0]
     written = sum(1 for line in complete.split(b"\n") if line.strip(b"\0 \t\r"))
     if damaged := written - len(usable):
         problems.append(
@@ -215,7 +217,7 @@ def _read_recipe(file: Path, problems: list[str]) -> tuple[dict[str, Any], Recip
         return table, parse_recipe(table, str(file))
     except UserError as problem:
         problems.append(f"no plan, no mixture and no FLOPs: {problem}")
-        return table, None
+        return {} if is_nested_too_deeply(table) else table, None
 
 
 def _end_time(metrics: Path, events: list[dict[str, Any]]) -> float:
@@ -223,10 +225,8 @@ def _end_time(metrics: Path, events: list[dict[str, Any]]) -> float:
 
     It is the time of the last event after an orderly end, and otherwise that of the last step.
     """
-    times = [event["time"] for event in events if isinstance(event.get("time"), int | float)]
-    last = float(times[-1]) if times else 0.0
-    if not np.isfinite(last):
-        last = 0.0
+    times = [time for event in events if (time := number(event.get("time"))) is not None]
+    last = times[-1] if times and np.isfinite(times[-1]) else 0.0
     if events and events[-1]["event"] in ("end", "stop"):
         return last
     try:

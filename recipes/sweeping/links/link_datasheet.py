@@ -54,7 +54,11 @@ def is_own(file: Path, name: str) -> bool:
     """Return True if a file does not exist, or if --links has written it and git ignores it."""
     if not os.path.lexists(file):
         return True
-    first_line = file.read_text(errors="replace").partition("\n")[0] if file.is_file() else ""
+    first_line = (
+        file.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+        if file.is_file()
+        else ""
+    )
     return first_line == f"# {mark(name)}" and not is_tracked(file)
 
 

@@ -135,7 +135,7 @@ class DeepSpeedLauncher:
     def check(self, kind: WorldKind) -> None:
         """See `Launcher`."""
         try:
-            lines = self.hostfile.read_text().splitlines()
+            lines = self.hostfile.read_text(encoding="utf-8").splitlines()
         except OSError as problem:
             raise UserError(
                 f"--hostfile {self.hostfile} cannot be read ({problem.strerror}); use a file with "
@@ -205,7 +205,7 @@ def first_host() -> str:
     """
     command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
         return done.stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError) as problem:
         raise UserError(

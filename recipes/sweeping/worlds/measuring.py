@@ -211,7 +211,7 @@ class Memory:
             torch.cuda.reset_peak_memory_stats()
             return
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak (proc(5))
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets the peak (proc(5))
         self._before_bytes = resident_bytes("VmRSS")
 
     def peak_gib(self) -> float:
@@ -229,5 +229,5 @@ class Memory:
 
 def resident_bytes(key: str) -> float:
     """Return VmRSS or VmHWM of this process in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(key))

@@ -50,14 +50,14 @@ class WorldFiles:
 def write_message(file: Path, message: dict[str, Any]) -> None:
     """Replace the content of a file with a message."""
     fresh = file.with_name(f"{file.name}.{socket.gethostname()}.{os.getpid()}")
-    fresh.write_text(json.dumps(message))
+    fresh.write_text(json.dumps(message), encoding="utf-8")
     fresh.rename(file)
 
 
 def read_message(file: Path, number: int) -> dict[str, Any] | None:
     """Return the message of a file if it belongs to a trial, otherwise None."""
     try:
-        message = json.loads(file.read_text())
-    except (OSError, ValueError):  # being replaced, on a network file system
+        message = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # being replaced, on a network file system
         return None
     return message if message.get("number") == number else None

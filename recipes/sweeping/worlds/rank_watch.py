@@ -49,7 +49,7 @@ class RankWatch(threading.Thread):
 
     def _beat(self) -> int | None:
         try:
-            with self.files.heartbeat.open() as stream:
+            with self.files.heartbeat.open(encoding="utf-8") as stream:
                 return os.fstat(stream.fileno()).st_mtime_ns
         except OSError:
             return None
@@ -57,7 +57,7 @@ class RankWatch(threading.Thread):
     def _is_over(self) -> bool:
         """Return True if the scheduler has removed the world."""
         try:
-            self.files.settings.open().close()
+            self.files.settings.open("rb").close()
         except FileNotFoundError:
             return True
         except OSError:

@@ -151,7 +151,9 @@ class World:
         """Return the last lines of the launcher and of some ranks."""
         parts = []
         for file in [self.files.launcher_log, *(self.files.log(rank) for rank in ranks[:MAX_LOGS])]:
-            if file.exists() and (text := file.read_text(errors="replace").strip()):
+            if file.exists() and (
+                text := file.read_text(encoding="utf-8", errors="replace").strip()
+            ):
                 lines = text.splitlines()[-MAX_LOG_LINES:]
                 parts.append("\n".join([f"{file.stem}:", *lines]))
         return "\n".join(parts)

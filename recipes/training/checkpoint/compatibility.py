@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from models.config import ModelConfig
 from models.errors import UserError
 from models.rope_scaling import SCALING_KEYS
-from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.checkpoint.manifest import Manifest, manifest_damage
 from recipes.training.recipe.deepspeed_config import leaves
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
@@ -164,13 +164,22 @@ def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
 
 
 def check_initial_weights(recipe: Recipe) -> None:
-    """Check the weights that the recipe starts from, except for damages, before ranks start.
+    """Check the manifest of the weights that the recipe starts from, before ranks start.
+
+    The ranks verify the other files when they read them.
 
     Raises:
-        UserError: the checkpoint is missing, or of another model.
+        UserError: the checkpoint is missing, of another model, or its manifest is damaged.
     """
     if path := initial_weights(recipe):
-        check_same_model(key_of_initial_weights(recipe), Manifest.read(path), recipe)
+        key = key_of_initial_weights(recipe)
+        try:
+            damage = manifest_damage(path)
+        except OSError as error:
+            damage = f"{error.filename} cannot be read ({error.strerror or error})"
+        if damage:
+            raise UserError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
+        check_same_model(key, Manifest.read(path), recipe)
 
 
 def initial_weights(recipe: Recipe, run: Path | None = None) -> Path | None:

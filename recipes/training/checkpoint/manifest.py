@@ -17,16 +17,92 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+from models.config import ModelConfig
 from models.errors import UserError
 from recipes.training.checkpoint.tensor_file import FileRecord
+from recipes.training.recipe.sections.stage import Stage
+from recipes.training.recipe.sections.training import Batch
 from recipes.training.run_folder.checkpoint_folders import NAME, step_of
 from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.progress import Progress, read_from
 
 FORMAT = 1
 OPTIONAL = {"read_parts", "parent", "validation_loss"}  # fields that a manifest may lack
+Number = Annotated[int, Field(ge=0)]
+# Without a folder: the files of a checkpoint are in its own folder, whoever wrote the manifest.
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+
+
+class _Weights(BaseModel):
+    """The keys of the recipe of imported weights that this code reads; it ignores other keys."""
+
+    model: ModelConfig
+
+
+class _Steps(BaseModel):
+    """The key of [training] that this code reads."""
+
+    steps: Number
+
+
+class _Run(_Weights):
+    """The keys of the recipe of a run that this code reads, in any of its versions."""
+
+    optimizer: dict[str, Any]
+    batch: Batch
+    training: _Steps
+    stage: tuple[Stage, ...] = ()
+
+
+def _check_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe of a checkpoint unchanged.
+
+    Raises:
+        PydanticCustomError: a key that this code reads is missing or has another type.
+    """
+    kind = _Run if "seed" in recipe else _Weights
+    try:
+        kind.model_validate_json(json.dumps(recipe), strict=True)
+    except ValidationError as error:
+        raise PydanticCustomError("recipe", "{problem}", {"problem": _first(error)}) from None
+    return recipe
+
+
+def _first(error: ValidationError) -> str:
+    """Describe the first of pydantic's errors in one line."""
+    problem = error.errors()[0]
+    key = ".".join(map(str, problem["loc"]))
+    value = f"{problem['input']!r:.100}".replace("\n", " ")
+    return f"{key} = {value}: {problem['msg']}"
+
+
+class _Part(TypedDict):
+    """The keys of a part of the data that this code reads."""
+
+    stage: str
+    first_step: int
+
+
+def _check_data(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fingerprints of a checkpoint unchanged.
+
+    Raises:
+        PydanticCustomError: a part of the data has no name or no first step.
+    """
+    try:
+        _PARTS.validate_python(data.get("parts", []), strict=True)
+    except ValidationError as error:
+        raise PydanticCustomError("data", "parts.{problem}", {"problem": _first(error)}) from None
+    return data
+
+
+_PARTS = TypeAdapter(list[_Part])
 
 
 @dataclass(frozen=True)
@@ -52,19 +128,19 @@ class Manifest:
             validated; in nats per token
     """
 
-    step: int
-    samples: int
-    tokens: int
-    updates: int
+    step: Number
+    samples: Number
+    tokens: Number
+    updates: Number
     loss_scale: dict[str, Any] | None
-    recipe: dict[str, Any]
+    recipe: Annotated[dict[str, Any], AfterValidator(_check_recipe)]
     layout: dict[str, Any]
-    data: dict[str, Any]
+    data: Annotated[dict[str, Any], AfterValidator(_check_data)]
     versions: dict[str, Any]
-    tensors: dict[str, str]
-    files: dict[str, FileRecord]
+    tensors: dict[str, FileName]
+    files: dict[FileName, FileRecord]
     format: int = FORMAT
-    read_parts: list[list[int]] | None = None
+    read_parts: list[list[Number]] | None = None
     parent: dict[str, Any] | None = None
     validation_loss: float | None = None
 
@@ -130,7 +206,15 @@ class Manifest:
                 f"{file}: missing or unknown keys: {', '.join(sorted(wrong))}; use the version of "
                 f"Threefold that wrote the checkpoint"
             )
-        return cls(**content)
+        try:
+            return _CONTENT.validate_json(text, strict=True)
+        except ValidationError as error:
+            raise UserError(
+                f"{file} is damaged ({_first(error)}); use another checkpoint"
+            ) from None
+
+
+_CONTENT = TypeAdapter(Manifest)
 
 
 def write_manifest(folder: Path, text: str) -> tuple[Path, Path]:
@@ -140,8 +224,8 @@ def write_manifest(folder: Path, text: str) -> tuple[Path, Path]:
         OSError: a file cannot be written.
     """
     file, digest = folder / "manifest.json", folder / "manifest.sha256"
-    file.write_text(text)
-    digest.write_text(sha256(file) + "\n")
+    file.write_text(text, encoding="utf-8")
+    digest.write_text(sha256(file) + "\n", encoding="utf-8")
     return file, digest
 
 
@@ -174,25 +258,35 @@ def find_damages(
     Raises:
         UserError: the checkpoint was written by a later version of this code.
     """
-    manifest, digest = checkpoint / "manifest.json", checkpoint / "manifest.sha256"
-    for file in (manifest, digest):
-        if not file.is_file():
-            yield f"{file} is missing"
-            return
     try:
-        expected, found = sha256(manifest) + "\n", digest.read_text(errors="replace")
-        if found != expected:
-            file = digest if _is_damaged_digest(found, expected) else manifest
-            yield f"{file} has changed since the save (SHA-256)"
+        if damage := manifest_damage(checkpoint):
+            yield damage
             return
         content = Manifest.read(checkpoint)
         if NAME.fullmatch(checkpoint.name) and content.step != step_of(checkpoint):
-            yield f"{manifest} belongs to step {content.step}"
+            yield f"{checkpoint / 'manifest.json'} belongs to step {content.step}"
         for name, record in sorted(content.files.items())[share::shares]:
             note(f"verifying {checkpoint.name}/{name}")
             yield from _file_damages(checkpoint / name, record)
     except OSError as error:
         yield f"{error.filename} cannot be read ({error.strerror or error})"
+
+
+def manifest_damage(checkpoint: Path) -> str | None:
+    """Return a sentence about a manifest that differs from its hash; None if they agree.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    manifest, digest = checkpoint / "manifest.json", checkpoint / "manifest.sha256"
+    for file in (manifest, digest):
+        if not file.is_file():
+            return f"{file} is missing"
+    expected, found = sha256(manifest) + "\n", digest.read_text(encoding="utf-8", errors="replace")
+    if found == expected:
+        return None
+    file = digest if _is_damaged_digest(found, expected) else manifest
+    return f"{file} has changed since the save (SHA-256)"
 
 
 def _is_damaged_digest(found: str, expected: str) -> bool:

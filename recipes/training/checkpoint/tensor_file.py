@@ -16,7 +16,9 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
+
+from typing_extensions import TypedDict
 
 BYTES = {"F32": 4, "BF16": 2, "F16": 2}  # per element
 ALIGNMENT = 8  # of the first tensor, in bytes

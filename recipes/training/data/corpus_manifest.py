@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,24 @@ def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> 
         raise UserError(
             f"{file} is not a manifest of prepare_data.py ({error!r}); {advice}"
         ) from None
-    if not isinstance(manifest, dict):
-        raise UserError(
-            f"{file} is not a manifest of prepare_data.py (not a JSON object); {advice}"
-        )
+    if (reason := _wrong_type(manifest)) is not None:
+        raise UserError(f"{file} is not a manifest of prepare_data.py ({reason}); {advice}")
     return manifest
+
+
+def _wrong_type(manifest: Any) -> str | None:
+    """Return the first value of a manifest with another type than prepare_data.py writes."""
+    if not isinstance(manifest, dict):
+        return "not a JSON object"
+    if type(size := manifest.get("vocab_size", 0)) is not int:
+        return f"vocab_size = {size!r:.60} is not a whole number"
+    start = manifest.get("document_start", [])
+    if not isinstance(start, list) or any(type(token) is not int for token in start):
+        return f"document_start = {start!r:.60} is not a list of tokens"
+    files = manifest.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(each, dict) for each in files.values()):
+        return f"files = {files!r:.60} is not a table of files"
+    return None
 
 
 def tokenizer_hash(folder: Path) -> str:
@@ -44,5 +58,5 @@ def folder_hash(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.glob("*") if path.is_file()):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
-        digest.update(f"{file.name} {content}\n".encode())
+        digest.update(os.fsencode(file.name) + f" {content}\n".encode())
     return digest.hexdigest()

@@ -59,7 +59,10 @@ class TokenFile:
             )
         _, version, code, self.sequences, self.boundaries = HEADER.unpack(head)
         if version != 1 or code not in TOKEN_TYPES:
-            raise UserError(f"{self._index}: version {version} or token type {code} is unknown")
+            raise UserError(
+                f"{self._index}: version {version} or token type {code} is unknown; make the file "
+                f"with recipes/prepare_data.py"
+            )
         self.dtype = np.dtype(TOKEN_TYPES[code])
         self._index_size = HEADER.size + 12 * self.sequences + 8 * self.boundaries
         _check_size(self._index, self._index_size)
@@ -67,10 +70,12 @@ class TokenFile:
         _check_size(file, last if self.sequences else 0)
         self.count = file.stat().st_size // self.dtype.itemsize
         self._file = os.open(file, os.O_RDONLY)
+        self._index_file = os.open(self._index, os.O_RDONLY)
 
     def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            os.close(self._file)
+        for name in ("_file", "_index_file"):
+            if hasattr(self, name):
+                os.close(getattr(self, name))
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the tokens start .. stop - 1, across documents, in the file's type.
@@ -90,6 +95,9 @@ class TokenFile:
         """Return the ranges of documents that make up the tokens start .. stop - 1.
 
         Each range is (document, first token, token after the last), counted within the document.
+
+        Raises:
+            UserError: the index is damaged.
         """
         size, found = self.dtype.itemsize, []
         offsets, documents = self.offsets, self.documents
@@ -97,22 +105,73 @@ class TokenFile:
             # Empty sequences share the address of the next one, so the last match is the right one.
             sequence = bisect_right(offsets, start * size) - 1
             document = bisect_right(documents, sequence) - 1
-            after = int(documents[document + 1])
-            begin = int(offsets[documents[document]]) // size
-            end = int(offsets[after]) // size if after < self.sequences else self.count
+            begin, end = self.range_of(document)
+            if not begin <= start < end:
+                raise self._damaged(f"token {start} is not in document {document}")
             found.append((document, start - begin, min(stop, end) - begin))
             start = end
         return found
 
     def document_lengths(self, start: int, stop: int) -> tuple[int, ...]:
-        """Count the tokens start .. stop - 1 of each document; empty documents are left out."""
+        """Count the tokens start .. stop - 1 of each document; empty documents are left out.
+
+        Raises:
+            UserError: the index is damaged.
+        """
         size, offsets, documents = self.dtype.itemsize, self.offsets, self.documents
         # The range of sequences that begin here, then the documents that begin with one of them.
         # np.searchsorted would first copy a whole column, because the columns are not aligned.
         first, after = bisect_right(offsets, start * size), bisect_left(offsets, stop * size)
-        begun = documents[bisect_left(documents, first) : bisect_left(documents, after)]
-        starts = np.unique(offsets[begun] // size)  # empty documents share their address
-        return tuple(np.diff(starts, prepend=start, append=stop).tolist())
+        starts = self.starts(max(0, first - 1), after)
+        if not starts[0] <= start < stop <= starts[-1]:
+            raise self._damaged(f"the sequences of the tokens {start} .. {stop - 1} are not there")
+        begun = np.array(documents[bisect_left(documents, first) : bisect_left(documents, after)])
+        if np.any((begun < first) | (begun >= after)) or np.any(np.diff(begun) < 0):
+            raise self._damaged(f"the documents of the tokens {start} .. {stop - 1} are not there")
+        begins = np.unique(starts[begun - max(0, first - 1)])  # empty documents share their address
+        return tuple(np.diff(begins, prepend=start, append=stop).tolist())
+
+    def range_of(self, document: int) -> tuple[int, int]:
+        """Return the first token of a document, and the token after its last one.
+
+        Raises:
+            UserError: the index is damaged.
+        """
+        if not 0 <= document < self.boundaries - 1:
+            raise self._damaged(f"there is no document {document}")
+        position = HEADER.size + 12 * self.sequences
+        starts = self.starts(*self._entries("<i8", position, document, document + 2).tolist())
+        return int(starts[0]), int(starts[-1])
+
+    def starts(self, first: int, after: int) -> np.ndarray:
+        """Return the first tokens of the sequences first .. after - 1, and of the next sequence.
+
+        The index holds lengths and addresses, which must agree.
+
+        Returns:
+            int64 [after - first + 1]; after the last sequence, the number of tokens of the file
+
+        Raises:
+            UserError: the index is damaged.
+        """
+        if not 0 <= first <= after <= self.sequences:
+            raise self._damaged(f"there are no sequences {first} .. {after - 1}")
+        size, end = self.dtype.itemsize, self.count * self.dtype.itemsize
+        position = HEADER.size + 4 * self.sequences
+        offsets = self._entries("<i8", position, first, min(after + 1, self.sequences))
+        if after == self.sequences:
+            offsets = np.append(offsets, end)
+        lengths = self._entries("<i4", HEADER.size, first, after).astype(np.int64)
+        wrong = np.diff(offsets) != lengths * size
+        if np.any(wrong) or np.any(lengths < 0) or offsets[0] % size or not 0 <= offsets[0] <= end:
+            raise self._damaged(f"the sequences {first} .. {after - 1} do not adjoin each other")
+        return offsets // size
+
+    def _damaged(self, reason: str) -> UserError:
+        return UserError(
+            f"{self._index} is damaged: {reason}; restore it from a copy, or prepare the corpus "
+            f"again (recipes/prepare_data.py verify {self.path.parent} compares its checksum)"
+        )
 
     @property
     def lengths(self) -> np.ndarray:
@@ -134,11 +193,25 @@ class TokenFile:
             return np.zeros(1, dtype)
         size = self._index.stat().st_size
         if size < offset + count * np.dtype(dtype).itemsize:  # np.memmap raises a plain ValueError
-            raise UserError(
-                f"{self._index} has become shorter: {size} bytes of {self._index_size}; make it "
-                f"again with recipes/prepare_data.py"
-            )
+            raise self._shorter(size)
         return np.memmap(self._index, dtype, mode="r", offset=offset, shape=(count,))
+
+    def _entries(self, dtype: str, position: int, first: int, after: int) -> np.ndarray:
+        """Read the entries first .. after - 1 of a column that begins at a position of the index.
+
+        Mapping a column takes longer than reading a few of its entries.
+        """
+        size = np.dtype(dtype).itemsize
+        content = os.pread(self._index_file, (after - first) * size, position + first * size)
+        if len(content) < (after - first) * size:
+            raise self._shorter(os.fstat(self._index_file).st_size)
+        return np.frombuffer(content, dtype)
+
+    def _shorter(self, size: int) -> UserError:
+        return UserError(
+            f"{self._index} has become shorter: {size} bytes of {self._index_size}; make it "
+            f"again with recipes/prepare_data.py"
+        )
 
 
 def _check_size(file: Path, expected: int) -> None:

@@ -20,6 +20,7 @@ EXPERTS_EXAMPLE = {"count": 8, "per_token": 2, "ffn_hidden_size": 1024}
 RAMP_EXAMPLE = {"start_sequences": 8, "increment": 8, "samples": 1000}
 STAGE_EXAMPLE = {"name": "long", "start_step": 1000, "model": {"sequence_length": 512}}
 TASK_EXAMPLE = {"name": "next_line", "path": "data/tasks/next_line.jsonl"}
+MAX_NESTING = 20  # of tables and arrays
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
 
 
@@ -54,6 +55,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
     """Validate a recipe's table; error messages begin with `name`."""
+    if is_nested_too_deeply(table):
+        raise UserError(
+            f"{name}: tables and arrays are nested more than {MAX_NESTING} levels deep, which no "
+            f'key needs; write lines such as  name = "tiny"'
+        )
     _reject_null_characters(table, name)
     try:
         # pydantic's strict mode accepts an array for a tuple and a table for a dataclass only in
@@ -81,6 +87,18 @@ def _explanations(error: ValidationError, table: dict[str, Any]) -> list[str]:
     example["evaluation"] = {"tasks": [TASK_EXAMPLE]}
     example["stage"] = [STAGE_EXAMPLE]
     return [explain(problem, table, Recipe, example) for problem in root_causes(error)]
+
+
+def is_nested_too_deeply(table: dict[str, Any]) -> bool:
+    """Return True if a table would exceed Python's recursion limit in the functions that walk it.
+
+    tomllib and --set accept dotted keys of any depth.
+    """
+    level: list[Any] = [table]
+    for _ in range(MAX_NESTING):
+        inner = [list(value.values()) if isinstance(value, dict) else value for value in level]
+        level = [value for values in inner for value in values if isinstance(value, dict | list)]
+    return bool(level)
 
 
 def _reject_null_characters(value: Any, name: str, key: str = "") -> None:
@@ -144,11 +162,11 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         value = text.strip()  # a bare word
     for depth, section in enumerate(sections, start=1):
         if depth == 1 and section == "stage" and len(sections) > 1:
-            table = {each.get("name"): each for each in table.get("stage", ())}
+            table = _stages_by_name(table.get("stage", []), override)
             if sections[1] not in table:
                 raise UserError(
                     f"--set {override}: the recipe has no stage {sections[1]}; use a name of a "
-                    f"[[stage]] table: {', '.join(map(str, table)) or 'it has none'}"
+                    f"[[stage]] table: {', '.join(table) or 'it has none'}"
                 )
             continue
         table = table.setdefault(section, {})
@@ -158,3 +176,13 @@ def apply_override(table: dict[str, Any], override: str) -> None:
                 f"--set {override}: {path} is a value, not a section; write --set {path}=..."
             )
     table[key] = value
+
+
+def _stages_by_name(stages: Any, override: str) -> dict[str, Any]:
+    """Return the tables of a recipe's stages by name; those without a name are rejected later."""
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+        raise UserError(
+            f"--set {override}: the recipe's stage is not an array of tables; write [[stage]] in "
+            f"double brackets"
+        )
+    return {name: stage for stage in stages if isinstance(name := stage.get("name"), str)}

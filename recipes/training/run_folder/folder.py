@@ -14,7 +14,7 @@ from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.checkpoint_folders import time_stamp
 from recipes.training.run_folder.history import History, replay
 from recipes.training.run_folder.lease import Lease, revoke
-from recipes.training.run_folder.line_file import LineFile, flush, write_whole
+from recipes.training.run_folder.line_file import LineFile, flush, number, write_whole
 from recipes.training.run_folder.lock import FolderLock
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.wall_time import seconds_of
@@ -142,7 +142,7 @@ class RunFolder:
             limit = start.tokens(StagePlan(recipe))
             discarded = any(
                 line["step"] > start.step and line.get("tokens", limit + 1) <= limit
-                for line in lines
+                for line in map(_numbers, lines)
             )
             self._keep_metrics(lines, start.step, copy=branching or discarded)
             if lost := [line for line in lines if line["step"] > start.step]:
@@ -242,12 +242,12 @@ class RunFolder:
         self._event_lines.flush()
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl that can be parsed.
+        """Return the numbers in the lines of metrics.jsonl that can be parsed.
 
         Raises:
             UserError: the file cannot be read.
         """
-        return _read(self._metric_lines)
+        return [_numbers(line) for line in _read(self._metric_lines)]
 
     def read_events(self) -> list[dict[str, Any]]:
         """Return the lines of events.jsonl that can be parsed.
@@ -268,6 +268,11 @@ class RunFolder:
 
 def _event(event: str, step: int, facts: dict[str, Any]) -> dict[str, Any]:
     return {"event": event, "step": step, "time": time.time()} | facts
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line of metrics.jsonl without the values that are not numbers."""
+    return {key: value for key, value in line.items() if number(value) is not None}
 
 
 def _read(lines: LineFile) -> list[dict[str, Any]]:

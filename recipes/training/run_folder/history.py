@@ -15,11 +15,21 @@ from pathlib import Path
 from typing import Any
 
 from recipes.training.run_folder.checkpoint_folders import stamp_of
+from recipes.training.run_folder.line_file import MAX_COUNT
 from recipes.training.run_folder.progress import Progress, Read, read_from
 
-REQUIRED_FIELDS: dict[str, dict[str, type]] = {  # by event, in addition to the step
-    "rollback": {"to": int, "samples": int},
-    "branch": {"checkpoint": str, "stamp": str},
+# By event, in addition to the step.
+REQUIRED_FIELDS = {"rollback": {"to", "samples"}, "branch": {"checkpoint", "stamp"}}
+FIELDS: dict[str, tuple[type, ...]] = {  # of any event that has them
+    "step": (int,),
+    "to": (int,),
+    "samples": (int,),
+    "checkpoint": (str,),
+    "stamp": (str,),
+    "once": (str, type(None)),
+    "resume": (str, type(None)),
+    "parent": (dict, type(None)),
+    "data_parts": (list, type(None)),
 }
 
 
@@ -175,11 +185,27 @@ class History:
 def replay(events: Iterable[dict[str, Any]]) -> History:
     """Derive the history of a run from its events, oldest first.
 
-    Events that lack a required field are skipped, like lines that cannot be parsed.
+    Events that lack a required field, or have one of another type, are skipped, like lines that
+    cannot be parsed.
     """
     history = History()
     for event in events:
-        required = {"step": int} | REQUIRED_FIELDS.get(event["event"], {})
-        if all(isinstance(event.get(key), kind) for key, kind in required.items()):
+        required = {"step"} | REQUIRED_FIELDS.get(event["event"], set())
+        if event.keys() >= required and _is_sound(event):
             history.apply(event)
     return history
+
+
+def _is_sound(event: dict[str, Any]) -> bool:
+    """Return True if the fields of an event that this module reads have the right types."""
+    values = {key: event[key] for key in FIELDS if key in event}
+    if any(type(value) not in FIELDS[key] for key, value in values.items()):
+        return False
+    counts = (value for value in values.values() if isinstance(value, int))
+    names = (value for value in values.values() if isinstance(value, str))
+    parts = event.get("data_parts") or []
+    return (
+        all(0 <= count <= MAX_COUNT for count in counts)
+        and not any("\0" in name for name in names)
+        and all(isinstance(part, dict) for part in parts)
+    )

@@ -56,7 +56,7 @@ class Lease:
             OSError: the lease exists and cannot be read.
         """
         try:
-            return self.file.read_text().strip() == self.attempt
+            return self.file.read_text(encoding="utf-8", errors="replace").strip() == self.attempt
         except FileNotFoundError:
             return False
 
@@ -72,7 +72,8 @@ class Lease:
         except OSError:
             return
         text = f"{self.file.parent} no longer belongs to attempt {self.attempt}; exiting\n"
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+        content = text.encode(errors="backslashreplace")
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, content)
         os._exit(LOST)
 
     def _is_current_after_retry(self) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+MAX_COUNT = 2**53  # of steps, samples and tokens in a line
+
 
 class LineFile:
     """A file of JSON objects, one per line, that any thread may append to.
@@ -110,12 +112,14 @@ class LineFile:
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:
             content = json.loads(line.strip(b"\0"))
-        except ValueError:  # includes UnicodeDecodeError
+        except (ValueError, RecursionError):  # includes UnicodeDecodeError; deep nesting
             return None
         if not isinstance(content, dict):
             return None
         fits = all(type(content.get(key)) in types for key, types in self.keys.items())
-        return content if fits else None
+        if not fits or any(too_large(content[key]) for key in self.keys):
+            return None
+        return content
 
     def _write_waiting(self) -> None:
         self._write("".join(self._waiting).encode())
@@ -138,6 +142,21 @@ class LineFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
 
+def number(value: Any) -> float | None:
+    """Return a number of a file that a user may have edited; None for any other value.
+
+    Integers beyond MAX_COUNT, which numpy and floats cannot hold exactly, count as damage.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return None if too_large(value) else float(value)
+
+
+def too_large(value: Any) -> bool:
+    """Return True for an integer that is damage, because nothing is counted that far."""
+    return isinstance(value, int) and abs(value) > MAX_COUNT
+
+
 def write_whole(file: Path, text: str, *, fresh: Path | None = None) -> None:
     """Write a file atomically: after a failure the previous file still exists, unchanged.
 
@@ -152,7 +171,7 @@ def write_whole(file: Path, text: str, *, fresh: Path | None = None) -> None:
     """
     fresh = fresh or file.with_name(file.name + ".incomplete")
     try:
-        with fresh.open("w") as stream:
+        with fresh.open("w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

@@ -132,8 +132,8 @@ class FolderLock:
         if inherited is not None and not self._held_before:
             with contextlib.suppress(OSError):
                 os.set_inheritable(inherited, False)
-                return os.fdopen(inherited, "a+")
-        return self.shared.open("a+")
+                return os.fdopen(inherited, "a+", encoding="utf-8")
+        return self.shared.open("a+", encoding="utf-8")
 
     @property
     def descriptor(self) -> int:
@@ -157,7 +157,7 @@ class FolderLock:
                     raise in_use from None
                 self._remove_stale()
                 continue
-            with os.fdopen(descriptor, "w") as stream:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
                 stream.write(json.dumps(self.record) + "\n")
             flush(self.exclusive)
             print(
@@ -224,7 +224,8 @@ class FolderLock:
         file = self.shared if self._stream is not None else self.exclusive
         while not self._released.wait(BEAT_SECONDS):
             if self._stream is None and self._was_taken_over() and not self._released.is_set():
-                os.write(2, f"{self.folder} was taken over by another run; exiting\n".encode())
+                text = f"{self.folder} was taken over by another run; exiting\n"
+                os.write(2, text.encode(errors="backslashreplace"))
                 os._exit(LOST)
             with contextlib.suppress(OSError):
                 os.utime(file)
@@ -270,7 +271,7 @@ def _look(file: Path) -> tuple[str, int] | None:
     """Return the content and the modification time of a lock file; None if it does not exist."""
     try:
         # Opening the file makes NFS ask the server; its cached time could be out of date.
-        with file.open(errors="replace") as stream:
+        with file.open(encoding="utf-8", errors="replace") as stream:
             return stream.read(1000).strip(), os.fstat(stream.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
@@ -279,14 +280,15 @@ def _look(file: Path) -> tuple[str, int] | None:
 def _parse(record: str) -> dict[str, Any]:
     try:
         content = json.loads(record)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
 def is_running(holder: dict[str, Any]) -> bool:
     """Return True if the holder still runs on this machine and its PID was not reused."""
-    started = start_ticks(holder.get("process", 0))
+    process = holder.get("process")
+    started = start_ticks(process) if type(process) is int else None
     return started is not None and started == holder.get("started")
 
 
@@ -298,7 +300,7 @@ def machine_id() -> str:
     alone.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return f"{socket.gethostname()} {secrets.token_hex(8)}"

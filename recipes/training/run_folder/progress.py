@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.run_folder.line_file import MAX_COUNT
 
 Read = tuple[tuple[int, int], ...]
 
@@ -86,10 +87,14 @@ class Progress:
 
 def read_from(record: Any) -> Read:
     """Return `Progress.read` from its record in JSON; empty if there is none, or it is damaged."""
-    try:
-        return tuple((int(part), int(end)) for part, end in record or ())
-    except (TypeError, ValueError):
-        return ()
+    parts = record if isinstance(record, list) else []
+    is_sound = all(
+        isinstance(part, list | tuple)
+        and len(part) == 2
+        and all(type(count) is int and 0 <= count <= MAX_COUNT for count in part)
+        for part in parts
+    )
+    return tuple((part, end) for part, end in parts) if is_sound else ()
 
 
 def _left(read: Read, part: int, samples: int) -> Read:

@@ -15,7 +15,9 @@ def code_version() -> str | None:
     """Return the repository's commit, with "-dirty" if it has changes; None outside git."""
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", check=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -4,8 +4,11 @@ The share of kept steps is the run's goodput. Everything is derived from metrics
 the kept steps, and from events.jsonl, which records the starts and the repeated steps.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
+
+from recipes.training.run_folder.line_file import number
 
 FIRST_STEP = "first step"  # part of a start-up that metrics.jsonl also counts as a step
 
@@ -105,4 +108,5 @@ CAUSE_TEXTS = {
 
 def _number(value: Any) -> float:
     """Return a number of a file that a user may have edited; 0 for anything else."""
-    return float(value) if isinstance(value, int | float) else 0.0
+    seconds = number(value)
+    return seconds if seconds is not None and math.isfinite(seconds) else 0.0

@@ -14,6 +14,7 @@ launchers, which print to the same pipe before they end the ranks.
 import atexit
 import contextlib
 import fcntl
+import io
 import math
 import os
 import select
@@ -230,6 +231,17 @@ def label_lines(rank: int) -> None:
             stream.source = f"rank {rank}"
 
 
+def escape_output() -> None:
+    """Print characters that the locale's encoding lacks as escapes, such as \\xe9.
+
+    By default, Python raises an exception for them on standard output. They occur in texts of
+    users, and in paths that are not UTF-8. `outlive_output` does the same.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def outlive_output() -> None:
     """Replace standard output and error by streams that never make this process wait.
 
@@ -245,7 +257,9 @@ def outlive_output() -> None:
     threads = [OutputThread(1)]
     threads.append(threads[0] if os.path.sameopenfile(1, 2) else OutputThread(2))
     for name, descriptor, thread in zip(("stdout", "stderr"), (1, 2), threads, strict=True):
-        stream = getattr(sys, name) or open(descriptor, "w", closefd=False)  # noqa: SIM115
+        stream = getattr(sys, name) or open(  # noqa: SIM115
+            descriptor, "w", encoding="utf-8", closefd=False
+        )
         with contextlib.suppress(OSError):
             stream.flush()
         setattr(sys, name, EnduringStream(stream, thread))

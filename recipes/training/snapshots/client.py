@@ -6,13 +6,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from recipes.training.snapshots.node_memory import Server
 
 SECONDS_TO_ANSWER = 10.0
 HASHED_BYTES_PER_SECOND = 50e6  # of a slow and busy node; the limit of the wait for a hash
 MAX_CONNECTIONS = 64
+ATTEMPTS = 2
 MAX_AT_ONCE = 64  # nodes that are asked at the same time
 
 Listing = dict[str, dict[str, int]]  # snapshot -> file -> bytes
@@ -44,8 +45,14 @@ class Client:
         Raises:
             SnapshotUnavailable: the server does not answer.
         """
-        found: Listing = json.loads(self._get("/"))
-        return found
+        text = self._get("/")
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if _is_listing(found):
+            return found
+        raise SnapshotUnavailable(f"{self.server.node}: the answer is not a list of snapshots")
 
     def content(self, snapshot: str, file: str) -> bytes:
         """Return a whole file.
@@ -80,9 +87,34 @@ class Client:
             SnapshotUnavailable: the server does not have it, or does not answer.
         """
         seconds = SECONDS_TO_ANSWER + size / HASHED_BYTES_PER_SECOND
-        return self._get(f"/{snapshot}/{file}?sha256", seconds=seconds).decode()
+        content = self._get(f"/{snapshot}/{file}?sha256", seconds=seconds)
+        return content.decode(errors="replace")
 
     def _get(self, path: str, *, part: str = "", seconds: float = SECONDS_TO_ANSWER) -> bytearray:
+        """Return the content of an answer; try again if the server has closed the connection.
+
+        The server closes idle connections when it has too many. A server that has not answered in
+        time is not asked again.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                return self._request(path, part, seconds)
+            except (OSError, http.client.HTTPException) as error:
+                if attempt == ATTEMPTS - 1 or isinstance(error, TimeoutError):
+                    raise self._unavailable(path, str(error)) from None
+        raise AssertionError("no attempt was made")
+
+    def _unavailable(self, path: str, reason: str) -> SnapshotUnavailable:
+        return SnapshotUnavailable(f"{self.server.node}: {path}: {reason}")
+
+    def _request(self, path: str, part: str, seconds: float) -> bytearray:
+        """Return the content of an answer.
+
+        Raises:
+            SnapshotUnavailable: the server does not have it.
+            OSError: the connection failed.
+            HTTPException: the connection was closed, or the answer is not valid.
+        """
         headers = {"Authorization": f"Bearer {self.server.secret}"}
         if part:
             headers["Range"] = part
@@ -90,7 +122,9 @@ class Client:
         try:
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
-            content = bytearray(int(answer.headers["Content-Length"]))
+            if answer.length is None:
+                raise http.client.HTTPException("the answer has no length")
+            content = bytearray(answer.length)
             received = 0
             while received < len(content):  # one read may return a part
                 count = answer.readinto(memoryview(content)[received:])
@@ -101,11 +135,11 @@ class Client:
             if answer.status in (http.client.OK, http.client.PARTIAL_CONTENT):
                 self._keep(connection)
                 return content
-            reason = answer.reason
-        except (OSError, http.client.HTTPException) as error:
-            reason = str(error)
+        except (OSError, http.client.HTTPException):
+            connection.close()
+            raise
         connection.close()
-        raise SnapshotUnavailable(f"{self.server.node}: {path}: {reason}")
+        raise self._unavailable(path, answer.reason)
 
     def _connection(self, seconds: float) -> http.client.HTTPConnection:
         """Return the connection of the last request, or a new one, which is opened by its use."""
@@ -126,6 +160,14 @@ class Client:
             )
         if oldest:
             oldest.close()
+
+
+def _is_listing(content: Any) -> bool:
+    """Return True if an answer has the shape of a `Listing`."""
+    return isinstance(content, dict) and all(
+        isinstance(files, dict) and all(type(size) is int for size in files.values())
+        for files in content.values()
+    )
 
 
 def listings(clients: Sequence[Client]) -> dict[str, Listing]:

@@ -68,9 +68,9 @@ class NodeMemory:
     def servers(self) -> list[Server]:
         """Return the servers of all nodes that launch.py reaches; none if they are unknown."""
         try:
-            found = json.loads((self.folder / SERVERS).read_text())
+            found = json.loads((self.folder / SERVERS).read_text(encoding="utf-8"))
             return [Server(**each) for each in found]
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, RecursionError, TypeError):
             return []
 
     def workspace(self, step: int, writer: str) -> Path:
@@ -135,7 +135,7 @@ def memory_of_node() -> tuple[int, int]:
     A limit of a container or of Slurm (--mem) counts too.
     """
     found = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
         found[key] = int(value.split()[0]) * 1024
     limits = [(found["MemTotal"], found["MemAvailable"]), *cgroup_limits(OWN_CGROUP, CGROUPS)]
@@ -154,15 +154,16 @@ def cgroup_limits(membership: Path, root: Path) -> Iterator[tuple[int, int]]:
         root: the folder at which cgroups are mounted
     """
     with contextlib.suppress(OSError):
-        lines = membership.read_text().splitlines()
+        lines = membership.read_text(encoding="utf-8").splitlines()
         own = next((line[3:] for line in lines if line.startswith("0::")), None)
         folder = root / own.lstrip("/") if own is not None else root
         for cgroup in [folder, *folder.parents]:
             if not cgroup.is_relative_to(root):
                 return
             with contextlib.suppress(OSError, ValueError):  # no limit: no such file, or "max"
-                limit = int((cgroup / "memory.max").read_text())
-                used = int((cgroup / "memory.current").read_text())
-                rows = (line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+                limit = int((cgroup / "memory.max").read_text(encoding="utf-8"))
+                used = int((cgroup / "memory.current").read_text(encoding="utf-8"))
+                lines = (cgroup / "memory.stat").read_text(encoding="utf-8").splitlines()
+                rows = (line.split() for line in lines)
                 cached = sum(int(size) for key, size in rows if key in CACHED)
                 yield limit, limit - used + cached

@@ -77,7 +77,9 @@ class HangReport:
         self.folder.mkdir(exist_ok=True)
         file = self._file(about.rank)
         temporary = file.with_suffix(".writing")
-        temporary.write_text(f"{json.dumps(asdict(about))}\n{stack}")
+        temporary.write_text(
+            f"{json.dumps(asdict(about))}\n{stack}", encoding="utf-8", errors="backslashreplace"
+        )
         os.rename(temporary, file)
 
     def take_back(self, rank: int) -> None:
@@ -117,7 +119,7 @@ class HangReport:
         oldest = max(changed.values()) - self.fresh_seconds
         sightings = {}
         for file in (file for file, when in changed.items() if when >= oldest):
-            sighting = Sighting.from_json(file.read_text().partition("\n")[0])
+            sighting = Sighting.from_json(file.read_text(encoding="utf-8").partition("\n")[0])
             if sighting.rank < len(self.names):
                 sightings[sighting.rank] = sighting
         return sightings

@@ -64,7 +64,8 @@ def wait_for_silence() -> int:
 
 def say(text: str) -> None:
     """Write a message to standard error, and give up after a while."""
-    thread = threading.Thread(target=os.write, args=(2, text.encode()), daemon=True)
+    content = text.encode(errors="backslashreplace")
+    thread = threading.Thread(target=os.write, args=(2, content), daemon=True)
     threading.excepthook = lambda problem: None  # a closed pipe, a full disk
     thread.start()
     thread.join(SECONDS_TO_SPEAK)

@@ -15,6 +15,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import number
 from recipes.training.run_folder.wall_time import WallTime, shares_text
 from recipes.training.tracking.metric_names import task_accuracies, validation_losses
 from recipes.training.tracking.weights_and_biases.connection import WandbStatus
@@ -161,7 +162,7 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     print(f"{recipe.name} is finished: {recipe.training.steps} steps")
     if lines:
         first, last = lines[0], lines[-1]
-        seconds = sum(line["step_seconds"] for line in lines)
+        seconds = sum(line["step_seconds"] for line in lines) or 1e-9
         speed = sum(line["tokens_per_second"] * line["step_seconds"] for line in lines) / seconds
         print(f"  loss        {first['loss']:.4f} at step {first['step']}, ", end="")
         print(f"{last['loss']:.4f} at step {last['step']}")
@@ -202,7 +203,11 @@ def longer_training(recipe: Recipe) -> str:
 
 def goodput_line(wall_time: WallTime, events: Sequence[dict[str, Any]]) -> str:
     """Return a line about the wall time of a finished run; empty if the run started only once."""
-    ends = [event["time"] for event in events if event["event"] == "end" and "time" in event]
+    ends = [
+        event["time"]
+        for event in events
+        if event["event"] == "end" and number(event.get("time")) is not None
+    ]
     if wall_time.starts < 2 or not ends:
         return ""
     shares = wall_time.shares(ends[-1])

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
 from recipes.training.run_folder import checkpoint_folders
 
 SHAPES = {"embedding.weight": (50, 8), "blocks.0.norm.weight": (8,)}
@@ -31,10 +32,11 @@ def write_checkpoint(folder: Path, step: int, **facts: Any) -> Path:
                 writer.write(key, memoryview(torch.randn(shape, generator=generator).numpy()))
         files[name] = writer.record
         tensors |= dict.fromkeys(shapes, name)
-    nothing: dict[str, Any] = {"recipe": {}, "layout": {}, "data": {}, "versions": {}}
+    model = load_recipe(DEFAULT_RECIPE).model_dump(mode="json")["model"]
+    nothing: dict[str, Any] = {"layout": {}, "data": {}, "versions": {}}
     Manifest(
         step=step, samples=8 * step, tokens=256 * step, updates=step, loss_scale=None,
-        tensors=tensors, files=files, **nothing, **facts,
+        tensors=tensors, files=files, recipe={"model": model}, **nothing, **facts,
     ).write(checkpoint)  # fmt: skip
     return checkpoint
 

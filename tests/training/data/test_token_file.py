@@ -9,6 +9,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 
 from models.errors import UserError
 from recipes.training.data.token_file import (
+    HEADER,
     TOKEN_TYPES,
     HashedFile,
     TokenFile,
@@ -109,6 +110,53 @@ def test_a_document_too_long_for_the_index_is_rejected(tmp_path: Path) -> None:
 def test_a_file_without_documents_is_empty(tmp_path: Path) -> None:
     assert write_token_file(tmp_path / "x", [], vocab_size=10) == 0
     assert TokenFile(tmp_path / "x").count == 0
+
+
+def test_a_flipped_bit_of_the_index_gives_a_message_or_is_found_by_its_checksum(
+    tmp_path: Path,
+) -> None:
+    """Lengths and addresses must agree; only the list of documents has no second record."""
+    random = np.random.default_rng(0)
+    count = write_token_file(tmp_path / "x", documents(99, count=60), vocab_size=100)
+    index = tmp_path / "x.idx"
+    sound, window = index.read_bytes(), 32
+
+    def read() -> list[tuple[list[tuple[int, int, int]], tuple[int, ...]]]:
+        file = TokenFile(tmp_path / "x")
+        return [
+            (file.documents_of(start, start + window), file.document_lengths(start, start + window))
+            for start in range(0, count - window, window)
+        ]
+
+    expected, rejected, unnoticed = read(), 0, 0
+    for bit in random.choice(8 * len(sound), 150, replace=False).tolist():
+        damaged = bytearray(sound)
+        damaged[bit // 8] ^= 1 << bit % 8
+        index.write_bytes(damaged)
+        try:
+            found = read()
+        except UserError as error:
+            assert str(error).startswith(str(index)) and "recipes/prepare_data.py" in str(error)
+            rejected += 1
+            continue
+        for ranges, lengths in found:
+            assert sum(lengths) == window and min(lengths) > 0
+            assert sum(end - begin for _, begin, end in ranges) == window
+        in_documents = bit // 8 >= len(sound) - 8 * 61
+        assert found == expected or in_documents
+        unnoticed += found != expected
+    assert rejected > 100 and unnoticed <= 10
+
+
+def test_a_damaged_index_names_the_command_that_compares_its_checksum(tmp_path: Path) -> None:
+    write_token_file(tmp_path / "x", [np.arange(9), np.arange(9)], vocab_size=9)
+    index = tmp_path / "x.idx"
+    content = bytearray(index.read_bytes())
+    content[HEADER.size] ^= 1  # the length of the first document
+    index.write_bytes(content)
+    with pytest.raises(UserError, match=r"x\.idx is damaged: .*prepare_data\.py verify") as raised:
+        TokenFile(tmp_path / "x").document_lengths(0, 12)
+    assert "\n" not in str(raised.value)
 
 
 def test_the_error_about_a_file_truncated_during_a_run_names_it(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_waiting_lines_of_discarded_steps_are_copied_and_dropped(
 def test_a_folder_can_be_locked_without_access_to_proc(
     hidden: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: object, *_: object) -> str:
+    def refuse(path: object, *_: object, **__: object) -> str:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     with monkeypatch.context() as patch:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -45,8 +46,7 @@ class TaskTokenizer:
 
     def __init__(self, folder: Path, name: str, start: Sequence[int]):
         self.name, self.start = name, list(start)
-        settings = folder / "tokenizer_config.json"
-        self.settings = json.loads(settings.read_bytes()) if settings.is_file() else {}
+        self.settings = _read_settings(folder / "tokenizer_config.json")
         try:
             self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:
@@ -104,3 +104,20 @@ class TaskTokenizer:
             f"{self.name} has neither a BOS nor an end-of-text token, one of which must precede "
             f"the choices of an item with an empty prompt; give each item a prompt"
         )
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    """Return the content of a tokenizer_config.json; empty if there is none.
+
+    Raises:
+        UserError: the file is not a JSON object.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is damaged ({error}); write the tokenizer again") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{file} is damaged (not a JSON object); write the tokenizer again")
+    return settings

@@ -82,6 +82,7 @@ def _item(line: str, place: str) -> Item:
     """Parse a line; `place` names it in messages."""
     try:
         found = json.loads(line)
+        json.dumps(found, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON ({error}); write {EXAMPLES}") from None
     if not isinstance(found, dict):

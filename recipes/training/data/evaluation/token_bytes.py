@@ -51,13 +51,14 @@ def token_bytes(tokenizer: Path, vocab_size: int) -> np.ndarray | None:
         sizes = {
             number: 1
             if falls_back and BYTE.fullmatch(token)
-            else len(token.replace(SPACE, " ").encode())
+            else len(token.replace(SPACE, " ").encode(errors="surrogatepass"))
             for token, number in vocabulary.items()
         }
     else:
         return None
     sizes |= {
-        n: 0 if each["special"] else len(each["content"].encode()) for n, each in added.items()
+        number: 0 if token["special"] else len(token["content"].encode(errors="surrogatepass"))
+        for number, token in added.items()
     }
     table = np.zeros(vocab_size, np.int64)
     for number, size in sizes.items():

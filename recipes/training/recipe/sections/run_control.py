@@ -41,7 +41,7 @@ class Checkpoint(Section):
     `launch.py` restarts the run after a failure; 0: none. `plan.py` predicts their cost and the
     best interval. Without `launch.py`, the key has no effect."""
 
-    snapshot_folder: str = "/dev/shm"
+    snapshot_folder: Annotated[str, Field(min_length=1)] = "/dev/shm"
     """Folder for snapshots, in the memory of each node. Snapshots take 24 bytes per parameter,
     divided by the number of nodes and multiplied by two, because the next snapshot is written
     before the last one is deleted."""

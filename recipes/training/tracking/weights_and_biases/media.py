@@ -28,7 +28,7 @@ class Picture:
         """Return the arguments of `run.log`."""
         import wandb
 
-        content = self.file.read_text()
+        content = self.file.read_text(encoding="utf-8")
         if self.file.suffix != ".svg":
             content = f"<pre>{html.escape(content)}</pre>"
         return {"step": self.step, self.name: wandb.Html(content, inject=False)}

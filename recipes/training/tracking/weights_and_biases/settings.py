@@ -110,7 +110,7 @@ def read_run_id(file: Path) -> str:
         UserError: the file is damaged, or cannot be read.
     """
     try:
-        run_id = file.read_text(errors="replace").strip()
+        run_id = file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
         raise UserError(
             f"{file} cannot be read ({error.strerror}); make it readable, or delete it for a new "
