@@ -5,11 +5,13 @@
     python -m tests.gpu --only losses --only step-4x4
     python -m tests.gpu --all --missing --minutes 4   # repeat until nothing is missing
     python -m tests.gpu --report          # from the results so far
-    python -m tests.gpu --write           # into BENCHMARKS.md and recipes/gpus/datasheets
+    python -m tests.gpu --write           # the report into BENCHMARKS.md; runs nothing
 
-Each part runs in a process of its own and is ended when its time is over; the next one follows. Its
-results are on disk as soon as they are known, in results.json in the folder of results, and the
-report has the results of all invocations. Copy results.json to another machine to continue there.
+Each part runs in a process of its own. A part that exceeds its time limit is killed, and the next
+part starts. Results are in results.json as soon as they are known, and the report contains the
+results of all invocations. --results names another folder for these two files, and for the
+planner's file, for example one that outlives the machine. To continue on another machine, copy
+results.json there first.
 The exit code of `python -m tests.gpu` is 0 if all parts that ran passed or were skipped, 1 if one
 failed, and 2 without a GPU or a package. `make gpu` returns 2, not 1: make does so when any command
 fails.
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING
 from models.errors import UserError
 from tests.gpu.packages import NEEDED, OPTIONAL, how_to_bring, missing
 
-if TYPE_CHECKING:  # it imports nothing, but its package may lack what this file checks
+if TYPE_CHECKING:  # at run time, packages are checked before anything else is imported
     from tests.gpu.setting import Setting
 
 FAILED_CODE, UNUSABLE_CODE = 1, 2
@@ -56,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return UNUSABLE_CODE
+    if options.write and not (options.only or options.all or options.missing):
+        options.report = True
     gpus = 0 if options.report else count_gpus(options)
     if not gpus and not options.report:
         return UNUSABLE_CODE
@@ -101,27 +105,32 @@ def check(options: argparse.Namespace, gpus: int) -> int:
 
     output = options.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
-    about = () if options.report else tuple(facts(options.device))
+    folder = options.results.absolute() if options.results else output
+    folder.mkdir(parents=True, exist_ok=True)
+    about = () if options.report else tuple(facts(options.device, small=options.small))
     setting = Setting(
-        device=options.device, gpus=gpus, output=output, small=options.small, about=about
+        device=options.device,
+        gpus=gpus,
+        output=output,
+        results_folder=folder,
+        small=options.small,
+        about=about,
     )
     outcomes = outcomes_in(setting, PARTS)
     devices = {outcome.device for outcome in outcomes} | {value for _, value in about[:1]}
     if len(devices) != 1:
+        problem = (
+            f"would mix results of {', '.join(sorted(devices))}" if devices else "has no results"
+        )
         print(
-            f"make gpu: --output {options.output}: "
-            + (
-                f"it has results of {', '.join(sorted(devices))}"
-                if devices
-                else "it has no results"
-            )
-            + "; use another folder, for example --output runs/gpu-2",
+            f"make gpu: {setting.results} {problem}; use another folder, for example "
+            f"--output runs/gpu-2",
             file=sys.stderr,
         )
         return UNUSABLE_CODE
     (device,) = devices
     parts = [part for part in PARTS if options.all or part.usual]
-    parts = [BY_NAME[name] for name in options.only] if options.only else parts
+    parts = [BY_NAME[name] for name in dict.fromkeys(options.only)] if options.only else parts
     if options.missing:
         done = {outcome.part for outcome in outcomes if outcome.status == PASSED}
         parts = [part for part in parts if part not in done]
@@ -132,9 +141,9 @@ def check(options: argparse.Namespace, gpus: int) -> int:
             failed |= outcome.status == FAILED
             write_report(setting, device)
     text = write_report(setting, device)
-    print(f"report: {output / 'report.md'}")
+    print(f"report: {folder / 'report.md'}")
     if options.write:
-        publish(output, text, device=device, repository=REPOSITORY)
+        publish(folder, text, device=device, repository=REPOSITORY)
         print("written into BENCHMARKS.md and recipes/gpus/datasheets")
     return FAILED_CODE if failed else 0
 
@@ -149,9 +158,9 @@ def write_report(setting: "Setting", device: str) -> str:
     ran = {outcome.part for outcome in outcomes}
     missing = [part for part in PARTS if part not in ran]
     text = section(outcomes, missing=missing, device=device)
-    new = setting.output / "report.new"
+    new = setting.results.with_name("report.new")
     new.write_text(text, encoding="utf-8")
-    new.replace(setting.output / "report.md")
+    new.replace(setting.results.with_name("report.md"))
     return text
 
 
@@ -185,10 +194,16 @@ def build_parser() -> argparse.ArgumentParser:
         "--minutes", type=float, help="limit for all parts; default: 6, with --all or --only 17"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("runs/gpu"), help="folder of results; default: runs/gpu"
+        "--output", type=Path, default=Path("runs/gpu"), help="working folder; default: runs/gpu"
     )
     parser.add_argument(
-        "--write", action="store_true", help="insert the results into BENCHMARKS.md and the planner"
+        "--write",
+        action="store_true",
+        help="insert the report into BENCHMARKS.md, and copy the planner's file; runs parts only "
+        "with --only, --all or --missing",
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="for the results; default: that of --output"
     )
     return parser
 

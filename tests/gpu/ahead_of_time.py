@@ -93,7 +93,7 @@ class Call:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Everything that the kernels depend on except the sizes."""
+        """Return everything that the kernels depend on except the sizes."""
         inputs = (
             (len(each.shape), each.dtype) if isinstance(each, Layout) else each
             for each in self.inputs
@@ -102,7 +102,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The function's name, with its module."""
+        """Return the function's name, with its module."""
         return f"{self.function.__module__}.{self.function.__name__}"
 
     def __str__(self) -> str:
@@ -197,7 +197,7 @@ def without_a_gpu() -> Iterator[None]:
             (CudaInterface.Worker, "get_device_properties", H100),
             (CudaInterface.Worker, "current_device", 0),
             (scheduler, "has_triton", True),
-            # They look for patterns of other functions with small tensors on the device.
+            # They trace pattern matchers with tensors on the device, which does not exist here.
             (joint_graph, "lazy_init", None),
             (post_grad, "lazy_init", None),
         ):
@@ -223,9 +223,9 @@ def without_a_gpu() -> Iterator[None]:
 def allow_cuda_tensors() -> None:
     """Let fake CUDA tensors exist in this process, also in a build of torch for CPUs.
 
-    Some operations on them ask for a device guard of CUDA. torch has one that does nothing, and
-    installs it where a guard exists that counts no devices, as in builds for CUDA. Builds for CPUs
-    have none, so that of meta tensors, which counts no devices either, takes its place first.
+    Some operations on them ask for a device guard of CUDA. torch replaces a guard that counts no
+    devices by one that does nothing. Builds for CPUs have no guard of CUDA to replace, so the guard
+    of meta tensors, which also counts no devices, is registered in its place first.
     """
     if torch.version.cuda is None:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
@@ -269,7 +269,7 @@ def compile_call(call: Call) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile the recorded calls, print a line for each, and return 1 if a function is left."""
+    """Compile the recorded calls and print a line for each; return 1 if one is missing or fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.ahead_of_time")
     parser.add_argument("--recipe", choices=RECIPES, action="append", help="default: all of them")
     parser.add_argument("--only", default="", help="compile functions with this in their names")

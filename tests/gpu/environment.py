@@ -47,9 +47,10 @@ def environment(setting: Setting) -> Result:
     return result
 
 
-def facts(device: str) -> Iterator[tuple[str, str]]:
+def facts(device: str, *, small: bool = False) -> Iterator[tuple[str, str]]:
     """Yield (name, value) of everything that the measurements depend on."""
-    yield "device", device_name(device)
+    yield "device", device_name(device) + (", small sizes" if small else "")
+    yield "commit", commit()
     yield "Python", f"{platform.python_version()}, {sys.platform} {platform.machine()}"
     for name in LIBRARIES:
         yield name, installed(name) or "not installed"
@@ -67,6 +68,16 @@ def facts(device: str) -> Iterator[tuple[str, str]]:
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     yield "Python's headers", "yes" if headers.exists() else "no"
     yield "cores", str(len(os.sched_getaffinity(0)))
+
+
+def commit() -> str:
+    """Return the commit of this checkout, if it is one."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
 
 
 def device_name(device: str) -> str:

@@ -40,7 +40,9 @@ def run(function: str, setting: Setting, argument: str = "") -> Result:
             return Result(skipped=f"the package {error.name} is not installed")
         if isinstance(error, ImportError) and (package := optional_package_of(error)):
             return Result(skipped=f"the package {package} cannot be imported: {error}")
-        return Result(failures=[f"{type(error).__name__}: {error}"])
+        result = setting.saved()
+        result.failures.append(f"{type(error).__name__}: {error}")
+        return result
 
 
 def optional_package_of(error: ImportError) -> str | None:

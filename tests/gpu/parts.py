@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 MINUTES = 6.0  # of the usual parts together, on one GPU
 ALL_MINUTES = 17.0  # of all parts
-SHAPES = ("2x8", "4x4", "8x2")  # sequences of a micro-batch x micro-batches, of llama/1b
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,7 @@ class Part:
     function: "module:function", imported in the part's process
     seconds: time limit, after which the part is ended
     argument: passed to the function unless it is empty
-    side_by_side: True for a part that measures no speed: it may share the GPU with others
+    side_by_side: True for a part that measures no speed, so that others may run at the same time
     usual: True for a part that runs unless others are named
     """
 
@@ -27,24 +26,33 @@ class Part:
     usual: bool = True
 
 
+def _step(shape: str) -> Part:
+    title = f"Speed and memory of llama/1b, {shape.replace('x', ' x ')}"
+    return Part(f"step-{shape}", title, "tests.gpu.speed:step", 120, argument=shape)
+
+
+def _layouts(ranks: str) -> Part:
+    title = f"Schedules and axes on {ranks} ranks"
+    return Part(f"layouts-{ranks}", title, "tests.gpu.training:layouts", 200, argument=ranks)
+
+
 PARTS = (
-    Part("losses", "fp32 on the GPU and on the CPU", "tests.gpu.training:fp32_losses", 120,
+    Part("losses", "fp32 on the GPU and on the CPU", "tests.gpu.training:fp32_losses", 180,
          side_by_side=True),
-    Part("kernels", "Kernels against references", "tests.gpu.kernels:kernels", 120,
+    Part("kernels", "Kernels against references", "tests.gpu.kernels:kernels", 180,
          side_by_side=True),
-    Part("precisions", "Precisions and ZeRO stages", "tests.gpu.training:precisions", 120,
+    Part("precisions", "Precisions and ZeRO stages", "tests.gpu.training:precisions", 180,
          side_by_side=True),
-    Part("resume", "Kill and resume", "tests.gpu.training:resume", 120, side_by_side=True),
-    Part("deterministic", "Deterministic runs", "tests.gpu.training:deterministic", 120,
+    Part("resume", "Kill and resume", "tests.gpu.training:resume", 180, side_by_side=True),
+    Part("deterministic", "Deterministic runs", "tests.gpu.training:deterministic", 180,
          side_by_side=True),
-    Part("export", "Export to transformers", "tests.gpu.export:export", 120, side_by_side=True),
+    Part("export", "Export to transformers", "tests.gpu.export:export", 180, side_by_side=True),
     Part("environment", "Machine and matrix products", "tests.gpu.environment:environment", 60),
-    *(
-        Part(f"step-{shape}", f"Speed and memory of llama/1b, {shape.replace('x', ' x ')}",
-             "tests.gpu.speed:step", 75, argument=shape)
-        for shape in SHAPES
-    ),
-    Part("layouts", "Several ranks: schedules and axes", "tests.gpu.training:layouts", 240),
+    _step("4x4"),
+    _layouts("2"),
+    _step("2x8"),
+    _step("8x2"),
+    _layouts("4"),
     Part("nanogpt", "nanoGPT's recipe for Shakespeare", "tests.gpu.nanogpt:shakespeare", 300,
          usual=False),
     Part("device", "The planner's file", "tests.gpu.speed:device_file", 150, usual=False),

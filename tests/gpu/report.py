@@ -25,18 +25,24 @@ def section(outcomes: Sequence[Outcome], *, missing: Sequence[Part], device: str
     # Invocations may have run on different days and with different versions.
     abouts = list(dict.fromkeys((each.date, _about(each)) for each in outcomes))
     lines += [f"{date}: {about}." if about else f"{date}." for date, about in abouts]
-    lines += ["", f"{minutes:.1f} minutes of all parts together: {states or 'none has run'}."]
+    lines += ["", f"{states or 'No part has run'}; their durations sum to {minutes:.1f} minutes."]
     if missing:
         lines += ["", f"Not run: {', '.join(part.name for part in missing)}."]
     for outcome in outcomes:
         lines += ["", f"**{outcome.part.title}** ({outcome.status}, {outcome.seconds:.0f} s)", ""]
         lines += outcome.lines
         if outcome.status == UNFINISHED:
-            lines.append("- **interrupted**: these are its results until then")
+            lines.append("- **interrupted**: results so far")
         lines += [f"- skipped: {outcome.skipped}"] if outcome.skipped else []
-        lines += [f"- **failed**: {each.splitlines()[0]}" for each in outcome.failures]
+        lines += [f"- **failed**: {_ends(failure)}" for failure in outcome.failures]
     lines += ["", END.format(device)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def _ends(failure: str) -> str:
+    """Return the first line of a failure, and the last one, which has the cause."""
+    first, *others = failure.strip().splitlines()
+    return f"{first} {others[-1].strip()}" if others else first
 
 
 def _about(outcome: Outcome) -> str:

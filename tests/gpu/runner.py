@@ -15,15 +15,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from recipes.sweeping.worlds.launchers import dies_with_this_process
+from recipes.sweeping.worlds.launchers import killed_with_parent
 from recipes.training.recipe.loading import REPOSITORY
 from tests.gpu.parts import Part
 from tests.gpu.runs import cores, corpus, device_environment
 from tests.gpu.setting import FAILED, SKIPPED, UNFINISHED, Setting, results_of
 
-LEAST_SECONDS = 15  # in which a part can do something
+MIN_PART_SECONDS = 40  # below it, a part would end before its first result
 LOG_CHARACTERS = 2000  # of a part that has failed
-CORES_OF_A_PART = 4  # of parts that run side by side: most start several runs
+CORES_PER_PART = 8  # of parts that run side by side, most of which start several runs
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Outcome:
     log: file with the output of its process; None: unknown
     date: such as "2026-11-22"
     about: (name, value) of everything that the figures depend on
+    started: seconds since 1970
     """
 
     part: Part
@@ -45,6 +46,7 @@ class Outcome:
     skipped: str = ""
     date: str = ""
     about: list[list[str]] = field(default_factory=list)
+    started: float = 0.0
 
     @property
     def device(self) -> str:
@@ -75,16 +77,16 @@ def run_parts(
 
     def run(part: Part) -> Outcome:
         left = deadline - time.monotonic()
-        if left < LEAST_SECONDS:
-            reason = f"the {minutes:g} minutes for all parts are over; use --missing to run it"
+        if left < MIN_PART_SECONDS:
+            reason = f"the {minutes:g} minutes for all parts are over; run it with --missing"
             return Outcome(part, SKIPPED, skipped=reason)
         tell(f"{part.name}: {part.title}")
         outcome = run_part(part, setting, seconds=min(part.seconds, left))
         tell(describe(outcome))
         return outcome
 
-    corpus(setting)  # parts that run at the same time would write it at the same time
-    at_a_time = max(1, cores() // CORES_OF_A_PART)
+    corpus(setting)  # here, because parallel parts would race to write it
+    at_a_time = max(1, cores() // CORES_PER_PART)
     for together, group in groupby(parts, key=lambda part: part.side_by_side):
         if together and at_a_time > 1:
             with ThreadPoolExecutor(at_a_time) as pool:
@@ -96,17 +98,16 @@ def run_parts(
 def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
     """Run a part in a process of its own; end the process and its runs when the time is over.
 
-    The outcome contains the results until then.
+    The outcome contains the results until then. Results of an earlier invocation are kept until the
+    part has its first result.
     """
-    setting = replace(setting, part=part.name, started=time.monotonic())
+    setting = replace(setting, part=part.name, started=time.time())
     log = setting.output / f"{part.name}.log"
     shutil.rmtree(setting.runs, ignore_errors=True)  # otherwise old runs would be resumed
-    with results_of(setting.results) as entries:
-        entries.pop(part.name, None)
     settings = json.dumps(setting.as_json())
     with log.open("wb") as output:
         process = subprocess.Popen(
-            dies_with_this_process(
+            killed_with_parent(
                 [sys.executable, "-m", "tests.gpu.part", part.function, part.argument, settings]
             ),
             cwd=REPOSITORY,
@@ -122,17 +123,25 @@ def run_part(part: Part, setting: Setting, *, seconds: float) -> Outcome:
         finally:
             end_group(process)
     with results_of(setting.results) as entries:
-        entry: dict[str, Any] = entries.setdefault(part.name, {"status": UNFINISHED})
-        entry |= {"seconds": time.monotonic() - setting.started, "about": setting.about}
-        entry.setdefault("date", time.strftime("%Y-%m-%d"))
-        if entry["status"] == UNFINISHED:
-            reason = (
-                f"ended after {seconds:.0f} seconds, which is its time"
+        before = entries.get(part.name)
+        is_own = before is not None and before["started"] == setting.started
+        entry: dict[str, Any] = before if is_own else {"lines": [], "failures": [], "skipped": ""}
+        entry |= {
+            "started": setting.started,
+            "seconds": time.time() - setting.started,
+            "about": setting.about,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        if not is_own or entry["status"] == UNFINISHED:
+            has_less_time = seconds < part.seconds  # the command's own time is over
+            entry["status"] = UNFINISHED if code is None and has_less_time else FAILED
+            entry["failures"].append(
+                f"killed after {seconds:.0f} seconds, its time limit"
                 if code is None
                 else f"its process ended with {code}"
             )
-            entry["status"] = FAILED
-            entry["failures"] = [*entry.get("failures", ()), reason]
+        if is_own or before is None:
+            entries[part.name] = entry
     return Outcome(part, log=log, **entry)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import free_port, rank_variables
-from recipes.sweeping.worlds.launchers import dies_with_this_process
+from recipes.sweeping.worlds.launchers import killed_with_parent
 from recipes.training.recipe.loading import REPOSITORY
 from tests.gpu.setting import Setting
 
@@ -28,13 +29,14 @@ SMALL = (  # on top of recipes/tiny.toml
     "batch.micro_sequences=1", "training.compile=false",
 )  # fmt: skip
 LAST_CHARACTERS = 3000  # of a log, in an error
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.02
 LAUNCHER_VARIABLES = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK",
     "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR",
     "MASTER_PORT",
 }  # fmt: skip
-THREADS = 8  # of a run on the CPU, at most
+THREADS = 4  # of a run on the CPU, at most
+SECONDS_FOR_OTHER_RANKS = 5.0  # to end by themselves, once a rank has failed
 # Without progress; then the run ends with a hang report. Compiling its kernels takes up to 20.
 HANG_SECONDS = 45
 
@@ -45,10 +47,13 @@ class Failure(Exception):
 
 def corpus(setting: Setting) -> Path:
     """Write the corpus unless another part has written it; return its folder."""
-    folder = setting.output / "corpus"
+    folder = setting.output / ("corpus-small" if setting.small else "corpus")
     if not folder.exists():
         tokens = SMALL_VALIDATION_TOKENS if setting.small else VALIDATION_TOKENS
-        write_corpus(folder, vocab_size(setting), validation_tokens=tokens)
+        new = folder.with_name(f"{folder.name}.new")  # whole or not at all
+        shutil.rmtree(new, ignore_errors=True)
+        write_corpus(new, vocab_size(setting), validation_tokens=tokens)
+        new.rename(folder)
     return folder
 
 
@@ -102,21 +107,27 @@ class Run:
         Raises:
             Failure: a rank has failed, with the end of its log, or the time is over.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
-        codes = []
-        for process, log in zip(self.processes, self.logs, strict=True):
-            try:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                codes.append(process.wait(left))
-            except subprocess.TimeoutExpired:
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        while None in (codes := [process.poll() for process in self.processes]) and not any(codes):
+            if time.monotonic() > deadline:
                 self.kill()
-                text = log.read_text(errors="replace")[-LAST_CHARACTERS:]
-                raise Failure(f"{self.name}: killed after {seconds:g} seconds:\n{text}") from None
-        for rank, (code, log) in enumerate(zip(codes, self.logs, strict=True)):
-            if code:
-                text = log.read_text(errors="replace")[-LAST_CHARACTERS:]
-                raise Failure(f"{self.name}: rank {rank} ended with exit code {code}:\n{text}")
-        return self.metrics()
+                raise Failure(f"{self.name}: killed after {seconds:g} seconds:\n{self.log_ends()}")
+            time.sleep(POLL_SECONDS)
+        if not any(codes):
+            return self.metrics()
+        rank = next(rank for rank, code in enumerate(codes) if code)  # the others follow
+        ended = time.monotonic() + SECONDS_FOR_OTHER_RANKS
+        while None in [process.poll() for process in self.processes] and time.monotonic() < ended:
+            time.sleep(POLL_SECONDS)
+        self.kill()
+        raise Failure(
+            f"{self.name}: rank {rank} ended with exit code {codes[rank]}:\n{self.log_ends(rank)}"
+        )
+
+    def log_ends(self, *ranks: int) -> str:
+        """Return the ends of the logs of some ranks, or of all."""
+        logs = [self.logs[rank] for rank in ranks] or self.logs
+        return "\n".join(log.read_text(errors="replace")[-LAST_CHARACTERS:] for log in logs)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics that have been written so far."""
@@ -174,7 +185,7 @@ def start(
     here = replace(setting, device=device or setting.device)
     processes = [
         subprocess.Popen(
-            dies_with_this_process(command),
+            killed_with_parent(command),
             cwd=REPOSITORY,
             env=rank_environment(here, rank, ranks, port, share_gpu=share_gpu),
             stdout=log.open("ab"),
@@ -190,14 +201,15 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of a rank.
 
-    share_gpu: True to use the first GPU in every rank. NCCL rejects two ranks of a host on one GPU,
-        so each rank claims to be on another host; between hosts, NCCL uses sockets.
+    share_gpu: True to use the first GPU in every rank. NCCL rejects two ranks of one host on the
+        same GPU, so each rank reports a host of its own, and NCCL uses sockets.
     """
     environment = device_environment(setting.device, small=setting.small)
     environment |= rank_variables(rank, ranks, port)
     if share_gpu and setting.device == "cuda":
         environment |= {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank{rank}",
-                        "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket"}  # fmt: skip
+                        "NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket",
+                        "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
     return environment
 
 

@@ -19,7 +19,8 @@ class Setting:
 
     device: "cuda", or "cpu" for tests of the checks themselves
     gpus: number of GPUs of this machine; on a CPU, the maximum number of ranks
-    output: the folder of runs, logs and results
+    output: the folder of runs and logs
+    results_folder: the folder of results.json and the report; None: `output`
     small: models and runs of a few seconds on a CPU
     part: the part that runs; "": results are not saved
     about: (name, value) of everything that the figures depend on
@@ -28,20 +29,24 @@ class Setting:
     device: str
     gpus: int
     output: Path
+    results_folder: Path | None = None
     small: bool = False
     part: str = ""
     about: tuple[tuple[str, str], ...] = ()
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.time)
 
     def as_json(self) -> dict[str, Any]:
         """Convert it for another process."""
-        return asdict(self) | {"output": str(self.output)}
+        folder = self.results_folder and str(self.results_folder)
+        return asdict(self) | {"output": str(self.output), "results_folder": folder}
 
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> "Setting":
         """Restore it."""
         about = tuple((name, value) for name, value in table["about"])
-        return cls(**{**table, "output": Path(table["output"]), "about": about})
+        folder = table["results_folder"] and Path(table["results_folder"])
+        paths = {"output": Path(table["output"]), "results_folder": folder}
+        return cls(**{**table, **paths, "about": about})
 
     @property
     def runs(self) -> Path:
@@ -51,14 +56,24 @@ class Setting:
     @property
     def results(self) -> Path:
         """File with the results of all parts."""
-        return self.output / "results.json"
+        return (self.results_folder or self.output) / "results.json"
+
+    def saved(self) -> "Result":
+        """Return the results that the part has saved so far."""
+        if not self.part:
+            return Result()
+        with results_of(self.results) as entries:
+            entry = entries.get(self.part, {})
+        is_own = entry.get("started") == self.started  # not that of an earlier invocation
+        return Result(entry["lines"], entry["failures"]) if is_own else Result()
 
     def save(self, result: "Result", status: str = UNFINISHED) -> None:
         """Write the results so far, because the part may be ended before it is complete."""
         if self.part:
             entry = asdict(result) | {
                 "status": status,
-                "seconds": time.monotonic() - self.started,
+                "started": self.started,
+                "seconds": time.time() - self.started,
                 "date": time.strftime("%Y-%m-%d"),
                 "about": self.about,
             }
@@ -107,9 +122,9 @@ class Result:
 
 @contextlib.contextmanager
 def results_of(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a file of results, by part, and write what the context changes.
+    """Yield the saved results by part; changes made inside the context are written back.
 
-    Several processes may do this at a time, and may be killed at any instant.
+    Several processes may do this at a time. A process may be killed at any instant.
     """
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -53,7 +53,7 @@ def shape_of(setting: Setting, micro_sequences: int, micro_batches: int) -> Shap
 
 
 def step(setting: Setting, batch_shape: str) -> Result:
-    """Measure step time, MFU, peak memory, synchronisations and the longest kernels of our engine.
+    """Measure step time, MFU, peak memory, synchronizations and the longest kernels of our engine.
 
     batch_shape: sequences of a micro-batch and number of micro-batches, such as "2x8"
     """
@@ -102,13 +102,13 @@ def step(setting: Setting, batch_shape: str) -> Result:
     result.table(["share", "ms", "calls", "kernel"], table)
     if setting.device == "cuda":
         setting.save(result)
-        found = synchronisations(run)
+        found = synchronizations(run)
         result.say(f"The host waits for the GPU {sum(found.values())} times in a step:")
         result.table(["times", "line"], [[str(n), f"`{line}`"] for line, n in found.most_common()])
     return result
 
 
-def synchronisations(run: Callable[[], object]) -> Counter[str]:
+def synchronizations(run: Callable[[], object]) -> Counter[str]:
     """Run a step; return the lines that made the host wait for the GPU, and how often each did."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -173,7 +173,8 @@ def draw_batch(recipe: Recipe) -> list[MicroBatch]:
 def compared_shape(setting: Setting) -> Shape:
     """Return the model and batch that are compared with transformers.
 
-    All contestants stay on the GPU. With the 16 layers of llama/1b, they would need 78 GiB.
+    All models are in the memory of the GPU at the same time. With the 16 layers of llama/1b, they
+    would need 78 GiB, so 8 layers are used.
     """
     shape = shape_of(setting, 2, 2)
     return shape if setting.small else replace(shape, sizes=(*shape.sizes, ("layers", 8)))
@@ -229,7 +230,7 @@ def device_file(setting: Setting) -> Result:
     key = (
         gpu.name if gpu else re.sub(r"[^A-Za-z0-9]+", "-", name.removeprefix("NVIDIA ")).strip("-")
     )
-    folder = setting.output / "gpus"
+    folder = setting.results.parent / "gpus"
     folder.mkdir(exist_ok=True)
     for source in FOLDER.glob("*.toml"):
         shutil.copy(source, folder)
@@ -237,6 +238,9 @@ def device_file(setting: Setting) -> Result:
     found = files.calibrate(
         key, None if gpu else FALLBACK, rows.Setting(rounds=ROUNDS, cores=cores), folder
     )
+    for other in folder.glob("*.toml"):
+        if other.name != Path(found["file"]).name:
+            other.unlink()  # only the measured one is to be copied into the repository
     result = Result()
     result.say(f"`{found['file']}`: {found['products']} matrix products, predicted with a mean "
                f"error of {found['mean_error']:.1%}.")  # fmt: skip

@@ -29,7 +29,11 @@ def compile_all(before: str = "", *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", code],
         cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(TRITON), "DS_ACCELERATOR": "cpu"},
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(TRITON), os.environ.get("PYTHONPATH", "")]),
+            "DS_ACCELERATOR": "cpu",
+        },
         capture_output=True,
         text=True,
     )

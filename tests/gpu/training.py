@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from recipes.proving.worlds import free_port
+from recipes.sweeping.worlds.launchers import killed_with_parent
+from recipes.training.runtime.launchers import free_port
 from tests.gpu.runs import (
     Failure,
     Run,
@@ -38,16 +39,17 @@ EXPERTS = {
     "model__experts": '{count = 4, per_token = 2, ffn_hidden_size = 128, router = "softmax", '
     "normalize = true, balance_loss = 0.01}"
 }
-NEAR_IN_LAYOUTS = 1e-5  # relative, of losses in fp32
+MAX_LAYOUT_DIFFERENCE = 1e-5  # relative, of losses in fp32
 SMALL_LAYOUTS = {2: ("pipeline 2, 1f1b", "tensor 2", "experts on 2"), 4: ("pipeline 2 x tensor 2",)}
-MAX_LAYOUTS_AT_A_TIME = 3  # on a shared GPU, whose processes take turns
-PROBE_SECONDS = 18  # of which importing torch takes most
+MAX_LAYOUTS_AT_A_TIME = 5  # on a shared GPU, which its processes use in turn
+PROBE_SECONDS = 18  # most of it to import torch
 NCCL_PROBE = """
 import torch, torch.distributed as dist
 dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
 number = torch.ones(1, device="cuda")
 dist.all_reduce(number)
 assert number.item() == 2
+dist.destroy_process_group()
 """
 VARIANT_SECONDS = 80  # after which one of the compared runs is ended
 SMALL_RESUME = 12, 4, 9  # the save of step 8 waits for that of step 4
@@ -203,45 +205,42 @@ def layout_variants(ranks: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def layouts(setting: Setting) -> Result:
-    """Check that all schedules and axes have the losses of one rank, on 2 and on 4 ranks.
+def layouts(setting: Setting, ranks: str) -> Result:
+    """Check that all schedules and axes have the losses of one rank.
 
-    With fewer GPUs than ranks, all ranks share the first GPU. NCCL accepts this if each rank claims
-    to be on a host of its own, and then communicates through sockets.
+    With fewer GPUs than ranks, all ranks share the first GPU. NCCL accepts this if each rank
+    reports a host of its own, and then communicates through sockets.
+
+    Args:
+        setting: the machine and the sizes
+        ranks: number of ranks, "2" or "4"
     """
-    result, sizes = Result(), [2, 4]
-    too_few = setting.device == "cuda" and setting.gpus < max(sizes)
-    if too_few and (refusal := refused_by_nccl(setting)):
-        text = f"NCCL accepts only one rank per GPU here: {refusal}"
-        sizes = [ranks for ranks in sizes if ranks <= setting.gpus]
-        if not sizes:
-            return Result(skipped=text)
-        result.say(text)
-    references = {
-        name: start(setting, f"one-{name or 'dense'}", overrides(setting, **LAYOUT_SIZES | changes))
-        for name, changes in (("", {}), ("experts", EXPERTS))
-    }
-    expected = {name: losses(run.finish()) for name, run in references.items()}
+    size, result = int(ranks), Result()
+    share_gpu = size > setting.gpus
+    if share_gpu and setting.device == "cuda" and (refusal := refused_by_nccl(setting)):
+        return Result(skipped=f"NCCL accepts only one rank per GPU here: {refusal}")
     backend = "NCCL" if setting.device == "cuda" else "gloo"
-    result.say(f"{backend}, fp32, {len(expected[''])} steps; {setting.gpus} GPUs, and several "
-               f"ranks on the first one where these are too few.")  # fmt: skip
+    shared = ", all on the first GPU" if share_gpu and setting.device == "cuda" else ""
+    result.say(f"{backend}, fp32, {size} ranks{shared}.")
     result.table(["layout", "first loss", "last loss", "to one rank", "limit", "same"], [])
-    for ranks in sizes:
-        variants, share_gpu = layout_variants(ranks), ranks > setting.gpus
-        if setting.small:
-            variants = {name: variants[name] for name in SMALL_LAYOUTS[ranks]}
-        at_a_time = max(1, min(MAX_LAYOUTS_AT_A_TIME, cores() // (2 * ranks)))
-        for group in batched(variants.items(), at_a_time):
-            runs = {}
-            for name, changes in group:
-                settings = overrides(setting, **LAYOUT_SIZES | changes)
-                folder = name.replace(", ", "-").replace(" ", "-")
-                runs[name] = start(setting, folder, settings, ranks=ranks, share_gpu=share_gpu)
-            for name, run in runs.items():
-                reference = expected["experts" if name.startswith("experts") else ""]
-                limit = NEAR_IN_LAYOUTS
-                compare(result, f"{name}, {ranks} ranks", run, reference, limit=limit)
-                setting.save(result)
+    references = {
+        name: start(setting, f"one-{name}", overrides(setting, **LAYOUT_SIZES | changes))
+        for name, changes in (("dense", {}), ("experts", EXPERTS))
+    }
+    variants = layout_variants(size)
+    if setting.small:
+        variants = {name: variants[name] for name in SMALL_LAYOUTS[size]}
+    at_a_time = max(1, min(MAX_LAYOUTS_AT_A_TIME, cores() // (2 * size)))
+    for group in batched(variants.items(), at_a_time):
+        runs = {}
+        for name, changes in group:
+            settings = overrides(setting, **LAYOUT_SIZES | changes)
+            folder = name.replace(", ", "-").replace(" ", "-")
+            runs[name] = start(setting, folder, settings, ranks=size, share_gpu=share_gpu)
+        for name, run in runs.items():
+            reference = references["experts" if name.startswith("experts") else "dense"]
+            compare(result, name, run, reference, limit=MAX_LAYOUT_DIFFERENCE)
+            setting.save(result)
     return result
 
 
@@ -250,7 +249,7 @@ def refused_by_nccl(setting: Setting) -> str:
     port = free_port()
     probes = [
         subprocess.Popen(
-            [sys.executable, "-c", NCCL_PROBE],
+            killed_with_parent([sys.executable, "-c", NCCL_PROBE]),
             env=rank_environment(setting, rank, 2, port, share_gpu=True),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -264,7 +263,9 @@ def refused_by_nccl(setting: Setting) -> str:
             _, error = probe.communicate(timeout=max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             probe.kill()
+            probe.wait()
             error = f"no answer within {PROBE_SECONDS} seconds"
         if probe.returncode != 0:
-            errors.append(error.strip().splitlines()[-1] if error.strip() else "no message")
+            lines = error.strip().splitlines() or ["no message"]
+            errors.append(next((line for line in lines[::-1] if "NCCL" in line), lines[-1]))
     return errors[0] if errors else ""

@@ -3,8 +3,8 @@
 Data travels over gloo, with one gloo group per connection. The rules of docs/nccl-and-cuda.md:
 
 1. The first operation between two ranks of a communicator, and a communicator's first collective,
-   blocks the host until all its ranks have posted theirs: creating the gloo group does that. So
-   does splitting a communicator, which all its ranks have to do in the same way.
+   blocks the host until all its ranks have posted theirs: creating the gloo group does that. A
+   split of a communicator also blocks, and all ranks must pass the same groups.
 2. A communicator runs its operations in the order in which they were posted, and there are no tags.
    A message that meets the wrong receive is an error here; NCCL would deliver it.
 3. Few kernels are resident at a time (`Rules.slots`).
@@ -150,7 +150,10 @@ class NcclRules(ProcessGroup):
     ) -> "NcclRules":
         """Split this communicator as `torch.distributed.split_group` asks for it.
 
-        ranks: the ranks of the new group in this one; this rank is one of them
+        Args:
+            ranks: the ranks of the new group in this one; this rank is one of them
+            opts: the options of the new group
+            group_name: its name
         """
         self.join_split(ranks)
         group = NcclRules(
@@ -165,7 +168,7 @@ class NcclRules(ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """Name of a group that was split off; torch's own property asks for a backend's name."""
+        """Name of the group; torch's property would look up a backend, which this class lacks."""
         return self.label
 
     def get_group_store(self) -> dist.Store:
@@ -192,11 +195,9 @@ class NcclRules(ProcessGroup):
         own = torch.tensor([self.splits, *(int(rank in ranks) for rank in range(self.count))])
         rows = [torch.empty_like(own) for _ in range(self.count)]
         gloo.allgather([rows], [own]).wait(_gloo_limit())
-        groups = {rank: rows[rank].tolist() for rank in ranks}
-        if any(row != own.tolist() for row in groups.values()):
-            raise RuntimeError(
-                f"rank {DEVICE.rank} splits {self.label} into other groups: {groups}"
-            )
+        groups = [row.tolist() for row in rows]
+        if any(groups[rank] != group for group in groups for rank in members_of(group)):
+            raise RuntimeError(f"the ranks split {self.label} into other groups: {groups}")
 
     def _collective(self, name: str, outputs: list, *arguments: Any) -> Kernel:
         gloo = self._connect("all", list(range(self.count)))
@@ -226,6 +227,11 @@ class NcclRules(ProcessGroup):
             self.connections[key]._set_default_timeout(_gloo_limit())  # of collectives
             DEVICE.doing = ""
         return self.connections[key]
+
+
+def members_of(group: Sequence[int]) -> list[int]:
+    """Return the ranks of a group in the form of `join_split`: a number, then 1 for each member."""
+    return [rank for rank, is_member in enumerate(group[1:]) if is_member]
 
 
 def _gloo_limit() -> timedelta:

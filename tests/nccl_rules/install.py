@@ -15,7 +15,7 @@ init_distributed, split_group = deepspeed.init_distributed, dist.split_group
 def init_with_rules(dist_backend: str, **settings: Any) -> None:
     """Join the ranks with this backend instead of the requested one."""
     init_distributed(dist_backend=NAME, **settings)
-    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # of no consequence but to torch
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # lets torch split it
 
 
 def split_without_an_accelerator(**settings: Any) -> dist.ProcessGroup | None:
