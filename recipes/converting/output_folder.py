@@ -101,7 +101,9 @@ def _check_replaceable(path: Path, files: OutputFiles, overwrite: bool) -> None:
                 f"{file.name}; use another folder, or delete it"
             )
     marker = path / files.marker
-    if not marker.is_file() or files.text not in marker.read_text(errors="replace"):
+    if not marker.is_file() or files.text not in marker.read_text(
+        encoding="utf-8", errors="replace"
+    ):
         raise UserError(
             f"--overwrite does not replace {path}, because its {files.marker} was not written by "
             f"this command; use another folder, or delete it"

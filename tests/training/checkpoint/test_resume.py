@@ -105,8 +105,13 @@ def start_again(path: Path, request: Request, recipe: Recipe) -> Start:
 def kept(home: Path) -> tuple[set[str], set[tuple[str, int]]]:
     """Return all checkpoints and all metrics in any folder below `home`."""
     checkpoints = {str(file.read_bytes()) for file in home.rglob("manifest.json")}
-    files = [LineFile(file, keys={"step": (int,)}) for file in home.rglob("metrics*.jsonl")]
-    return checkpoints, {(line["run"], line["step"]) for file in files for line in file.read()}
+    lines = [line for file in home.rglob("metrics*.jsonl") for line in lines_of(file)]
+    return checkpoints, {(line["run"], line["step"]) for line in lines}
+
+
+def lines_of(metrics: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of metrics with the names of their runs, which are not metrics."""
+    return LineFile(metrics, keys={"step": (int,)}).read()
 
 
 REQUESTS = {
@@ -153,7 +158,7 @@ def test_a_request_survives_a_kill_at_any_instant(
         assert {step_of(path) for path in published(folder.checkpoints)} <= {
             each for each in STEPS if each <= step and metrics_of == "run"
         }
-        lines = folder.read_metrics()
+        lines = lines_of(folder.metrics)
         assert [(line["run"], line["step"]) for line in lines] == [
             (metrics_of, each) for each in range(1, step + 1) if each <= 33 or step == 40
         ]
@@ -215,7 +220,7 @@ def test_metrics_are_found_if_checkpoints_are_on_another_disk(
     for request in (Request(str(tmp_path / where)), Request()):
         start = start_again(tmp_path / "run", request, recipe)
         assert start.progress.step == step
-        lines = RunFolder(tmp_path / "run").read_metrics()
+        lines = lines_of(RunFolder(tmp_path / "run").metrics)
         assert {line["run"] for line in lines} == {metrics_of} and lines[-1]["step"] == step
     assert "warning" not in capsys.readouterr().err
 
