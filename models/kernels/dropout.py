@@ -16,9 +16,11 @@ def signed(number: int, bits: int) -> int:
     return number - (1 << bits) if number >> (bits - 1) else number
 
 
-# 2^64 and 2^32 divided by the golden ratio, as signed numbers: Triton multiplies positions in int32
-# and rejects constants that do not fit.
-GOLDEN_64, GOLDEN_32 = signed(0x9E3779B97F4A7C15, 64), signed(0x9E3779B9, 32)
+# 2^64 and 2^32 divided by the golden ratio, the latter with the same 32 bits as a signed number for
+# GPUs: Triton multiplies positions in int32 and rejects constants that do not fit. With the signed
+# number, torch 2.13's compiled CPU code also multiplies in int32, and writes past the mask's end.
+GOLDEN_64 = signed(0x9E3779B97F4A7C15, 64)
+GOLDEN_32_ON_CPU, GOLDEN_32_ON_GPU = 0x9E3779B9, signed(0x9E3779B9, 32)
 
 
 def drop_out(x: Tensor, rows: Tensor, probability: float, fuse: Function) -> Tensor:
@@ -62,8 +64,8 @@ def keep_mask(rows: Tensor, columns: int, probability: float) -> Tensor:
     lowbias32, Wellons 2018, "Prospecting for hash functions"); int64 would take twice the memory.
     """
     low, high = rows.to(torch.int32), (rows >> 32).to(torch.int32)
-    # Not in int32 from the start: torch 2.13's compiled CPU code then writes past the mask's end.
-    counters = torch.arange(columns, device=rows.device) * GOLDEN_32
+    golden = GOLDEN_32_ON_CPU if rows.device.type == "cpu" else GOLDEN_32_ON_GPU
+    counters = torch.arange(columns, device=rows.device) * golden  # int64: see above
     bits = low.unsqueeze(-1) + counters.to(torch.int32)  # wraps around, as intended throughout
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(signed(0x7FEB352D, 32))
     bits.add_(high.unsqueeze(-1))

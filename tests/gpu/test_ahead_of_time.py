@@ -10,7 +10,9 @@ import pytest
 from recipes.training.recipe.loading import REPOSITORY
 
 TRITON = REPOSITORY / ".venv" / "triton"  # for a torch without it: `make long` installs it there
-OLD_CONSTANT = "from models.kernels import dropout; dropout.GOLDEN_32 = 0x9E3779B9; "
+UNSIGNED_CONSTANT = (
+    "from models.kernels import dropout; dropout.GOLDEN_32_ON_GPU = dropout.GOLDEN_32_ON_CPU; "
+)
 
 pytestmark = [
     pytest.mark.long,
@@ -47,7 +49,7 @@ def test_every_fused_function_compiles() -> None:
 
 
 def test_a_constant_that_does_not_fit_fails() -> None:
-    done = compile_all(OLD_CONSTANT, "--only", "_drop_out", "--recipe", "GPT, bf16")
+    done = compile_all(UNSIGNED_CONSTANT, "--only", "_drop_out", "--recipe", "GPT, bf16")
     assert done.returncode == 1
     assert "2654435769 is out of range for type int32" in done.stdout
 
