@@ -95,6 +95,8 @@ def reading_of(plan: StagePlan, run: RunFolder, step: int) -> tuple[Progress, ra
 
     ends = {}
     for line in run.read_metrics():
+        if line["step"] < 1:  # damaged
+            continue
         expected = planned(line["step"])
         length = plan.at(line["step"]).recipe.model.sequence_length
         if abs(line.get("tokens", math.inf)) <= MAX_COUNT:  # neither damaged nor missing

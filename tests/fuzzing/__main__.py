@@ -241,7 +241,7 @@ def kinds(folder: Path) -> list[Kind]:
              from_lines, to_lines),
         Kind("index", [(corpus / "train.idx").read_bytes(), b"MMIDIDX\0\0"], _Indices(corpus)),
         Kind("events", [EVENTS], _Lines(folder / "events", "events.jsonl"), from_lines, to_lines),
-        Kind("metrics", [METRICS], _Lines(folder / "metrics", "metrics.jsonl"), from_lines,
+        Kind("metrics", [METRICS, METRICS.replace(b'"tokens": 8192', b'"tokens": NaN', 1)], _Lines(folder / "metrics", "metrics.jsonl"), from_lines,
              to_lines),
         Kind("lock", [LOCK], _Lines(folder / "lock", "lock"), json.loads, to_json),
         Kind("hosts", HOSTS, _Hosts(folder)),

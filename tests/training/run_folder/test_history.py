@@ -188,7 +188,7 @@ def test_the_ledger_ignores_damaged_counts(recipe, tokens: str, tmp_path: Path) 
     folder = RunFolder(tmp_path)
     write(folder, BACK, {step: BATCH * step for step in range(1, 25)})
     with folder.metrics.open("a") as stream:
-        stream.write(f'{{"step": 25, "tokens": {tokens}}}\n')
+        stream.write(f'{{"step": 25, "tokens": {tokens}}}\n{{"step": -5, "tokens": 6}}\n')
     assert samples_of(recipe, folder, 25) == range(208, 216)
 
 
