@@ -241,8 +241,8 @@ def kinds(folder: Path) -> list[Kind]:
              from_lines, to_lines),
         Kind("index", [(corpus / "train.idx").read_bytes(), b"MMIDIDX\0\0"], _Indices(corpus)),
         Kind("events", [EVENTS], _Lines(folder / "events", "events.jsonl"), from_lines, to_lines),
-        Kind("metrics", [METRICS, METRICS.replace(b'"tokens": 8192', b'"tokens": NaN', 1)], _Lines(folder / "metrics", "metrics.jsonl"), from_lines,
-             to_lines),
+        Kind("metrics", [METRICS, DAMAGED_METRICS], _Lines(folder / "metrics", "metrics.jsonl"),
+             from_lines, to_lines),
         Kind("lock", [LOCK], _Lines(folder / "lock", "lock"), json.loads, to_json),
         Kind("hosts", HOSTS, _Hosts(folder)),
     ]  # fmt: skip
@@ -483,6 +483,7 @@ METRICS = b"".join(
     ).encode() + b"\n"
     for step in (1, 2, 3, 4, 3, 4, 5)
 )  # fmt: skip
+DAMAGED_METRICS = METRICS.replace(b'"tokens": 8192', b'"tokens": NaN', 1)
 LOCK = b'{"process": 1, "host": "a", "machine": "b 1", "started": 5, "token": "0a"}\n'
 
 
