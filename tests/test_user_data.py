@@ -363,7 +363,7 @@ def test_a_line_that_does_not_fit_into_memory(
     assert len(list(reader.rows(piece))) == 2
     monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 1000)
     message = rejection(lambda: list(reader.rows(piece)))
-    assert message.startswith(f"{file}, line 2 is longer than 1000 bytes; divide the document")
+    assert message.startswith(f"{file}, line 2 is longer than 1000 bytes; split it into several")
     monkeypatch.undo()
 
     def exhaust(self: object, line: bytes) -> None:
