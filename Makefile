@@ -84,13 +84,13 @@ PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: $(READY) ## run the tests that take twenty minutes together on two cores
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-fuzz: $(READY) ## give mutated files and options to every parser, for five minutes
+fuzz: $(READY) ## fuzz every parser of files and options for five minutes
 	@$(BIN)/python -m tests.fuzzing $(ARGS)
 
 cluster: $(READY) ## test launching and faults with Slurm and hosts on this machine (as root)
 	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)
 
-# A torch for CPUs lacks Triton, with which long tests compile the kernels of a GPU. Triton is installed
+# torch for CPUs does not include Triton, which the long tests need to compile GPU kernels. Triton is installed
 # in .venv/triton, because torch and DeepSpeed would import it in every run if it were in .venv.
 $(TRITON): requirements-triton.txt | $(READY)
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet \

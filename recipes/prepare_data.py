@@ -92,10 +92,10 @@ def prepare(arguments: list[str]) -> None:
     # These imports take seconds, and the worker processes do not need most of them.
     from recipes.preparing.formats.pieces import cut
     from recipes.preparing.prepared_corpus import join
-    from recipes.preparing.source import Reading, open_source, open_validation
+    from recipes.preparing.source import SourceOptions, open_source, open_validation
     from recipes.preparing.workers import run_pieces
 
-    reading = Reading(
+    reading = SourceOptions(
         column=options.column,
         config=options.config,
         split=options.split,
@@ -170,7 +170,8 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
     for part, facts in manifest["files"].items():
         print(f"{part}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
     if manifest.get("divided_document"):
-        print("the only document is divided: its last tokens are the validation part")
+        tokens = manifest["files"]["validation"]["tokens"] - len(manifest["document_start"])
+        print(f"the source is one document; its last {tokens:,} tokens are the validation part")
     if "validation" not in manifest["files"]:
         print(
             "validation: none; leave data.validation out of the recipe, and set "

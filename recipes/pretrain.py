@@ -69,7 +69,7 @@ def pretrain(started: float | None = None) -> None:
     experiment = read_experiment(options.recipe, options.set)
     world, recipe = experiment.world, experiment.recipe
     label_lines(world.rank)
-    set_thread_count(os.environ, world.local_size)
+    set_thread_count(os.environ, world)
     set_torch_variables(
         os.environ,
         deterministic=recipe.training.deterministic,

@@ -305,6 +305,7 @@ def test_the_catalogue_is_the_planners() -> None:
 
 def test_the_recipe_reference_is_current() -> None:
     assert DOCS["recipe-reference.md"] == reference()
+    assert " or null" not in reference()  # not a value of TOML
 
 
 def test_every_recipe_key_has_a_meaning() -> None:

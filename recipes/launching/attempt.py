@@ -1,10 +1,12 @@
 """One start of the ranks on some nodes, watched until all of them have ended."""
 
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from recipes.launching.causes import Outcome, RankEnd
@@ -45,16 +47,26 @@ class Command:
     def address_of(self, host: str, agent: Agent | None) -> str:
         """Return the address at which other ranks reach a host.
 
-        The address that ssh has connected to comes first, because the host may be listed as
-        USER@HOST or by an alias that only ssh knows.
+        For USER@HOST, and for a name that is not known to this machine, perhaps because it is an
+        alias of ~/.ssh/config, it is the address that ssh has connected to. Otherwise it is the
+        name, whose address may belong to another network than that of ssh.
         """
         if self.shares_machine:
             return LOOPBACK
-        if agent and agent.address:
+        user, _, name = host.rpartition("@")
+        if agent and agent.address and (user or not has_address(name)):
             return agent.address
-        name = host.rpartition("@")[2]
         is_loopback = name == "localhost" or name.startswith("127.")
         return agent.machine if agent and is_loopback else name
+
+
+@cache
+def has_address(name: str) -> bool:
+    """Return True if this machine knows an address of a host."""
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except (OSError, UnicodeError):  # UnicodeError: not a name of the Internet
+        return False
 
 
 class Attempt:

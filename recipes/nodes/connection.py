@@ -28,14 +28,16 @@ Connect = Callable[[str, Sequence[str]], list[str]]  # (host, command) -> comman
 
 def over_ssh(host: str, command: Sequence[str]) -> list[str]:
     """Return the command that runs a command on a host over ssh."""
-    return [*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"]
+    return [*SSH, "--", host, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"]
 
 
 def over_srun(host: str, command: Sequence[str]) -> list[str]:
     """Return the command that runs a command on a node of this Slurm allocation."""
     cores = os.environ.get("SLURM_CPUS_ON_NODE")  # of the node of the batch script
     options = [f"--cpus-per-task={cores}"] if cores else []
-    return [*SRUN, *options, f"--nodelist={host}", *command]
+    # srun would pass on the address of a login node, to which the user has connected with ssh.
+    without = ("env", "--unset=SSH_CONNECTION")
+    return [*SRUN, *options, f"--nodelist={host}", *without, *command]
 
 
 def on_this_machine(host: str, command: Sequence[str]) -> list[str]:

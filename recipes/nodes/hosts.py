@@ -7,10 +7,10 @@ from pathlib import Path
 
 from models.errors import UserError
 
-# A name that begins with a hyphen would be an option of ssh. Other settings of a host, such as
-# max_slots=N, have no meaning for deepspeed either.
+# A name that begins with a hyphen, also after USER@, would be an option of ssh. deepspeed ignores
+# everything after slots=N, such as max_slots=N.
 LINE = re.compile(
-    r"(?P<name>[^\s\0-][^\s\0]*)\s+slots=(?P<slots>[0-9]{1,4})(\s+(?!slots=)[\w-]+=\S*)*"
+    r"(?!(\S*@)?-)(?P<name>[^\s\0]+)\s+slots=(?P<slots>[0-9]{1,4})(\s+(?!slots=)[\w-]+=\S*)*"
 )
 SECONDS_FOR_SCONTROL = 30.0  # it waits if the controller does not answer
 EXAMPLE = "for example: node1 slots=8"
@@ -41,7 +41,9 @@ def read_hostfile(file: Path, *, processes: int) -> list[str]:
             continue
         found = LINE.fullmatch(text)
         if not found:
-            raise UserError(f'{file}, line {number}: "{text}" is not a host; {EXAMPLE}')
+            is_option = re.match(r"(\S*@)?-", text)
+            reason = " (a name cannot begin with a hyphen)" if is_option else ""
+            raise UserError(f"{file}, line {number}: {text!r:.80} is not a host{reason}; {EXAMPLE}")
         if found["name"] in names:
             raise UserError(
                 f"{file}, line {number}: {found['name']} is listed twice; remove one of the lines"

@@ -262,8 +262,8 @@ class NodeAgent:
 def ssh_address(environment: Mapping[str, str]) -> str:
     """Return the IPv4 address of this machine that ssh has connected to.
 
-    Empty without ssh, for a loopback address, which other nodes cannot use, and for an address of
-    another machine: srun passes on the variables of the login node.
+    Return "" if the agent was not started by ssh, or if the address is loopback or not of this
+    machine (srun passes on the login node's variables).
     """
     words = environment.get("SSH_CONNECTION", "").split()  # client, its port, server, its port
     address = words[2] if len(words) == 4 else ""

@@ -9,7 +9,7 @@ imported.
     GET /SNAPSHOT/FILE?sha256      the SHA-256 of the file, in hexadecimal
 
 Each request needs the header "Authorization: Bearer SECRET". Peers that do not send it can neither
-exhaust the threads and files of this process nor keep other peers out (`Connections`).
+exhaust the threads and files of this process nor keep other peers out (`ConnectionLimit`).
 """
 
 import sys
@@ -50,7 +50,8 @@ MAX_STRANGERS = 256  # connections that have not sent the secret yet
 FILES_PER_CONNECTION = 2  # the connection, and the file that it reads
 RESERVED_FILES = 32  # of this process: standard streams, the listening socket, folders
 SECONDS_OF_SILENCE = 30.0  # after which a connection is closed
-SECONDS_FOR_SECRET = 0.05  # of a stranger, before a new connection may take its place
+# An unauthenticated connection may be closed for a new one after this time.
+SECONDS_FOR_SECRET = 0.05
 SECONDS_BETWEEN_LOOKS = 0.02  # while there are too many connections
 
 
@@ -129,7 +130,7 @@ class Peer:
         since: time when it was opened, or when its last answer was complete
         is_known: True once it has sent the secret
         is_served: True while a request is answered
-        is_closed: True once it has been closed for others, although its thread may still run
+        is_closed: True once closed to make room for a new connection; its thread may still run
     """
 
     since: float
@@ -138,13 +139,13 @@ class Peer:
     is_closed: bool = False
 
 
-class Connections:
+class ConnectionLimit:
     """The open connections, at most as many as the process has threads and files for.
 
     If there are too many, a new connection waits until another one is closed: the one that has
     waited longest without sending the secret, or else the one that has been idle longest. A peer
-    that sends its request at once is therefore served, however many silent peers there are. An idle
-    connection can be closed because `Client` opens another one.
+    that sends its request at once is therefore served, however many silent peers there are. Closing
+    an idle connection is safe, because `Client` reconnects.
 
     Args:
         limit: of all connections
@@ -157,7 +158,7 @@ class Connections:
         self._changed = threading.Condition()
 
     @classmethod
-    def for_files(cls, files: int) -> "Connections":
+    def for_files(cls, files: int) -> "ConnectionLimit":
         """Return the connections of a process that may open `files` files."""
         limit = min(MAX_CONNECTIONS, max(2, (files - RESERVED_FILES) // FILES_PER_CONNECTION))
         return cls(limit, min(MAX_STRANGERS, limit // 2))
@@ -229,16 +230,21 @@ class Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         names = PATH.fullmatch(path)
         try:
-            if path == "/":
-                self._answer(json.dumps(self._listing()).encode())
-            elif names is None:
-                self._fail(HTTPStatus.NOT_FOUND)
-            else:
-                file = self.server.folder / names["snapshot"] / names["file"]
-                with file.open("rb") as stream:
+            with contextlib.ExitStack() as stack:
+                try:
+                    listing = self._listing() if path == "/" else None
+                    file = names and self.server.folder / names["snapshot"] / names["file"]
+                    stream = file and stack.enter_context(file.open("rb"))
+                except OSError:  # no such file
+                    listing = stream = None
+                if stream:
                     self._serve(stream, query)
-        except OSError:  # no such file
-            self._fail(HTTPStatus.NOT_FOUND)
+                elif listing is not None:
+                    self._answer(json.dumps(listing).encode())
+                else:
+                    self._fail(HTTPStatus.NOT_FOUND)
+        except OSError:  # the peer has not read for too long, or has closed the connection
+            self.close_connection = True  # the rest of the body is missing: send nothing else
 
     def log_message(self, *_: Any) -> None:
         """Do not log requests."""
@@ -294,7 +300,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, listening: socket.socket, folder: Path, secret: str, *, connections: Connections
+        self, listening: socket.socket, folder: Path, secret: str, *, connections: ConnectionLimit
     ):
         super().__init__(("", 0), Handler, bind_and_activate=False)
         self.socket.close()
@@ -321,7 +327,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two files per rank that reads
     folder, listening = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     secret = sys.stdin.readline().strip()
-    server = Server(listening, folder, secret, connections=Connections.for_files(most))
+    server = Server(listening, folder, secret, connections=ConnectionLimit.for_files(most))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     sys.stdin.read()
     shutil.rmtree(folder, ignore_errors=True)

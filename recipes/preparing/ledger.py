@@ -1,6 +1,7 @@
 """List the documents that a step reads, to find the cause of a jump in the loss."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import MAX_COUNT
 from recipes.training.run_folder.progress import Progress
 
 MAX_CHARACTERS_SHOWN = 200  # of a window
@@ -93,9 +95,11 @@ def reading_of(plan: StagePlan, run: RunFolder, step: int) -> tuple[Progress, ra
 
     ends = {}
     for line in run.read_metrics():
+        if line["step"] < 1:  # damaged
+            continue
         expected = planned(line["step"])
         length = plan.at(line["step"]).recipe.model.sequence_length
-        if "tokens" in line:
+        if abs(line.get("tokens", math.inf)) <= MAX_COUNT:  # neither damaged nor missing
             read = int(line["tokens"]) - expected.tokens(plan)
             ends[line["step"]] = expected.samples + read // length
     for at, first in firsts.items():  # drop steps that a rollback has discarded

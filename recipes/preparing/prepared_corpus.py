@@ -48,8 +48,8 @@ def join(
 ) -> dict[str, Any]:
     """Join finished pieces into a corpus in order, and return its manifest.
 
-    A corpus of a single document is divided by tokens. Without a share of the documents and without
-    pieces for it, there is no validation part.
+    A corpus of a single document is divided by tokens. There is no validation part if
+    `validation_fraction` is 0 and no format is held out.
 
     The operating system copies the tokens. They are not read again, because they were counted and
     hashed when they were written.
@@ -85,7 +85,7 @@ def join(
                 raise UserError(f"the source has no documents ({rows} rows were skipped)")
             if tokenization.held_out:
                 option = "--source" if part == "train" else "--validation-source"
-                raise UserError(f"the {part} part, {option}, has no documents")
+                raise UserError(f"{option} has no documents, so the {part} part would be empty")
             raise UserError(
                 f"the {part} part has no tokens: of {sum_documents(reports)} documents "
                 f"({rows} rows were skipped), --validation-fraction {fraction} leaves none for it; "
@@ -288,10 +288,13 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
     if any(name == "pieces.jsonl" or name.endswith(".bin") for name in wrong):
         return  # the .bin files cannot be compared without pieces.jsonl
     pieces = read_pieces(corpus / "pieces.jsonl")
-    for part, facts in counts.items():
+    for part in PARTS:
+        facts = counts.get(part, dict.fromkeys(COUNT_KEYS, 0))
         for key in COUNT_KEYS:
-            if facts[key] != sum(piece[part][key] for piece in pieces):
-                yield f"manifest.json says {facts[key]} {key} of {part}, pieces.jsonl does not"
+            if facts[key] != (total := sum(piece[part][key] for piece in pieces)):
+                yield (
+                    f"manifest.json says {facts[key]} {key} of {part}, pieces.jsonl says {total}"
+                )
     for part in parts:
         sizes = [piece[part]["tokens"] * token_bytes for piece in pieces]
         starts = [0, *accumulate(sizes)]

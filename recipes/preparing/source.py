@@ -3,6 +3,7 @@
 import argparse
 import glob
 import os
+import re
 import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,11 +28,12 @@ from recipes.preparing.own_files import OwnFiles
 
 STANDARD_LIBRARY = "stdlib"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".arrow", ".csv")
+UNKNOWN_SPLIT = re.compile("Unknown split|Bad split")  # errors of load_dataset
 COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".txt")
 
 
 @dataclass(frozen=True)
-class Reading:
+class SourceOptions:
     """The options that say how the documents of a source are read.
 
     column: column that holds the text
@@ -52,7 +54,7 @@ class Reading:
     only_splits: bool = False
 
 
-def open_source(names: Sequence[str], reading: Reading) -> list[Format]:
+def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
     """Return the formats that read the sources, in order.
 
     names: files, patterns of files, folders, "stdlib" or datasets of the hub
@@ -65,10 +67,7 @@ def open_source(names: Sequence[str], reading: Reading) -> list[Format]:
     for name in names:
         files = [] if name == STANDARD_LIBRARY else find_files(name, reading.option)
         if reading.only_splits and (files or name == STANDARD_LIBRARY):
-            raise UserError(
-                f"--validation-split {reading.split}: {name} is not a dataset with splits; name "
-                f"the files of the validation part with --validation-source"
-            )
+            raise without_splits(name, reading)
         if name == STANDARD_LIBRARY:
             formats.append(Texts(standard_library(), lenient=True))
         elif files:
@@ -87,7 +86,7 @@ def open_source(names: Sequence[str], reading: Reading) -> list[Format]:
 
 
 def open_validation(
-    options: argparse.Namespace, reading: Reading, training: Sequence[Format]
+    options: argparse.Namespace, reading: SourceOptions, training: Sequence[Format]
 ) -> list[Format]:
     """Return the formats that read the validation part; none if it is a share of the documents.
 
@@ -102,13 +101,11 @@ def open_validation(
     sources, split = options.validation_source, options.validation_split
     if not sources and not split:
         return []
-    if not sources:
-        return open_source(options.source, replace(reading, split=split, only_splits=True))
     formats = open_source(
-        sources,
+        sources or options.source,
         replace(
             reading,
-            option="--validation-source",
+            option="--validation-source" if sources else reading.option,
             split=split or reading.split,
             only_splits=bool(split),
         ),
@@ -119,6 +116,14 @@ def open_validation(
             f"--validation-source: {min(both)} is also in --source; name the files of the training "
             f"part alone there"
         )
+    in_training = datasets_of(training)
+    same = [name for key, name in datasets_of(formats).items() if key in in_training]
+    if same:
+        option = "--validation-source" if sources else f"--validation-split {split}"
+        raise UserError(
+            f"{option}: {same[0]} has the same documents as the training part; use another "
+            f"dataset, or another split with --validation-split"
+        )
     return formats
 
 
@@ -127,6 +132,27 @@ def files_of(formats: Sequence[Format]) -> set[Path]:
     pieces = (piece for reader in formats for piece in reader.pieces(MAX_PIECE_BYTES))
     paths = (Path(name) for piece in pieces for name in piece.files)
     return {path.resolve() for path in paths if path.is_file()}
+
+
+def datasets_of(formats: Sequence[Format]) -> dict[str, str]:
+    """Return the names of the datasets that formats read, by the identity of their documents."""
+    names = {}
+    for reader in formats:
+        if isinstance(reader, Rows):
+            names[reader.fingerprint] = reader.name
+        elif isinstance(reader, Stream):
+            names[f"{reader.name} {reader.identity}"] = reader.name
+    return names
+
+
+def without_splits(name: str, reading: SourceOptions) -> UserError:
+    """Return the error of --validation-split with a source that has no splits."""
+    advice = "name the files of the validation part with --validation-source"
+    if reading.option == "--validation-source":
+        advice = "omit --validation-split"
+    return UserError(
+        f"--validation-split {reading.split}: {name} is not a dataset with splits; {advice}"
+    )
 
 
 def find_files(name: str, option: str = "--source") -> list[Path]:
@@ -255,7 +281,7 @@ def format_of(file: Path) -> str:
     return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
-def open_file(file: Path, reading: Reading) -> Format:
+def open_file(file: Path, reading: SourceOptions) -> Format:
     """Open a file with the format that its suffix names."""
     suffix, column = format_of(file), reading.column
     if suffix == ".txt":
@@ -285,9 +311,10 @@ def is_array(file: Path) -> bool:
         return stream.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
-def open_dataset(name: str, reading: Reading) -> Format:
+def open_dataset(name: str, reading: SourceOptions) -> Format:
     """Open a dataset of the hub, or a folder written by `save_to_disk`."""
     column, split = reading.column, reading.split
+    split_option = "--validation-split" if reading.only_splits else "--split"
     disable_progress_bars()
     try:
         if Path(name).is_dir():
@@ -295,15 +322,18 @@ def open_dataset(name: str, reading: Reading) -> Format:
         else:
             dataset = load_dataset(name, reading.config, split=split, streaming=reading.streaming)
     except Exception as error:  # the hub's client raises many classes
+        if UNKNOWN_SPLIT.match(str(error)):
+            raise UserError(f"{split_option} {split}: {name}: {first_line(error)}") from None
         raise UserError(
             f"{reading.option} {name} is not a file, and cannot be loaded as a dataset: "
             f"{first_line(error)}"
         ) from None
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
-            option = "--validation-split" if reading.only_splits else "--split"
-            raise UserError(f"{option} {split}: {name} has the splits {', '.join(dataset)}")
+            raise UserError(f"{split_option} {split}: {name} has the splits {', '.join(dataset)}")
         dataset = dataset[split]
+    elif reading.only_splits and Path(name).is_dir():
+        raise without_splits(name, reading)
     if isinstance(dataset, Dataset):
         return Rows(name, dataset, column)
     version = dataset.info.version if dataset.info else None

@@ -66,8 +66,8 @@ def load_tokenizer(source: Path | str, name: str) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and the hub's client raise many classes
         raise UserError(
-            f"{name} cannot be loaded: {first_line(error)}; use a tokenizer without code of its "
-            f"own: a folder written by save_pretrained, or a name on the hub"
+            f"{name} cannot be loaded: {first_line(error)}; use a folder written by "
+            f"save_pretrained or a hub name, without custom code (never run here)"
         ) from None
 
 

@@ -53,9 +53,11 @@ def publish(
     published = {trial.key: home / f"published-{run_key(trial)}" for trial, _ in results}
     left = [(trial, result) for trial, result in results if not published[trial.key].exists()]
     status: WandbStatus | None = None
+    offline_modes: set[str] = set()  # modes of recipes whose runs are offline
     for trial, result in left:
-        # A server that has failed once is not asked again: each attempt can take half a minute.
-        is_offline = status is not None and status.mode == "offline"
+        # A server that has failed once is not asked again in the same mode: each attempt can take
+        # half a minute. Recipes with another mode are still sent.
+        is_offline = trial.recipe.tracking.mode in offline_modes
         wanted = "offline" if is_offline else trial.recipe.tracking.mode
         try:
             of_trial = publish_trial(trial, result, folder, wanted)
@@ -66,6 +68,8 @@ def publish(
                 f"the same command to publish the other trials, or omit --wandb"
             ) from None
         status = status if is_offline else of_trial
+        if of_trial.mode == "offline":
+            offline_modes.add(trial.recipe.tracking.mode)
         with folder.stops_without_space():
             published[trial.key].touch()
     return len(left), status

@@ -1,12 +1,13 @@
-"""Give mutated files and options to everything that reads them; a UserError is the only failure.
+"""Give mutated files and options to everything that reads them, and report failures.
 
     python -m tests.fuzzing
     python -m tests.fuzzing --seconds 60 --only recipe
     python -m tests.fuzzing --seed 7 --only events --number 1234
 
 An input is a file, or the options of a command, as bytes. It is derived from a valid one by random
-changes of bytes and of values. Any exception but a UserError, a hang, and memory that grows beyond
-a limit are failures: each is shown once, with the shortest input that was found to cause it.
+changes of bytes and of values. Any exception other than UserError is a failure, and so are a hang
+and memory that grows beyond a limit. Each failure is shown once, with the shortest input that was
+found to cause it.
 Input n of a kind depends only on the seed and on n. Exit code 0: no failure; 1: failures.
 """
 
@@ -35,6 +36,7 @@ import tomli_w
 from models.errors import UserError
 from recipes.nodes.connection import over_ssh
 from recipes.nodes.hosts import read_hostfile
+from recipes.preparing.ledger import samples_of
 from recipes.preparing.prepared_corpus import Origins, find_damages, sha256
 from recipes.proving.proof_corpus import write_corpus
 from recipes.reporting.page import facts
@@ -66,7 +68,7 @@ CPU_SECONDS_PER_INPUT = 10.0  # after which an input counts as a hang
 SECONDS_PER_INPUT = 120.0  # the same, on a busy machine or for a wait
 BYTES_PER_INPUT = 2 * 2**30  # of address space, beyond what the process has at the start
 SECONDS_TO_SHORTEN = 20.0  # for the input of a failure
-PAGE_OF = 40  # one of so many run folders is drawn as a page, which takes long
+INPUTS_PER_PAGE = 40  # one run folder in 40 is drawn as a page, which takes long
 MAX_SHOWN = 2000  # characters of an input
 
 DEEP = 100_000  # nested brackets
@@ -168,13 +170,13 @@ def with_another_value(value: Any, chance: random.Random) -> Any:
             return value | {key: value[chance.choice(list(value))]}
         return value | {key: another(value[key], chance)}
     if isinstance(value, list) and value:
-        place = chance.randrange(len(value))
+        index = chance.randrange(len(value))
         action = chance.randrange(6)
         if action == 0:
-            return value[:place] + value[place + 1 :]
+            return value[:index] + value[index + 1 :]
         if action == 1:
-            return value + [value[place]] * chance.choice((1, 30))
-        return [*value[:place], with_another_value(value[place], chance), *value[place + 1 :]]
+            return value + [value[index]] * chance.choice((1, 30))
+        return [*value[:index], with_another_value(value[index], chance), *value[index + 1 :]]
     return another(value, chance)
 
 
@@ -197,9 +199,9 @@ def with_other_bytes(content: bytes, chance: random.Random, seeds: Sequence[byte
     stop = min(len(content), start + chance.choice((1, 1, 2, 4, 8, 30, 300)))
     action = chance.randrange(9)
     if action <= 2 and content:
-        place = min(start, len(content) - 1)
-        flipped = content[place] ^ 1 << chance.randrange(8)
-        return content[:place] + bytes([flipped]) + content[place + 1 :]
+        index = min(start, len(content) - 1)
+        flipped = content[index] ^ 1 << chance.randrange(8)
+        return content[:index] + bytes([flipped]) + content[index + 1 :]
     if action == 3:
         return content[:start] + content[stop:]
     if action == 4:
@@ -239,8 +241,8 @@ def kinds(folder: Path) -> list[Kind]:
              from_lines, to_lines),
         Kind("index", [(corpus / "train.idx").read_bytes(), b"MMIDIDX\0\0"], _Indices(corpus)),
         Kind("events", [EVENTS], _Lines(folder / "events", "events.jsonl"), from_lines, to_lines),
-        Kind("metrics", [METRICS], _Lines(folder / "metrics", "metrics.jsonl"), from_lines,
-             to_lines),
+        Kind("metrics", [METRICS, DAMAGED_METRICS], _Lines(folder / "metrics", "metrics.jsonl"),
+             from_lines, to_lines),
         Kind("lock", [LOCK], _Lines(folder / "lock", "lock"), json.loads, to_json),
         Kind("hosts", HOSTS, _Hosts(folder)),
     ]  # fmt: skip
@@ -481,6 +483,7 @@ METRICS = b"".join(
     ).encode() + b"\n"
     for step in (1, 2, 3, 4, 3, 4, 5)
 )  # fmt: skip
+DAMAGED_METRICS = METRICS.replace(b'"tokens": 8192', b'"tokens": NaN', 1)
 LOCK = b'{"process": 1, "host": "a", "machine": "b 1", "started": 5, "token": "0a"}\n'
 
 
@@ -489,7 +492,7 @@ class _Lines:
 
     def __init__(self, folder: Path, name: str):
         self.folder = write_run(folder, range(1, 4))
-        self.file, self.count = folder / name, 0
+        self.file, self.recipe = folder / name, load_recipe(DEFAULT_RECIPE)
 
     def __call__(self, content: bytes) -> None:
         self.file.write_bytes(content)
@@ -498,6 +501,7 @@ class _Lines:
         history.first_samples()
         progress = history.progress_at(4, 32)
         assert progress.step == 4
+        samples_of(self.recipe, folder, 4)
         run = read_run(self.folder, "run")
         plan = facts.planned(run, predict, None)
         marks = marks_of(run.events)
@@ -506,7 +510,7 @@ class _Lines:
         axes = axes_of([run])
         step_positions([mark.step for mark in marks], run, axes)
         panels_of([run], {0: plan[0]} if plan[0] else {})
-        if zlib.crc32(content) % PAGE_OF == 0:
+        if zlib.crc32(content) % INPUTS_PER_PAGE == 0:
             render([run])
 
 
@@ -554,18 +558,24 @@ def limits() -> Iterator[None]:
 def attempt(kind: Kind, content: bytes) -> BaseException | None:
     """Use an input, and return what it raises; None if it is accepted."""
     try:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS_PER_INPUT)
-        signal.setitimer(signal.ITIMER_REAL, SECONDS_PER_INPUT)
-        kind.use(content)
+        try:
+            set_alarms(CPU_SECONDS_PER_INPUT, SECONDS_PER_INPUT)
+            kind.use(content)
+        finally:
+            set_alarms(0, 0)
     except (Exception, Hang) as error:
+        set_alarms(0, 0)  # again, because the first call may have been interrupted by an alarm
         return error
-    finally:
-        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
-            signal.setitimer(timer, 0)
     return None
 
 
-def place_of(error: BaseException) -> str:
+def set_alarms(cpu_seconds: float, seconds: float) -> None:
+    """Let `Hang` be raised after a CPU time or a time has passed; 0 for never."""
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def error_site(error: BaseException) -> str:
     """Return the class of an error, and the line of the repository at which it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(REPOSITORY)
@@ -578,7 +588,7 @@ def place_of(error: BaseException) -> str:
     return f"{type(error).__name__} at {file}:{where.lineno}"
 
 
-def shortened(kind: Kind, content: bytes, place: str, *, seconds: float) -> bytes:
+def shortened(kind: Kind, content: bytes, site: str, *, seconds: float) -> bytes:
     """Return a shorter input with the same failure: remove halves, quarters and so on."""
     end, size = time.monotonic() + seconds, len(content) // 2
     while size and time.monotonic() < end:
@@ -586,7 +596,8 @@ def shortened(kind: Kind, content: bytes, place: str, *, seconds: float) -> byte
         while start < len(content) and time.monotonic() < end:
             candidate = content[:start] + content[start + size :]
             error = attempt(kind, candidate)
-            if error is not None and not isinstance(error, UserError) and place_of(error) == place:
+            is_failure = error is not None and not isinstance(error, UserError)
+            if error is not None and is_failure and error_site(error) == site:
                 content = candidate
             else:
                 start += size
@@ -613,12 +624,12 @@ def fuzz(
             result.accepted += 1
         elif isinstance(error, UserError):
             result.rejected += 1
-        elif (place := place_of(error)) in result.failures:
-            result.failures[place].count += 1
+        elif (site := error_site(error)) in result.failures:
+            result.failures[site].count += 1
         else:
             if not isinstance(error, Hang):
-                content = shortened(kind, content, place, seconds=shorten)
-            result.failures[place] = Failure(number, content, error)
+                content = shortened(kind, content, site, seconds=shorten)
+            result.failures[site] = Failure(number, content, error)
     return result
 
 
@@ -637,7 +648,10 @@ def main() -> int:
     print(f"seed {seed}", flush=True)
     failed = False
     with tempfile.TemporaryDirectory() as folder, limits():
-        chosen = [kind for kind in kinds(Path(folder)) if options.only in (None, kind.name)]
+        by_name = {kind.name: kind for kind in kinds(Path(folder))}
+        if options.only not in (None, *by_name):
+            sys.exit(f"--only {options.only} is not a kind of input; use {', '.join(by_name)}")
+        chosen = [by_name[options.only]] if options.only else list(by_name.values())
         for kind in chosen:
             numbers = until(options.seconds / len(chosen))
             if options.number is not None:
@@ -647,12 +661,12 @@ def main() -> int:
             print(f"{kind.name:10} {result.accepted:6} accepted  {result.rejected:6} rejected  "
                   f"{sum(each.count for each in result.failures.values()):4} failures",
                   flush=True)  # fmt: skip
-            for place, failure in result.failures.items():
+            for site, failure in result.failures.items():
                 again = f"--seed {seed} --only {kind.name} --number {failure.number}"
                 shown = repr(failure.content)
                 if len(shown) > MAX_SHOWN:
                     shown = f"{shown[:MAX_SHOWN]}... ({len(failure.content)} bytes)"
-                print(f"  {place}, {failure.count} times: {failure.error!s:.200}\n"
+                print(f"  {site}, {failure.count} times: {failure.error!s:.200}\n"
                       f"    python -m tests.fuzzing {again}\n    {shown}", flush=True)  # fmt: skip
                 if options.number is not None:
                     traceback.print_exception(failure.error)

@@ -8,7 +8,7 @@ import pytest
 from models.errors import UserError
 from recipes.training.recipe import loading
 from tests.fuzzing import __main__ as fuzzing
-from tests.fuzzing.__main__ import Kind, Result, attempt, fuzz, kinds, limits
+from tests.fuzzing.__main__ import Kind, attempt, fuzz, kinds, limits
 
 INPUTS = {"events": 30, "metrics": 30, "lock": 30}  # the other kinds are faster
 NAMES = (
@@ -30,7 +30,7 @@ def test_mutated_inputs_are_accepted_or_rejected_with_a_message(
     with limits():
         assert attempt(kind, kind.seeds[0]) is None
         result = fuzz(kind, 0, iter(range(INPUTS.get(name, 120))), shorten=1.0)
-    shown = {place: (f.number, f.content[:300], f.error) for place, f in result.failures.items()}
+    shown = {site: (f.number, f.content[:300], f.error) for site, f in result.failures.items()}
     assert shown == {}
     assert result.accepted + result.rejected >= 30
     assert result.rejected or name in INPUTS, "no mutation was noticed"
@@ -54,7 +54,7 @@ def test_a_fault_is_found_and_its_input_is_shortened(
         result = fuzz(kind, 0, iter(range(400)), shorten=2.0)
     assert result.failures
     number = min(failure.number for failure in result.failures.values())
-    shortest = min(failure.content for failure in result.failures.values())
+    shortest = min((failure.content for failure in result.failures.values()), key=len)
     assert len(shortest) < len(kind.input(0, number))
 
 
@@ -100,4 +100,6 @@ def test_the_command_prints_the_seed_and_repeats_a_failure(
     command = next(line for line in shown.splitlines() if "python -m tests.fuzzing" in line)
     monkeypatch.setattr("sys.argv", ["fuzzing", *command.split()[3:]])
     assert fuzzing.main() == 1
-    assert isinstance(Result().failures, dict)
+    monkeypatch.setattr("sys.argv", ["fuzzing", "--only", "y"])
+    with pytest.raises(SystemExit, match="--only y is not a kind of input; use x"):
+        fuzzing.main()

@@ -215,12 +215,15 @@ def test_a_run_that_finishes(start: Any, capfd: pytest.CaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("first", "reported", "address"),
     [("root@node1", "10.1.2.3", "10.1.2.3"), ("alias", "10.1.2.3", "10.1.2.3"),
-     ("root@node1", "", "node1"), ("node1", "", "node1"), ("root@localhost", "", "machine1"),
+     ("node1", "10.1.2.3", "node1"), ("node1", "", "node1"), ("alias", "", "alias"),
+     ("root@node1", "", "node1"), ("root@localhost", "", "machine1"),
      ("127.0.0.1", "", "machine1")],
 )  # fmt: skip
 def test_the_ranks_meet_at_the_address_of_the_first_host(
-    first: str, reported: str, address: str
+    first: str, reported: str, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    known = ("node1", "node2", "localhost", "127.0.0.1")
+    monkeypatch.setattr(attempt_module, "has_address", lambda name: name in known)
     sent: list[tuple[str, dict[str, Any]]] = []
     agents = {}
     for host, own in ((first, reported), ("node2", "10.1.2.4")):
@@ -241,7 +244,13 @@ def test_the_ranks_meet_at_the_address_of_the_first_host(
     attempt.start(Command(words=["rank"], variables={}, ranks_per_node=1))
     starts = [command for _, command in sent if command["do"] == "start"]
     assert [start["variables"]["MASTER_ADDR"] for start in starts] == [address] * 2
-    assert {server["address"] for server in starts[0]["servers"]} == {address, "10.1.2.4"}
+    assert {server["address"] for server in starts[0]["servers"]} == {address, "node2"}
+
+
+def test_a_name_of_ssh_alone_has_no_address() -> None:
+    assert attempt_module.has_address("localhost") and attempt_module.has_address("127.0.0.1")
+    assert not attempt_module.has_address("alias.invalid")
+    assert not attempt_module.has_address("x" * 70)
 
 
 def test_ranks_on_one_host_meet_at_the_loopback_address(start: Any) -> None:

@@ -1,9 +1,14 @@
 """launch.py's connections: the pipe to an agent is used by two threads."""
 
+import os
+import subprocess
 import threading
 import time
+from pathlib import Path
 
-from recipes.nodes.connection import AgentSettings, Connections
+import pytest
+
+from recipes.nodes.connection import AgentSettings, Connections, over_srun, over_ssh
 
 
 def test_a_connection_is_not_closed_while_a_heartbeat_is_written() -> None:
@@ -19,6 +24,24 @@ def test_a_connection_is_not_closed_while_a_heartbeat_is_written() -> None:
     closing.join(10)
     assert agent.process.stdin.closed
     connections.close_all(0)
+
+
+def test_a_host_is_not_an_option_of_ssh() -> None:
+    words = over_ssh("-oProxyCommand=x", ["true"])
+    assert words[words.index("--") + 1] == "-oProxyCommand=x"
+
+
+def test_srun_does_not_pass_on_the_address_of_the_login_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SSH_CONNECTION", "192.0.2.9 50000 192.0.2.1 22")
+    monkeypatch.setenv("KEPT", "x")
+    command = over_srun("node1", ["sh", "-c", "echo ${SSH_CONNECTION-unset} $KEPT"])
+    assert subprocess.check_output(command, text=True) == "unset x\n"
 
 
 def test_the_arguments_of_an_agent_name_its_folder_of_snapshots() -> None:

@@ -41,13 +41,16 @@ def test_a_thousand_hosts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("node1\n", 'line 1: "node1" is not a host; for example: node1 slots=8'),
-        ("node1 slots=eight\n", '"node1 slots=eight" is not a host'),
+        ("node1\n", "line 1: 'node1' is not a host; for example: node1 slots=8"),
+        ("node1 slots=eight\n", "'node1 slots=eight' is not a host"),
         ("node1 slots=8\nnode1 slots=8\n", "line 2: node1 is listed twice"),
         ("node1 slots=4\n", "slots=4, and cluster.gpus_per_node = 8; use slots=8 or more"),
         ("# nothing\n", "lists no host"),
-        ("node1 slots=8 node2 slots=8\n", '"node1 slots=8 node2 slots=8" is not a host'),
+        ("node1 slots=8 node2 slots=8\n", "'node1 slots=8 node2 slots=8' is not a host"),
         ("node1 slots=8 slots=4\n", "is not a host"),
+        ("-oX slots=8\n", "'-oX slots=8' is not a host (a name cannot begin with a hyphen); for"),
+        ("root@-oX slots=8\n", "'root@-oX slots=8' is not a host (a name cannot begin with"),
+        ("x" * 500 + "\x1b\n", f"line 1: '{'x' * 79} is not a host; for example"),
     ],
 )
 def test_wrong_lines_are_rejected(text: str, said: str, tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 
 from recipes.nodes import snapshot_server
-from recipes.nodes.snapshot_server import Connections, Handler, ServerProcess
+from recipes.nodes.snapshot_server import ConnectionLimit, Handler, ServerProcess
 from recipes.nodes.snapshot_server import Server as SnapshotServer
 from recipes.training.recipe.repository import REPOSITORY
 from recipes.training.snapshots import client as client_module
@@ -153,7 +154,7 @@ def test_a_process_keeps_few_connections(
 
 
 @contextlib.contextmanager
-def serve(folder: Path, connections: Connections) -> Iterator[Server]:
+def serve(folder: Path, connections: ConnectionLimit) -> Iterator[Server]:
     """Run a server in this process, and yield its address."""
     (folder / SNAPSHOT).mkdir()
     (folder / SNAPSHOT / FILE).write_bytes(CONTENT)
@@ -197,7 +198,7 @@ def test_silent_peers_do_not_keep_out_a_peer_with_the_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_server, "SECONDS_FOR_SECRET", 0.02)
-    with serve(tmp_path, Connections(6, 4)) as server, half_requests(server.port, 60):
+    with serve(tmp_path, ConnectionLimit(6, 4)) as server, half_requests(server.port, 60):
         for _ in range(3):
             assert Client(server).listing() == {SNAPSHOT: {FILE: len(CONTENT)}}
             assert serving_threads() <= 6
@@ -207,7 +208,7 @@ def test_an_idle_connection_is_closed_for_a_new_one_and_its_client_asks_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_server, "SECONDS_FOR_SECRET", 0.02)
-    with serve(tmp_path, Connections(2, 2)) as server:
+    with serve(tmp_path, ConnectionLimit(2, 2)) as server:
         clients = [Client(server) for _ in range(5)]
         for _ in range(2):
             for each in clients:
@@ -219,15 +220,36 @@ def test_a_connection_on_which_nothing_arrives_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Handler, "timeout", 0.1)
-    with serve(tmp_path, Connections(6, 4)) as server, half_requests(server.port, 3) as peers:
+    with serve(tmp_path, ConnectionLimit(6, 4)) as server, half_requests(server.port, 3) as peers:
         for peer in peers:
             peer.settimeout(5)
             assert peer.recv(1) == b""
 
 
+def test_a_body_that_is_cut_off_is_followed_by_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sendfile(self: socket.socket, stream: IO[bytes], start: int, count: int) -> int:
+        self.sendall(stream.read(1000))
+        raise TimeoutError  # as for a peer that reads nothing for too long
+
+    monkeypatch.setattr(socket.socket, "sendfile", sendfile)
+    with serve(tmp_path, ConnectionLimit(6, 4)) as server, socket.socket() as peer:
+        peer.settimeout(10)
+        peer.connect(("127.0.0.1", server.port))
+        request = f"GET /{SNAPSHOT}/{FILE} HTTP/1.1\r\nAuthorization: Bearer secret\r\n\r\n"
+        peer.sendall(request.encode())
+        answer = b"".join(iter(lambda: peer.recv(2**20), b""))
+        with pytest.raises(SnapshotUnavailable):
+            Client(server).content(SNAPSHOT, FILE)
+    header, _, body = answer.partition(b"\r\n\r\n")
+    assert header.startswith(b"HTTP/1.1 200 OK") and b"Content-Length: 300000" in header
+    assert body == CONTENT[:1000]
+
+
 def test_the_limit_of_files_leaves_room_for_the_files_that_are_read() -> None:
     for files, limit, strangers in ((128, 48, 24), (20_000, 4096, 256), (0, 2, 1)):
-        connections = Connections.for_files(files)
+        connections = ConnectionLimit.for_files(files)
         assert (connections.limit, connections.strangers) == (limit, strangers)
 
 

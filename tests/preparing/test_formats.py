@@ -1,5 +1,7 @@
+import argparse
 import errno
 import gzip
+import io
 import json
 import os
 from collections.abc import Callable
@@ -12,11 +14,12 @@ from datasets import Dataset, DatasetDict, IterableDataset
 from pyarrow import parquet
 
 from models.errors import UserError
+from recipes.preparing.formats import text_files
 from recipes.preparing.formats.documents import PROBLEM_KINDS
 from recipes.preparing.formats.format import Format
 from recipes.preparing.formats.tables import Stream
 from recipes.preparing.own_files import mark_workspace
-from recipes.preparing.source import Reading, open_source
+from recipes.preparing.source import SourceOptions, open_source, open_validation
 from recipes.preparing.tokenization import texts_of
 from recipes.training.data.corpus_manifest import tokenizer_hash
 
@@ -27,7 +30,7 @@ ALL = frozenset(PROBLEM_KINDS)
 
 
 def opened(*names: Path | str, text_is: str = "line") -> list[Format]:
-    return open_source([str(name) for name in names], Reading(column="body", text_is=text_is))
+    return open_source([str(name) for name in names], SourceOptions(column="body", text_is=text_is))
 
 
 def texts(formats: list[Format], target_bytes: int, skip: frozenset[str] = frozenset()) -> list:
@@ -247,6 +250,100 @@ def test_a_missing_dataset_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="--source no/where is not a file, and cannot be loaded"):
         opened("no/where")
+
+
+def open_parts(source: str, validation: str = "", split: str = "") -> list[Format]:
+    options = argparse.Namespace(
+        source=[source], validation_source=[validation] if validation else None,
+        validation_split=split or None,
+    )  # fmt: skip
+    reading = SourceOptions(column="body")
+    return open_validation(options, reading, open_source(options.source, reading))
+
+
+@pytest.mark.parametrize(
+    ("source", "validation", "split", "said"),
+    [
+        ("plain", "", "validation", "plain is not a dataset with splits; name the files"),
+        ("plain", "plain", "", "--validation-source: plain has the same documents as the training"),
+        ("plain", "plain", "test", "plain is not a dataset with splits; omit --validation-split"),
+        ("splits", "splits", "", "--validation-source: splits has the same documents"),
+        ("splits", "splits", "train", "--validation-source: splits has the same documents"),
+        ("splits", "splits/train", "", "--validation-source: splits/train has the same documents"),
+        ("splits", "", "copy", "--validation-split copy: splits has the same documents"),
+        ("splits", "lines.jsonl", "x", "lines.jsonl is not a dataset with splits; omit --valid"),
+        ("hub", "hub", "", "--validation-source: hub has the same documents"),
+        ("hub", "", "valid", '--validation-split valid: hub: Unknown split "valid". Should be one'),
+    ],
+)
+def test_the_training_part_is_not_the_validation_part(
+    source: str,
+    validation: str,
+    split: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(name: str, config: str | None, *, split: str, streaming: bool) -> IterableDataset:
+        if split not in ("train", "validation"):
+            raise ValueError(f'Unknown split "{split}". Should be one of [train, validation].')
+        return table().to_iterable_dataset()
+
+    monkeypatch.setattr("recipes.preparing.source.load_dataset", load)
+    monkeypatch.chdir(tmp_path)
+    if source != "hub":
+        table().save_to_disk("plain")
+        other = Dataset.from_dict({"body": ["another"]})
+        parts = {"train": table(), "copy": table(), "validation": other}
+        DatasetDict(parts).save_to_disk("splits")
+        json_lines(Path("lines.jsonl"))
+    with pytest.raises(UserError) as rejected:
+        open_parts(source, validation, split)
+    assert said in str(rejected.value)
+    if source != "hub":
+        assert len(open_parts(source, "splits", "validation")) == 1
+    else:
+        assert len(open_parts("hub", "", "validation")) == 1
+
+
+def test_a_long_line_before_a_piece_is_skipped_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b"x" * 1000 + b"\nsecond\n" + b"y" * 300 + b"\nlast"
+    (tmp_path / "lines.txt").write_bytes(content)
+    sizes: list[int] = []
+
+    class Watched(io.BytesIO):
+        def readline(self, size: int | None = -1, /) -> bytes:
+            sizes.append(-1 if size is None else size)
+            return super().readline(size)
+
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 2000)
+    monkeypatch.setattr(text_files, "open_bytes", lambda file: Watched(content))
+    for target in (1, 7, 100, 1001, 5000):
+        assert texts(opened(tmp_path / "lines.txt"), target) == content.decode().split("\n")
+    assert all(0 < size <= 64 or size == 2001 for size in sizes)
+
+
+def test_names_of_columns_are_printed_with_escapes(tmp_path: Path) -> None:
+    for number, (row, said) in enumerate(
+        (
+            ({"a b": "x"}, "its columns: a b (use --column 'a b')"),
+            ({"\x1b[31m": "x"}, "its columns: \\x1b[31m"),
+            ({"n" * 61: "x"}, f"its columns: {'n' * 57}..."),
+            ({"line\nbreak": "x"}, "its columns: line\\nbreak"),
+        )
+    ):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(row))
+        with pytest.raises(UserError) as rejected:
+            texts(opened(tmp_path / f"{number}.jsonl"), 1)
+        assert f"{said}; correct it" in str(rejected.value)
+        assert str(rejected.value).isprintable()
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"{number}.parquet")
+        with pytest.raises(UserError) as rejected:
+            opened(tmp_path / f"{number}.parquet")
+        assert str(rejected.value).isprintable()
 
 
 def test_every_kind_has_a_bad_row() -> None:

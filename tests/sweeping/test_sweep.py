@@ -286,9 +286,13 @@ def test_other_trials_are_added(sweep: Sweep) -> None:
 
 
 def test_invalid_options_are_errors(sweep: Sweep, tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"n\xf6de1 slots=8\n")
+    (tmp_path / "words").write_text("node1\n")
     for options, message in (
         (["--nodes", "2"], "cluster.nodes = 2: without --hostfile or a Slurm allocation all ranks"),
-        (["--hostfile", str(tmp_path / "absent")], "cannot be read (No such file"),
+        (["--hostfile", str(tmp_path / "absent")], "absent: No such file or directory; use a file"),
+        (["--hostfile", str(tmp_path / "latin")], "latin: it is not a text file; use a file with"),
+        (["--hostfile", str(tmp_path / "words")], "words, line 1: 'node1' is not a host; for ex"),
         (["--launcher", "deepspeed"], "use --hostfile FILE"),
         (["--set", "layout.tensor=3"], "not divisible by layout.tensor = 3"),
         (["--nodes", "0"], "invalid number 0: expected 1 or more"),

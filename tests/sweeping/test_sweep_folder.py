@@ -13,9 +13,12 @@ import pytest
 
 from models.errors import UserError
 from recipes.sweep import decisive_round
+from recipes.sweeping import wandb_runs
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.trial import Rejection, Result, Trial
+from recipes.sweeping.worlds.protocol import read_message, write_message
 from recipes.training.data.token_file import TokenFile
+from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from tests.sweeping.test_table import trial_of
 
 SETTINGS = {"warm_up": 2, "steps": 5}
@@ -48,6 +51,35 @@ def test_results_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == [
         "results", "sweep.csv", "sweep.json", "trials",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "5", "null", '"a"', '{"number": 2}'])
+def test_a_message_that_is_not_of_the_trial_is_ignored(text: str, tmp_path: Path) -> None:
+    (tmp_path / "request.json").write_text(text)
+    assert read_message(tmp_path / "request.json", 1) is None
+    write_message(tmp_path / "request.json", {"number": 1})
+    assert read_message(tmp_path / "request.json", 1) == {"number": 1}
+
+
+def test_only_recipes_of_a_failed_mode_are_published_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = ("offline", "auto", "auto", "online", "offline", "online")
+    asked = []
+
+    def publish_trial(*arguments: object) -> WandbStatus:
+        wanted = arguments[-1]
+        asked.append(wanted)
+        return WandbStatus("online" if wanted == "online" else "offline")
+
+    monkeypatch.setattr(wandb_runs, "publish_trial", publish_trial)
+    folder = SweepFolder(tmp_path / "sweep", SETTINGS)
+    results = [(trial_of(batch__global_sequences=8 * number, tracking__mode=mode), OK)
+               for number, mode in enumerate(modes, 1)]  # fmt: skip
+    count, status = wandb_runs.publish(folder, results)
+    assert asked == ["offline", "auto", "offline", "online", "offline", "online"]
+    assert count == 6 and status == WandbStatus("online")
+    folder.close()
 
 
 def test_failures_are_answered_again_only_by_new_results(tmp_path: Path) -> None:

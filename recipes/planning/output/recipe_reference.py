@@ -48,10 +48,15 @@ def section_lines(path: str, section: Schema, definitions: Schema) -> Iterator[s
 
 
 def resolved(field: Schema, definitions: Schema) -> Schema:
-    """Return the schema of a field with references to definitions replaced by their content."""
+    """Return the schema of a field without null, with references replaced by their content.
+
+    TOML has no null: a key without a value is left out.
+    """
     choices = [choice for choice in field.get("anyOf", ()) if choice.get("type") != "null"]
     if len(choices) == 1:
         field = {key: value for key, value in field.items() if key != "anyOf"} | choices[0]
+    elif choices:
+        field = field | {"anyOf": choices}
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
         field = {key: value for key, value in field.items() if key != "$ref"} | definitions[name]

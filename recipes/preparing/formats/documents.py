@@ -2,11 +2,13 @@
 
 import json
 import reprlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 USUAL_COLUMNS = ("text", "content", "contents", "document", "body", "article", "story", "code")
+MAX_CHARACTERS_SHOWN = 60
 PROBLEM_KINDS = ("empty", "utf-8", "json", "column")
 
 
@@ -82,7 +84,9 @@ def field(item: Any, column: str) -> str | Problem:
 def advice(row: Mapping[str, Any]) -> str:
     """Return the end of a message that names the likeliest column for texts; "" if none is."""
     likely = likely_column(row)
-    return f" (use --column {likely})" if likely else ""
+    if likely is None or not likely.isprintable() or len(likely) > MAX_CHARACTERS_SHOWN:
+        return ""
+    return f" (use --column {shlex.quote(likely)})"
 
 
 def likely_column(row: Mapping[str, Any]) -> str | None:
@@ -93,6 +97,15 @@ def likely_column(row: Mapping[str, Any]) -> str | None:
 
 
 def shortened(text: str) -> str:
-    """Return at most 60 printable characters of a text."""
-    text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= 60 else text[:57] + "..."
+    """Return at most 60 characters of a text; escapes replace those that cannot be printed."""
+    limit = MAX_CHARACTERS_SHOWN
+    shown = printable(text[: limit + 1])
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Return a text in which escapes replace control characters and halves of surrogate pairs."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )

@@ -15,7 +15,7 @@ import pyarrow
 from pyarrow import parquet
 
 from models.errors import UserError
-from recipes.preparing.formats.documents import Problem, Row, advice, document, field
+from recipes.preparing.formats.documents import Problem, Row, advice, document, field, printable
 from recipes.preparing.formats.format import READ_ERRORS, Format, Piece, first_line, version_of
 
 if TYPE_CHECKING:
@@ -187,5 +187,5 @@ def check_column(
         return
     first = next(from_library(rows, name), {})
     raise UserError(
-        f"--column {column}: {name} has the columns {', '.join(columns)}{advice(first)}"
+        f"--column {column}: {name} has the columns {printable(', '.join(columns))}{advice(first)}"
     )

@@ -30,8 +30,8 @@ from recipes.preparing.formats.format import Format, Piece, first_line, version_
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".bz2", ".zst")
 BLOCK_BYTES = 2**24
-# Of a line. Parsing it takes several times as much memory, and a compressed file can hold a line
-# that no memory can.
+# Limit of a line: parsing needs several times its size, and a small compressed file can expand to a
+# line larger than memory.
 MAX_LINE_BYTES = 2**30
 
 
@@ -60,8 +60,8 @@ class TextLines(Format):
         with open_bytes(self.file) as stream:
             position = piece.start
             if position:
-                stream.seek(position - 1)
-                position += len(stream.readline()) - 1
+                assert piece.stop is not None  # only a whole file has no stop
+                position = start_of_line(stream, position, piece.stop)
             while piece.stop is None or position < piece.stop:
                 try:
                     line = stream.readline(MAX_LINE_BYTES + 1)
@@ -82,7 +82,7 @@ class TextLines(Format):
 
     def _too_long(self, piece: Piece, position: int, reason: str) -> UserError:
         place = self.place(piece, position)
-        return UserError(f"{place} {reason}; divide the document into several lines")
+        return UserError(f"{place} {reason}; split it into several documents, one per line")
 
     def content(self, line: bytes) -> str | Problem | None:
         """Return the document in a line, or None to ignore the line."""
@@ -173,6 +173,20 @@ class Texts(Format):
     def place(self, piece: Piece, position: int) -> str:
         """Return the name of the file."""
         return piece.files[position]
+
+
+def start_of_line(stream: IO[bytes], start: int, stop: int) -> int:
+    """Return the position of the first line that begins at `start` or later; `stop` if none does.
+
+    The line before may be longer than memory, so at most BLOCK_BYTES of it are read at once.
+    """
+    stream.seek(start - 1)
+    position = start - 1
+    while position < stop and (block := stream.readline(min(BLOCK_BYTES, stop - position))):
+        position += len(block)
+        if block.endswith(b"\n"):
+            break
+    return position
 
 
 def read_whole(file: Path, remedy: str) -> bytes:

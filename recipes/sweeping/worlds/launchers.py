@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from models.errors import UserError
+from recipes.nodes.hosts import read_hostfile
 from recipes.proving.worlds import rank_variables
 from recipes.sweeping.trial import WorldKind
 from recipes.sweeping.worlds.protocol import WorldFiles
@@ -134,14 +135,7 @@ class DeepSpeedLauncher:
 
     def check(self, kind: WorldKind) -> None:
         """See `Launcher`."""
-        try:
-            lines = self.hostfile.read_text(encoding="utf-8").splitlines()
-        except OSError as problem:
-            raise UserError(
-                f"--hostfile {self.hostfile} cannot be read ({problem.strerror}); use a file with "
-                f"lines such as  node1 slots=8"
-            ) from None
-        hosts = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        hosts = read_hostfile(self.hostfile, processes=kind.gpus_per_node)
         if len(hosts) < kind.nodes:
             raise UserError(
                 f"--hostfile {self.hostfile} has {len(hosts)} hosts, and cluster.nodes = "

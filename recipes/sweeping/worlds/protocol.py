@@ -60,4 +60,5 @@ def read_message(file: Path, number: int) -> dict[str, Any] | None:
         message = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # being replaced, on a network file system
         return None
-    return message if message.get("number") == number else None
+    is_message = isinstance(message, dict) and message.get("number") == number
+    return message if is_message else None

@@ -30,6 +30,7 @@ from recipes.training.runtime.gpu_support import check_gpus
 from recipes.training.runtime.launchers import free_port, launchers_of
 from recipes.training.runtime.torch_variables import (
     check_workspace,
+    cores_of_rank,
     set_flight_recorder,
     set_torch_variables,
 )
@@ -212,7 +213,7 @@ def start_processes(
         if keeps_memory:
             keep_memory()
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size))
+            torch.set_num_threads(cores_of_rank(os.environ, world))
     try:
         with quiet():
             deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)

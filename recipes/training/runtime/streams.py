@@ -13,6 +13,7 @@ launchers, which print to the same pipe before they end the ranks.
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import io
 import math
@@ -56,6 +57,7 @@ def stdout_for_json(wanted: bool) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
+        ctypes.CDLL(None).fflush(None)  # what C libraries have buffered belongs to standard error
         os.dup2(own, 1)
         os.close(own)
 

@@ -5,10 +5,11 @@ user has set are not changed.
 """
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 
 from models.errors import UserError
+from recipes.training.recipe.topology import World
 
 RENAMED_IN = (2, 9)  # version of torch that renamed the allocator's and the recorder's variables
 ACCELERATORS = ("cuda", "cpu")
@@ -99,18 +100,34 @@ def _set_renamed(
         environment[names[0 if is_new else 1]] = value
 
 
-def set_thread_count(environment: MutableMapping[str, str], local_size: int) -> None:
-    """Divide the cores over the ranks of a node, unless the user has set OMP_NUM_THREADS.
+def set_thread_count(environment: MutableMapping[str, str], world: World) -> None:
+    """Set OMP_NUM_THREADS to the rank's share of the cores, unless the user has set it.
 
     By default, every rank would start as many threads as there are cores. `torchrun` sets one
     thread per rank, and leaves cores idle if there are fewer ranks than cores.
 
-    Args:
-        environment: `os.environ`
-        local_size: number of ranks of the node
+    environment: `os.environ`
+    """
+    environment.setdefault("OMP_NUM_THREADS", str(cores_of_rank(environment, world)))
+
+
+def cores_of_rank(environment: Mapping[str, str], world: World) -> int:
+    """Return the number of cores for the threads of a rank.
+
+    The ranks of a node divide the cores that this process may use. That is already done if Slurm
+    has started a task per rank: its --cpus-per-task is the share. Without it, Slurm may have bound
+    the task to fewer cores than the job has on this node, which are the share then. Slurm has not
+    divided the cores if its tasks are the agents of launch.py, each of which starts many ranks.
     """
     cores = len(os.sched_getaffinity(0))
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_size)))
+    if environment.get("SLURM_NTASKS") == str(world.size):
+        per_task, on_node = (
+            int(text) if (text := environment.get(name, "")).isdecimal() else 0
+            for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE")
+        )
+        if per_task or cores < on_node:
+            return min(cores, per_task or cores)
+    return max(1, cores // world.local_size)
 
 
 def _installed_torch() -> str | None:

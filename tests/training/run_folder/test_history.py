@@ -183,6 +183,15 @@ def test_the_ledger_reads_torn_files(recipe, tmp_path: Path) -> None:
     assert json.loads(folder.events.read_text().splitlines()[0])["event"] == "start"
 
 
+@pytest.mark.parametrize("tokens", ["NaN", "Infinity", "-Infinity", "1e300", str(10**300), '"9"'])
+def test_the_ledger_ignores_damaged_counts(recipe, tokens: str, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    write(folder, BACK, {step: BATCH * step for step in range(1, 25)})
+    with folder.metrics.open("a") as stream:
+        stream.write(f'{{"step": 25, "tokens": {tokens}}}\n{{"step": -5, "tokens": 6}}\n')
+    assert samples_of(recipe, folder, 25) == range(208, 216)
+
+
 @pytest.mark.parametrize(
     ("texts", "saved"),
     [

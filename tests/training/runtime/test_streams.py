@@ -176,6 +176,30 @@ streams.end_process(0)
         assert output.text() == "the child\n"
 
 
+FOR_JSON = """
+import ctypes, os, sys
+from recipes.training.runtime.streams import stdout_for_json
+with stdout_for_json(True):
+    ctypes.CDLL(None).printf(b"of C\\n")  # stays in C's buffer, because stdout is a pipe
+    os.system("echo of a child")
+    print("of Python")
+print("{}", flush=True)
+"""
+
+
+def test_only_the_object_of_json_reaches_standard_output() -> None:
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-c", FOR_JSON],
+        cwd=REPOSITORY,
+        env=buffered,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "{}\n"
+    assert sorted(done.stderr.split("\n")) == ["", "of C", "of Python", "of a child"]
+
+
 LABELLED = """
 streams.label_lines(3)
 print("one\\n\\ntwo")

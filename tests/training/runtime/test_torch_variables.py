@@ -14,6 +14,7 @@ from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_machine
 from recipes.training.runtime.torch_variables import (
     check_workspace,
+    cores_of_rank,
     set_flight_recorder,
     set_thread_count,
     set_torch_variables,
@@ -136,10 +137,31 @@ def test_a_run_sets_the_variables_before_it_imports_torch() -> None:
 def test_the_cores_are_divided_over_the_ranks_of_a_node() -> None:
     with mock.patch("os.sched_getaffinity", return_value=set(range(9))):
         for ranks, threads in ((1, "9"), (2, "4"), (9, "1"), (20, "1")):
-            set_thread_count(environment := {}, ranks)
+            set_thread_count(environment := {}, World(size=ranks, local_size=ranks))
             assert environment == {"OMP_NUM_THREADS": threads}
-        set_thread_count(environment := {"OMP_NUM_THREADS": "7"}, 2)
+        set_thread_count(environment := {"OMP_NUM_THREADS": "7"}, World(size=2, local_size=2))
         assert environment["OMP_NUM_THREADS"] == "7"  # set by the user
+
+
+@pytest.mark.parametrize(
+    ("affinity", "slurm", "threads"),
+    [
+        (8, {"NTASKS": "16", "CPUS_PER_TASK": "8", "CPUS_ON_NODE": "64"}, 8),  # bound
+        (64, {"NTASKS": "16", "CPUS_PER_TASK": "8", "CPUS_ON_NODE": "64"}, 8),  # not bound
+        (4, {"NTASKS": "16", "CPUS_PER_TASK": "8", "CPUS_ON_NODE": "64"}, 4),  # cores of 2 threads
+        (8, {"NTASKS": "16", "CPUS_ON_NODE": "64"}, 8),  # bound by --cpus-per-gpu
+        (64, {"NTASKS": "16", "CPUS_ON_NODE": "64"}, 8),
+        (64, {"NTASKS": "1", "CPUS_PER_TASK": "64", "CPUS_ON_NODE": "64"}, 8),  # launch.py's agent
+        (32, {"NTASKS": "2", "CPUS_PER_TASK": "32", "CPUS_ON_NODE": "64"}, 4),  # torchrun's
+        (64, {"NTASKS": "16", "CPUS_PER_TASK": "many"}, 8),
+    ],
+)
+def test_the_cores_of_a_slurm_task_are_not_divided_again(
+    affinity: int, slurm: dict[str, str], threads: int
+) -> None:
+    variables = {f"SLURM_{name}": value for name, value in slurm.items()}
+    with mock.patch("os.sched_getaffinity", return_value=set(range(affinity))):
+        assert cores_of_rank(variables, World(size=16, local_size=8)) == threads
 
 
 def test_pipelined_runs_load_kernels_early_and_use_all_queues() -> None:
