@@ -181,7 +181,7 @@ class Manifest:
     def text(self) -> str:
         """Return the content of manifest.json, without optional fields that are empty."""
         content = asdict(self)
-        empty = (None, [], {})
+        empty: tuple[object, ...] = (None, [], {})
         kept = {
             key: value
             for key, value in content.items()

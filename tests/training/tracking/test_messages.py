@@ -77,10 +77,16 @@ def test_a_run_prints_its_nodes_and_ranks(
         ({}, None),
         (GPT_SWITCHES, None),
         (GPT_SWITCHES | {"model__bias": False}, None),
-        (GPT_SWITCHES | {"model__kv_heads": 2}, "with kv_heads = 2; use"),
-        (GPT_SWITCHES | {"model__qk_norm": True}, "with qk_norm = true; use"),
-        ({"model__bias": True}, "('rmsnorm', 'rope', 'swiglu') with bias = true; use"),
-        ({"model__activation": "gelu"}, "('rmsnorm', 'rope', 'gelu'); use"),
+        (
+            GPT_SWITCHES | {"model__kv_heads": 2},
+            "kv_heads = 2; use model.kv_heads = 4 (GPT-2)",
+        ),
+        (
+            GPT_SWITCHES | {"model__qk_norm": True},
+            "model.qk_norm = true; use model.qk_norm = false (GPT-2)",
+        ),
+        ({"model__bias": True}, "model.bias = true; use model.bias = false (Llama)"),
+        ({"model__activation": "gelu"}, 'model.activation = "gelu"; use model.norm = "rmsnorm"'),
         (
             {"model__experts": {"count": 4, "per_token": 2, "ffn_hidden_size": 48, "shared": 1}},
             "model.experts.shared = 1 without a sigmoid router; use",
