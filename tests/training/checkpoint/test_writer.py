@@ -116,7 +116,7 @@ def test_a_full_disk_destroys_no_checkpoint(
     assert steps_of(folder) == [3]
     settings = [f"checkpoint.on_failure={on_failure}", "checkpoint.room_seconds=0"]
     output = run(recipe_file, folder, *settings, code=3, start=filling)
-    reason = "No space left on device" if kind == "quota" else "GB free and a checkpoint needs"
+    reason = "No space left on device" if kind == "quota" else "GB free, but a checkpoint needs"
     assert "step 4 is not saved: " in output and reason in output
     assert ("step 8 is not saved: " in output) == (on_failure == "continue")
     assert steps_of(folder) == [3] and not list((folder / "checkpoints").glob("*.incomplete"))
@@ -124,7 +124,7 @@ def test_a_full_disk_destroys_no_checkpoint(
     assert metrics(folder) == expected[: len(metrics(folder))]
 
     output = run(recipe_file, folder, code=2, start=healthy)
-    assert "GB free and a checkpoint needs 0.00" in output and "steps" not in output
+    assert "GB free, but a checkpoint needs 0.00" in output and "steps" not in output
 
     (disk / "ballast").unlink()
     output = run(recipe_file, folder, start=healthy)
