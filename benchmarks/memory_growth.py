@@ -72,7 +72,10 @@ def main() -> None:
     print("| | resident memory in MB at step | MB per 1,000 steps |\n|---|---|---|")
     too_fast = []
     for name in [options.only] if options.only else CASES:
-        samples = max(train(name, options.steps), key=growth)
+        try:
+            samples = max(train(name, options.steps), key=growth)
+        except UserError as problem:
+            parser.error(f"--steps {options.steps}, {name}: {problem}")
         print(f"| {name} | {table_cell(samples)} | {growth(samples):.1f} |", flush=True)
         if growth(samples) > MAX_GROWTH:
             too_fast.append(name)
@@ -110,7 +113,12 @@ def train(name: str, steps: int, variables: Mapping[str, str] | None = None) -> 
                 )
                 for rank in range(size)
             ]
-            samples = watch(ranks, run)
+            try:
+                samples = watch(ranks, run)
+            finally:  # also after Ctrl-C
+                for rank in ranks:
+                    rank.kill()
+                    rank.wait()
             if any(rank.returncode for rank in ranks):
                 log.seek(0)
                 sys.exit(f"{name} failed:\n{log.read()}")

@@ -41,9 +41,9 @@ from recipes.converting.adopt import adopt, read_config
 from recipes.converting.average import average, sources_of
 from recipes.converting.export import DTYPES, EXPORTED, export, find_tokenizer
 from recipes.converting.output_folder import OutputFiles, output_folder
-from recipes.converting.reshape import WHOLE_CHECKPOINT, new_recipe, reshape
+from recipes.converting.reshape import new_recipe, reshape
 from recipes.converting.verified_source import open_checkpoint
-from recipes.converting.weight_files import WEIGHTS_ONLY
+from recipes.converting.weight_files import AVERAGED, IMPORTED, RESHAPED
 from recipes.planning.inputs.option_types import count
 from recipes.training.runtime.streams import escape_output
 
@@ -80,7 +80,7 @@ def to_hf(options: argparse.Namespace) -> None:
 
 def from_hf(options: argparse.Namespace) -> None:
     """Convert a folder of transformers to a checkpoint from which a run can start."""
-    with output(options, options.folder, WEIGHTS_ONLY) as folder:
+    with output(options, options.folder, IMPORTED) as folder:
         model = adopt(options.folder, folder)
     if read_config(options.folder).tie_embeddings and not model.tie_embeddings:
         print(
@@ -95,7 +95,7 @@ def from_hf(options: argparse.Namespace) -> None:
 def average_command(options: argparse.Namespace) -> None:
     """Average the weights of several checkpoints."""
     sources = sources_of(options.sources, options.last)
-    with output(options, [source.path for source in sources], WEIGHTS_ONLY) as folder:
+    with output(options, [source.path for source in sources], AVERAGED) as folder:
         average(sources, folder)
     print(
         f"averaged {len(sources)} checkpoints, steps "
@@ -108,7 +108,7 @@ def reshape_command(options: argparse.Namespace) -> None:
     """Convert a checkpoint to another layout."""
     source = open_checkpoint(options.checkpoint)
     recipe, topology = new_recipe(source, options.set, ranks=options.ranks)
-    with output(options, source.path, WHOLE_CHECKPOINT) as folder:
+    with output(options, source.path, RESHAPED) as folder:
         reshape(source, folder, recipe=recipe, topology=topology)
     print(
         f"converted {source.path} to {options.output}: "

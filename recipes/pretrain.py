@@ -129,7 +129,7 @@ def pretrain(started: float | None = None) -> None:
         replace_process(folder, environment)
     leave_processes()
     if ending.code == FINISHED:
-        summarize(recipe, folder, world)
+        summarize(experiment.whole_recipe, folder, world)
     leave(ending.code)
 
 

@@ -247,7 +247,8 @@ def test_initial_weights_whose_manifest_has_changed(tmp_path: Path) -> None:
         check_initial_weights, recipe
     )
     (tmp_path / "manifest.sha256").unlink()
-    assert "manifest.sha256 is missing" in rejection(check_initial_weights, recipe)
+    rejected = rejection(check_initial_weights, recipe)
+    assert "manifest.sha256 is missing; use another checkpoint, or write it again" in rejected
 
 
 @pytest.mark.parametrize("value", ["Infinity", "1e999", '"250"', "NaN", "null", "2.5", "[]"])

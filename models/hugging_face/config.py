@@ -21,7 +21,7 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
     """Return the keyword arguments of transformers' config class, including `model_type`.
 
     Raises:
-        UserError: no class of transformers has this architecture.
+        UserError: transformers has no model class with this architecture.
     """
     shared = {
         "vocab_size": config.vocab_size,

@@ -11,42 +11,57 @@ LLAMA_LIKE = ("llama", "qwen3", "mixtral", "qwen3_moe", "dots1")
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "dots1")
 WITH_QK_NORM = ("qwen3", "qwen3_moe", "dots1")
 
+Shape = tuple[str, str, str]  # model.norm, model.positions and model.activation
+LLAMA_SHAPE: Shape = ("rmsnorm", "rope", "swiglu")
+GPT2_SHAPE: Shape = ("layernorm", "learned", "gelu")
+
 
 def family_of(config: ModelConfig) -> str:
     """Return the `model_type` of the class.
 
     Raises:
-        UserError: no class of transformers has this architecture.
+        UserError: transformers has no model class with this architecture.
     """
     shape = (config.norm, config.positions, config.activation)
     if config.experts is not None:
         return _family_with_experts(config, config.experts)
-    problems: list[str] = []
-    if shape == ("rmsnorm", "rope", "swiglu"):
+    name, problems = "", dict[str, str]()  # setting that the class lacks -> setting that it has
+    if shape == LLAMA_SHAPE:
         if not config.bias:
             return "qwen3" if config.qk_norm else "llama"
-        problems = ["bias = true"]
-    elif shape == ("layernorm", "learned", "gelu"):
+        problems["model.bias = true"] = "model.bias = false"
+        name = "Llama"
+    elif shape == GPT2_SHAPE:
         if config.kv_heads != config.heads:
-            problems.append(f"kv_heads = {config.kv_heads}")
+            problems[f"model.kv_heads = {config.kv_heads}"] = f"model.kv_heads = {config.heads}"
         if config.head_size is not None:
-            problems.append(f"head_size = {config.head_size}")
+            problems[f"model.head_size = {config.head_size}"] = "no model.head_size"
         if config.qk_norm:
-            problems.append("qk_norm = true")
+            problems["model.qk_norm = true"] = "model.qk_norm = false"
         if not problems:
             return "gpt2"
-    described = f" with {' and '.join(problems)}" if problems else ""
+        name = "GPT-2"
+    llama, gpt2 = f"{_described(LLAMA_SHAPE)}, model.bias = false (Llama)", _described(GPT2_SHAPE)
+    remedy = f"{llama}, or {gpt2} (GPT-2)"
+    if problems:
+        remedy = f"{' and '.join(problems.values())} ({name})"
     raise UserError(
-        f"no class of transformers has model.norm, positions, activation = {shape}{described}; "
-        f"use those of recipes/tiny.toml (Llama) without bias, or layernorm, learned, gelu with "
-        f"kv_heads = heads (GPT-2)"
+        f"transformers has no model class with {', '.join([_described(shape), *problems])}; use "
+        f"{remedy}"
+    )
+
+
+def _described(shape: Shape) -> str:
+    norm, positions, activation = shape
+    return (
+        f'model.norm = "{norm}", model.positions = "{positions}", model.activation = "{activation}"'
     )
 
 
 def _family_with_experts(config: ModelConfig, experts: Experts) -> str:
     shape = (config.norm, config.positions, config.activation)
-    if shape != ("rmsnorm", "rope", "swiglu"):
-        problem = f"model.norm, positions, activation = {shape}"
+    if shape != LLAMA_SHAPE:
+        problem = _described(shape)
     elif experts.router == "sigmoid":
         if config.qk_norm and experts.shared:
             return "dots1"
@@ -65,7 +80,7 @@ def _family_with_experts(config: ModelConfig, experts: Experts) -> str:
     else:
         return "mixtral"
     raise UserError(
-        f"no class of transformers has model.experts with {problem}; use the settings of "
+        f"transformers has no model class with model.experts and {problem}; use the settings of "
         f"recipes/tiny-moe.toml (Mixtral), recipes/qwen3/30b-a3b.toml (Qwen3-MoE) or "
         f"recipes/dots/llm1.toml (Dots1)"
     )

@@ -35,7 +35,8 @@ class Counterpart:
     multiplier: factor of ours in theirs
     multiplied_rows: number of rows of our tensor, from the first one, that have the factor; None:
         all rows
-    zero_bias: name of a bias that only theirs has, which is zero; empty without one
+    zero_bias: name of a bias that exists only in transformers and is written as zeros; empty if
+        there is none
     """
 
     names: tuple[str, ...]
@@ -171,9 +172,10 @@ def _expert_tensors(config: ModelConfig, ours: str, theirs: str) -> dict[str, Co
 
 
 def _gpt2(config: ModelConfig) -> dict[str, Counterpart]:
-    """Return the counterparts of a GPT-2. Its class has biases; those of a model without are zero.
+    """Return the counterparts of a GPT-2.
 
-    The norms have biases in any case.
+    transformers' GPT-2 always has biases; a model without biases is exported with zeros. The norms
+    have biases in any case.
     """
     table = {
         "embedding.weight": Counterpart(("transformer.wte.weight",)),

@@ -14,7 +14,7 @@ from torch import Tensor
 from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.converting.verified_source import model_of, open_checkpoint, undamaged
-from recipes.converting.weight_files import write_weights
+from recipes.converting.weight_files import AVERAGED_FROM, write_weights
 from recipes.training.checkpoint.compatibility import (
     TRAINING_ONLY,
     differences,
@@ -81,7 +81,7 @@ def average(sources: Sequence[CheckpointReader], output: Path) -> None:
         sources[-1].manifest,
         loss_scale=None,
         validation_loss=None,
-        layout={"averaged": [str(source.path) for source in sources]},
+        layout={AVERAGED_FROM: [str(source.path) for source in sources]},
         versions=versions(),
         tensors=tensors,
         files=files,

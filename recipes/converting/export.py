@@ -16,6 +16,7 @@ from models.hugging_face.tensors import counterparts
 from models.layer_specs import logical_shapes
 from recipes.converting.output_folder import OutputFiles
 from recipes.converting.verified_source import model_of
+from recipes.converting.weight_files import AVERAGED_FROM, RESHAPED_FROM
 from recipes.preparing.tokenizer import document_start, load_tokenizer
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
@@ -201,13 +202,13 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
         sources = table_at(manifest.recipe, manifest.step)["data"]["train"]
         facts["corpus"] = ", ".join(f"{s['path']} (weight {s['weight']:g})" for s in sources)
         facts["seed"] = str(manifest.recipe["seed"])
-        if averaged := manifest.layout.get("averaged"):
+        if averaged := manifest.layout.get(AVERAGED_FROM):
             facts["weights"] = f"mean of {', '.join(averaged)}"
         else:
             facts["layout"] = ", ".join(
                 f"{key} {value}"
                 for key, value in manifest.layout.items()
-                if key != "deepspeed_json"
+                if key not in ("deepspeed_json", RESHAPED_FROM)
             )
     facts |= _losses(source)
     facts["precision here"] = f"{dtype}, from fp32 master weights"

@@ -20,7 +20,7 @@ class OutputFiles(NamedTuple):
     Attributes:
         names: matches the names of all files
         marker: name of a file that every output has
-        text: text of the marker file that a file of another program does not have
+        text: text that only this command's marker file contains
     """
 
     names: re.Pattern[str]
@@ -97,8 +97,8 @@ def _check_replaceable(path: Path, files: OutputFiles, overwrite: bool) -> None:
     for file in sorted(path.iterdir()):
         if file.is_symlink() or not file.is_file() or not files.names.fullmatch(file.name):
             raise UserError(
-                f"--overwrite does not replace {path}, because this command does not write "
-                f"{file.name}; use another folder, or delete it"
+                f"--overwrite does not replace {path}, because it holds {file.name}, which this "
+                f"command does not write; use another folder, or delete {path} yourself"
             )
     marker = path / files.marker
     if not marker.is_file() or files.text not in marker.read_text(
@@ -106,5 +106,5 @@ def _check_replaceable(path: Path, files: OutputFiles, overwrite: bool) -> None:
     ):
         raise UserError(
             f"--overwrite does not replace {path}, because its {files.marker} was not written by "
-            f"this command; use another folder, or delete it"
+            f"this command; use another folder, or delete {path} yourself"
         )

@@ -5,15 +5,14 @@ checks the new layout ahead of time, records it in the checkpoint's recipe, and 
 tensors evenly over one set of files per new rank.
 """
 
-import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 from models.errors import UserError
 from models.layer_specs import logical_shapes
-from recipes.converting.output_folder import OutputFiles
 from recipes.converting.verified_source import model_of
+from recipes.converting.weight_files import RESHAPED_FROM
 from recipes.training.checkpoint.compatibility import differences
 from recipes.training.checkpoint.manifest import tensor_key
 from recipes.training.checkpoint.reader import CheckpointReader
@@ -29,11 +28,6 @@ from recipes.training.run_folder.provenance import layout_of, versions
 
 # A change of these keys would make it another run.
 FIXED_KEYS = ("model.", "seed", "data.", "optimizer.kind")
-WHOLE_CHECKPOINT = OutputFiles(
-    re.compile(r"manifest\.(json|sha256)|(weights|moments)-\d{5,}\.safetensors"),
-    "manifest.json",
-    '"tensors"',
-)
 
 
 def new_recipe(
@@ -93,7 +87,8 @@ def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, topology:
     replace(
         source.manifest,
         recipe=recipe.model_dump(mode="json"),
-        layout=layout_of(recipe_at(recipe, source.manifest.step + 1), topology),
+        layout=layout_of(recipe_at(recipe, source.manifest.step + 1), topology)
+        | {RESHAPED_FROM: str(source.path)},
         versions=versions(),
         tensors=tensors,
         files=files,

@@ -1,4 +1,8 @@
-"""The files of a checkpoint that has only weights."""
+"""The files of the checkpoints that convert.py writes.
+
+The layout in the manifest tells which command wrote a checkpoint, so that `--overwrite` replaces
+only outputs of the same command. A checkpoint of a run has none of these marks.
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -9,9 +13,13 @@ from torch import Tensor
 from recipes.converting.output_folder import OutputFiles
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size
 
-WEIGHTS_ONLY = OutputFiles(
-    re.compile(r"manifest\.(json|sha256)|weights-\d{5,}\.safetensors"), "manifest.json", '"tensors"'
-)
+MANIFEST = "manifest.json"
+WEIGHTS_ONLY = re.compile(r"manifest\.(json|sha256)|weights-\d{5,}\.safetensors")
+WHOLE_CHECKPOINT = re.compile(r"manifest\.(json|sha256)|(weights|moments)-\d{5,}\.safetensors")
+AVERAGED_FROM, RESHAPED_FROM = "averaged", "reshaped_from"  # keys of the layout
+IMPORTED = OutputFiles(WEIGHTS_ONLY, MANIFEST, '"layout": {}')
+AVERAGED = OutputFiles(WEIGHTS_ONLY, MANIFEST, f'"{AVERAGED_FROM}": [')
+RESHAPED = OutputFiles(WHOLE_CHECKPOINT, MANIFEST, f'"{RESHAPED_FROM}": ')
 
 
 def write_weights(

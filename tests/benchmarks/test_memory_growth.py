@@ -1,7 +1,12 @@
 """The benchmark of memory over steps: its slope, and a run that does not grow."""
 
+import subprocess
+import sys
+from unittest import mock
+
 import pytest
 
+from benchmarks import memory_growth
 from benchmarks.memory_growth import MAX_GROWTH, Sample, growth, table_cell, train
 from models.errors import UserError
 
@@ -21,6 +26,27 @@ def test_growth_is_the_slope_after_the_first_steps(slope: float) -> None:
 def test_too_few_samples_are_rejected() -> None:
     with pytest.raises(UserError, match="after step 300; use more --steps"):
         growth(samples_of(1.0, steps=350))
+
+
+def test_too_few_steps_end_the_benchmark_with_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory_growth, "train", lambda *_: [samples_of(1.0, steps=350)])
+    monkeypatch.setattr(sys, "argv", ["memory_growth.py", "--steps", "350", "--only", "1 rank"])
+    with pytest.raises(SystemExit) as ended:
+        memory_growth.main()
+    assert ended.value.code == 2
+    assert "--steps 350, 1 rank: only 4 samples" in capsys.readouterr().err
+
+
+def test_an_interrupted_benchmark_leaves_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = [mock.Mock(), mock.Mock()]
+    monkeypatch.setattr(subprocess, "Popen", mock.Mock(side_effect=ranks))
+    monkeypatch.setattr(memory_growth, "write_corpus", mock.Mock())
+    monkeypatch.setattr(memory_growth, "watch", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        train("2 ranks, data-parallel", 350)
+    assert all(rank.kill.called and rank.wait.called for rank in ranks)
 
 
 def test_the_table_shows_the_first_and_the_last_sample() -> None:

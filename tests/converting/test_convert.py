@@ -30,11 +30,11 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.convert import main, settings
 from recipes.converting.adopt import adopt, read_config
-from recipes.converting.export import EXPORTED, export, find_tokenizer, special_tokens
+from recipes.converting.export import export, find_tokenizer, special_tokens
 from recipes.converting.output_folder import OutputFiles, output_folder
-from recipes.converting.reshape import WHOLE_CHECKPOINT, new_recipe
+from recipes.converting.reshape import new_recipe
 from recipes.converting.verified_source import model_of, open_checkpoint
-from recipes.converting.weight_files import WEIGHTS_ONLY
+from recipes.converting.weight_files import IMPORTED, RESHAPED
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
@@ -490,7 +490,7 @@ def test_unsupported_architectures_are_rejected(
     with (
         pytest.raises(UserError, match=named),
         output_folder(
-            tmp_path / "ours", reading=tmp_path / "theirs", files=WEIGHTS_ONLY, overwrite=False
+            tmp_path / "ours", reading=tmp_path / "theirs", files=IMPORTED, overwrite=False
         ) as folder,
     ):
         adopt(tmp_path / "theirs", folder)
@@ -547,7 +547,7 @@ def test_an_output_is_never_the_input(trained: Trained, tmp_path: Path) -> None:
     for output in (run, run.parent, checkpoint, checkpoint / "deeper"):
         with (
             pytest.raises(UserError, match="would overwrite"),
-            output_folder(output, reading=checkpoint, files=WHOLE_CHECKPOINT, overwrite=True),
+            output_folder(output, reading=checkpoint, files=RESHAPED, overwrite=True),
         ):
             raise AssertionError(output)
     assert files_below(tmp_path) == before
@@ -584,9 +584,8 @@ def test_overwrite_replaces_only_outputs_of_the_same_command(
     real_corpus: Path,
     tmp_path: Path,
 ) -> None:
-    mine, files = tmp_path / "mine", {"to-hf": EXPORTED, "reshape": WHOLE_CHECKPOINT}
+    mine = tmp_path / "mine"
     assert run_convert(commands[name], mine).returncode == 0
-    (mine / files.get(name, WEIGHTS_ONLY).marker).touch()
     assert run_convert(commands[name], mine).returncode == 0  # its own output is replaced
 
     corpus = shutil.copytree(real_corpus, tmp_path / "corpus")
@@ -606,6 +605,10 @@ def test_overwrite_replaces_only_outputs_of_the_same_command(
     (downloaded / "README.md").write_text("# Llama")
     targets = [corpus, with_notes, with_folder, with_link, downloaded]
     targets += list((run / "checkpoints").iterdir())
+    targets.append(shutil.copytree(trained["llama"][1].path, tmp_path / "copied"))
+    for other in commands.keys() - {name}:
+        targets.append(tmp_path / other)
+        assert run_convert(commands[other], targets[-1]).returncode == 0
     before = files_below(tmp_path)
     for target in targets:
         done = run_convert(commands[name], target)
@@ -620,7 +623,7 @@ def test_a_copied_checkpoint_keeps_its_moments(
 ) -> None:
     copied = shutil.copytree(trained["llama"][1].path, tmp_path / "copied")
     before = files_below(copied)
-    assert "does not write moments-00000" in run_convert(commands[name], copied).stderr
+    assert "holds moments-00000" in run_convert(commands[name], copied).stderr
     assert files_below(copied) == before
 
 

@@ -16,7 +16,7 @@ from recipes.reporting.record.mixture import SourceShare, shares_read
 from recipes.reporting.record.plan_comparison import Prediction
 from recipes.reporting.record.run_record import RunRecord
 from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.run_folder.line_file import MAX_COUNT, number
+from recipes.training.run_folder.line_file import MAX_INTEGER_IN_LINE, number
 from recipes.training.run_folder.wall_time import CAUSE_TEXTS
 
 NONE = "–"  # noqa: RUF001 (a dash)
@@ -159,7 +159,7 @@ def _mixture_of_part(run: RunRecord, plan: StagePlan, part: int) -> list[SourceS
     ends = [
         (int(step), samples - begin + (int(count) - tokens) // length)
         for step, count in zip(run.steps.step, run.steps.column("tokens"), strict=True)
-        if abs(count) <= MAX_COUNT and plan.at(int(step)).part == part
+        if abs(count) <= MAX_INTEGER_IN_LINE and plan.at(int(step)).part == part
     ]
     jumps = {step: sample - begin for step, sample in run.first_samples.items()}
     jumps.setdefault(first.first - 1, samples - begin)

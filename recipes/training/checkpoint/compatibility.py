@@ -22,6 +22,7 @@ TRAINING_ONLY = (
 )
 # With rotary positions, a run may also change these keys, to continue on longer sequences.
 ROTARY_KEYS = ("sequence_length", "rope_theta", "rope_scaling")
+REMEDY_FOR_DAMAGED_WEIGHTS = "use another checkpoint, or write it again with recipes/convert.py"
 
 
 def check_same_run(
@@ -178,7 +179,7 @@ def check_initial_weights(recipe: Recipe) -> None:
         except OSError as error:
             damage = f"{error.filename} cannot be read ({error.strerror or error})"
         if damage:
-            raise UserError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
+            raise UserError(f"{key}: {damage}; {REMEDY_FOR_DAMAGED_WEIGHTS}")
         check_same_model(key, Manifest.read(path), recipe)
 
 

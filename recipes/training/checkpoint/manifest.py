@@ -35,7 +35,8 @@ from recipes.training.run_folder.progress import Progress, read_from
 FORMAT = 1
 OPTIONAL = {"read_parts", "parent", "validation_loss"}  # fields that a manifest may lack
 Number = Annotated[int, Field(ge=0)]
-# Without a folder: the files of a checkpoint are in its own folder, whoever wrote the manifest.
+# Without a folder: the files of a checkpoint are in its own folder, even if the manifest was
+# edited.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
 
 
@@ -68,16 +69,26 @@ def _check_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
     """
     kind = _Run if "seed" in recipe else _Weights
     try:
-        kind.model_validate_json(json.dumps(recipe), strict=True)
+        kind.model_validate_json(_json(recipe), strict=True)
     except ValidationError as error:
         raise PydanticCustomError("recipe", "{problem}", {"problem": _first(error)}) from None
     return recipe
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    """Return parsed JSON as text that pydantic accepts, which follows JSON's rules for types.
+
+    A path that is not valid UTF-8 has lone surrogates, which pydantic rejects; they become "?".
+    """
+    return json.dumps(content, ensure_ascii=False).encode("utf-8", errors="replace")
 
 
 def _first(error: ValidationError) -> str:
     """Describe the first of pydantic's errors in one line."""
     problem = error.errors()[0]
     key = ".".join(map(str, problem["loc"]))
+    if not key:
+        return problem["msg"]
     value = f"{problem['input']!r:.100}".replace("\n", " ")
     return f"{key} = {value}: {problem['msg']}"
 
@@ -170,7 +181,12 @@ class Manifest:
     def text(self) -> str:
         """Return the content of manifest.json, without optional fields that are empty."""
         content = asdict(self)
-        kept = {key: content[key] for key in content if key not in OPTIONAL or content[key]}
+        empty: tuple[object, ...] = (None, [], {})
+        kept = {
+            key: value
+            for key, value in content.items()
+            if key not in OPTIONAL or value not in empty
+        }
         return json.dumps(kept, indent=1) + "\n"
 
     @classmethod
@@ -207,11 +223,12 @@ class Manifest:
                 f"Threefold that wrote the checkpoint"
             )
         try:
-            return _CONTENT.validate_json(text, strict=True)
+            _CONTENT.validate_json(_json(content), strict=True)
         except ValidationError as error:
             raise UserError(
                 f"{file} is damaged ({_first(error)}); use another checkpoint"
             ) from None
+        return cls(**content)
 
 
 _CONTENT = TypeAdapter(Manifest)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from models.errors import UserError
 from recipes.training.checkpoint.compatibility import (
+    REMEDY_FOR_DAMAGED_WEIGHTS,
     check_same_model,
     check_same_run,
     differences,
@@ -19,10 +20,10 @@ from recipes.training.checkpoint.compatibility import (
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.learning_rate import MAX_RATE_CHANGE
+from recipes.training.recipe.learning_rate import MAX_RATE_CHANGE, learning_rate
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.recipe.stages.plan import Span, StagePlan
 from recipes.training.run_folder.checkpoint_folders import (
     ABANDONED,
     NAME,
@@ -111,20 +112,48 @@ class ResumePoint:
         if earlier is None:
             return ""
         step = self.progress.step + 1
-        old_span = StagePlan(earlier).at(step)
-        old, new = (span.learning_rate(step) for span in (old_span, StagePlan(recipe).at(step)))
-        if max(old, new) <= MAX_RATE_CHANGE * min(old, new):
+        old_span, new_span = (StagePlan(plan).at(step) for plan in (earlier, recipe))
+        old, new = old_span.learning_rate(step), new_span.learning_rate(step)
+        if _is_near(old, new):
             return ""
-        text = (
-            f"the learning rate jumps: it is {new:.2e} at step {step}, and would be {old:.2e} with "
-            f"the recipe of the checkpoint"
-        )
-        if old_span.schedule_first > 1 or old_span.recipe.optimizer.schedule.decay == "constant":
-            return text
         return (
-            f"{text}; to keep the schedule of the checkpoint, use optimizer.schedule.steps = "
-            f"{old_span.schedule_end}"
+            f"the learning rate changes from {old:.2e} (recipe of the checkpoint) to {new:.2e} at "
+            f"step {step}; {self._advice_on_jump(recipe, old_span, new_span)}"
         )
+
+    def _advice_on_jump(self, recipe: Recipe, old_span: Span, new_span: Span) -> str:
+        """Return the setting that avoids a jump of the learning rate, or the keys that caused it.
+
+        Args:
+            recipe: the recipe of the run
+            old_span: the span of the next step in the recipe of the checkpoint
+            new_span: the span of the next step in the recipe of the run
+        """
+        step = self.progress.step + 1
+        old, steps = old_span.learning_rate(step), old_span.schedule_end
+        is_constant = old_span.recipe.optimizer.schedule.decay == "constant"
+        if old_span.schedule_first == new_span.schedule_first == 1 and not is_constant:
+            if not old:
+                return (
+                    "to train longer, add a [[stage]] with its own schedule, because the schedule "
+                    "of the checkpoint has decayed to a learning rate of 0"
+                )
+            optimizer = new_span.recipe.optimizer
+            schedule = optimizer.schedule.model_copy(update={"steps": steps})
+            kept = optimizer.model_copy(update={"schedule": schedule})
+            if _is_near(old, learning_rate(step, kept, steps)):
+                return (
+                    f"to keep the schedule of the checkpoint, use optimizer.schedule.steps = "
+                    f"{steps}"
+                )
+        causes = ("optimizer.", "stage", "training.steps")
+        keys = [key for key in self.changes(recipe) if key.startswith(causes)]
+        return f"keys that changed: {', '.join(keys)}"
+
+
+def _is_near(rate: float, other: float) -> bool:
+    """Return True if two learning rates differ by at most a factor of MAX_RATE_CHANGE."""
+    return max(rate, other) <= MAX_RATE_CHANGE * min(rate, other)
 
 
 def find(
@@ -226,7 +255,7 @@ def find_initial_weights(
     key = key_of_initial_weights(recipe)
     damage = find_damage(path, note)
     if damage:
-        raise UserError(f"{key}: {damage}; make it again with recipes/convert.py from-hf")
+        raise UserError(f"{key}: {damage}; {REMEDY_FOR_DAMAGED_WEIGHTS}")
     manifest = Manifest.read(path)
     check_same_model(key, manifest, recipe)
     return ResumePoint(CheckpointReader(path, manifest), weights_only=True)

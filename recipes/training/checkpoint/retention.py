@@ -5,6 +5,7 @@ validation loss, those of steps that are multiples of `checkpoint.keep_every`, a
 steps in `checkpoint.also_at`.
 """
 
+import json
 import math
 import os
 import shutil
@@ -45,11 +46,7 @@ def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection
 
 
 def best(checkpoints: Sequence[Path], count: int) -> list[Path]:
-    """Return the checkpoints with the lowest validation losses; of equal ones, the oldest.
-
-    Raises:
-        OSError: a manifest cannot be read.
-    """
+    """Return the checkpoints with the lowest validation losses; of equal ones, the oldest."""
     if not count:
         return []
     losses = {path: validation_loss(path) for path in checkpoints}
@@ -58,14 +55,10 @@ def best(checkpoints: Sequence[Path], count: int) -> list[Path]:
 
 
 def validation_loss(checkpoint: Path) -> float | None:
-    """Return the validation loss in a checkpoint's manifest; None if it has none, or is damaged.
-
-    Raises:
-        OSError: the manifest cannot be read.
-    """
+    """Return the validation loss in a checkpoint's manifest; None if it has none or is damaged."""
     try:
         return Manifest.read(checkpoint).validation_loss
-    except UserError:
+    except (UserError, OSError):
         return None
 
 
@@ -84,9 +77,15 @@ def lack_of_room(folder: Path, recipe: Recipe) -> str | None:
     if free >= size + RESERVED_DISK_BYTES:
         return None
     return (
-        f"{folder} has {free / 1e9:.3f} GB free and a checkpoint needs {size / 1e9:.3f} GB, and "
-        f"{RESERVED_DISK_BYTES / 1e9:.3f} GB for metrics and logs; make room"
+        f"{folder} has {free / 1e9:.3f} GB free, but a checkpoint needs {size / 1e9:.3f} GB, and "
+        f"{RESERVED_DISK_BYTES / 1e9:.3f} GB are reserved for metrics and logs; free at least "
+        f"{_gigabytes(size + RESERVED_DISK_BYTES - free)} GB"
     )
+
+
+def _gigabytes(size: int) -> str:
+    """Return a size in GB, rounded up so that freeing this much is enough."""
+    return f"{math.ceil(size / 1e6) / 1e3:.3f}"
 
 
 def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
@@ -116,14 +115,14 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
     if needed * size <= free:
         return None
     keys = "".join(
-        f", {key} = {value}"
+        f", {key} = {json.dumps(value)}"
         for key in ("keep_best", "keep_every", "also_at")
         if (value := getattr(recipe.checkpoint, key)) not in (0, ())
     )
     return (
         f"{folder} has room for {free // size} more checkpoints of {size / 1e9:.3f} GB, and the "
-        f"run needs room for {needed} (checkpoint.keep = {recipe.checkpoint.keep}{keys}, and one "
-        f"that is being written); make {(needed * size - free) / 1e9:.3f} GB free, or use "
+        f"run needs room for {needed} (checkpoint.keep = {recipe.checkpoint.keep}{keys}, plus one "
+        f"that is being written); free at least {_gigabytes(needed * size - free)} GB, or use "
         f"--run-dir with a folder on a larger disk"
     )
 

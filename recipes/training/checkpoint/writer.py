@@ -47,7 +47,8 @@ from recipes.training.run_folder.provenance import layout_of, versions
 from recipes.training.runtime.host_memory import host_copy
 from recipes.training.runtime.rank_tree import RankTree
 
-FULL_DISK = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))  # in the messages of failed saves
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+FULL_DISK_MESSAGES = tuple(map(os.strerror, FULL_DISK_ERRORS))  # in the messages of failed saves
 SECONDS_BETWEEN_TRIES = 10.0  # of the last save, while the disk is full
 EXCHANGE_TIMEOUT = timedelta(hours=1)  # long, because ranks wait for each other's disks
 SECONDS_FOR_SAVE_AFTER_ERROR = 60.0  # before a failed run abandons the save in flight
@@ -81,8 +82,10 @@ class CheckpointWriter:
     Attributes:
         on_publish: called with the step and the folder of each published checkpoint, on rank 0, by
             the thread that writes it
-        on_wait: called with a message when the last save begins to wait for room, on rank 0, by
-            the same thread
+        on_wait: called with a message when the last save begins to wait for space on the disk, on
+            rank 0, by the same thread
+        is_asked_to_stop: returns True if a signal asks the run to stop; the last save then no
+            longer waits
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class CheckpointWriter:
         ]
         self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
         self.on_wait: Callable[[str], None] = lambda message: None
+        self.is_asked_to_stop: Callable[[], bool] = lambda: False
         self._thread: threading.Thread | None = None
         self._is_snapshot = False  # what the thread writes
         self._problem: str | None = None  # of the newest save to the disk
@@ -159,7 +163,7 @@ class CheckpointWriter:
         """
         earlier = self.wait() if self._thread else None
         patience = self._patience(progress.step)
-        no_room = None if patience else self._no_room_on_rank_0()
+        no_room, _ = (None, False) if patience else self._no_room_on_rank_0()
         self._problem = _unsaved(progress.step, no_room)
         if no_room:
             return "; ".join(filter(None, [earlier, self._problem]))
@@ -201,17 +205,25 @@ class CheckpointWriter:
             raise RuntimeError("a save has lost contact with the other ranks") from self._broken
         return self._problem
 
-    def _no_room_on_rank_0(self) -> str | None:
-        """Return a message on all ranks if rank 0 has no room for a checkpoint; collective."""
-        return self._from_rank_0(self._lack_of_room() if self.rank == 0 else None)
+    def _no_room_on_rank_0(self) -> tuple[str | None, bool]:
+        """Return `_lack_of_room` of rank 0 on all ranks; collective."""
+        return self._from_rank_0(self._lack_of_room() if self.rank == 0 else (None, False))
 
-    def _lack_of_room(self) -> str | None:
+    def _lack_of_room(self) -> tuple[str | None, bool]:
+        """Delete the folders of unfinished saves, and check that a checkpoint fits on the disk.
+
+        Returns:
+            A message if no checkpoint can be written, and True if that is because the disk is full.
+        """
         folder = self.folder.checkpoints
+        self.folder.check_lease()  # the folders may belong to a later attempt
         try:
             folder.mkdir(exist_ok=True)  # a run folder that was moved away is not created again
-            return lack_of_room(folder, self.recipe)
+            remove_debris(folder)
+            lack = lack_of_room(folder, self.recipe)
         except OSError as error:
-            return f"{folder}: {error.strerror}"
+            return f"{folder}: {error.strerror}", error.errno in FULL_DISK_ERRORS
+        return lack, lack is not None
 
     def _begin(self, write: Callable[[Counters], str | None], *, is_snapshot: bool) -> None:
         """Stage the current state, and start the thread that writes it."""
@@ -240,7 +252,8 @@ class CheckpointWriter:
     ) -> str | None:
         """Write and publish the last checkpoint, and try again while the disk is full; collective.
 
-        The ranks synchronize after each try, so that none waits long for another.
+        A request to stop ends the wait. The ranks synchronize after each try, so that none waits
+        long for another.
 
         Returns:
             A message, the same on all ranks, if the checkpoint is not saved.
@@ -248,16 +261,17 @@ class CheckpointWriter:
         seconds = self.recipe.checkpoint.room_seconds
         deadline, told = time.monotonic() + seconds, False
         while True:
-            no_room = self._no_room_on_rank_0()
+            no_room, is_full = self._no_room_on_rank_0()
             problem = no_room or self._try_to_write(progress, validation_loss, counters)
-            is_full = bool(no_room) or any(text in (problem or "") for text in FULL_DISK)
-            if not self._from_rank_0(is_full and time.monotonic() < deadline):
+            is_full = is_full or any(text in (problem or "") for text in FULL_DISK_MESSAGES)
+            is_waiting = time.monotonic() < deadline and not self.is_asked_to_stop()
+            if not self._from_rank_0(is_full and is_waiting):
                 return _unsaved(progress.step, problem)
             if self.rank == 0 and not told:
                 told = True
                 self.on_wait(
-                    f"the last checkpoint waits up to {seconds / 60:g} minutes for room on the "
-                    f"disk: {problem}"
+                    f"the disk is full; the last checkpoint is saved as soon as there is space "
+                    f"(waiting up to {seconds / 60:g} minutes): {problem}"
                 )
             time.sleep(SECONDS_BETWEEN_TRIES)
 
@@ -315,9 +329,7 @@ class CheckpointWriter:
         """
         problem = None
         if self.rank == 0:
-            self.folder.check_lease()  # the workspaces may belong to a later attempt
             try:
-                remove_debris(self.folder.checkpoints)
                 workspace.mkdir(parents=True)
             except OSError as error:
                 problem = f"{workspace}: {error.strerror}"

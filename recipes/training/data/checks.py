@@ -47,7 +47,7 @@ def check_part(file: Path) -> None:
         raise UserError(
             f"{file} does not exist: the corpus was prepared without a validation part "
             f"(--validation-fraction 0); leave data.validation out and set "
-            f"training.evaluate_every = 0, or prepare it again"
+            f"training.evaluate_every = 0, or prepare the corpus again with a validation part"
         )
 
 

@@ -124,10 +124,10 @@ class TokenFile:
         first, after = bisect_right(offsets, start * size), bisect_left(offsets, stop * size)
         starts = self.starts(max(0, first - 1), after)
         if not starts[0] <= start < stop <= starts[-1]:
-            raise self._damaged(f"the sequences of the tokens {start} .. {stop - 1} are not there")
+            raise self._damaged(f"no sequences contain the tokens {start} .. {stop - 1}")
         begun = np.array(documents[bisect_left(documents, first) : bisect_left(documents, after)])
         if np.any((begun < first) | (begun >= after)) or np.any(np.diff(begun) < 0):
-            raise self._damaged(f"the documents of the tokens {start} .. {stop - 1} are not there")
+            raise self._damaged(f"no documents contain the tokens {start} .. {stop - 1}")
         begins = np.unique(starts[begun - max(0, first - 1)])  # empty documents share their address
         return tuple(np.diff(begins, prepend=start, append=stop).tolist())
 
@@ -164,7 +164,7 @@ class TokenFile:
         lengths = self._entries("<i4", HEADER.size, first, after).astype(np.int64)
         wrong = np.diff(offsets) != lengths * size
         if np.any(wrong) or np.any(lengths < 0) or offsets[0] % size or not 0 <= offsets[0] <= end:
-            raise self._damaged(f"the sequences {first} .. {after - 1} do not adjoin each other")
+            raise self._damaged(f"sequences {first} .. {after - 1} are not contiguous")
         return offsets // size
 
     def _damaged(self, reason: str) -> UserError:

@@ -102,13 +102,11 @@ def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) ->
     broken = [loss for loss in losses.values() if not math.isfinite(loss)]
     if losses and not broken:
         return None
-    shown = (
-        f"the validation loss is {broken[0]}"
-        if losses
-        else ("without data.validation, no loss shows whether the weights are sound")
-    )
-    problem = f"{reason}, and {shown}"
-    return Ending(STOPPED, stopped_without_save(step, problem))
+    if losses:
+        finding = f"the validation loss is {broken[0]}"
+    else:
+        finding = "there is no validation set (data.validation) to check the weights with"
+    return Ending(STOPPED, stopped_without_save(step, f"{reason}, and {finding}"))
 
 
 def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> Ending | None:

@@ -21,6 +21,7 @@ from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.loop.rejection import rejections
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import check_placement
+from recipes.training.run_folder.checkpoint_folders import remove_debris
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse
 from recipes.training.runtime.exits import FINISHED, PortInUse, leave
@@ -37,10 +38,10 @@ from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.tracking.messages import (
     announce,
-    crowding,
     summarize,
     tell_changes,
     tell_skipped,
+    thread_excess,
     warn,
 )
 from recipes.training.tracking.startup import Startup
@@ -104,8 +105,12 @@ def join(
         if not folder.attempt:
             raise
         port = os.environ["MASTER_PORT"]
-        print(f"port {port}, which launch.py had chosen, has been taken since", file=sys.stderr)
-        leave(1)  # launch.py then starts another attempt, with another port
+        print(
+            f"port {port}, chosen by launch.py, is now in use by another process; launch.py "
+            f"retries with another port",
+            file=sys.stderr,
+        )
+        leave(1)
     startup.lap("joining")
     crumb = Breadcrumb()
     supervisor = Supervisor(
@@ -201,25 +206,29 @@ def begin(
     with rejections(world, experiment.origin), rejected_together():
         if world.rank == 0:
             if not is_finished:
-                little_room = check_disk(folder.checkpoints, recipe, step=start.progress.step)
+                folder.check_lease()  # the unfinished saves may belong to a later attempt
+                remove_debris(folder.checkpoints)  # before the free space is measured
+                little_room = check_disk(
+                    folder.checkpoints, experiment.whole_recipe, step=start.progress.step
+                )
                 keeps_id = start.request.resume != "never"
                 check_wandb(recipe, folder.path, keeps_id=keeps_id)
             tell_skipped(folder, start.found)
             begin_branch(folder, start)
     if is_finished:
-        summarize(recipe, folder, world)
+        summarize(experiment.whole_recipe, folder, world)
         leave(FINISHED)
     with rejections(world, experiment.origin), rejected_together():
         if world.rank == 0:
             folder.prepare(experiment.whole_recipe, start.progress)
     startup.lap("checkpoint search")
-    crowded = "" if on_gpu() else crowding(*threads_on_first_node())
+    excess = "" if on_gpu() else thread_excess(*threads_on_first_node())
     if world.rank == 0:
         hosts = list(claim.supervisor.hosts)
         imbalance = data.context_imbalance()
         announce(recipe, experiment.topology, hosts, folder, start.found, imbalance)
-        if crowded:
-            print(f"  {crowded}", flush=True)
+        if excess:
+            print(f"  {excess}", flush=True)
         tell_changes(folder, start.found, experiment.whole_recipe)
         if little_room:
             warn(folder, start.progress.step, little_room)

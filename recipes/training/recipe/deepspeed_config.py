@@ -90,8 +90,8 @@ def read_deepspeed_json(name: str, recipe: Recipe | None = None) -> dict[str, An
         recipe: the recipe to compare the file with, as far as that needs no number of ranks
 
     Raises:
-        UserError: the file is missing or no JSON, or has keys or values that are not supported. The
-            message lists all of them, and a text that would be accepted.
+        UserError: the file is missing or not valid JSON, or has keys or values that are not
+            supported. The message lists all of them, and a text that would be accepted.
     """
     return _read(name, recipe)[0]
 
@@ -159,14 +159,14 @@ def _rejection(name: str, review: Review, proposal: dict[str, Any]) -> str:
     else:
         count = f"{len(review.findings)} settings are" if review.findings[1:] else "1 setting is"
         about = "\n  ".join([f"{name}: {count} rejected:", *review.findings, *notes])
-    return f"{about}\nThis text would be accepted:\n{json.dumps(proposal, indent=2)}"
+    return f"{about}\nThis file would be accepted:\n{json.dumps(proposal, indent=2)}"
 
 
 def _parse(name: str, review: Review) -> dict[str, Any]:
     """Return the content of a file; duplicate keys are added to the findings.
 
     Raises:
-        UserError: the file is missing or no JSON object.
+        UserError: the file is missing or not valid JSON, or is not an object.
     """
     path = repository_path(name)
     try:

@@ -272,7 +272,7 @@ class Review:
 
     Attributes:
         findings: one line about each setting that is rejected, with a value that works
-        readings: one line about each setting that is read in another way than it is written
+        readings: one line about each setting that is interpreted differently from its text
         without_effect: reason -> the keys that are accepted but have no effect
     """
 

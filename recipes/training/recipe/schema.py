@@ -78,6 +78,12 @@ class Recipe(Section):
         evaluate_every = self.training.evaluate_every
         if not best:
             return self
+        if not self.data.validation_sets:
+            raise UserError(
+                f"checkpoint.keep_best = {best} needs validation losses, and there is no "
+                f"data.validation; use checkpoint.keep_best = 0, or for example data.validation = "
+                f'"data/books/validation"'
+            )
         if not evaluate_every:
             raise UserError(
                 f"checkpoint.keep_best = {best} needs validation losses, and "

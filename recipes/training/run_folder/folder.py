@@ -223,7 +223,7 @@ class RunFolder:
         self._metric_lines.append(line)
 
     @property
-    def has_all_metrics(self) -> bool:
+    def has_written_metrics(self) -> bool:
         """True if metrics.jsonl has lines, and no line waits in memory for room on the disk."""
         return self._metric_lines.is_written
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.training.run_folder.checkpoint_folders import stamp_of
-from recipes.training.run_folder.line_file import MAX_COUNT
+from recipes.training.run_folder.line_file import MAX_INTEGER_IN_LINE
 from recipes.training.run_folder.progress import Progress, Read, read_from
 
 # By event, in addition to the step.
@@ -205,7 +205,7 @@ def _is_sound(event: dict[str, Any]) -> bool:
     names = (value for value in values.values() if isinstance(value, str))
     parts = event.get("data_parts") or []
     return (
-        all(0 <= count <= MAX_COUNT for count in counts)
+        all(0 <= count <= MAX_INTEGER_IN_LINE for count in counts)
         and not any("\0" in name for name in names)
         and all(isinstance(part, dict) for part in parts)
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-MAX_COUNT = 2**53  # of steps, samples and tokens in a line
+MAX_INTEGER_IN_LINE = 2**53  # of steps, samples and tokens in a line
 
 
 class LineFile:
@@ -145,7 +145,8 @@ class LineFile:
 def number(value: Any) -> float | None:
     """Return a number of a file that a user may have edited; None for any other value.
 
-    Integers beyond MAX_COUNT, which numpy and floats cannot hold exactly, count as damage.
+    Integers beyond MAX_INTEGER_IN_LINE, which numpy and floats cannot hold exactly, count as
+    damage.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -153,8 +154,8 @@ def number(value: Any) -> float | None:
 
 
 def too_large(value: Any) -> bool:
-    """Return True for an integer that is damage, because nothing is counted that far."""
-    return isinstance(value, int) and abs(value) > MAX_COUNT
+    """Return True for an integer above the limit, which only a damaged line contains."""
+    return isinstance(value, int) and abs(value) > MAX_INTEGER_IN_LINE
 
 
 def write_whole(file: Path, text: str, *, fresh: Path | None = None) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.run_folder.line_file import MAX_COUNT
+from recipes.training.run_folder.line_file import MAX_INTEGER_IN_LINE
 
 Read = tuple[tuple[int, int], ...]
 
@@ -91,7 +91,7 @@ def read_from(record: Any) -> Read:
     is_sound = all(
         isinstance(part, list | tuple)
         and len(part) == 2
-        and all(type(count) is int and 0 <= count <= MAX_COUNT for count in part)
+        and all(type(count) is int and 0 <= count <= MAX_INTEGER_IN_LINE for count in part)
         for part in parts
     )
     return tuple((part, end) for part, end in parts) if is_sound else ()

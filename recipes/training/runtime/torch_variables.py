@@ -76,9 +76,9 @@ def set_flight_recorder(
 
     On CPUs the recorder is off. gloo's callers wait inside the collective, so the stacks in the
     hang report already name it. Each record holds a Python traceback on the heap, between the
-    activations of the step, and the blocks around a traceback cannot be joined after both have been
-    freed: the heap of a run grew steadily (benchmarks/memory_growth.py). On a GPU the activations
-    are not on this heap.
+    activations of the step; the traceback keeps the free blocks on its two sides from being merged,
+    so the heap fragments and grows (benchmarks/memory_growth.py). On a GPU the activations are not
+    on this heap.
     """
     size = RECORDED_COLLECTIVES if on_gpu else 0
     _set_renamed(environment, RECORDER_VARIABLES, str(size), torch_version)

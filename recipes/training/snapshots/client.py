@@ -13,7 +13,7 @@ from recipes.training.snapshots.node_memory import Server
 SECONDS_TO_ANSWER = 10.0
 HASHED_BYTES_PER_SECOND = 50e6  # of a slow and busy node; the limit of the wait for a hash
 MAX_CONNECTIONS = 64
-ATTEMPTS = 2
+MAX_ATTEMPTS = 2
 MAX_AT_ONCE = 64  # nodes that are asked at the same time
 
 Listing = dict[str, dict[str, int]]  # snapshot -> file -> bytes
@@ -96,11 +96,11 @@ class Client:
         The server closes idle connections when it has too many. A server that has not answered in
         time is not asked again.
         """
-        for attempt in range(ATTEMPTS):
+        for attempt in range(MAX_ATTEMPTS):
             try:
                 return self._request(path, part, seconds)
             except (OSError, http.client.HTTPException) as error:
-                if attempt == ATTEMPTS - 1 or isinstance(error, TimeoutError):
+                if attempt == MAX_ATTEMPTS - 1 or isinstance(error, TimeoutError):
                     raise self._unavailable(path, str(error)) from None
         raise AssertionError("no attempt was made")
 

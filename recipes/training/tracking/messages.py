@@ -38,6 +38,7 @@ NOT_COMPILED = (
 )
 
 
+MAX_NODES_IN_MESSAGE = 8
 MAX_IMBALANCE = 1.1  # of context ranks; above it, the run prints a message
 
 
@@ -90,15 +91,15 @@ def announce(
         print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
 
 
-MAX_NODES_IN_MESSAGE = 8
-
-
 def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
     """Return the numbers of nodes and ranks, with the names of the nodes."""
     more = len(nodes) - MAX_NODES_IN_MESSAGE
     names = ", ".join(nodes[:MAX_NODES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
-    counts = (f"{n} {name}{'s' * (n != 1)}" for n, name in ((len(nodes), "node"), (ranks, "rank")))
-    return f"{', '.join(counts)}: {names}"
+    return f"{_count(len(nodes), 'node')}, {_count(ranks, 'rank')}: {names}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def tell_changes(folder: RunFolder, found: "ResumePoint", recipe: Recipe) -> None:
@@ -119,7 +120,7 @@ def warn(folder: RunFolder, step: int, message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-def crowding(ranks: int, threads: int, cores: int) -> str:
+def thread_excess(ranks: int, threads: int, cores: int) -> str:
     """Return a message if the threads of a node's ranks exceed its cores; otherwise "".
 
     Args:
@@ -134,8 +135,8 @@ def crowding(ranks: int, threads: int, cores: int) -> str:
         remedy = f"start {cores} ranks per node"
         remedy += " with OMP_NUM_THREADS=1" if threads > ranks else ""
     return (
-        f"{threads} threads of {ranks} rank{'s' * (ranks > 1)} share {cores} cores of this node "
-        f"and slow each other down; {remedy}"
+        f"{_count(ranks, 'rank')} on this node run{'s' * (ranks == 1)} {threads} threads on "
+        f"{_count(cores, 'core')}, which slows {'them' if ranks > 1 else 'it'} down; {remedy}"
     )
 
 
@@ -185,7 +186,10 @@ def longer_training(recipe: Recipe) -> str:
     span = StagePlan(recipe).at(last)
     rate, before = span.learning_rate(last + 1), span.schedule_first - 1
     if not rate:
-        return "to train longer, add a [[stage]] with its own schedule, because this one ended at 0"
+        return (
+            "to train longer, add a [[stage]] with its own schedule; the current schedule has "
+            "decayed to a learning rate of 0"
+        )
     stretched = learning_rate(last + 1 - before, span.recipe.optimizer, steps - before)
     if stretched <= MAX_RATE_CHANGE * rate:
         return "to train longer, raise training.steps"

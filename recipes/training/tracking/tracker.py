@@ -179,8 +179,8 @@ class RunTracker(Tracker):
     def repeat(self, corpora: Sequence[str]) -> None:
         for corpus in corpora:
             self.display.say(
-                f"step {self.last_step}: all of {corpus} has been read; its data repeat from here "
-                f"on, in another order"
+                f"step {self.last_step}: {corpus} has been read once; its second epoch begins, in "
+                f"a new order"
             )
 
     @override
@@ -287,7 +287,7 @@ class RunTracker(Tracker):
         self.display.close()
         problem = self.wandb.finish()
         if problem:
-            if self.folder.has_all_metrics:
+            if self.folder.has_written_metrics:
                 problem += "; metrics.jsonl has every step"
             self.folder.event("warning", self.last_step, message=problem)
             print(problem, file=sys.stderr)

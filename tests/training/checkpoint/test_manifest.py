@@ -3,6 +3,7 @@
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,23 @@ def test_a_checkpoint_of_a_later_format_is_rejected(checkpoint: Path) -> None:
     with pytest.raises(
         UserError, match="format = 2, but this version of Threefold reads format = 1"
     ):
+        Manifest.read(checkpoint)
+
+
+def test_a_checkpoint_below_a_path_that_is_not_valid_utf8_is_read(tmp_path: Path) -> None:
+    path = "/runs/caf\udce9/step-0000004"  # as Python decodes the byte 0xE9
+    manifest = Manifest.read(write_checkpoint(tmp_path, 4, parent={"checkpoint": path}))
+    assert manifest.parent == {"checkpoint": path}
+    recipe = manifest.recipe | {"training": {"initial_weights": path}}
+    manifest = replace(manifest, recipe=recipe, layout={"averaged": [path]})
+    assert Manifest.parse(manifest.text().encode(), tmp_path / "manifest.json") == manifest
+
+
+def test_damage_without_a_key_is_described_alone(checkpoint: Path) -> None:
+    file = checkpoint / "manifest.json"
+    deep = "[" * 300 + "]" * 300
+    file.write_text(file.read_text().replace('"layout": {}', f'"layout": {{"deep": {deep}}}'))
+    with pytest.raises(UserError, match=r"json is damaged \(Invalid JSON: recursion limit[^=]*;"):
         Manifest.read(checkpoint)
 
 

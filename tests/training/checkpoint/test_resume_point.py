@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,41 +58,67 @@ def test_keys_that_an_older_version_did_not_have_are_not_changes(corpus: Path) -
     assert changes == {"checkpoint.room_seconds": [1800, 7]}
 
 
+LATE = {
+    "name": "late",
+    "start_step": 21,
+    "optimizer": {"learning_rate": 1e-5, "schedule": {"warmup_steps": 0, "decay": "constant"}},
+}
+KEEP = "to keep the schedule of the checkpoint, use optimizer.schedule.steps = 20"
 COSINE = {"optimizer__schedule__warmup_steps": 5, "training__steps": 20}
 
 
 @pytest.mark.parametrize(
-    ("settings", "old", "new"),
+    ("settings", "new", "advice"),
     [
-        ({"training__steps": 40}, "4.00e-04", "2.44e-03"),
+        ({"training__steps": 40}, "2.44e-03", KEEP),
         ({"training__steps": 40, "optimizer__schedule__steps": 20}, "", ""),
         ({"optimizer__learning_rate": 0.0005}, "", ""),  # the rate of the next step is the minimum
-        ({"optimizer__schedule__minimum_learning_rate": 1e-3}, "4.00e-04", "1.00e-03"),
+        (
+            {"optimizer__schedule__minimum_learning_rate": 1e-3},
+            "1.00e-03",
+            "keys that changed: optimizer.schedule.minimum_learning_rate, training.steps",
+        ),
         ({"optimizer__schedule__minimum_learning_rate": 8e-4}, "", ""),
-        ({"optimizer__schedule__minimum_learning_rate": 1e-4}, "4.00e-04", "1.00e-04"),
-        ({"optimizer__schedule__minimum_learning_rate": 0.0}, "4.00e-04", "0.00e+00"),
+        (
+            {"optimizer__schedule__minimum_learning_rate": 0.0},
+            "0.00e+00",
+            "keys that changed: optimizer.schedule.minimum_learning_rate, training.steps",
+        ),
+        (
+            {"optimizer__schedule": {"warmup_steps": 5, "decay": "constant"}},
+            "4.00e-03",
+            "keys that changed: optimizer.schedule.decay, "
+            "optimizer.schedule.minimum_learning_rate, training.steps",
+        ),
+        ({"stage": [LATE]}, "1.00e-05", "keys that changed: stage, training.steps"),
     ],
 )
 def test_a_learning_rate_that_jumps_is_described(
-    settings: dict[str, float], old: str, new: str, corpus: Path
+    settings: dict[str, Any], new: str, advice: str, corpus: Path
 ) -> None:
     found = resumed(recipe_of(corpus, **COSINE), 20)
     text = found.learning_rate_jump(
         recipe_of(corpus, **(COSINE | {"training__steps": 21} | settings))
     )
-    if not old:
+    if not new:
         assert text == ""
     else:
-        assert f"jumps: it is {new} at step 21, and would be {old} with" in text
-        assert text.endswith("the checkpoint, use optimizer.schedule.steps = 20")
+        rates = f"changes from 4.00e-04 (recipe of the checkpoint) to {new} at step 21"
+        assert text == f"the learning rate {rates}; {advice}"
+
+
+def test_a_schedule_that_has_decayed_to_0_is_not_kept(corpus: Path) -> None:
+    settings = COSINE | {"optimizer__schedule__minimum_learning_rate": 0.0}
+    text = resumed(recipe_of(corpus, **settings), 20).learning_rate_jump(
+        recipe_of(corpus, **(settings | {"training__steps": 40}))
+    )
+    assert "from 0.00e+00" in text and "add a [[stage]] with its own schedule" in text
 
 
 def test_a_jump_that_the_recipe_always_had_is_not_described(corpus: Path) -> None:
-    late = {"learning_rate": 1e-5, "schedule": {"warmup_steps": 0, "decay": "constant"}}
-    stage = [{"name": "late", "start_step": 11, "optimizer": late}]
-    recipe = recipe_of(corpus, **COSINE, stage=stage)
+    recipe = recipe_of(corpus, **COSINE, stage=[LATE | {"start_step": 11}])
     assert resumed(recipe, 10).learning_rate_jump(recipe) == ""
-    assert "jumps" in resumed(recipe_of(corpus, **COSINE), 10).learning_rate_jump(recipe)
+    assert "stage" in resumed(recipe_of(corpus, **COSINE), 10).learning_rate_jump(recipe)
 
 
 def test_an_edited_deepspeed_json_is_reported(corpus: Path, tmp_path: Path) -> None:

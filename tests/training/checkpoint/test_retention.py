@@ -76,11 +76,20 @@ def test_a_damaged_checkpoint_is_not_the_best(tmp_path: Path) -> None:
     assert kept(tmp_path) == [2, 3]
 
 
+def test_a_checkpoint_without_a_manifest_does_not_stop_retention(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step, validation_loss=float(step))
+    (tmp_path / checkpoint_name(1) / "manifest.json").unlink()
+    retain(tmp_path, Checkpoint(every=1, keep=1, keep_best=1), step=3, damaged=())
+    assert kept(tmp_path) == [2, 3]
+
+
 def test_a_manifest_without_a_validation_loss_is_that_of_older_versions(tmp_path: Path) -> None:
     without = write_checkpoint(tmp_path, 1)
     assert "validation_loss" not in (without / "manifest.json").read_text()
     assert Manifest.read(without).validation_loss is None
     assert Manifest.read(write_checkpoint(tmp_path, 2, validation_loss=2.5)).validation_loss == 2.5
+    assert Manifest.read(write_checkpoint(tmp_path, 3, validation_loss=0.0)).validation_loss == 0
 
 
 def recipe_of(table: dict[str, Any], **checkpoint: Any) -> Recipe:
@@ -142,7 +151,10 @@ def test_a_disk_is_compared_with_the_checkpoints_to_come(
     with_free(RESERVED_DISK_BYTES + size)
     assert check_disk(folder, recipe, step=60) is None  # the older ones will be deleted
     warning = check_disk(folder, recipe, step=20)  # those of an abandoned branch stay
-    assert warning and "room for 2 (checkpoint.keep = 2, and one" in warning
+    assert warning and "room for 2 (checkpoint.keep = 2, plus one" in warning
+    listed = recipe_of(small, every=20, keep=2, also_at=[1, 2])
+    warning = check_disk(folder, listed, step=20)
+    assert warning and ", also_at = [1, 2], plus one" in warning
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_rejected(
@@ -154,7 +166,9 @@ def test_a_disk_without_room_for_a_checkpoint_is_rejected(
     with pytest.raises(UserError) as rejected:
         check_disk(tmp_path, recipe, step=0)
     assert f"a checkpoint needs {size / 1e9:.3f} GB" in str(rejected.value)  # without the reserve
-    assert "0.067 GB for metrics and logs; make room" in str(rejected.value)
+    assert "0.067 GB are reserved for metrics and logs; free at least 0.001 GB" in str(
+        rejected.value
+    )
 
 
 def test_a_disk_that_does_not_answer_is_left_to_the_first_save(

@@ -13,13 +13,14 @@ import tomli_w
 from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint import writer as checkpoint_writer
 from recipes.training.checkpoint.manifest import find_damages
-from recipes.training.checkpoint.writer import CheckpointWriter
+from recipes.training.checkpoint.writer import CheckpointWriter, Counters
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
+from recipes.training.run_folder.progress import Progress
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
 from tests.test_pretrain import events, metrics
@@ -42,7 +43,7 @@ def fill_and_look(self):
                 pass
         except OSError:
             pass
-    return None if quota else look(self)
+    return (None, False) if quota else look(self)
 
 CheckpointWriter._lack_of_room = fill_and_look
 pretrain.main()
@@ -115,7 +116,7 @@ def test_a_full_disk_destroys_no_checkpoint(
     assert steps_of(folder) == [3]
     settings = [f"checkpoint.on_failure={on_failure}", "checkpoint.room_seconds=0"]
     output = run(recipe_file, folder, *settings, code=3, start=filling)
-    reason = "No space left on device" if kind == "quota" else "GB free and a checkpoint needs"
+    reason = "No space left on device" if kind == "quota" else "GB free, but a checkpoint needs"
     assert "step 4 is not saved: " in output and reason in output
     assert ("step 8 is not saved: " in output) == (on_failure == "continue")
     assert steps_of(folder) == [3] and not list((folder / "checkpoints").glob("*.incomplete"))
@@ -123,7 +124,7 @@ def test_a_full_disk_destroys_no_checkpoint(
     assert metrics(folder) == expected[: len(metrics(folder))]
 
     output = run(recipe_file, folder, code=2, start=healthy)
-    assert "GB free and a checkpoint needs 0.00" in output and "steps" not in output
+    assert "GB free, but a checkpoint needs 0.00" in output and "steps" not in output
 
     (disk / "ballast").unlink()
     output = run(recipe_file, folder, start=healthy)
@@ -176,7 +177,7 @@ def test_the_last_save_waits_for_room(
     assert found == says
     waits = 0 if says and "Input/output" in says else 1
     assert len(told) == waits and steps == ([] if says else [2])
-    assert all("the last checkpoint waits up to" in text and problems[0] in text for text in told)
+    assert all("saved as soon as there is space" in text and problems[0] in text for text in told)
 
 
 def save_on_a_full_disk(
@@ -196,13 +197,54 @@ def save_on_a_full_disk(
     writer.recipe = recipe.model_copy(update={"checkpoint": settings})
     write = writer.write_files
     if problems[0] == "no room":
-        writer._lack_of_room = lambda: problems.pop(0)
+        writer._lack_of_room = lambda: (problems[0], problems.pop(0) is not None)
     else:
         writer.write_files = lambda workspace: write(workspace, problems.pop(0))
     writer.on_wait = told.append
     with writer:
         problem = writer.save(data.progress_after(2)) or writer.wait()
     return problem, told, [step_of(path) for path in published(own.checkpoints)]
+
+
+@pytest.fixture
+def lone_writer(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CheckpointWriter]:
+    """Yield a writer without an engine, on a disk that is full until its debris is deleted."""
+    writer = CheckpointWriter.__new__(CheckpointWriter)
+    writer.folder, writer.rank = RunFolder(tmp_path), 0
+    writer.recipe = parse_recipe(changed(small_recipe(corpus), checkpoint__room_seconds=1), "small")
+    writer.is_asked_to_stop = lambda: False
+    monkeypatch.setattr(writer, "_from_rank_0", lambda value: value, raising=False)
+    monkeypatch.setattr(checkpoint_writer, "SECONDS_BETWEEN_TRIES", 0.01)
+    yield writer
+
+
+def test_unfinished_saves_are_deleted_before_the_disk_counts_as_full(
+    lone_writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    debris = lone_writer.folder.checkpoints / "step-0000002.0a1b.incomplete"
+    debris.mkdir(parents=True)
+    monkeypatch.setattr(
+        checkpoint_writer, "lack_of_room", lambda *_: "no room" if debris.exists() else None
+    )
+    assert lone_writer._lack_of_room() == (None, False) and not debris.exists()
+
+
+def test_the_last_save_waits_only_for_space_and_until_a_request_to_stop(
+    lone_writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters, requests, told = Counters(0, None), [False, False, True], list[str]()
+    lone_writer.on_wait = told.append
+    lone_writer.folder.checkpoints.write_text("not a folder")
+    problem = lone_writer._write_patiently(Progress(20), None, counters)
+    assert problem and "step 20 is not saved" in problem and "File exists" in problem
+    assert not told
+    lone_writer.folder.checkpoints.unlink()
+    monkeypatch.setattr(checkpoint_writer, "lack_of_room", lambda *_: "no room")
+    lone_writer.is_asked_to_stop = lambda: requests.pop(0)
+    problem = lone_writer._write_patiently(Progress(20), None, counters)
+    assert problem == "step 20 is not saved: no room" and not requests and len(told) == 1
 
 
 def save_into_folders_of_their_own(recipe: Recipe, folder: Path) -> str | None:

@@ -25,7 +25,7 @@ from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.messages import announce
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"
-PROPOSAL = "\nThis text would be accepted:\n"
+PROPOSAL = "\nThis file would be accepted:\n"
 PROFILER = {
     "enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True,
     "output_file": None,

@@ -195,7 +195,7 @@ def test_unsupported_settings_are_rejected(
     file.write_text(json.dumps(config_with(path, value, 1)))
     with pytest.raises(UserError) as raised:
         read_deepspeed_json(str(file))
-    said, _, proposal = str(raised.value).partition("\nThis text would be accepted:\n")
+    said, _, proposal = str(raised.value).partition("\nThis file would be accepted:\n")
     assert said.startswith(f"{file}: ") and message in said and "\n" not in said
     if proposal:  # a number that is not finite is not JSON
         file.write_text(proposal)

@@ -552,3 +552,18 @@ def test_two_ranks_print_one_message_and_no_traceback(tmp_path: Path) -> None:
     assert outputs[0].count("model.hidden_size = 192 is not divisible by heads = 7") == 1
     assert outputs[0].count("\n") == 1
     assert outputs[1].startswith("pretrain.py: rank 1: ") or "heads = 7" in outputs[1]
+
+
+def test_the_best_checkpoints_need_a_validation_set(small: dict[str, Any], corpus: Path) -> None:
+    task = {"name": "next_line", "path": str(corpus / "task")}
+    for tasks, every in ((None, 0), ([task], 20)):
+        table = changed(
+            small,
+            data__validation=None,
+            training__evaluate_every=every,
+            checkpoint__every=20,
+            checkpoint__keep_best=2,
+            evaluation={"tasks": tasks} if tasks else {},
+        )
+        with pytest.raises(UserError, match=r"no data\.validation; use checkpoint\.keep_best = 0"):
+            parse_recipe(table, "small")

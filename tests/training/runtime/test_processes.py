@@ -36,7 +36,7 @@ def busy_port() -> Iterator[int]:
     [
         ([], [], BUSY, r"is used by another process .*; use a free port: MASTER_PORT=(\d+) in "),
         ([], [1], BUSY, r"is used by .*; use a free port: deepspeed --master_port (\d+)$"),
-        (["--lease", "x.1"], [1], 1, r"port (\d+), which launch.py had chosen, has been taken"),
+        (["--lease", "x.1"], [1], 1, r"port (\d+), chosen by launch.py, is now in use by"),
     ],
 )
 def test_a_busy_port_is_one_line_with_a_free_port(

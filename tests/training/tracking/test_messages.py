@@ -12,7 +12,7 @@ from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_r
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.progress import Progress
-from recipes.training.tracking.messages import announce, crowding, longer_training
+from recipes.training.tracking.messages import announce, longer_training, thread_excess
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, changed
 
@@ -31,7 +31,7 @@ LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}
         ({"optimizer__schedule__steps": 100}, RAISE),  # the schedule continues
         ({"optimizer__schedule__warmup_steps": 30}, RAISE),
         ({"optimizer__schedule__minimum_learning_rate": 3e-3}, RAISE),
-        ({"optimizer__schedule": WSD}, "[[stage]] with its own schedule, because this one ended"),
+        ({"optimizer__schedule": WSD}, "[[stage]] with its own schedule; the current schedule has"),
         ({"optimizer__schedule": WSD | {"minimum_learning_rate": 1e-3}},
          "at the learning rate of 1.00e-03, use --set training.steps=40"),
         ({"stage": [LATE]}, "[[stage]] with its own schedule; training.steps alone would raise"),
@@ -77,10 +77,16 @@ def test_a_run_prints_its_nodes_and_ranks(
         ({}, None),
         (GPT_SWITCHES, None),
         (GPT_SWITCHES | {"model__bias": False}, None),
-        (GPT_SWITCHES | {"model__kv_heads": 2}, "with kv_heads = 2; use"),
-        (GPT_SWITCHES | {"model__qk_norm": True}, "with qk_norm = true; use"),
-        ({"model__bias": True}, "('rmsnorm', 'rope', 'swiglu') with bias = true; use"),
-        ({"model__activation": "gelu"}, "('rmsnorm', 'rope', 'gelu'); use"),
+        (
+            GPT_SWITCHES | {"model__kv_heads": 2},
+            "kv_heads = 2; use model.kv_heads = 4 (GPT-2)",
+        ),
+        (
+            GPT_SWITCHES | {"model__qk_norm": True},
+            "model.qk_norm = true; use model.qk_norm = false (GPT-2)",
+        ),
+        ({"model__bias": True}, "model.bias = true; use model.bias = false (Llama)"),
+        ({"model__activation": "gelu"}, 'model.activation = "gelu"; use model.norm = "rmsnorm"'),
         (
             {"model__experts": {"count": 4, "per_token": 2, "ffn_hidden_size": 48, "shared": 1}},
             "model.experts.shared = 1 without a sigmoid router; use",
@@ -113,15 +119,16 @@ def test_a_model_that_cannot_be_exported_is_named_at_the_start(
     [
         (2, 2, 2, ""),
         (1, 2, 4, ""),
-        (2, 4, 2, "4 threads of 2 ranks share 2 cores"),
+        (2, 4, 2, "2 ranks on this node run 4 threads on 2 cores, which slows them"),
+        (1, 2, 1, "1 rank on this node runs 2 threads on 1 core, which slows it down"),
         (2, 4, 2, "set OMP_NUM_THREADS=1, or unset it"),
         (2, 16, 9, "set OMP_NUM_THREADS=4, or unset it"),
-        (4, 4, 2, "slow each other down; start 2 ranks per node"),
+        (4, 4, 2, "slows them down; start 2 ranks per node"),
         (4, 8, 2, "start 2 ranks per node with OMP_NUM_THREADS=1"),
     ],
 )
 def test_threads_that_exceed_the_cores_are_named(
     ranks: int, threads: int, cores: int, named: str
 ) -> None:
-    message = crowding(ranks, threads, cores)
+    message = thread_excess(ranks, threads, cores)
     assert named in message and bool(message) == bool(named)

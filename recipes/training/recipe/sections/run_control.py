@@ -21,12 +21,12 @@ class Checkpoint(Section):
 
     keep_best: NonNegative = 0
     """Also keep this many checkpoints with the lowest validation loss, the mean over all validation
-    sets. Only checkpoints after a validation count, so `every` must be a multiple of
-    `training.evaluate_every`."""
+    sets. Only checkpoints saved right after a validation are compared, so `every` must be a
+    multiple of `training.evaluate_every`."""
 
     also_at: tuple[Count, ...] = ()
     """More steps after which a checkpoint is saved, such as `[1, 2, 4, 8, 16]`. These checkpoints
-    are always kept. Steps after the last one have no effect."""
+    are always kept. Steps after `training.steps` have no effect."""
 
     on_failure: Literal["continue", "stop"] = "continue"
     """Reaction to a save that fails, for example because the disk is full: "continue" warns and

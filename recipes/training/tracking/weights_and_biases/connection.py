@@ -15,7 +15,7 @@ from typing import Any, Literal
 from recipes.training.run_folder.line_file import write_whole
 
 Mode = Literal["online", "offline", "disabled", "shared"]  # of `wandb.init`
-MAX_REASON = 200  # characters of an error in a message
+MAX_REASON_CHARACTERS = 200  # of an error, in a message
 SECONDS_TO_CONNECT = 30.0
 STATUS_FILE = "wandb/status.json"
 
@@ -40,17 +40,26 @@ class WandbStatus:
             case "online":
                 return f"online at {self.where}"
             case "offline":
-                return f"offline, because {self.reason}; send it with: wandb sync {self.where}"
+                return f"offline, because {self.reason}; upload with: wandb sync {self.where}"
             case "incomplete":
-                return f"incomplete ({self.reason}); send the rest with: wandb sync {self.where}"
+                return (
+                    f"incomplete, because {self.reason}; upload the rest with: wandb sync "
+                    f"{self.where}"
+                )
             case "disabled":
                 return f"off, because {self.reason}"
-        return f"failed ({self.reason})"
+        return f"failed, because {self.reason}"
 
     def write(self, folder: Path) -> None:
         """Write the status into a run folder, for the summary of the run."""
         with contextlib.suppress(OSError):
             write_whole(folder / STATUS_FILE, json.dumps(asdict(self)))
+
+    @staticmethod
+    def remove(folder: Path) -> None:
+        """Delete the status that an earlier process of the run has written."""
+        with contextlib.suppress(OSError):
+            (folder / STATUS_FILE).unlink()
 
     @classmethod
     def read(cls, folder: Path) -> "WandbStatus | None":
@@ -95,7 +104,7 @@ def restart_offline(
         files: the files that have not been sent
     """
     server = _settings().base_url
-    reason = f"W&B at {server} failed ({short(error)}); the run keeps its id {arguments['id']}"
+    reason = f"of an error of {server} ({short(error)}), with the same run id {arguments['id']}"
     tear_down()  # the failed run still holds its id
     return _init(arguments, "offline"), WandbStatus("offline", unsent(arguments, files), reason)
 
@@ -144,7 +153,7 @@ def choose_mode(wanted: str) -> tuple[Mode, str]:
 def short(error: Exception) -> str:
     """Return the first sentence or line of an error for a message."""
     line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return line.rstrip(".")[:MAX_REASON]
+    return line.rstrip(".")[:MAX_REASON_CHARACTERS]
 
 
 def unsent(arguments: dict[str, Any], files: str = "offline-run-*") -> str:

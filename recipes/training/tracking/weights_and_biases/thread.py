@@ -74,6 +74,7 @@ class WandbThread:
         self.exit_code = 0  # of this process, if it ends without waiting for W&B
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
+        WandbStatus.remove(folder.path)
         if recipe.tracking.mode != "disabled":
             self._thread = threading.Thread(target=self._work, args=(recipe,), daemon=True)
             self._thread.start()
@@ -98,7 +99,7 @@ class WandbThread:
             # runs first; it ends the process, so no other one runs.
             self._is_late = True
             atexit.register(self._leave_behind)
-            self._fail("it did not finish in time")
+            self._fail("W&B did not finish in time")
             return "Weights & Biases did not finish in time"
         return self._problem
 
@@ -124,7 +125,7 @@ class WandbThread:
             run.finish()
         except Exception as error:
             self._problem = f"Weights & Biases failed ({short(error)})"
-            self._fail(short(error))
+            self._fail(f"of an error ({short(error)})")
             while not is_read:
                 is_read = self._queue.get() is None
         finally:

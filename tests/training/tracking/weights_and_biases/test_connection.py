@@ -168,12 +168,12 @@ def test_a_server_that_rejects_the_key_leaves_the_run_offline_with_the_same_id(
     capfd.readouterr()
     status = train(small, folder)
     run_id = (folder.path / "wandb" / "run_id").read_text()
-    assert status.mode == "offline" and status.reason.startswith(f"W&B at {server.url} failed")
-    assert status.reason.endswith(f"; the run keeps its id {run_id}")
+    assert status.mode == "offline" and status.reason.startswith(f"of an error of {server.url} (")
+    assert status.reason.endswith(f"), with the same run id {run_id}")
     (files,) = (folder.path / "wandb").glob(f"offline-run-*-{run_id}")
     assert list(files.glob("*.wandb"))
     printed = capfd.readouterr()
-    assert f"W&B: offline, because {status.reason}; send it with: wandb sync" in printed.out
+    assert f"W&B: offline, because {status.reason}; upload with: wandb sync" in printed.out
     assert "  W&B         offline, because " in printed.out
     assert "Traceback" not in printed.out + printed.err
 
@@ -225,7 +225,7 @@ def test_a_crash_of_wandb_ends_in_an_offline_run_and_no_traceback(
     run_id = (tmp_path / "run" / "wandb" / "run_id").read_text()
     assert process.returncode == 0 and lines[-1] == "problem: None", (lines, errors)
     offline = next(line for line in lines if line.startswith("offline"))
-    assert f"the run keeps its id {run_id}; send it with: wandb sync" in offline
+    assert f"with the same run id {run_id}; upload with: wandb sync" in offline
     assert list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}"))
     assert "Traceback" not in errors and "Error" not in errors, errors
 
@@ -274,11 +274,22 @@ def test_an_error_in_the_last_call_ends_the_thread(
     started = (run, WandbStatus("online", "http://page"))
     with mock.patch.object(wandb_thread, "start_wandb", return_value=started):
         status = train(small, folder)
-    assert (status.mode, status.reason) == ("incomplete", "no answer")
+    assert (status.mode, status.reason) == ("incomplete", "of an error (no answer)")
     printed = capfd.readouterr()
     assert "W&B: online at http://page\n" in printed.out
-    assert "  W&B         incomplete (no answer); send the rest with: wandb sync" in printed.out
+    assert (
+        "  W&B         incomplete, because of an error (no answer); upload the rest " in printed.out
+    )
     assert printed.err == "Weights & Biases failed (no answer); metrics.jsonl has every step\n"
+
+
+def test_the_status_of_an_earlier_process_is_removed(small: dict, folder: RunFolder) -> None:
+    (folder.path / "wandb").mkdir()
+    WandbStatus("online", "http://page").write(folder.path)
+    assert WandbStatus.read(folder.path)
+    recipe = parse_recipe(changed(small, tracking__mode="disabled"), "small")
+    wandb_thread.WandbThread(recipe, folder)
+    assert WandbStatus.read(folder.path) is None
 
 
 @pytest.mark.parametrize("content", ["", "5", "[" * 100_000, '{"mode": 1}', "\x00"])
