@@ -17,7 +17,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import MAX_COUNT
+from recipes.training.run_folder.line_file import MAX_INTEGER_IN_LINE
 from recipes.training.run_folder.progress import Progress
 
 MAX_CHARACTERS_SHOWN = 200  # of a window
@@ -99,7 +99,7 @@ def reading_of(plan: StagePlan, run: RunFolder, step: int) -> tuple[Progress, ra
             continue
         expected = planned(line["step"])
         length = plan.at(line["step"]).recipe.model.sequence_length
-        if abs(line.get("tokens", math.inf)) <= MAX_COUNT:  # neither damaged nor missing
+        if abs(line.get("tokens", math.inf)) <= MAX_INTEGER_IN_LINE:  # neither damaged nor missing
             read = int(line["tokens"]) - expected.tokens(plan)
             ends[line["step"]] = expected.samples + read // length
     for at, first in firsts.items():  # drop steps that a rollback has discarded

@@ -68,8 +68,8 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
         )
     if not 0 <= options.validation_fraction < 1:
         raise UserError(
-            f"--validation-fraction {options.validation_fraction} is not in 0 .. 1; use 0.1, or 0 "
-            f"for a corpus without a validation part"
+            f"--validation-fraction {options.validation_fraction} is not a share below 1; use 0.1, "
+            f"or 0 for a corpus without a validation part"
         )
     _check_validation(options)
     if options.processes < 1:

@@ -29,6 +29,7 @@ from recipes.preparing.own_files import OwnFiles
 STANDARD_LIBRARY = "stdlib"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".arrow", ".csv")
 UNKNOWN_SPLIT = re.compile("Unknown split|Bad split")  # errors of load_dataset
+PLAIN_TEXT = (".tokens", ".raw")  # as the files of WikiText are named
 COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".txt")
 
 
@@ -276,9 +277,10 @@ def is_whole(file: Path, text_is: str) -> bool:
 
 
 def format_of(file: Path) -> str:
-    """Return the suffix of a file without that of its compression."""
+    """Return the suffix of a file without that of its compression; ".txt" for any plain text."""
     suffix = file.suffix.lower()
-    return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
+    suffix = Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
+    return ".txt" if suffix in PLAIN_TEXT else suffix
 
 
 def open_file(file: Path, reading: SourceOptions) -> Format:

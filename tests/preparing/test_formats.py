@@ -195,6 +195,13 @@ def test_parquet_with_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
     assert texts(opened(tmp_path / "bad.parquet"), 1, skip=frozenset({"utf-8"})) == ["a"]
 
 
+@pytest.mark.parametrize("name", ["wiki.train.tokens", "wiki.train.raw", "wiki.train.raw.gz"])
+def test_plain_text_has_any_of_its_suffixes(name: str, tmp_path: Path) -> None:
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(pack(b"one\ntwo\n"))
+    assert texts(opened(tmp_path / name), 1) == ["one", "two"]
+
+
 REFUSED = {
     "nowhere.jsonl": (None, "nowhere.jsonl: no such file"),
     "text.docx": (b"PK", "text.docx: unsupported format; use one of .jsonl"),

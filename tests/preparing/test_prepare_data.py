@@ -180,7 +180,10 @@ def test_pieces_without_a_start_are_not_used_for_documents_with_one(tmp_path: Pa
     ("arguments", "named"),
     [
         (["--source", "nowhere.jsonl"], "--source nowhere.jsonl: no such file"),
-        (["--validation-fraction", "1"], "--validation-fraction 1.0 is not in 0 .. 1; use 0.1"),
+        (
+            ["--validation-fraction", "1"],
+            "--validation-fraction 1.0 is not a share below 1; use 0.1",
+        ),
         (
             ["--validation-fraction", "0.2", "--validation-source", "VALID.jsonl"],
             "--validation-fraction 0.2 has no effect with --validation-source",

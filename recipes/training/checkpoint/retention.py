@@ -21,6 +21,7 @@ from recipes.training.recipe.sections.run_control import Checkpoint
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 
 RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
+RESERVED_BYTES_AT_THE_END = 2**20  # likewise, during the save after the last step
 
 
 def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection[Path]) -> None:
@@ -67,19 +68,24 @@ def checkpoint_bytes(recipe: Recipe) -> int:
     return BYTES["F32"] * checkpoint_elements(recipe.model, recipe.optimizer.kind)
 
 
-def lack_of_room(folder: Path, recipe: Recipe) -> str | None:
+def lack_of_room(folder: Path, recipe: Recipe, *, reserve: int = RESERVED_DISK_BYTES) -> str | None:
     """Return a message if the disk has no room for one more checkpoint; None if it has.
+
+    Args:
+        folder: a folder on the disk
+        recipe: the recipe of the run
+        reserve: bytes that have to stay free
 
     Raises:
         OSError: the free space of the folder's disk cannot be determined.
     """
     free, size = shutil.disk_usage(folder).free, checkpoint_bytes(recipe)
-    if free >= size + RESERVED_DISK_BYTES:
+    if free >= size + reserve:
         return None
     return (
         f"{folder} has {free / 1e9:.3f} GB free, but a checkpoint needs {size / 1e9:.3f} GB, and "
-        f"{RESERVED_DISK_BYTES / 1e9:.3f} GB are reserved for metrics and logs; free at least "
-        f"{_gigabytes(size + RESERVED_DISK_BYTES - free)} GB"
+        f"{reserve / 1e9:.3f} GB are reserved for metrics and logs; free at least "
+        f"{_gigabytes(size + reserve - free)} GB"
     )
 
 

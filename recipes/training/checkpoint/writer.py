@@ -29,7 +29,12 @@ import torch.distributed as dist
 
 from models.parallel.process_groups import create_host_groups
 from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.retention import lack_of_room, retain
+from recipes.training.checkpoint.retention import (
+    RESERVED_BYTES_AT_THE_END,
+    RESERVED_DISK_BYTES,
+    lack_of_room,
+    retain,
+)
 from recipes.training.checkpoint.state import TrainingState
 from recipes.training.checkpoint.writing.assembly import Assembly
 from recipes.training.checkpoint.writing.rank_files import Written, united, write_files
@@ -127,6 +132,7 @@ class CheckpointWriter:
         ]
         self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
         self.on_wait: Callable[[str], None] = lambda message: None
+        self.reserve = RESERVED_DISK_BYTES  # of free space, beyond the size of the checkpoint
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         self._thread: threading.Thread | None = None
         self._is_snapshot = False  # what the thread writes
@@ -163,6 +169,7 @@ class CheckpointWriter:
         """
         earlier = self.wait() if self._thread else None
         patience = self._patience(progress.step)
+        self.reserve = RESERVED_BYTES_AT_THE_END if patience else RESERVED_DISK_BYTES
         no_room, _ = (None, False) if patience else self._no_room_on_rank_0()
         self._problem = _unsaved(progress.step, no_room)
         if no_room:
@@ -220,7 +227,7 @@ class CheckpointWriter:
         try:
             folder.mkdir(exist_ok=True)  # a run folder that was moved away is not created again
             remove_debris(folder)
-            lack = lack_of_room(folder, self.recipe)
+            lack = lack_of_room(folder, self.recipe, reserve=self.reserve)
         except OSError as error:
             return f"{folder}: {error.strerror}", error.errno in FULL_DISK_ERRORS
         return lack, lack is not None

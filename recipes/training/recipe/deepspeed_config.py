@@ -137,6 +137,7 @@ def _read(
     accepted = review_settings(settings, review)
     _check_dependencies(accepted, review)
     config = dict.fromkeys(AUTO_KEYS, "auto") | accepted
+    config["zero_optimization"] = {"stage": 1} | accepted.get("zero_optimization", {})
     if review.findings:
         if recipe and topology:  # so that no finding is left for the next start
             for problem in _combinations(recipe, config, topology):
@@ -356,6 +357,8 @@ def _resolve_precision(settings: dict[str, Any], review: Review) -> None:
 def _resolve_stage(settings: dict[str, Any], review: Review) -> None:
     """Reject a config without ZeRO, and replace "auto" in the stage."""
     zero = settings.setdefault("zero_optimization", {})
+    if zero == "auto":
+        zero = {"stage": "auto"}
     if not _is_block(zero):
         return
     stage = zero.get("stage", 0)
@@ -363,8 +366,8 @@ def _resolve_stage(settings: dict[str, Any], review: Review) -> None:
         review.readings.append('zero_optimization.stage = "auto" is read as 1')
     elif stage == 0 and not isinstance(stage, bool):
         review.reject(
-            "zero_optimization.stage = 0: without ZeRO DeepSpeed clips wrongly over pipeline "
-            "stages; use 1, which costs no more on one data rank"
+            "zero_optimization.stage = 0: without ZeRO, DeepSpeed clips gradients wrongly in "
+            "pipelines; use 1, which needs no more time or memory"
         )
     else:
         return

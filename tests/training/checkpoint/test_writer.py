@@ -214,7 +214,7 @@ def lone_writer(
     writer = CheckpointWriter.__new__(CheckpointWriter)
     writer.folder, writer.rank = RunFolder(tmp_path), 0
     writer.recipe = parse_recipe(changed(small_recipe(corpus), checkpoint__room_seconds=1), "small")
-    writer.is_asked_to_stop = lambda: False
+    writer.is_asked_to_stop, writer.reserve = lambda: False, 0
     monkeypatch.setattr(writer, "_from_rank_0", lambda value: value, raising=False)
     monkeypatch.setattr(checkpoint_writer, "SECONDS_BETWEEN_TRIES", 0.01)
     yield writer
@@ -226,7 +226,7 @@ def test_unfinished_saves_are_deleted_before_the_disk_counts_as_full(
     debris = lone_writer.folder.checkpoints / "step-0000002.0a1b.incomplete"
     debris.mkdir(parents=True)
     monkeypatch.setattr(
-        checkpoint_writer, "lack_of_room", lambda *_: "no room" if debris.exists() else None
+        checkpoint_writer, "lack_of_room", lambda *_, **__: "no room" if debris.exists() else None
     )
     assert lone_writer._lack_of_room() == (None, False) and not debris.exists()
 
@@ -241,7 +241,7 @@ def test_the_last_save_waits_only_for_space_and_until_a_request_to_stop(
     assert problem and "step 20 is not saved" in problem and "File exists" in problem
     assert not told
     lone_writer.folder.checkpoints.unlink()
-    monkeypatch.setattr(checkpoint_writer, "lack_of_room", lambda *_: "no room")
+    monkeypatch.setattr(checkpoint_writer, "lack_of_room", lambda *_, **__: "no room")
     lone_writer.is_asked_to_stop = lambda: requests.pop(0)
     problem = lone_writer._write_patiently(Progress(20), None, counters)
     assert problem == "step 20 is not saved: no room" and not requests and len(told) == 1

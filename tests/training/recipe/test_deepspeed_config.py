@@ -18,7 +18,7 @@ from recipes.training.recipe.deepspeed_config import (
     require_auto,
 )
 from recipes.training.recipe.deepspeed_schema import NOT_SUPPORTED, SETTINGS, WITHOUT_EFFECT
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.progress import Progress
@@ -315,6 +315,18 @@ def test_the_former_name_of_bf16_is_read(tmp_path: Path) -> None:
     file = write(tmp_path, {"zero_optimization": {"stage": 1}, "bfloat16": {"enabled": True}})
     assert read_deepspeed_json(str(file))["bf16"] == {"enabled": True}
     assert deepspeed_notes(*setting(file)) == ["bfloat16 is read as bf16"]
+
+
+@pytest.mark.parametrize("zero", ["auto", 3, [], None, {}, {"stage": "x"}, {"stage": None}])
+def test_any_value_of_the_zero_block_is_read_or_rejected(zero: Any, tmp_path: Path) -> None:
+    name = write(tmp_path, {"zero_optimization": zero})
+    recipe = load_recipe(DEFAULT_RECIPE, [f"deepspeed={name}"])
+    topology = recipe.topology(World(size=2, local_size=2))
+    if zero == "auto":
+        assert build_deepspeed_config(recipe, topology)["zero_optimization"]["stage"] == 1
+        return
+    with pytest.raises(UserError, match="zero_optimization"):
+        build_deepspeed_config(recipe, topology)
 
 
 @pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])
