@@ -55,7 +55,7 @@ PARTS = (
     _layouts("4"),
     Part("nanogpt", "nanoGPT's recipe for Shakespeare", "tests.gpu.nanogpt:shakespeare", 300,
          usual=False),
-    Part("device", "The planner's file", "tests.gpu.speed:device_file", 150, usual=False),
+    Part("device", "The planner's file", "tests.gpu.speed:device_file", 240, usual=False),
     Part("transformers", "Compared with transformers", "tests.gpu.speed:compared_with_transformers",
          180, usual=False),
 )  # fmt: skip
