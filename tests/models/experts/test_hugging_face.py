@@ -344,7 +344,7 @@ WITHOUT_A_CLASS: list[
     ({}, {"router": "sigmoid", "shared": 1}, 'router = "sigmoid" without model.qk_norm'),
     ({}, {"router": "softmax"}, "model.experts.normalize = false without"),
     ({}, {"dense_layers": 1}, "model.experts.dense_layers = 1 without"),
-    ({"activation": "gelu"}, {}, "('rmsnorm', 'rope', 'gelu')"),
+    ({"activation": "gelu"}, {}, 'model.activation = "gelu"'),
 ]
 
 
