@@ -342,8 +342,9 @@ def write_recipe(home: Path) -> Path:
 
 
 def without_times(line: dict[str, Any]) -> str:
-    """Return a line of metrics.jsonl as text, which compares NaNs as equal."""
-    return json.dumps({key: value for key, value in line.items() if key not in TIMED})
+    """Return the numbers in a line of metrics.jsonl as text, which compares NaNs as equal."""
+    numbers = {key: value for key, value in line.items() if value is not None}
+    return json.dumps({key: value for key, value in numbers.items() if key not in TIMED})
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
