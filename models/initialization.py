@@ -77,7 +77,6 @@ def initialize(
             chunk = max(1, rows_of_chunk(shape) * math.prod(shape[1:]) // tensor_size)
             for first in range(0, len(wanted), CHUNKS_PER_THREAD * chunk):
                 of_thread = wanted[first : first + CHUNKS_PER_THREAD * chunk]
-                rows = NormalRows(shape, name=name, seed=seed)
                 draws.append(
                     partial(
                         _draw,
@@ -85,7 +84,8 @@ def initialize(
                         of_thread,
                         chunk=chunk,
                         std=std,
-                        local_elements=partial(local_elements, rows),
+                        rows=partial(NormalRows, shape, name=name, seed=seed),
+                        local_elements=local_elements,
                     )
                 )
     run_in_threads(draws)
@@ -97,12 +97,14 @@ def _draw(
     *,
     chunk: int,
     std: float,
-    local_elements: Callable[[range], Tensor],
+    rows: Callable[[], "NormalRows"],
+    local_elements: Callable[["NormalRows", range], Tensor],
 ) -> None:
     """Fill consecutive elements of this rank's part of a parameter, `chunk` at a time."""
+    drawn = rows()  # made here, because it keeps a chunk for as long as it exists
     for first in range(0, len(elements), chunk):
         piece = elements[first : first + chunk]
-        values[first : first + len(piece)] = std * local_elements(piece)
+        values[first : first + len(piece)] = std * local_elements(drawn, piece)
 
 
 def run_in_threads(functions: Sequence[Callable[[], None]]) -> None:
@@ -138,7 +140,8 @@ class NormalRows:
         """Return the rows from start to stop, [stop - start, ...] in fp32."""
         numbers = range(start // self.rows_of_chunk, -(-stop // self.rows_of_chunk))
         first = numbers.start * self.rows_of_chunk
-        rows = torch.cat([self._chunk(number) for number in numbers])
+        chunks = [self._chunk(number) for number in numbers]
+        rows = chunks[0] if len(chunks) == 1 else torch.cat(chunks)
         return rows[start - first : stop - first]
 
     def _chunk(self, number: int) -> Tensor:

@@ -148,7 +148,7 @@ class Sharding:
         padding = rows.stop - max(rows.start, row)
         if padding > 0:
             pieces.append(torch.zeros(padding, *local_shape[1:]))
-        flat = torch.cat(pieces).flatten()
+        flat = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).flatten()
         return flat[elements.start - rows.start * width :][: len(elements)]
 
     def _row_ranges(self, tensor_rank: int, tensor_size: int) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@ Datasheet values stay, and so do values that one device cannot measure: links, n
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from benchmarks.device import rates
 from benchmarks.device.fit import fit
 from benchmarks.one_step import contestants
 from benchmarks.one_step.rows import OUR_ENTRY, Setting
-from benchmarks.one_step.shapes import CPU_SHAPES, GPU_SHAPES, PRECISIONS
+from benchmarks.one_step.shapes import CPU_SHAPES, GPU_SHAPES, PRECISIONS, Shape
 from benchmarks.taking_turns import Player, median_seconds, players, take_turns
 from models.errors import UserError
 from recipes.gpus import datasheet
@@ -31,11 +32,19 @@ MEASURED = (  # keys of [efficiency] that can be measured on one device
 EFFICIENCY = re.compile(r"^(?:#[^\n]*\n)*\[efficiency\].*|^efficiency = [^\n]*\n", re.M | re.S)
 
 
-def calibrate(name: str, like: str | None, setting: Setting, folder: Path) -> dict[str, Any]:
+def calibrate(
+    name: str,
+    like: str | None,
+    setting: Setting,
+    folder: Path,
+    *,
+    shapes: Sequence[Shape] = (),
+) -> dict[str, Any]:
     """Measure this device, write its file, and compare predictions with it to measured steps.
 
     like: GPU whose file a new device's file is based on
     folder: folder of the files
+    shapes: models whose steps are measured; by default those of the benchmark of steps
 
     Raises:
         UserError: there is no such file, or it is another device's.
@@ -55,7 +64,7 @@ def calibrate(name: str, like: str | None, setting: Setting, folder: Path) -> di
         gpu, fitted = fit(gpu, player, PRECISIONS if setting.cores else ("bf16",))
     file.write_text(rewritten(text, gpu, device), encoding="utf-8")
     gpu = read_gpu(file)
-    return {"file": str(file), **fitted, "steps": predict(gpu, setting)}
+    return {"file": str(file), **fitted, "steps": predict(gpu, setting, shapes)}
 
 
 def checked(file: Path, device: str, *, is_new: bool) -> Gpu:
@@ -98,19 +107,20 @@ def rewritten(text: str, gpu: Gpu, device: str) -> str:
     return head + "\n\n" + "\n".join(lines) + "\n"
 
 
-def predict(gpu: Gpu, setting: Setting) -> list[dict[str, Any]]:
+def predict(gpu: Gpu, setting: Setting, shapes: Sequence[Shape] = ()) -> list[dict[str, Any]]:
     """Return predicted and measured times of our contestant's steps."""
     found = []
+    shapes = shapes or tuple((CPU_SHAPES if setting.cores else GPU_SHAPES).values())
     machine = Machine.of(gpu, gpus=1, gpus_per_node=1)
-    for name, shape in (CPU_SHAPES if setting.cores else GPU_SHAPES).items():
+    for shape in shapes:
         for precision in PRECISIONS if setting.cores else ("bf16",):
             start = partial(
                 Player, contestants.play, OUR_ENTRY, shape, precision, {},
                 cores=setting.cores,
             )  # fmt: skip
-            with players({name: start}) as playing:
+            with players({shape.name: start}) as playing:
                 turns = take_turns(playing, warm_up=setting.warm_up, rounds=setting.rounds)
-            measured = median_seconds(turns[name][setting.warm_up :])
+            measured = median_seconds(turns[shape.name][setting.warm_up :])
             predicted = step_time(job_of(shape.recipe(precision), machine)).total
             found.append(
                 {

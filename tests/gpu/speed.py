@@ -236,7 +236,11 @@ def device_file(setting: Setting) -> Result:
         shutil.copy(source, folder)
     cores = () if setting.device == "cuda" else tuple(cores_at_hand())
     found = files.calibrate(
-        key, None if gpu else FALLBACK, rows.Setting(rounds=ROUNDS, cores=cores), folder
+        key,
+        None if gpu else FALLBACK,
+        rows.Setting(rounds=ROUNDS, cores=cores),
+        folder,
+        shapes=(shape_of(setting, 2, 2),) if setting.small else (),
     )
     for other in folder.glob("*.toml"):
         if other.name != Path(found["file"]).name:
