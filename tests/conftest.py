@@ -1,14 +1,19 @@
 """Fixtures for several test files: a small corpus and a small recipe."""
 
+import time
 import tomllib
+from collections import Counter
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from recipes.proving.proof_corpus import write_corpus
 from recipes.training.recipe.loading import DEFAULT_RECIPE
+from tests.core_seconds import seconds_of_tree
 
 # The longest files, longest first. `make test` gives each of its two processes one file at a time:
 # if a long file came last, the other process would be idle meanwhile.
@@ -43,6 +48,72 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first; keep the order of the other files and within files."""
     ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+
+
+class Spent:
+    """Counts the processor time and the wall time of each file of tests, for a table at the end.
+
+    Processes that their parent has abandoned are not counted; `tests/core_seconds.py` counts all.
+    """
+
+    SHOWN = 10  # files
+
+    def __init__(self) -> None:
+        self.core_seconds: Counter[str] = Counter()
+        self.wall_seconds: Counter[str] = Counter()
+        self.last = 0.0, 0.0
+
+    def now(self) -> tuple[float, float]:
+        """Return the processor time until now, and the time."""
+        return seconds_of_tree(psutil.Process()), time.monotonic()
+
+    def add(self, file: str) -> None:
+        """Count the time since the last call for a file."""
+        now = self.now()
+        self.core_seconds[file] += now[0] - self.last[0]
+        self.wall_seconds[file] += now[1] - self.last[1]
+        self.last = now
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> Iterator[None]:
+        """Count the time of a file after its last test."""
+        if self.last == (0.0, 0.0):
+            self.last = self.now()
+        result = yield
+        if nextitem is None or nextitem.path != item.path:
+            self.add(str(item.path.relative_to(TESTS)))
+        return result
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Give the numbers of a worker to the process that started it."""
+        if hasattr(session.config, "workeroutput"):
+            spent = self.core_seconds, self.wall_seconds
+            session.config.workeroutput["spent"] = [dict(each) for each in spent]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take the numbers of a worker that has ended."""
+        for own, other in zip(
+            (self.core_seconds, self.wall_seconds),
+            getattr(node, "workeroutput", {}).get("spent", ({}, {})),
+            strict=True,
+        ):
+            own.update(other)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the dearest files."""
+        if len(self.core_seconds) > 1:
+            terminalreporter.write_sep("-", "files with the most core-seconds")
+            for file, seconds in self.core_seconds.most_common(self.SHOWN):
+                wall = self.wall_seconds[file]
+                terminalreporter.write_line(f"{seconds:6.1f} in {wall:5.0f} s  {file}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count the time of the tests."""
+    config.pluginmanager.register(Spent())
 
 
 @pytest.fixture(scope="session")
