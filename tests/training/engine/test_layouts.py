@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,8 +344,10 @@ def test_losses_are_those_of_one_rank(
         assert got.drifted == []
     else:
         difference = compare(got, expected, case(corpus, *layout_of(key)).recipe.model)
-        noise = {"weights": 0.0} if difference.weights < 1e-4 else {}  # of AdamW's first steps
-        assert replace(difference, **noise).passes, difference
+        assert difference.loss < 2e-6 and difference.grad_norm < 1e-5, difference
+        assert difference.weights < 1e-4 and difference.moments < 1e-4, difference
+        assert difference.evaluation < 1e-5, difference  # of a few tokens
+        assert not difference.drifted and not difference.rerouted, difference
 
 
 @pytest.mark.parametrize("key", CASES)
