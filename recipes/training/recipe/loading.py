@@ -1,6 +1,7 @@
 """Load a recipe from its TOML file and apply the overrides of --set."""
 
 import json
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,6 +153,7 @@ def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
 
 def apply_override(table: dict[str, Any], override: str) -> None:
     """Set one key of a recipe's table; `stage.NAME.section.key` is a key of the stage NAME."""
+    override = text_of_override(override)
     name, equals, text = override.partition("=")
     *sections, key = (part.strip() for part in name.split("."))
     if not equals or not key or not all(sections):
@@ -176,6 +178,27 @@ def apply_override(table: dict[str, Any], override: str) -> None:
                 f"--set {override}: {path} is a value, not a section; write --set {path}=..."
             )
     table[key] = value
+
+
+def text_of_override(override: str) -> str:
+    """Return the text of an override from the command line.
+
+    Python decodes arguments in the encoding of the locale. In a locale such as C, which has only
+    ASCII, it replaces each byte of other characters by half of a surrogate pair, which neither JSON
+    nor UTF-8 allows.
+
+    Raises:
+        UserError: the bytes of the argument are not UTF-8.
+    """
+    if not any("\ud800" <= character <= "\udfff" for character in override):
+        return override
+    try:
+        return os.fsencode(override).decode("utf-8")
+    except UnicodeError:
+        raise UserError(
+            f"--set {override}: this is not UTF-8 text; write it in UTF-8, or use TOML's escapes, "
+            f'for example "\\u00e9"'
+        ) from None
 
 
 def _stages_by_name(stages: Any, override: str) -> dict[str, Any]:
