@@ -2,14 +2,12 @@
 
 import shutil
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from recipes.training.checkpoint.resume import Request, Start
 from recipes.training.checkpoint.resume_point import ResumePoint
@@ -25,13 +23,6 @@ from tests.conftest import changed
 
 Usage = namedtuple("Usage", ["free"])
 LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
