@@ -59,7 +59,7 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
     if is_nested_too_deeply(table):
         raise UserError(
             f"{name}: tables and arrays are nested more than {MAX_NESTING} levels deep, which no "
-            f'key needs; write lines such as  name = "tiny"'
+            f'key needs; write lines such as name = "tiny"'
         )
     _reject_null_characters(table, name)
     try:
@@ -132,7 +132,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
         raise UserError(
-            f'{short(path)}: this is not valid TOML: {error}; write lines such as  name = "tiny"'
+            f'{short(path)}: this is not valid TOML: {error}; write lines such as name = "tiny"'
         ) from None
 
 
