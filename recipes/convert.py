@@ -201,7 +201,9 @@ def parse_command_line() -> argparse.Namespace:
     for subparser in (export_parser, adopt_parser, average_parser, reshape_parser):
         if subparser is not average_parser:  # which takes several folders to read
             subparser.add_argument("output", type=Path, help="folder to write")
-        subparser.add_argument("--overwrite", action="store_true", help="replace an unchanged earlier output")
+        subparser.add_argument(
+            "--overwrite", action="store_true", help="replace an unchanged earlier output"
+        )
     return parser.parse_args()
 
 
