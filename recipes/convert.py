@@ -8,10 +8,10 @@
 
 Each command holds one tensor in memory at a time. The checkpoint to read is a checkpoint folder, or
 a run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output
-folder appears when it is complete; --overwrite replaces an earlier output of the same command. To
-start a run in any layout from the weights that `from-hf` or `average` writes, name them in
-training.initial_weights. You never need `reshape` to resume: use it to check that another layout is
-valid, and to distribute the tensors over one set of files per rank.
+folder appears when it is complete; --overwrite replaces an earlier output of the same command if
+its files have not changed. To start a run in any layout from the weights that `from-hf` or
+`average` writes, name them in training.initial_weights. You never need `reshape` to resume: use it
+to check that another layout is valid, and to distribute the tensors over one set of files per rank.
 """
 
 import sys
@@ -201,7 +201,9 @@ def parse_command_line() -> argparse.Namespace:
     for subparser in (export_parser, adopt_parser, average_parser, reshape_parser):
         if subparser is not average_parser:  # which takes several folders to read
             subparser.add_argument("output", type=Path, help="folder to write")
-        subparser.add_argument("--overwrite", action="store_true", help="replace an earlier output")
+        subparser.add_argument(
+            "--overwrite", action="store_true", help="replace an unchanged earlier output"
+        )
     return parser.parse_args()
 
 

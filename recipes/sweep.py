@@ -156,7 +156,7 @@ def sweep(options: argparse.Namespace) -> int:
             for trial in choice.trials
         ]  # fmt: skip
         if options.wandb:
-            count, status = publish(folder, results)
+            count, status = publish(folder, results, tell=lambda status: say(f"W&B: {status}"))
             say(f"wrote {count} runs of the W&B group {folder.path.name}")
             if status:
                 say(f"W&B: {status}")

@@ -75,6 +75,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/run_folder/line_file.py: LineFile._parse": PARSING,
     "recipes/training/checkpoint/manifest.py: Manifest.parse": PARSING,
     "recipes/training/recipe/loading.py: _read_toml": PARSING,
+    "recipes/converting/export.py: recorded_files": PARSING,
     "recipes/training/recipe/loading.py: apply_override": PARSING,
     "recipes/training/supervision/background.py: Background._work": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._end": CONTINUES,

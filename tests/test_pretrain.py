@@ -80,6 +80,7 @@ def jump(self, progress, *layout):
 TrainingData.resume = jump
 pretrain.main()
 """
+OFFLINE = "tracking.mode=offline"  # W&B takes 1.5 seconds of a core per start
 TIMED = (
     "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
     "tflops_per_gpu", "memory_gb",
@@ -95,7 +96,7 @@ def recipe_file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         training__steps=8,
         training__evaluate_every=4,
         checkpoint__every=4,
-        tracking__mode="offline",
+        tracking__mode="disabled",
     )
     file = tmp_path_factory.mktemp("recipe") / "small.toml"
     file.write_text(tomli_w.dumps(table))
@@ -106,7 +107,7 @@ def recipe_file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Return the run folder and the output of an undisturbed run under the `deepspeed` launcher."""
     folder = tmp_path_factory.mktemp("runs") / "small"
-    return folder, deepspeed(recipe_file, "--run-dir", str(folder))
+    return folder, deepspeed(recipe_file, "--run-dir", str(folder), "--set", OFFLINE)
 
 
 def deepspeed(*arguments: object, code: int = 0) -> str:
@@ -173,7 +174,7 @@ def test_a_run_writes_metrics_events_and_checkpoints(
     assert lines[-1]["loss"] < lines[0]["loss"]
     told = [("start", 0), ("first_step", 1), ("save", 4), ("save", 8), ("end", 8)]
     assert events(folder) == told
-    assert load_recipe(folder / "recipe.toml") == load_recipe(recipe_file)
+    assert load_recipe(folder / "recipe.toml") == load_recipe(recipe_file, [OFFLINE])
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step-0000004", "step-0000008"]
     assert "small is finished: 8 steps" in output
@@ -217,7 +218,7 @@ def test_an_interrupted_run_continues_bit_for_bit(
     with (folder / "events.jsonl").open("ab") as stream:
         stream.write(b'{"event": "rollb' + bytes(100))  # a power loss
     (folder / "checkpoints" / "step-0000008.incomplete").mkdir()
-    output = two_ranks(recipe_file, "--run-dir", folder)
+    output = two_ranks(recipe_file, "--run-dir", folder, "--set", OFFLINE)
     assert "resumed after step 4" in output
     assert metrics(folder) == metrics(finished[0])
     assert events(folder)[-4:] == [("resume", 4), ("first_step", 5), ("save", 8), ("end", 8)]
@@ -363,6 +364,7 @@ def test_changed_keys_are_recorded(
         "batch.global_sequences": [8, 16],
         "layout.pipeline": [2, 1],
         "optimizer.schedule.decay": ["cosine", "linear"],
+        "tracking.mode": ["offline", "disabled"],
         "training.steps": [8, 10],
     }
     assert [line["tokens"] for line in metrics(folder)][-3:] == [2048, 2048 + 512, 2048 + 1024]
@@ -481,8 +483,9 @@ def test_a_bad_last_step_that_cannot_be_rolled_back_is_skipped(
     output = poisoned(recipe_file, tmp_path / "x", (56,), *settings)
     assert "skipped: step 8: the gradient norm is inf; samples 56 .. 63" in output
     told = [("save", 4), ("skip", 8), ("save", 8), ("end", 8)]
-    found = [each for each in events(tmp_path / "x") if each[0] in ("save", "skip", "end", "stop")]
-    assert found == told
+    kinds = ("save", "skip", "end", "stop")
+    found = [event for event in events(tmp_path / "x") if event[0] in kinds]
+    assert sorted(found, key=itemgetter(1)) == told  # saves end at any time
 
 
 def test_a_folder_without_flock_is_a_warning(recipe_file: Path, tmp_path: Path) -> None:
@@ -608,6 +611,6 @@ def test_a_damaged_wandb_id_is_rejected_before_the_run_begins(
     run_id = tmp_path / "run" / "wandb" / "run_id"
     run_id.parent.mkdir(parents=True)
     run_id.write_bytes(bytes(8))
-    output = two_ranks(recipe_file, "--run-dir", tmp_path / "run", code=2)
+    output = two_ranks(recipe_file, "--run-dir", tmp_path / "run", "--set", OFFLINE, code=2)
     assert f"{run_id} holds" in output and "Traceback" not in output
     assert not (tmp_path / "run" / "events.jsonl").exists()

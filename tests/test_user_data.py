@@ -116,6 +116,16 @@ def test_a_name_that_is_not_text() -> None:
     assert "name" in rejection(load_recipe, DEFAULT_RECIPE, ["name=\udcff"])
 
 
+def test_an_override_in_bytes_that_the_locale_lacks() -> None:
+    """Python passes such bytes of an argument as halves of surrogate pairs."""
+    recipe = load_recipe(DEFAULT_RECIPE, ['tracking.tags=["\udcc3\udca9", "a"]'])
+    assert recipe.tracking.tags == ("\u00e9", "a")
+    for override in ('tracking.tags=["\udce9"]', "tracking.tags=\ud800", "model.\udcff=1"):
+        message = rejection(load_recipe, DEFAULT_RECIPE, [override])
+        assert message.startswith(f"--set {override}: this is not UTF-8 text; "), ascii(message)
+    assert load_recipe(DEFAULT_RECIPE, ['tracking.tags=["\\u00e9"]']).tracking.tags == ("\u00e9",)
+
+
 def test_a_section_that_is_set_to_a_value() -> None:
     overrides = ["layout.schedule=zb-v", "layout=5"]
     assert "layout = 5" in rejection(load_recipe, DEFAULT_RECIPE, overrides)
@@ -419,27 +429,35 @@ def test_texts_are_utf_8_whatever_the_locale() -> None:
 
 
 def test_a_locale_without_utf_8(tmp_path: Path) -> None:
-    """A run with a tag that the locale lacks, in a folder whose name is not UTF-8."""
+    """A run with a tag that the locale lacks, in a folder whose name is not UTF-8.
+
+    The same character is in the path of the run's validation file.
+    """
     folder = Path(os.fsdecode(bytes(tmp_path) + b"/run\xff"))
     folder.mkdir()
+    (tmp_path / "\u00e9").write_text("in a path")
+    settings = ['tracking.tags=["\u00e9"]', f"data.validation={tmp_path}/\u00e9"]
     script = (
         "import sys\n"
         "from pathlib import Path\n"
         "from recipes import report\n"
         "from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe\n"
+        "from recipes.training.recipe.repository import repository_path\n"
         "from recipes.training.run_folder.line_file import write_whole\n"
-        "recipe = load_recipe(DEFAULT_RECIPE, ['tracking.tags=[\"\\u00e9\"]'])\n"
+        "recipe = load_recipe(DEFAULT_RECIPE, [sys.argv.pop(), sys.argv.pop()])\n"
         "write_whole(Path(sys.argv[1]) / 'recipe.toml', recipe.toml())\n"
+        "print(repository_path(recipe.data.validation).read_text(encoding='utf-8'))\n"
         "report.main()\n"
     )
     output = folder / "report.html"
     done = subprocess.run(
-        [sys.executable, "-c", script, folder, "--output", output],
+        [sys.executable, "-c", script, folder, "--output", output, *settings],
         env=os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
         capture_output=True,
         cwd=REPOSITORY,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(b"in a path\n")
     assert b"wrote " in done.stdout and rb"run\udcff" in done.stdout
     assert 'tags = [\n    "\u00e9",\n]' in (folder / "recipe.toml").read_text(encoding="utf-8")
     assert "\u00e9" in output.read_text(encoding="utf-8")

@@ -11,9 +11,9 @@ LLAMA_LIKE = ("llama", "qwen3", "mixtral", "qwen3_moe", "dots1")
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "dots1")
 WITH_QK_NORM = ("qwen3", "qwen3_moe", "dots1")
 
-Shape = tuple[str, str, str]  # model.norm, model.positions and model.activation
-LLAMA_SHAPE: Shape = ("rmsnorm", "rope", "swiglu")
-GPT2_SHAPE: Shape = ("layernorm", "learned", "gelu")
+BlockDesign = tuple[str, str, str]  # model.norm, model.positions and model.activation
+LLAMA_DESIGN: BlockDesign = ("rmsnorm", "rope", "swiglu")
+GPT2_DESIGN: BlockDesign = ("layernorm", "learned", "gelu")
 
 
 def family_of(config: ModelConfig) -> str:
@@ -22,16 +22,16 @@ def family_of(config: ModelConfig) -> str:
     Raises:
         UserError: transformers has no model class with this architecture.
     """
-    shape = (config.norm, config.positions, config.activation)
+    design = (config.norm, config.positions, config.activation)
     if config.experts is not None:
         return _family_with_experts(config, config.experts)
     name, problems = "", dict[str, str]()  # setting that the class lacks -> setting that it has
-    if shape == LLAMA_SHAPE:
+    if design == LLAMA_DESIGN:
         if not config.bias:
             return "qwen3" if config.qk_norm else "llama"
         problems["model.bias = true"] = "model.bias = false"
         name = "Llama"
-    elif shape == GPT2_SHAPE:
+    elif design == GPT2_DESIGN:
         if config.kv_heads != config.heads:
             problems[f"model.kv_heads = {config.kv_heads}"] = f"model.kv_heads = {config.heads}"
         if config.head_size is not None:
@@ -41,27 +41,27 @@ def family_of(config: ModelConfig) -> str:
         if not problems:
             return "gpt2"
         name = "GPT-2"
-    llama, gpt2 = f"{_described(LLAMA_SHAPE)}, model.bias = false (Llama)", _described(GPT2_SHAPE)
+    llama, gpt2 = f"{_described(LLAMA_DESIGN)}, model.bias = false (Llama)", _described(GPT2_DESIGN)
     remedy = f"{llama}, or {gpt2} (GPT-2)"
     if problems:
         remedy = f"{' and '.join(problems.values())} ({name})"
     raise UserError(
-        f"transformers has no model class with {', '.join([_described(shape), *problems])}; use "
+        f"transformers has no model class with {', '.join([_described(design), *problems])}; use "
         f"{remedy}"
     )
 
 
-def _described(shape: Shape) -> str:
-    norm, positions, activation = shape
+def _described(design: BlockDesign) -> str:
+    norm, positions, activation = design
     return (
         f'model.norm = "{norm}", model.positions = "{positions}", model.activation = "{activation}"'
     )
 
 
 def _family_with_experts(config: ModelConfig, experts: Experts) -> str:
-    shape = (config.norm, config.positions, config.activation)
-    if shape != LLAMA_SHAPE:
-        problem = _described(shape)
+    design = (config.norm, config.positions, config.activation)
+    if design != LLAMA_DESIGN:
+        problem = _described(design)
     elif experts.router == "sigmoid":
         if config.qk_norm and experts.shared:
             return "dots1"

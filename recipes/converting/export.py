@@ -1,7 +1,6 @@
 """Export a checkpoint to a folder that transformers' `from_pretrained` can load."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -18,9 +17,15 @@ from recipes.converting.output_folder import OutputFiles
 from recipes.converting.verified_source import model_of
 from recipes.converting.weight_files import AVERAGED_FROM, RESHAPED_FROM
 from recipes.preparing.tokenizer import document_start, load_tokenizer
+from recipes.training.checkpoint.manifest import sha256
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
-from recipes.training.checkpoint.tensor_file import BYTES, TensorFileWriter, split_by_size
+from recipes.training.checkpoint.tensor_file import (
+    BYTES,
+    FileRecord,
+    TensorFileWriter,
+    split_by_size,
+)
 from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.fingerprint import document_starts
 from recipes.training.recipe.loading import parse_recipe
@@ -47,14 +52,29 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
 )
 
-MODEL_CARD_TAGS = "tags: [threefold]"
-WEIGHT_FILES = r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json"
-OWN_FILES = ("config.json", "generation_config.json", "README.md")
-EXPORTED = OutputFiles(
-    re.compile("|".join([WEIGHT_FILES, *map(re.escape, (*OWN_FILES, *TOKENIZER_FILES))])),
-    "README.md",
-    MODEL_CARD_TAGS,
-)
+FILE_RECORDS = "threefold.json"  # size and SHA-256 of each file of an export
+WRITTEN_BY = "convert.py to-hf"
+
+
+def recorded_files(folder: Path) -> dict[str, FileRecord | None]:
+    """Return the records of the files that an export wrote.
+
+    Raises:
+        UserError: the file of the records is damaged.
+    """
+    file = folder / FILE_RECORDS
+    try:
+        records = json.loads(file.read_bytes())["files"]
+        files = {
+            name: FileRecord(bytes=record["bytes"], sha256=record["sha256"])
+            for name, record in records.items()
+        }
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{file} is damaged; use another folder, or delete {folder}") from None
+    return {FILE_RECORDS: None, **files}
+
+
+EXPORTED = OutputFiles(FILE_RECORDS, f'"written_by": "{WRITTEN_BY}"', recorded_files)
 
 
 def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Path | None) -> None:
@@ -78,8 +98,25 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
     config.dtype = DTYPES[dtype][1]
     config.save_pretrained(folder)
     GenerationConfig(**special, do_sample=True).save_pretrained(folder)
-    write_weights(source, folder, dtype=dtype)
+    records = write_weights(source, folder, dtype=dtype)
     (folder / "README.md").write_text(card, encoding="utf-8")
+    write_records(folder, records)
+
+
+def write_records(folder: Path, records: dict[str, FileRecord]) -> None:
+    """Write the size and the SHA-256 of each file of an export.
+
+    `--overwrite` replaces only files that are unchanged.
+
+    Args:
+        folder: the export
+        records: the records of the weights; the other files are small, and are read here
+    """
+    for file in sorted(folder.iterdir()):
+        if file.name not in records:
+            records[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    text = json.dumps({"written_by": WRITTEN_BY, "files": records}, indent=1) + "\n"
+    (folder / FILE_RECORDS).write_text(text, encoding="utf-8")
 
 
 def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
@@ -157,13 +194,18 @@ def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
     return {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
 
 
-def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> None:
-    """Write model.safetensors, or numbered files and an index, one tensor in memory at a time."""
+def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> dict[str, FileRecord]:
+    """Write model.safetensors, or numbered files and an index, one tensor in memory at a time.
+
+    Returns:
+        The records of the safetensors files.
+    """
     model = model_of(source)
     table, shapes = counterparts(model), logical_shapes(model)
     kind, torch_dtype = DTYPES[dtype]
     files = split_by_size({name: shapes[name] for name in table}, dtype=kind)
     index: dict[str, str] = {}
+    records: dict[str, FileRecord] = {}
     elements = 0
     for number, names in enumerate(files, start=1):
         name = "model.safetensors"
@@ -177,10 +219,12 @@ def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> None
             for ours in names:
                 for part, tensor in table[ours].split(source.tensor(WEIGHTS, ours)):
                     writer.write(part, _bytes(tensor.to(torch_dtype)))
+        records[name] = writer.record
     if len(files) > 1:
         content = {"metadata": {"total_size": elements * BYTES[kind]}, "weight_map": index}
         text = json.dumps(content, indent=1) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return records
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -217,7 +261,7 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
     name = manifest.recipe.get("name", "model")
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
-        f"{MODEL_CARD_TAGS}\n---\n\n"
+        "tags: [threefold]\n---\n\n"
         f"# {name}\n\nPretrained with Threefold.\n\n| | |\n|---|---|\n{rows}\n\n"
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained(".")\n'

@@ -1,31 +1,33 @@
 """The output folder of a command, which appears when it is complete."""
 
 import os
-import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from models.errors import UserError
+from recipes.training.checkpoint.manifest import sha256
+from recipes.training.checkpoint.tensor_file import FileRecord
 from recipes.training.run_folder.line_file import flush
 
 RUN_FILES = ("recipe.toml", "metrics.jsonl", "events.jsonl")  # a run folder has one of them
 
 
 class OutputFiles(NamedTuple):
-    """The files that a command writes, by which it recognizes an earlier output of its own.
+    """The marks by which a command recognizes the files of an earlier output of its own.
 
     Attributes:
-        names: matches the names of all files
         marker: name of a file that every output has
         text: text that only this command's marker file contains
+        records: returns the size and the SHA-256 of each file that the command wrote into a folder
+            with the marker; raises a UserError if the marker is damaged
     """
 
-    names: re.Pattern[str]
     marker: str
     text: str
+    records: Callable[[Path], Mapping[str, FileRecord | None]]
 
 
 @contextmanager
@@ -47,6 +49,7 @@ def output_folder(
     for source in [reading] if isinstance(reading, Path) else reading:
         _check_source(path, source.resolve())
     _check_replaceable(path, files, overwrite)
+    checked = _versions(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The name is unique, because another process may be writing the same output.
@@ -62,7 +65,8 @@ def output_folder(
             for file in (*workspace.rglob("*"), workspace):
                 flush(file)
             if path.exists():
-                _check_replaceable(path, files, overwrite)  # it may have changed in the meantime
+                if _versions(path) != checked:  # it has changed in the meantime
+                    _check_replaceable(path, files, overwrite)
                 os.rename(path, old)
             os.rename(workspace, path)
             flush(path.parent)
@@ -94,17 +98,49 @@ def _check_replaceable(path: Path, files: OutputFiles, overwrite: bool) -> None:
                 f"--overwrite does not replace {path}, which is a checkpoint of the run {run}; use "
                 f"another folder"
             )
+    refusal = f"--overwrite does not replace {path}, because"
+    remedy = f"use another folder, or delete {path} yourself"
     for file in sorted(path.iterdir()):
-        if file.is_symlink() or not file.is_file() or not files.names.fullmatch(file.name):
+        if file.is_symlink() or not file.is_file():
             raise UserError(
-                f"--overwrite does not replace {path}, because it holds {file.name}, which this "
-                f"command does not write; use another folder, or delete {path} yourself"
+                f"{refusal} it holds {file.name}, which this command does not write; {remedy}"
             )
     marker = path / files.marker
-    if not marker.is_file() or files.text not in marker.read_text(
-        encoding="utf-8", errors="replace"
-    ):
+    if not marker.is_file():
         raise UserError(
-            f"--overwrite does not replace {path}, because its {files.marker} was not written by "
-            f"this command; use another folder, or delete {path} yourself"
+            f"{refusal} it has no {marker.name}, which every output of this command has; {remedy}"
         )
+    if files.text not in marker.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"{refusal} its {marker.name} was not written by this command; {remedy}")
+    _check_unchanged(path, files.records(path), refusal)
+
+
+def _check_unchanged(path: Path, records: Mapping[str, FileRecord | None], refusal: str) -> None:
+    """Check that every file in an output is as the command wrote it; small files first.
+
+    Args:
+        path: the output folder
+        records: name -> size and SHA-256 of each file that the command wrote; None for a file that
+            has already been checked
+        refusal: the beginning of the message
+    """
+    for file in sorted(path.iterdir(), key=lambda file: file.stat().st_size):
+        if file.name not in records:
+            raise UserError(
+                f"{refusal} it holds {file.name}, which this command did not write; move "
+                f"{file.name} to another folder, or use another folder for the output"
+            )
+        record = records[file.name]
+        if record and (file.stat().st_size != record["bytes"] or sha256(file) != record["sha256"]):
+            raise UserError(
+                f"{refusal} its {file.name} has changed since this command wrote it; move "
+                f"{file.name} to another folder to keep it, or use another folder for the output"
+            )
+
+
+def _versions(path: Path) -> list[tuple[str, int, int, int]]:
+    """Return the state of each file in a folder, which differs after a change; cheap."""
+    if not path.is_dir():
+        return []
+    states = ((file.name, file.lstat()) for file in sorted(path.iterdir()))
+    return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]

@@ -4,22 +4,34 @@ The layout in the manifest tells which command wrote a checkpoint, so that `--ov
 only outputs of the same command. A checkpoint of a run has none of these marks.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
+from models.errors import UserError
 from recipes.converting.output_folder import OutputFiles
+from recipes.training.checkpoint.manifest import Manifest, manifest_damage
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size
 
 MANIFEST = "manifest.json"
-WEIGHTS_ONLY = re.compile(r"manifest\.(json|sha256)|weights-\d{5,}\.safetensors")
-WHOLE_CHECKPOINT = re.compile(r"manifest\.(json|sha256)|(weights|moments)-\d{5,}\.safetensors")
 AVERAGED_FROM, RESHAPED_FROM = "averaged", "reshaped_from"  # keys of the layout
-IMPORTED = OutputFiles(WEIGHTS_ONLY, MANIFEST, '"layout": {}')
-AVERAGED = OutputFiles(WEIGHTS_ONLY, MANIFEST, f'"{AVERAGED_FROM}": [')
-RESHAPED = OutputFiles(WHOLE_CHECKPOINT, MANIFEST, f'"{RESHAPED_FROM}": ')
+
+
+def recorded_files(folder: Path) -> dict[str, FileRecord | None]:
+    """Return the records of the files of a checkpoint that convert.py wrote, from its manifest.
+
+    Raises:
+        UserError: the manifest has changed since it was written.
+    """
+    if damage := manifest_damage(folder):
+        raise UserError(f"--overwrite does not replace {folder}: {damage}; use another folder")
+    return {MANIFEST: None, "manifest.sha256": None, **Manifest.read(folder).files}
+
+
+IMPORTED = OutputFiles(MANIFEST, '"layout": {}', recorded_files)
+AVERAGED = OutputFiles(MANIFEST, f'"{AVERAGED_FROM}": [', recorded_files)
+RESHAPED = OutputFiles(MANIFEST, f'"{RESHAPED_FROM}": ', recorded_files)
 
 
 def write_weights(

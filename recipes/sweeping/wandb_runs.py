@@ -1,6 +1,6 @@
 """Trials of a sweep as runs of one group in Weights & Biases."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from models.errors import UserError
@@ -11,6 +11,7 @@ from recipes.training.tracking.weights_and_biases.connection import (
     WandbStatus,
     start_wandb,
     tear_down,
+    untold,
 )
 from recipes.training.tracking.weights_and_biases.settings import (
     check_variables,
@@ -36,11 +37,19 @@ def check_wandb(trials: Sequence[Trial]) -> None:
 
 
 def publish(
-    folder: SweepFolder, results: Sequence[tuple[Trial, Result]]
+    folder: SweepFolder,
+    results: Sequence[tuple[Trial, Result]],
+    *,
+    tell: Callable[[WandbStatus], None] = untold,
 ) -> tuple[int, WandbStatus | None]:
     """Publish the trials that have not been published yet.
 
     Trials are published after all measurements, because W&B's own work would slow the steps down.
+
+    Args:
+        folder: the folder of the sweep
+        results: the trials and their results
+        tell: called before the wait for the server, at the first trial
 
     Returns:
         The number of these trials, and the status of their runs; None without such a trial.
@@ -60,7 +69,7 @@ def publish(
         is_offline = trial.recipe.tracking.mode in offline_modes
         wanted = "offline" if is_offline else trial.recipe.tracking.mode
         try:
-            of_trial = publish_trial(trial, result, folder, wanted)
+            of_trial = publish_trial(trial, result, folder, wanted, tell=untold if status else tell)
         except Exception as problem:  # libraries raise errors of many classes
             tear_down()
             raise SweepStopped(
@@ -75,12 +84,19 @@ def publish(
     return len(left), status
 
 
-def publish_trial(trial: Trial, result: Result, folder: SweepFolder, wanted: str) -> WandbStatus:
+def publish_trial(
+    trial: Trial,
+    result: Result,
+    folder: SweepFolder,
+    wanted: str,
+    *,
+    tell: Callable[[WandbStatus], None],
+) -> WandbStatus:
     """Publish one trial: its steps, and its row of the table as the summary.
 
-    wanted: the mode of the run, as in `start_wandb`
+    `wanted` and `tell` are those of `start_wandb`.
     """
-    run, status = start_wandb(wanted, arguments_of(trial, folder))
+    run, status = start_wandb(wanted, arguments_of(trial, folder), tell=tell)
     for step, seconds in enumerate(result.step_seconds, start=1):
         run.log({"step": step, "step_seconds": seconds})
     run.summary.update(row_of_trial(trial) | row_of_result(trial, result))

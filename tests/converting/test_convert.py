@@ -42,6 +42,7 @@ from recipes.training.checkpoint.compatibility import changed_positions, check_s
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.resume_point import find_initial_weights
+from recipes.training.checkpoint.tensor_file import FileRecord
 from recipes.training.data.dataset import TrainingData
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.recipe.schema import Recipe
@@ -623,11 +624,55 @@ def test_a_copied_checkpoint_keeps_its_moments(
 ) -> None:
     copied = shutil.copytree(trained["llama"][1].path, tmp_path / "copied")
     before = files_below(copied)
-    assert "holds moments-00000" in run_convert(commands[name], copied).stderr
+    refusal = "manifest.json was not written by this command"
+    assert refusal in run_convert(commands[name], copied).stderr
     assert files_below(copied) == before
 
 
-ANY_FILES = OutputFiles(re.compile("config.json|more"), "config.json", "")
+@pytest.mark.parametrize("name", ["to-hf", "from-hf", "average", "reshape"])
+def test_overwrite_keeps_what_a_user_has_changed(
+    name: str, commands: dict[str, tuple[object, ...]], tmp_path: Path
+) -> None:
+    """A changed file, an own file under a name of the command, and an output without its marker."""
+    mine = tmp_path / "mine"
+    assert run_convert(commands[name], mine).returncode == 0
+    is_export = name == "to-hf"
+    marker = "threefold.json" if is_export else "manifest.json"
+    weights = "model.safetensors" if is_export else "weights-00000.safetensors"
+    own = "model-00001-of-00002.safetensors" if is_export else "weights-00009.safetensors"
+    expected = {}  # folder -> end of the reason in the message
+    for changed_file in ["README.md", "config.json", weights] if is_export else [weights]:
+        folder = shutil.copytree(mine, tmp_path / f"changed {changed_file}")
+        content = bytearray((folder / changed_file).read_bytes())
+        content[-3] ^= 1  # the size stays the same
+        (folder / changed_file).write_bytes(content)
+        expected[folder] = f"its {changed_file} has changed since this command wrote it; move"
+    folder = shutil.copytree(mine, tmp_path / "own weights")
+    (folder / own).write_bytes(b"of the user")
+    expected[folder] = f"it holds {own}, which this command did not write; move"
+    folder = shutil.copytree(mine, tmp_path / "without marker")
+    (folder / marker).unlink()
+    expected[folder] = f"it has no {marker}, which every output of this command has"
+    folder = shutil.copytree(mine, tmp_path / "damaged marker")
+    text = (folder / marker).read_text()
+    (folder / marker).write_text(text.rstrip()[:-1])
+    expected[folder] = "is damaged" if is_export else "manifest.json has changed since the save"
+    before = files_below(tmp_path)
+    for folder, reason in expected.items():
+        done = run_convert(commands[name], folder)
+        assert done.returncode == 1 and reason in done.stderr, done
+        assert len(done.stderr.splitlines()) == 1
+    assert files_below(tmp_path) == before
+    weights_file = mine / weights
+    weights_file.unlink()  # nothing is lost if this output is replaced
+    assert run_convert(commands[name], mine).returncode == 0 and weights_file.exists()
+
+
+def records_of_all(folder: Path) -> dict[str, FileRecord | None]:
+    return {file.name: None for file in folder.iterdir()}
+
+
+ANY_FILES = OutputFiles("config.json", "", records_of_all)
 
 
 def test_concurrent_writers_of_one_output_do_not_mix(tmp_path: Path) -> None:

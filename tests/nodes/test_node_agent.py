@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from recipes.nodes import node_agent
@@ -45,6 +47,7 @@ class Agent:
             stdout=subprocess.PIPE,
             bufsize=0,
         )
+        self.ranks: list[psutil.Process] = []
         self.here = self.read()
         if begin:
             self.send({"do": "begin"})
@@ -74,18 +77,22 @@ class Agent:
             )
         self.send({"do": "beat"})
         assert self.read() == {"is": "beat"}
-        children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
-        return [int(word) for word in Path(children).read_text().split()]
+        self.ranks = psutil.Process(self.process.pid).children()
+        return [rank.pid for rank in self.ranks]
 
 
 @pytest.fixture
 def agents() -> Iterator[list[Agent]]:
-    """Return a list of agents that are ended after the test."""
+    """Return a list of agents that are ended after the test, with the ranks that they have left."""
     started: list[Agent] = []
     yield started
     for agent in started:
         agent.process.kill()
         agent.process.wait()
+        for rank in agent.ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.kill()
+                rank.wait(30)
 
 
 def is_alive(process: int) -> bool:

@@ -89,6 +89,8 @@ class CheckpointWriter:
             the thread that writes it
         on_wait: called with a message when the last save begins to wait for space on the disk, on
             rank 0, by the same thread
+        on_pause: called with True before the last save waits for space, and with False after it, on
+            all ranks, by the same thread
         is_asked_to_stop: returns True if a signal asks the run to stop; the last save then no
             longer waits
     """
@@ -132,6 +134,7 @@ class CheckpointWriter:
         ]
         self.on_publish: Callable[[int, Path], None] = lambda step, folder: None
         self.on_wait: Callable[[str], None] = lambda message: None
+        self.on_pause: Callable[[bool], None] = lambda waits: None
         self.reserve = RESERVED_DISK_BYTES  # of free space, beyond the size of the checkpoint
         self.is_asked_to_stop: Callable[[], bool] = lambda: False
         self._thread: threading.Thread | None = None
@@ -280,7 +283,11 @@ class CheckpointWriter:
                     f"the disk is full; the last checkpoint is saved as soon as there is space "
                     f"(waiting up to {seconds / 60:g} minutes): {problem}"
                 )
-            time.sleep(SECONDS_BETWEEN_TRIES)
+            self.on_pause(True)
+            try:
+                time.sleep(SECONDS_BETWEEN_TRIES)
+            finally:
+                self.on_pause(False)
 
     def _write_checkpoint(
         self, progress: Progress, validation_loss: float | None, counters: Counters

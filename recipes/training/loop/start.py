@@ -38,6 +38,7 @@ from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.tracking.messages import (
     announce,
+    saves_after_the_end,
     summarize,
     tell_changes,
     tell_skipped,
@@ -216,7 +217,7 @@ def begin(
             tell_skipped(folder, start.found)
             begin_branch(folder, start)
     if is_finished:
-        summarize(experiment.whole_recipe, folder, world)
+        summarize(experiment.whole_recipe, folder, world, start.found)
         leave(FINISHED)
     with rejections(world, experiment.origin), rejected_together():
         if world.rank == 0:
@@ -230,5 +231,6 @@ def begin(
         if excess:
             print(f"  {excess}", flush=True)
         tell_changes(folder, start.found, experiment.whole_recipe)
-        if little_room:
-            warn(folder, start.progress.step, little_room)
+        for warning in (little_room, saves_after_the_end(experiment.whole_recipe)):
+            if warning:
+                warn(folder, start.progress.step, warning)

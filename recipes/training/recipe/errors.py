@@ -40,15 +40,15 @@ def explain(
     if isinstance(raised, Exception):
         raise raised from None
     if not location:
-        return f'{problem["msg"]}; write lines such as  name = "tiny"'
+        return f'{problem["msg"]}; write lines such as name = "tiny"'
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown key {key} = {problem['input']!r}; {_suggestion(location, recipe)}"
     works = _example(location, recipe, example)
     if kind.startswith("missing"):
-        return f"{key} is missing; for example  {works}"
+        return f"{key} is missing; for example {works}"
     complaint = problem["msg"][0].lower() + problem["msg"][1:]
     complaint = complaint.replace("True", "true").replace("False", "false")  # in TOML's spelling
-    return f"{key} = {_look_up(table, location)!r}: {complaint}; for example  {works}"
+    return f"{key} = {_look_up(table, location)!r}: {complaint}; for example {works}"
 
 
 def root_causes(error: ValidationError) -> list[ErrorDetails]:

@@ -1,6 +1,7 @@
 """Load a recipe from its TOML file and apply the overrides of --set."""
 
 import json
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
     if is_nested_too_deeply(table):
         raise UserError(
             f"{name}: tables and arrays are nested more than {MAX_NESTING} levels deep, which no "
-            f'key needs; write lines such as  name = "tiny"'
+            f'key needs; write lines such as name = "tiny"'
         )
     _reject_null_characters(table, name)
     try:
@@ -131,7 +132,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
         raise UserError(
-            f'{short(path)}: this is not valid TOML: {error}; write lines such as  name = "tiny"'
+            f'{short(path)}: this is not valid TOML: {error}; write lines such as name = "tiny"'
         ) from None
 
 
@@ -152,6 +153,7 @@ def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
 
 def apply_override(table: dict[str, Any], override: str) -> None:
     """Set one key of a recipe's table; `stage.NAME.section.key` is a key of the stage NAME."""
+    override = text_of_override(override)
     name, equals, text = override.partition("=")
     *sections, key = (part.strip() for part in name.split("."))
     if not equals or not key or not all(sections):
@@ -176,6 +178,27 @@ def apply_override(table: dict[str, Any], override: str) -> None:
                 f"--set {override}: {path} is a value, not a section; write --set {path}=..."
             )
     table[key] = value
+
+
+def text_of_override(override: str) -> str:
+    """Return the text of an override from the command line.
+
+    Python decodes arguments in the encoding of the locale. In a locale such as C, which has only
+    ASCII, it replaces each byte of other characters by half of a surrogate pair, which neither JSON
+    nor UTF-8 allows.
+
+    Raises:
+        UserError: the bytes of the argument are not UTF-8.
+    """
+    if not any("\ud800" <= character <= "\udfff" for character in override):
+        return override
+    try:
+        return os.fsencode(override).decode("utf-8")
+    except UnicodeError:
+        raise UserError(
+            f"--set {override}: this is not UTF-8 text; write it in UTF-8, or use TOML's escapes, "
+            f'for example "\\u00e9"'
+        ) from None
 
 
 def _stages_by_name(stages: Any, override: str) -> dict[str, Any]:

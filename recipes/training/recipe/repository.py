@@ -1,10 +1,18 @@
 """The root of the repository, from which relative paths of a recipe start."""
 
+import os
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def repository_path(path: str) -> Path:
-    """Return a path of a recipe as an absolute path; relative ones start at the repository root."""
+    """Return a path of a recipe as an absolute path; relative ones start at the repository root.
+
+    In a locale that lacks a character of the path, such as C, the file's name is the path in UTF-8.
+    """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        path = os.fsdecode(path.encode("utf-8", "surrogateescape"))
     return (REPOSITORY / path).resolve()

@@ -27,6 +27,7 @@ class LineFile:
     def __init__(self, path: Path, *, keys: Mapping[str, tuple[type, ...]]):
         self.path, self.keys = path, keys
         self._waiting: list[str] = []
+        self._has_told = False  # that lines are waiting
         self._lock = threading.Lock()
 
     def append(self, line: dict[str, Any]) -> None:
@@ -36,7 +37,8 @@ class LineFile:
             try:
                 self._write_waiting()
             except OSError as error:
-                if len(self._waiting) == 1:  # only for the first of several failures in a row
+                if not self._has_told:  # only for the first of several failures in a row
+                    self._has_told = True
                     print(f"{self.path} cannot be written ({error.strerror}); its lines stay "
                           f"in memory until they can be written", file=sys.stderr)  # fmt: skip
 
@@ -108,6 +110,7 @@ class LineFile:
         with self._lock:
             write_whole(self.path, text)
             self._waiting.clear()
+            self._has_told = False
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
         try:
@@ -123,6 +126,10 @@ class LineFile:
 
     def _write_waiting(self) -> None:
         self._write("".join(self._waiting).encode())
+        if self._has_told:
+            self._has_told = False
+            print(f"{self.path} can be written again; the lines that stayed in memory are in it",
+                  file=sys.stderr)  # fmt: skip
         self._waiting.clear()
 
     def _write(self, content: bytes) -> None:

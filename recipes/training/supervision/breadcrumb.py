@@ -16,6 +16,8 @@ class Breadcrumb:
         count: number of activities so far
         patient: True while the rank waits for a disk, however long that takes; the rank does not
             end itself during this time
+        waits_for_room: True while all ranks wait together for room on a full disk, which the run
+            has told and limits; this is not a hang
     """
 
     step: int = 0
@@ -23,6 +25,7 @@ class Breadcrumb:
     micro_batch: int | None = None
     count: int = 0
     patient: bool = False
+    waits_for_room: bool = False
 
     def note(self, doing: str, *, micro_batch: int | None = None, step: int | None = None) -> None:
         """Record the start of another activity."""

@@ -218,11 +218,12 @@ class Supervisor:
 
         A rank that waits for a disk does not end, but reports its activity for the ranks that wait
         for it in a collective. It does so again after each half of the limit, because peers ignore
-        old reports. Writing a report may block, so a rank ends at most REPORT_SECONDS after the
-        limit.
+        old reports. If all ranks wait together for room on a full disk, none reports. Writing a
+        report may block, so a rank ends at most REPORT_SECONDS after the limit.
         """
         limit = self.limit  # read before the crumb, because `expect_steps` changes the crumb first
         moved, self._seen = self.crumb.count != self._seen, self.crumb.count
+        moved = moved or self.crumb.waits_for_room
         self._still = 0 if moved else self._still + 1
         self._idle = 0 if moved or self.crumb.patient else self._idle + 1
         if not limit:

@@ -140,6 +140,18 @@ def thread_excess(ranks: int, threads: int, cores: int) -> str:
     )
 
 
+def saves_after_the_end(recipe: Recipe) -> str:
+    """Return a message if `checkpoint.also_at` names steps after the last one; otherwise ""."""
+    late = [step for step in recipe.checkpoint.also_at if step > recipe.training.steps]
+    if not late:
+        return ""
+    steps = f"step{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
+    return (
+        f"checkpoint.also_at: no checkpoint is saved at {steps}, because the run ends at "
+        f"training.steps = {recipe.training.steps}"
+    )
+
+
 SUMMARIZED = {
     "loss",
     "tokens",
@@ -148,8 +160,17 @@ SUMMARIZED = {
 }  # keys of a metrics line; a user may edit the file
 
 
-def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
-    """Print the results of a finished run, from its metrics; on rank 0."""
+def summarize(
+    recipe: Recipe, folder: RunFolder, world: World, found: "ResumePoint | None" = None
+) -> None:
+    """Print the results of a finished run, from its metrics; on rank 0.
+
+    Args:
+        recipe: the recipe of the run
+        folder: the run folder
+        world: the ranks
+        found: the checkpoint that a start of the run has found; None at the end of training
+    """
     if world.rank != 0:
         return
     metrics, events = folder.read_metrics(), folder.read_events()
@@ -160,7 +181,15 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
             evaluations[" ".join(filter(None, ["validation ", name]))] = f"{loss:.4f}"
         for name, accuracy in task_accuracies(line).items():
             evaluations[f"task        {name}"] = f"{accuracy:.1%}"
-    print(f"{recipe.name} is finished: {recipe.training.steps} steps")
+    steps = recipe.training.steps
+    title, advice = f"is finished: {_count(steps, 'step')}", longer_training(recipe)
+    if found and found.progress.step > steps:
+        title = (
+            f"is at step {found.progress.step}, beyond the requested training.steps = {steps}; "
+            f"nothing is left to train"
+        )
+        advice = longer_training_than_requested(found)
+    print(f"{recipe.name} {title}")
     if lines:
         first, last = lines[0], lines[-1]
         seconds = sum(line["step_seconds"] for line in lines) or 1e-9
@@ -177,7 +206,7 @@ def summarize(recipe: Recipe, folder: RunFolder, world: World) -> None:
     print(f"  metrics     {folder.metrics} (next to it: events.jsonl and recipe.toml)")
     if status := WandbStatus.read(folder.path):
         print(f"  W&B         {status}")
-    print(f"  {longer_training(recipe)}; to start over, use --resume never", flush=True)
+    print(f"  {advice}; to start over, use --resume never", flush=True)
 
 
 def longer_training(recipe: Recipe) -> str:
@@ -203,6 +232,19 @@ def longer_training(recipe: Recipe) -> str:
         f"to train longer, add a [[stage]] with its own schedule; training.steps alone would raise "
         f"the learning rate from {rate:.2e} to {stretched:.2e}"
     )
+
+
+def longer_training_than_requested(found: "ResumePoint") -> str:
+    """Return the advice for continuing a run whose checkpoint is beyond the requested last step.
+
+    The schedule of the request ends before the checkpoint, so that of the checkpoint counts.
+    """
+    earlier, step = found.earlier_recipe, found.progress.step
+    if earlier and earlier.training.steps > step:
+        return f"to continue the run, use training.steps = {earlier.training.steps} as before"
+    if earlier and earlier.training.steps == step:
+        return longer_training(earlier)
+    return f"to train longer, set training.steps above {step}"
 
 
 def goodput_line(wall_time: WallTime, events: Sequence[dict[str, Any]]) -> str:

@@ -290,4 +290,5 @@ class RunTracker(Tracker):
             if self.folder.has_written_metrics:
                 problem += "; metrics.jsonl has every step"
             self.folder.event("warning", self.last_step, message=problem)
-            print(problem, file=sys.stderr)
+            if not self.wandb.has_told_failure:
+                print(problem, file=sys.stderr)

@@ -260,14 +260,14 @@ def test_all_missing_keys_are_named_with_values_that_work() -> None:
     message = rejection(changed(DENSE, model__experts={}), 2)
     examples = {"count": 8, "per_token": 2, "ffn_hidden_size": 1024}
     for key, value in examples.items():
-        assert f"model.experts.{key} is missing; for example  {key} = {value}" in (message or "")
+        assert f"model.experts.{key} is missing; for example {key} = {value}" in (message or "")
     assert rejection(changed(DENSE, model__experts=examples), 2) is None
 
 
 def test_a_value_in_place_of_the_section_is_rejected() -> None:
     message = rejection(changed(TABLE, model__experts=5), 2)
     assert message is not None and "model.experts = 5: " in message
-    _, _, example = message.partition("for example  ")
+    _, _, example = message.partition("for example ")
     assert example == "experts = { count = 8, per_token = 2, ffn_hidden_size = 1024 }"
 
 

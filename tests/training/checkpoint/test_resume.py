@@ -2,12 +2,11 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from models.errors import UserError
 from recipes.training.checkpoint import resume_point
@@ -58,13 +57,6 @@ class Killer:
     def _dies(self) -> bool:
         self.left -= 1
         return self.left == 0
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

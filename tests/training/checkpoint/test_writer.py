@@ -235,16 +235,18 @@ def test_the_last_save_waits_only_for_space_and_until_a_request_to_stop(
     lone_writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counters, requests, told = Counters(0, None), [False, False, True], list[str]()
-    lone_writer.on_wait = told.append
+    pauses: list[bool] = []
+    lone_writer.on_wait, lone_writer.on_pause = told.append, pauses.append
     lone_writer.folder.checkpoints.write_text("not a folder")
     problem = lone_writer._write_patiently(Progress(20), None, counters)
     assert problem and "step 20 is not saved" in problem and "File exists" in problem
-    assert not told
+    assert not told and not pauses
     lone_writer.folder.checkpoints.unlink()
     monkeypatch.setattr(checkpoint_writer, "lack_of_room", lambda *_, **__: "no room")
     lone_writer.is_asked_to_stop = lambda: requests.pop(0)
     problem = lone_writer._write_patiently(Progress(20), None, counters)
     assert problem == "step 20 is not saved: no room" and not requests and len(told) == 1
+    assert pauses == [True, False] * 2  # so that supervision does not take the waits for a hang
 
 
 def save_into_folders_of_their_own(recipe: Recipe, folder: Path) -> str | None:

@@ -2,14 +2,12 @@
 
 import shutil
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from recipes.training.checkpoint.resume import Request, Start
 from recipes.training.checkpoint.resume_point import ResumePoint
@@ -17,6 +15,7 @@ from recipes.training.checkpoint.retention import RESERVED_DISK_BYTES, checkpoin
 from recipes.training.loop import start
 from recipes.training.loop.experiment import Experiment, check_stages
 from recipes.training.recipe.loading import parse_recipe
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
@@ -27,13 +26,6 @@ Usage = namedtuple("Usage", ["free"])
 LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
 def experiment(small: dict[str, Any]) -> Experiment:
     """Return an experiment of two stages, in its second one."""
@@ -42,11 +34,13 @@ def experiment(small: dict[str, Any]) -> Experiment:
     return check_stages(World(), plan, "small").at(11)
 
 
-def begin(experiment: Experiment, folder: RunFolder, step: int) -> None:
-    """Begin a run that has done some steps."""
+def begin(
+    experiment: Experiment, folder: RunFolder, step: int, earlier: Recipe | None = None
+) -> None:
+    """Begin a run that has done some steps, with the recipe `earlier`."""
     found = mock.Mock(spec=ResumePoint, skipped={}, weights_only=False, in_memory=False)
     found.progress, found.changes.return_value = Progress(step), {}
-    found.learning_rate_jump.return_value = ""
+    found.learning_rate_jump.return_value, found.earlier_recipe = "", earlier
     begun = mock.Mock(spec=Start, found=found, progress=found.progress, request=Request())
     claim = SimpleNamespace(folder=folder, supervisor=SimpleNamespace(hosts=["a"]))
     data = mock.Mock(**{"context_imbalance.return_value": 1.0})
@@ -84,6 +78,25 @@ def test_the_disk_is_compared_with_the_saves_of_all_stages(
     assert "needs room for 2 (" in warning["message"]
 
 
+@pytest.mark.parametrize(
+    ("also_at", "named"),
+    [
+        ([1, 10, 20], ""),
+        ([1, 21], "at step 21, because the run ends at training.steps = 20"),
+        ([30, 2, 40], "at steps 30, 40, because the run ends at training.steps = 20"),
+    ],
+)
+def test_saves_after_the_last_step_are_a_warning(
+    also_at: list[int], named: str, small: dict[str, Any], world: None, tmp_path: Path
+) -> None:
+    recipe = parse_recipe(changed(small, checkpoint__also_at=also_at), "small")
+    folder = RunFolder(tmp_path)
+    begin(check_stages(World(), StagePlan(recipe), "small"), folder, 0)
+    warnings = [line["message"] for line in folder.read_events() if line["event"] == "warning"]
+    expected = [f"checkpoint.also_at: no checkpoint is saved {named}"] if named else []
+    assert warnings == expected
+
+
 def test_the_summary_of_a_finished_run_knows_its_stages(
     experiment: Experiment,
     world: None,
@@ -95,3 +108,32 @@ def test_the_summary_of_a_finished_run_knows_its_stages(
     with pytest.raises(SystemExit):
         begin(experiment, RunFolder(tmp_path), 20)
     assert "add a [[stage]] with its own schedule; training.steps alone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("steps", "advice"),
+    [
+        (25, "at the learning rate of 4.00e-04, use --set training.steps=50 --set optimizer.sch"),
+        (40, "to continue the run, use training.steps = 40 as before; to start over"),
+        (None, "to train longer, set training.steps above 25; to start over"),
+    ],
+)
+def test_a_run_beyond_the_requested_steps_is_not_called_finished(
+    steps: int | None,
+    advice: str,
+    small: dict[str, Any],
+    world: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """25 steps are done and 20 are requested; the advice follows the recipe of the checkpoint."""
+    monkeypatch.setattr(start, "leave", mock.Mock(side_effect=SystemExit))
+    earlier = parse_recipe(changed(small, training__steps=steps), "small") if steps else None
+    plan = StagePlan(parse_recipe(small, "small"))
+    with pytest.raises(SystemExit):
+        begin(check_stages(World(), plan, "small"), RunFolder(tmp_path), 25, earlier)
+    output = capsys.readouterr().out
+    title = "tiny is at step 25, beyond the requested training.steps = 20; nothing is left to train"
+    assert output.splitlines()[0] == title and advice in output
+    assert "finished" not in output

@@ -354,7 +354,7 @@ def test_the_advice_for_an_indivisible_world_works(overrides: str, ranks: int, w
 )
 def test_the_example_of_a_section_works_when_pasted(overrides: str) -> None:
     message = rejection(TINY, [overrides], 2)
-    key, _, example = message.partition("; for example  ")[2].partition(" = ")
+    key, _, example = message.partition("; for example ")[2].partition(" = ")
     section = overrides.partition("=")[0].rpartition(".")[0]
     table = tomllib.loads(f"[{section}]\n{key} = {example}" if section else f"{key} = {example}")
     assert table

@@ -81,6 +81,26 @@ def test_waiting_lines_do_not_extend_a_torn_line(tmp_path: Path) -> None:
     assert lines.read() == [*LINES[:2], {"event": "end", "step": 4}]
 
 
+@pytest.mark.parametrize("how", ["append", "append_durably", "flush"])
+def test_the_end_of_a_full_disk_is_told_once(
+    how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = LineFile(tmp_path / "metrics.jsonl", keys={"step": (int,)})
+    for number in (1, 2):  # the disk is full twice
+        with mock.patch.object(LineFile, "_write", side_effect=OSError(errno.ENOSPC, "full")):
+            lines.append({"step": number})
+            lines.append({"step": number})
+        (full,) = capsys.readouterr().err.splitlines()
+        assert full.startswith(f"{lines.path} cannot be written (full); its lines stay in memory")
+        getattr(lines, how)(*([] if how == "flush" else [{"step": number}]))
+        (again,) = capsys.readouterr().err.splitlines()
+        assert (
+            again == f"{lines.path} can be written again; the lines that stayed in memory are in it"
+        )
+        lines.append({"step": number})
+        assert capsys.readouterr().err == ""
+
+
 def test_a_failed_replacement_leaves_the_file_unchanged(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     file.write_bytes(TEXT)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import tomli_w
-import torch.distributed as dist
 
 from models.errors import UserError
 from recipes.training.checkpoint import resume
@@ -142,13 +141,6 @@ def test_a_run_ends_if_its_lock_is_taken_over(
     assert holder.wait(timeout=60) == lock_module.LOST
     assert json.loads(lock.exclusive.read_text())["token"] == lock.record["token"]
     lock.release()
-
-
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_run_waits_for_the_lock_of_a_dead_node(

@@ -31,7 +31,7 @@ from recipes.training.supervision.hang_report import (
     describe_hang,
     take_sighting,
 )
-from recipes.training.supervision.supervisor import WATCHDOG
+from recipes.training.supervision.supervisor import WATCHDOG, Supervisor
 from tests.conftest import changed
 from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
@@ -319,6 +319,22 @@ def test_waiting_for_a_disk_ends_with_an_error_too() -> None:
         assert crumb.patient
         raise OSError
     assert not crumb.patient
+
+
+@pytest.mark.parametrize(("waits_for_room", "reports"), [(False, 10), (True, 0)])
+def test_a_wait_for_room_on_a_full_disk_is_not_reported_as_a_hang(
+    waits_for_room: bool, reports: int
+) -> None:
+    supervisor = Supervisor.__new__(Supervisor)
+    supervisor.crumb, supervisor.limit, supervisor._disk = Breadcrumb(), 4, mock.Mock()
+    supervisor._report, supervisor._seen = mock.Mock(), -1
+    supervisor._still = supervisor._idle = 0
+    supervisor._reported = supervisor._ending = False
+    with supervisor.crumb.waiting_for_disk("saving"):
+        supervisor.crumb.waits_for_room = waits_for_room
+        for _ in range(21):  # seconds
+            supervisor._look_at_progress()
+    assert supervisor._disk.run.call_count == reports and not supervisor._ending
 
 
 def test_the_time_limit_of_collectives_exceeds_the_patience_of_supervision() -> None:

@@ -2,11 +2,13 @@ import errno
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 
 from models.errors import UserError
@@ -89,6 +91,14 @@ def check_a_run_continues(recipe, folder: RunFolder) -> None:
     if problem is not None:  # W&B is still switching to offline mode: the process will not wait
         assert problem.startswith("Weights & Biases did not finish in time")
         assert left_behind.called
+    # The thread's last call ends W&B's service process, and so the run of a later test, if the
+    # thread is still waiting for the server at that time. Without the process, it does not wait.
+    assert thread._thread
+    while thread._thread.is_alive():
+        for child in psutil.Process().children():
+            if "wandb-core" in child.name():
+                child.kill()
+        thread._thread.join(0.2)
 
 
 def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolder) -> None:
@@ -119,10 +129,31 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
         if state == "full disk":
             monkeypatch.setattr(LineFile, "_write", write_nothing)
             tracker.step(LINE | {"step": 2})
-    claimed = "Weights & Biases failed (no disk); metrics.jsonl has every step\n"
-    output = capsys.readouterr().err
-    assert "Weights & Biases failed (no disk)" in output
-    assert (claimed in output) == (state == "written")
+    (warning,) = [event for event in folder.read_events() if event["event"] == "warning"]
+    assert warning["message"].startswith("Weights & Biases failed (no disk)")
+    assert ("; metrics.jsonl has every step" in warning["message"]) == (state == "written")
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("(no disk)") == 1  # one line for one failure
+
+
+def test_a_wait_at_the_end_is_announced(small, folder: RunFolder) -> None:
+    told: list[str] = []
+    release = threading.Event()
+    with (
+        mock.patch.object(wandb_thread, "start_wandb", side_effect=lambda *_, **__: release.wait()),
+        mock.patch.object(wandb_thread, "tear_down"),
+        mock.patch.multiple(WandbThread, SECONDS_BEFORE_NOTICE=0.01, SECONDS_TO_FINISH=0.05),
+        mock.patch("atexit.register"),
+    ):
+        thread = WandbThread(
+            recipe_with(small, "offline"), folder, tell=lambda status: told.append(str(status))
+        )
+        assert thread.finish() == "Weights & Biases did not finish in time"
+        release.set()
+        assert thread._thread
+        thread._thread.join()
+    assert told[0] == "waiting for its data to be sent, for at most 0.04 s"
+    assert told[1] == "failed, because W&B did not finish in time"
 
 
 def test_weights_and_biases_gets_the_newest_preflight(small, folder: RunFolder) -> None:
@@ -163,7 +194,7 @@ RECIPE = pathlib.Path("recipes/tiny.toml")
 folder = RunFolder(pathlib.Path(sys.argv[1]))
 folder.hold()
 atexit.register(time.sleep, 30)  # as W&B's handler does
-wandb_thread.start_wandb = lambda wanted, arguments: time.sleep(600)
+wandb_thread.start_wandb = lambda *_, **__: time.sleep(600)
 WandbThread.SECONDS_TO_FINISH = 0.1
 thread = WandbThread(load_recipe(RECIPE, ["tracking.mode=offline"]), folder)
 thread.exit_code = int(sys.argv[2])

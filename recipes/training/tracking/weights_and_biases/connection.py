@@ -8,6 +8,7 @@ imported in these functions: that takes a second, for which the training thread 
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +26,8 @@ class WandbStatus:
     """The mode of Weights & Biases for a run.
 
     Attributes:
-        mode: "online", "offline", "disabled", "incomplete" (some data has not been sent) or
-            "failed" (W&B has not started)
+        mode: "online", "offline", "disabled", "incomplete" (some data has not been sent), "failed"
+            (W&B has not started), or "waiting" for one of the others
         where: URL of the run's page, or the files for `wandb sync`
         reason: the reason for any mode but "online"
     """
@@ -37,6 +38,8 @@ class WandbStatus:
 
     def __str__(self) -> str:
         match self.mode:
+            case "waiting":
+                return f"waiting {self.reason}"
             case "online":
                 return f"online at {self.where}"
             case "offline":
@@ -71,12 +74,19 @@ class WandbStatus:
             return None
 
 
-def start_wandb(wanted: str, arguments: dict[str, Any]) -> tuple[Any, WandbStatus]:
+def untold(status: WandbStatus) -> None:
+    """Ignore a change of the mode of Weights & Biases."""
+
+
+def start_wandb(
+    wanted: str, arguments: dict[str, Any], *, tell: Callable[[WandbStatus], None] = untold
+) -> tuple[Any, WandbStatus]:
     """Start a W&B run, offline if there is no key or the server cannot be reached.
 
     Args:
         wanted: the mode of the recipe, "auto", "online" or "offline"
         arguments: arguments of `wandb.init`, without a mode
+        tell: called before the server is asked
 
     Returns:
         The run, and its status.
@@ -86,6 +96,8 @@ def start_wandb(wanted: str, arguments: dict[str, Any]) -> tuple[Any, WandbStatu
         return _init(arguments, mode), WandbStatus(mode, unsent(arguments), reason)
     if mode == "disabled":
         return _init(arguments, mode), WandbStatus(mode, reason=reason)
+    server, seconds = _settings().base_url, f"{SECONDS_TO_CONNECT:g} s"
+    tell(WandbStatus("waiting", reason=f"for {server} to answer, for at most {seconds}"))
     try:
         run = _init(arguments | {"resume": "allow"}, mode)
     except Exception as error:

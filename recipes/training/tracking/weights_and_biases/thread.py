@@ -21,6 +21,7 @@ from recipes.training.tracking.weights_and_biases.connection import (
     short,
     start_wandb,
     tear_down,
+    untold,
 )
 from recipes.training.tracking.weights_and_biases.media import Picture, SavedCheckpoint, TaskTable
 from recipes.training.tracking.weights_and_biases.settings import wandb_arguments
@@ -29,10 +30,6 @@ Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
 ALL_FILES = "*run-*"  # of the offline and online runs in the run folder's wandb/
 PIXELS = 8  # width and height of an expert in the picture of loads
-
-
-def untold(status: WandbStatus) -> None:
-    """Ignore a change of the mode of Weights & Biases."""
 
 
 def nothing_predicted(step: int) -> Mapping[str, float]:
@@ -50,11 +47,17 @@ class WandbThread:
         predicted: returns the planner's predictions for a step, by the name of the metric; sent as
             "planned/..." with the metrics of each step, and, when they change, as configuration
         metrics: the lines of metrics.jsonl so far, for the table of task scores
-        tell: called in any thread when the mode of Weights & Biases is known, and when it changes
+        tell: called in any thread when the mode of Weights & Biases is known, when it changes, and
+            before a wait
+
+    Attributes:
+        exit_code: exit code of this process, if it ends without waiting for W&B
+        has_told_failure: True if `tell` was called with a failure
     """
 
     MAX_QUEUED_STEPS = 100_000  # later steps are dropped while W&B does not respond
     SECONDS_TO_FINISH = 60.0
+    SECONDS_BEFORE_NOTICE = 1.0  # a shorter wait at the end is not mentioned
 
     def __init__(
         self,
@@ -71,7 +74,8 @@ class WandbThread:
         self._tell, self._status, self._is_late = tell, WandbStatus("failed"), False
         self._queue: queue.Queue[Item | None] = queue.Queue(self.MAX_QUEUED_STEPS)
         self._task_table = TaskTable(metrics)
-        self.exit_code = 0  # of this process, if it ends without waiting for W&B
+        self.exit_code = 0
+        self.has_told_failure = False
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
         WandbStatus.remove(folder.path)
@@ -93,7 +97,12 @@ class WandbThread:
             return None
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
-        self._thread.join(self.SECONDS_TO_FINISH)
+        self._thread.join(min(self.SECONDS_BEFORE_NOTICE, self.SECONDS_TO_FINISH))
+        left = max(0.0, self.SECONDS_TO_FINISH - self.SECONDS_BEFORE_NOTICE)
+        if self._thread.is_alive() and left:
+            reason = f"for its data to be sent, for at most {left:g} s"
+            self._tell(WandbStatus("waiting", reason=reason))
+            self._thread.join(left)
         if self._thread.is_alive():
             # The exit handler of W&B would wait longer. Handlers run in reverse order, so this one
             # runs first; it ends the process, so no other one runs.
@@ -112,7 +121,7 @@ class WandbThread:
         is_read = False  # the end of the queue
         try:
             arguments = wandb_arguments(recipe, self._folder.path)
-            run = self._started(*start_wandb(recipe.tracking.mode, arguments))
+            run = self._started(*start_wandb(recipe.tracking.mode, arguments, tell=self._tell))
             while (item := self._queue.get()) is not None:
                 try:
                     self._send(run, item)
@@ -140,6 +149,7 @@ class WandbThread:
 
     def _fail(self, reason: str) -> None:
         """Tell that some of the data has not been sent."""
+        self.has_told_failure = True
         files = str(self._folder.path / "wandb" / ALL_FILES)
         started = self._status.mode != "failed"
         self._change(WandbStatus(*(("incomplete", files) if started else ("failed", "")), reason))

@@ -155,6 +155,8 @@ def test_a_login_is_found_by_the_run(
     assert (status.mode, status.where) == ("online", page)
     assert [line["loss"] for line in server.history] == [2.5]
     printed = capfd.readouterr()
+    waiting = f"W&B: waiting for {server.url} to answer, for at most 30 s\n"
+    assert waiting in printed.out.partition(f"W&B: online at {page}\n")[0]
     assert f"W&B: online at {page}\n" in printed.out
     assert f"  W&B         online at {page}\n" in printed.out
     assert "wandb:" not in printed.out + printed.err  # no messages of its own
@@ -209,6 +211,7 @@ def test_a_crash_of_wandb_ends_in_an_offline_run_and_no_traceback(
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stdin and process.stdout and process.stderr
+        assert process.stdout.readline().startswith("waiting for http")
         assert process.stdout.readline().startswith("online at ")
         core = [c for c in psutil.Process(process.pid).children() if "wandb-core" in c.name()]
         os.kill(core[0].pid, signal.SIGKILL)
@@ -280,7 +283,10 @@ def test_an_error_in_the_last_call_ends_the_thread(
     assert (
         "  W&B         incomplete, because of an error (no answer); upload the rest " in printed.out
     )
-    assert printed.err == "Weights & Biases failed (no answer); metrics.jsonl has every step\n"
+    assert printed.err == "" and printed.out.count("(no answer)") == 2  # also in the summary
+    (warning,) = [event for event in folder.read_events() if event["event"] == "warning"]
+    claim = "Weights & Biases failed (no answer); metrics.jsonl has every step"
+    assert warning["message"] == claim
 
 
 def test_the_status_of_an_earlier_process_is_removed(small: dict, folder: RunFolder) -> None:
