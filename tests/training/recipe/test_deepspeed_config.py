@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -285,6 +286,7 @@ def test_fp16_without_a_gpu_is_among_the_first_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr("recipes.training.loop.rejection.leave", sys.exit)
     content = {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}, "bf16": {}}
     file = write(tmp_path, content | {"bf16": {"enabled": False}})
     with pytest.raises(SystemExit):
