@@ -443,6 +443,7 @@ class _Indices:
         try:
             self.index.write_bytes(content)
             file = TokenFile(self.index.with_suffix(""))
+            file.check_index(one_sequence_per_document=False)
             for start in range(0, max(0, file.count - 32), 97):
                 lengths = file.document_lengths(start, start + 32)
                 assert sum(lengths) == 32 and min(lengths) > 0
