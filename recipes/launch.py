@@ -29,6 +29,7 @@ import time
 from functools import partial
 
 from models.errors import UserError
+from recipes.gpus.datasheet import machine_has_gpu
 from recipes.launching.attempt import Command
 from recipes.launching.environment import forwarded, in_container
 from recipes.launching.launcher import Launcher
@@ -88,7 +89,8 @@ def prepare(options: argparse.Namespace) -> Launcher:
     size = recipe.cluster.gpus_per_node
     try:
         world = World(size=recipe.cluster.nodes * size, local_size=size)
-        check_stages(world, StagePlan(recipe), name)
+        has_gpu = options.launcher != "local" or machine_has_gpu(os.environ)
+        check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
         require_auto(recipe, "launch.py chooses the layout anew if a node is lost")
     except UserError as problem:
         raise UserError(f"{name}: {problem}") from None

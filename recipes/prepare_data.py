@@ -39,7 +39,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from models.errors import UserError
-from recipes.preparing.formats.documents import PROBLEM_KINDS
+from recipes.preparing.formats.documents import BLANK, PROBLEM_KINDS
 from recipes.preparing.options import (
     check_options,
     check_same_options,
@@ -93,6 +93,7 @@ def prepare(arguments: list[str]) -> None:
     from recipes.preparing.formats.pieces import cut
     from recipes.preparing.prepared_corpus import join
     from recipes.preparing.source import SourceOptions, open_source, open_validation
+    from recipes.preparing.tokenization import check_parts
     from recipes.preparing.workers import run_pieces
 
     reading = SourceOptions(
@@ -110,6 +111,13 @@ def prepare(arguments: list[str]) -> None:
         held_out = range(len(formats), len(formats) + len(validation))
         pieces += [(held_out[number], piece) for number, piece in cut(validation, names)]
         formats += validation
+    check_parts(
+        formats,
+        pieces,
+        fraction=options.validation_fraction,
+        held_out=held_out,
+        skip=frozenset(options.skip),
+    )
     with lock_workspace(workspace, shared=options.shard is not None):
         if output.exists() and any(output.iterdir()):
             raise UserError(f"another process has just written {output}")
@@ -178,6 +186,9 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
             "training.evaluate_every = 0"
         )
     for kind, skipped in manifest["skipped"].items():
+        if kind == BLANK:
+            print(f"skipped {skipped['rows']:,} blank lines")
+            continue
         print(f"skipped {skipped['rows']:,} rows, {kind}: first {skipped['first']}")
     if manifest["document_start"]:
         start = manifest["document_start"]
@@ -312,7 +323,8 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skip", action="append", default=[], choices=PROBLEM_KINDS,
         help="skip and count rows that are empty, not UTF-8, not JSON or without text in the "
-        "column, instead of stopping at the first one; repeatable",
+        "column, instead of stopping at the first one; repeatable (blank lines of text files "
+        "are always skipped)",
     )  # fmt: skip
     parser.add_argument(
         "--processes", type=int, default=len(os.sched_getaffinity(0)),

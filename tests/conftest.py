@@ -1,5 +1,7 @@
-"""Fixtures for several test files: a small corpus and a small recipe."""
+"""Fixtures for several test files: a small corpus, a small recipe and the shipped files."""
 
+import functools
+import subprocess
 import time
 import tomllib
 from collections import Counter
@@ -12,7 +14,8 @@ import psutil
 import pytest
 
 from recipes.proving.proof_corpus import write_corpus
-from recipes.training.recipe.loading import DEFAULT_RECIPE
+from recipes.training.recipe import loading
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY
 from tests.core_seconds import seconds_of_tree
 
 # The longest files, longest first. `make test` gives each of its two processes one file at a time:
@@ -40,6 +43,26 @@ LONGEST_FILES = (
     "test_stages.py",
 )
 TESTS = Path(__file__).resolve().parent
+USER_FOLDERS = ("recipes", "ds_configs")  # in which users put files of their own
+
+
+@functools.cache
+def users_files() -> frozenset[Path]:
+    """Return the files of USER_FOLDERS that git does not track; none without git."""
+    command = ["git", "ls-files", "--others", "-z", *USER_FOLDERS]
+    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return frozenset(REPOSITORY / name for name in listed.stdout.split("\0") if name)
+
+
+def shipped_recipes() -> list[Path]:
+    """Return the recipes of the repository, without a user's own, which need not be valid."""
+    return [path for path in loading.shipped_recipes() if path not in users_files()]
+
+
+def shipped_configs() -> list[Path]:
+    """Return the DeepSpeed JSON files of the repository, without a user's own."""
+    return sorted(set((REPOSITORY / "ds_configs").glob("*.json")) - users_files())
+
 
 VOCAB_SIZE = 250  # divisible by neither 64 nor any tensor size in the tests: padding is exercised
 

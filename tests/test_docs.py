@@ -11,9 +11,13 @@ from collections.abc import Iterator
 import pytest
 
 from models.cost import parameter_count
+from recipes import plan
+from recipes.planning.output import catalogue
 from recipes.planning.output.recipe_reference import reference
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
+from tests.commands import run_here
+from tests.conftest import shipped_configs, shipped_recipes
 
 MAX_README_LINES = 200
 DOCS = {path.name: path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))}
@@ -147,7 +151,7 @@ def tracked_entries(folder: str) -> set[str]:
     """Return the files and folders of a folder that belong to the repository."""
     path = REPOSITORY / folder
     done = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "."],
+        ["git", "ls-files", "--cached", "."],  # a user may have added recipes
         cwd=path,
         capture_output=True,
         text=True,
@@ -255,7 +259,7 @@ def test_the_default_model_is_as_large_as_stated() -> None:
 
 
 def test_every_deepspeed_config_is_explained() -> None:
-    for path in (REPOSITORY / "ds_configs").glob("*.json"):
+    for path in shipped_configs():
         assert f"`{path.name}`" in DOCS["zero-and-precision.md"]
 
 
@@ -291,14 +295,9 @@ def test_the_results_at_a_glance_are_those_of_the_pages() -> None:
         assert ratios in DOCS["performance.md"]
 
 
-def test_the_catalogue_is_the_planners() -> None:
-    done = subprocess.run(
-        [sys.executable, "recipes/plan.py", "--catalogue"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    recipes, stages = done.stdout.split("\n\n")
+def test_the_catalogue_is_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "shipped_recipes", shipped_recipes)
+    recipes, stages = run_here(plan.main, "--catalogue").stdout.split("\n\n")
     assert recipes.count("\n") > 25 and stages.count("\n") == 7
     assert recipes in DOCS["catalogue.md"] and stages in DOCS["catalogue.md"]
 

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,9 @@ from models.errors import UserError
 
 FOLDER = Path(__file__).with_name("datasheets")
 MEASURED_MARK = "Written by `python recipes/sweep.py --links"  # in the first line of a file
+# Files of the drivers of NVIDIA, of NVIDIA in WSL, and of AMD; and NVIDIA's file about each GPU.
+DRIVER_FILES = ("dev/nvidia*", "dev/nvhost-*", "dev/dxg", "dev/kfd")
+NVIDIA_FILES = "proc/driver/nvidia/gpus/*/information"
 EXAMPLES: dict[Any, tuple[tuple[type, ...], str]] = {  # type of a key -> Python types, a value
     str: ((str,), '"H100"'),
     float: ((int, float), "1.5"),
@@ -186,3 +190,29 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
 def gpu_of_device(device_name: str) -> Gpu | None:
     """Return the GPU with the driver's name of a device; None for a CPU or an unlisted GPU."""
     return next((g for g in gpus() if any(name in device_name for name in g.device_names)), None)
+
+
+def machine_has_gpu(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
+    """Return False if processes of this machine certainly find no GPU; needs no torch.
+
+    Args:
+        environment: `os.environ`
+        root: the folder that holds dev/ and proc/
+    """
+    chosen = environment.get("DS_ACCELERATOR")
+    if chosen or environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return chosen == "cuda"
+    return any(any(root.glob(pattern)) for pattern in DRIVER_FILES)
+
+
+def device_names_of_machine(root: Path = Path("/")) -> list[str]:
+    """Return the driver's names of this machine's NVIDIA GPUs; needs no torch.
+
+    root: the folder that holds proc/
+    """
+    texts = [
+        path.read_text(encoding="utf-8", errors="replace")
+        for path in sorted(root.glob(NVIDIA_FILES))
+    ]
+    names = [re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in texts]
+    return [name[1] for name in names if name]

@@ -82,8 +82,7 @@ class Nodes:
     def _open(self, host: str) -> None:
         try:
             self.connections.open(host)
-        except OSError as error:  # no such program, or too many processes or open files
-            print(f"launch.py: no connection to {host}: {error.strerror}", file=sys.stderr)
+        except OSError:
             self.drop(host)
 
     def is_silent(self, host: str) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +104,37 @@ class Agent:
         return time.monotonic() - self.heard_at
 
 
+@dataclass
+class FailedConnects:
+    """The attempts to connect to a host since it answered last, to print each error only once.
+
+    Attributes:
+        count: number of attempts
+        lines: the output of the current attempt, up to now
+        earlier: the output of the attempt before
+    """
+
+    count: int = 0
+    lines: list[str] = field(default_factory=list)
+    earlier: list[str] = field(default_factory=list)
+
+    def new_lines(self, text: str) -> str:
+        """Note output of the current attempt, and return the lines that the last one lacked."""
+        lines = text.splitlines(keepends=True)
+        self.lines += lines
+        return "".join(line for line in lines if line not in self.earlier)
+
+    def end(self) -> bool:
+        """End the current attempt; return True if its repeated error is worth a line.
+
+        These are the attempts 2, 4, 8, ...
+        """
+        self.count += 1
+        repeated = bool(self.lines) and self.lines == self.earlier
+        self.earlier, self.lines = self.lines, []
+        return repeated and self.count.bit_count() == 1
+
+
 @dataclass(frozen=True)
 class Report:
     """A report of an agent; `content` is None if the connection has ended."""
@@ -161,6 +193,7 @@ class Connections:
         self.variables, self.python = variables, python
         self.agents: dict[str, Agent] = {}
         self.admit: Callable[[str, str], bool] = lambda host, machine: True
+        self._failed: defaultdict[str, FailedConnects] = defaultdict(FailedConnects)
         self._selector = selectors.DefaultSelector()
         self._closed = threading.Event()
         # A thread of its own, because the main thread may be busy with planning or a slow disk.
@@ -174,17 +207,23 @@ class Connections:
         """Start the agent of a host; it reports when it is ready.
 
         Raises:
-            OSError: the program that connects cannot be started.
+            OSError: the program that connects cannot be started; the reason has been printed.
         """
         command = [*self.python, str(AGENT), *self.settings.arguments(host)]
-        process = subprocess.Popen(
-            self.connect(host, command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,  # the output of the ranks
-            bufsize=0,
-            start_new_session=True,  # Ctrl-C goes to launch.py, which asks the ranks to save
-        )
+        try:
+            process = subprocess.Popen(
+                self.connect(host, command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,  # the output of the ranks
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C goes to launch.py, which asks the ranks to save
+            )
+        except OSError as error:  # no such program, or too many processes or open files
+            reason = f"launch.py: no connection to {host}: {error.strerror}\n"
+            print(self._failed[host].new_lines(reason), end="", file=sys.stderr, flush=True)
+            self._count_attempt(host)
+            raise
         assert process.stdin and process.stdout and process.stderr
         agent = self.agents[host] = Agent(host, process)
         for stream in (process.stdin, process.stdout, process.stderr):
@@ -198,6 +237,10 @@ class Connections:
         agent = self.agents.pop(host)
         process = agent.process
         assert process.stdin and process.stdout and process.stderr
+        if process.stderr in self._selector.get_map():  # the end of the output may be the error
+            self._print(agent)
+        if not agent.machine:
+            self._count_attempt(host)
         for stream in (process.stdout, process.stderr):
             with contextlib.suppress(KeyError):  # its end has been seen
                 self._selector.unregister(stream)
@@ -264,9 +307,18 @@ class Connections:
         if not arrived:
             complete, agent.output_rest = complete + newline + agent.output_rest, b""
         text = (complete + newline if arrived else complete).decode(errors="replace")
+        if not agent.machine:  # an error of ssh or srun, perhaps that of the last attempt
+            text = self._failed[agent.host].new_lines(text)
         if text:
             sys.stdout.write(text)
             sys.stdout.flush()
+
+    def _count_attempt(self, host: str) -> None:
+        """Count an attempt that has not connected to a host."""
+        if self._failed[host].end():
+            count = self._failed[host].count
+            print(f"launch.py: no connection to {host}: the same error, connection attempt {count}",
+                  file=sys.stderr, flush=True)  # fmt: skip
 
     def _read(self, agent: Agent) -> Iterator[Report]:
         assert agent.process.stdout
@@ -284,6 +336,7 @@ class Connections:
                 continue
             if content["is"] == "here":
                 agent.machine, agent.address = content["host"], content["address"]
+                self._failed.pop(agent.host, None)
                 machine = f"{content['host']} {content['boot']}" if content["boot"] else ""
                 if not self.admit(agent.host, machine):
                     yield Report(agent.host, None)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError
+from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.formats.format import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization, new_folder
 from recipes.training.checkpoint.manifest import sha256
@@ -61,7 +62,7 @@ def join(
         facts: further entries of the manifest
 
     Raises:
-        UserError: A part has no tokens.
+        EmptyPart: A part has no tokens.
     """
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
@@ -81,16 +82,12 @@ def join(
         files[part] = {key: sum(c[key] for c in counts) for key in ("documents", "tokens")}
         if not files[part]["tokens"]:
             rows = sum(each["rows"] for each in skipped.values())
-            if not sum_documents(reports):
-                raise UserError(f"the source has no documents ({rows} rows were skipped)")
-            if tokenization.held_out:
-                option = "--source" if part == "train" else "--validation-source"
-                raise UserError(f"{option} has no documents, so the {part} part would be empty")
-            raise UserError(
-                f"the {part} part has no tokens: of {sum_documents(reports)} documents "
-                f"({rows} rows were skipped), --validation-fraction {fraction} leaves none for it; "
-                f"use more documents, a fraction that leaves some for both parts, or "
-                f"--validation-fraction 0 for no validation part"
+            raise EmptyPart(
+                part,
+                documents=sum_documents(reports),
+                rows=rows,
+                fraction=fraction,
+                has_held_out=bool(tokenization.held_out),
             )
         files[part] |= {
             "bin_sha256": digest_of(count["sha256"] for count in counts),

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -25,13 +25,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from models.errors import UserError
-from recipes.preparing.formats.documents import Row
-from recipes.preparing.formats.format import READ_ERRORS, Format, Piece, first_line
+from recipes.preparing.formats.documents import EmptyPart, Row
+from recipes.preparing.formats.format import READ_ERRORS, Format, NumberedPiece, Piece, first_line
 from recipes.training.data.token_file import TokenFileWriter, token_type
 from recipes.training.run_folder.line_file import flush
 
 PARTS = ("train", "validation")
 REPORT = "report.json"
+MAX_CHECKED_CHARACTERS = 2**26  # read before the tokenization to see that no part is empty
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 64, 2**18  # tokenized together; larger batches are slower
 
 Skipped = dict[str, Any]  # "rows": number of rows; "position", "reason": those of the first row
@@ -79,6 +80,7 @@ class Tokenization:
             self.validation_fraction,
             *([self.start] if self.start else []),  # older pieces have no recorded start
             *(["held out"] if format_number in self.held_out else []),
+            *reader.always_skipped,  # older pieces have counted these rows as of another kind
         )
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
 
@@ -88,7 +90,8 @@ class Tokenization:
         if not file.is_file():
             return None
         report = read_report(file)
-        return report if self.skip.issuperset(report.skipped) else None
+        skip = self.skip | self.formats[format_number].always_skipped
+        return report if skip.issuperset(report.skipped) else None
 
     def run(self, format_number: int, piece: Piece, progress: Queue) -> "Report":
         """Tokenize a piece.
@@ -194,7 +197,7 @@ def texts_of(
             yield row.content
             continue
         kind, reason = row.content.kind, row.content.reason
-        if kind not in skip:
+        if kind not in skip | reader.always_skipped:
             place = reader.place(piece, row.position)
             raise UserError(f"{place}: {reason}; correct it, or skip such rows with --skip {kind}")
         known = {"rows": 0, "position": row.position, "reason": reason}
@@ -232,8 +235,72 @@ def is_held_out(text: str, fraction: float) -> bool:
 
     The content decides, so that equal documents are in the same part.
     """
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < fraction * 2**64
+    return _hash_of(text) < fraction * 2**64
+
+
+def _hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def check_parts(
+    formats: Sequence[Format],
+    pieces: Sequence[NumberedPiece],
+    *,
+    fraction: float,
+    held_out: Collection[int],
+    skip: frozenset[str],
+) -> None:
+    """Check before the tokenization that no part is empty, as far as a short look can tell.
+
+    The documents are read until both parts have one, but at most MAX_CHECKED_CHARACTERS.
+
+    Args:
+        formats: readers of the source
+        pieces: all pieces, in order
+        fraction: share of the documents that is held out
+        held_out: numbers of the formats whose documents are the validation part
+        skip: kinds of problems whose rows are skipped
+
+    Raises:
+        EmptyPart: A part has no documents.
+        UserError: A row is not a document, and `skip` does not name its kind of problem.
+    """
+    own = {"train": [item for item in pieces if item[0] not in held_out]}
+    if held_out:
+        own["validation"] = [item for item in pieces if item[0] in held_out]
+    for part, items in own.items():
+        report, hashes, characters = Report(), [], 0
+        for text in chain.from_iterable(texts_of(formats[n], p, skip, report) for n, p in items):
+            hashes.append(_hash_of(text))
+            characters += len(text)
+            parts = {number < fraction * 2**64 for number in hashes[-1:] + hashes[:1]}
+            if not fraction or len(parts) == 2 or characters > MAX_CHECKED_CHARACTERS:
+                break
+        else:
+            if len(hashes) == 1:  # the join divides a single document by tokens
+                continue
+            lacking = part
+            if hashes:
+                lacking = "train" if max(hashes) < fraction * 2**64 else "validation"
+            raise EmptyPart(
+                lacking,
+                documents=len(hashes),
+                rows=sum(kind["rows"] for kind in report.skipped.values()),
+                fraction=fraction,
+                has_held_out=bool(held_out),
+                remedy=_fraction_that_works(hashes, lacking),
+            )
+
+
+def _fraction_that_works(hashes: Sequence[int], lacking: str) -> str:
+    """Return the option that gives the lacking part its first documents, in two digits."""
+    if len(set(hashes)) < 2:
+        return "documents that differ"
+    limits = sorted(number / 2**64 for number in set(hashes))
+    # A fraction between the two smallest hashes holds out one document.
+    low, high = limits[:2] if lacking == "validation" else limits[-2:]
+    digits = next(n for n in range(1, 20) if low < round((low + high) / 2, n) < high)
+    return f"--validation-fraction {round((low + high) / 2, digits):.9g}"
 
 
 @lru_cache(maxsize=1)

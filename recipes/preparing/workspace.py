@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from models.errors import UserError
+from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.own_files import mark_workspace
 from recipes.training.run_folder.lock import NO_FLOCK
 
@@ -39,8 +40,9 @@ def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
                 shutil.rmtree(leftover, ignore_errors=True)
         try:
             yield
-        except BaseException:
-            _keep_finished(workspace, shared=shared)
+        except BaseException as error:
+            needs_documents = isinstance(error, EmptyPart)
+            _keep_finished(workspace, shared=shared, needs_documents=needs_documents)
             raise
 
 
@@ -58,15 +60,22 @@ def _lock(lock: IO[str], workspace: Path, *, shared: bool) -> None:
         ) from None
 
 
-def _keep_finished(workspace: Path, *, shared: bool) -> None:
-    """Remove the unfinished corpus, and report what is left to resume from, if anything is."""
+def _keep_finished(workspace: Path, *, shared: bool, needs_documents: bool) -> None:
+    """Remove the unfinished corpus, and report what is left to resume from, if anything is.
+
+    needs_documents: the same command would fail again without more documents
+    """
     shutil.rmtree(workspace / "corpus", ignore_errors=True)
     finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
     trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
     if finished or trained:
         pieces = f"{len(finished)} finished pieces" if finished else "a tokenizer"
-        print(f"{workspace} keeps {pieces}; rerun the same command to resume",
-              file=sys.stderr)  # fmt: skip
+        advice = (
+            f"add documents and rerun the command to use them, or delete {workspace.name}"
+            if needs_documents
+            else "rerun the same command to resume"
+        )
+        print(f"{workspace} keeps {pieces}; {advice}", file=sys.stderr)
     elif not shared:
         clear_workspace(workspace)
 

@@ -60,7 +60,7 @@ from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
-from tests.conftest import VOCAB_SIZE, small_recipe
+from tests.conftest import VOCAB_SIZE, shipped_configs, shipped_recipes, small_recipe
 from tests.reporting.synthetic import event, write_run
 
 SECONDS = 300.0  # of a whole run
@@ -224,14 +224,14 @@ def kinds(folder: Path) -> list[Kind]:
     """
     corpus = folder / "corpus"
     small = small_corpus(corpus)
-    recipes = [DEFAULT_RECIPE, *(REPOSITORY / "recipes").glob("tiny-*.toml")]
+    recipes = [path for path in shipped_recipes() if path.parent == DEFAULT_RECIPE.parent]
     recipes += [REPOSITORY / "recipes/llama/8b-128k.toml", REPOSITORY / "recipes/mixtral/8x7b.toml"]
     toml = [path.read_bytes() for path in recipes]
     return [
         Kind("recipe", toml, _Recipes(folder), lambda text: tomllib.loads(text.decode()),
              lambda value: tomli_w.dumps(value).encode()),
         Kind("set", OVERRIDES, use_overrides),
-        Kind("deepspeed", [path.read_bytes() for path in (REPOSITORY / "ds_configs").iterdir()],
+        Kind("deepspeed", [path.read_bytes() for path in shipped_configs()],
              _DeepSpeed(folder), json.loads, to_json),
         Kind("manifest", [manifest_of(small).text().encode()], _Manifests(folder, small),
              json.loads, to_json),
@@ -443,6 +443,7 @@ class _Indices:
         try:
             self.index.write_bytes(content)
             file = TokenFile(self.index.with_suffix(""))
+            file.check_index(one_sequence_per_document=False)
             for start in range(0, max(0, file.count - 32), 97):
                 lengths = file.document_lengths(start, start + 32)
                 assert sum(lengths) == 32 and min(lengths) > 0

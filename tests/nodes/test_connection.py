@@ -4,6 +4,7 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -62,4 +63,39 @@ def test_the_first_report_names_the_machine_and_its_address() -> None:
     while not agent.ready and time.monotonic() < deadline:
         list(connections.reports())
     assert (agent.machine, agent.address) == ("gpu7", "10.1.2.3")
+    connections.close_all(0)
+
+
+def test_an_error_that_repeats_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each error is printed once; attempts 2, 4, 8 with the same error are one line each."""
+    settings = AgentSettings(run="", silence_seconds=10, stop_seconds=10, standby=0)
+    errors = ["refused"] * 5 + ["timeout"] * 2 + ["here"] + ["timeout"] * 2
+    here = '{"is": "here", "host": "gpu7", "boot": "1", "address": ""}'
+
+    def connect(host: str, command: Sequence[str]) -> list[str]:
+        if errors[0] == "here":
+            return ["sh", "-c", f"echo '{here}'"]
+        if errors[0] == "absent":
+            return ["/absent/ssh", host]
+        return ["sh", "-c", f"echo a banner >&2; echo ssh: {errors[0]} >&2; exit 255"]
+
+    connections = Connections(connect, settings, variables={})
+    while errors:
+        connections.open("node1")
+        while not any(report.content is None for report in connections.reports()):
+            pass
+        connections.close("node1")
+        del errors[0]
+    said = capfd.readouterr()
+    lines = ["a banner", "ssh: refused", "ssh: timeout", "a banner", "ssh: timeout"]
+    assert said.out.splitlines() == lines
+    same = "launch.py: no connection to node1: the same error, connection attempt"
+    assert said.err.splitlines() == [f"{same} 2", f"{same} 4", f"{same} 2"]
+    errors += ["absent"] * 3
+    while errors:
+        with pytest.raises(FileNotFoundError):
+            connections.open("node2")
+        del errors[0]
+    first = "launch.py: no connection to node2: No such file or directory"
+    assert capfd.readouterr().err.splitlines() == [first, same.replace("1", "2") + " 2"]
     connections.close_all(0)

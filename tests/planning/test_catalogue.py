@@ -27,10 +27,10 @@ from recipes.training.recipe.loading import (
     DEFAULT_RECIPE,
     REPOSITORY,
     load_recipe,
-    shipped_recipes,
 )
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
+from tests.conftest import shipped_recipes
 from tests.ranks import run_ranks
 
 FILES = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]

@@ -20,7 +20,7 @@ from recipes.preparing.formats.format import Format
 from recipes.preparing.formats.tables import Stream
 from recipes.preparing.own_files import mark_workspace
 from recipes.preparing.source import SourceOptions, open_source, open_validation
-from recipes.preparing.tokenization import texts_of
+from recipes.preparing.tokenization import Report, texts_of
 from recipes.training.data.corpus_manifest import tokenizer_hash
 
 TEXTS = [
@@ -161,7 +161,7 @@ BAD = {  # file -> its bytes, the row, the kind of problem, the message
     "number.jsonl": (b'{"body": "a"}\n{"body": 4}', "line 2", "column", "body = 4 is not a text"),
     "none.jsonl": (b'{"body": "a"}\n{"body": null}', "line 2", "column", "None is not a text"),
     "array.json": (b'[{"body": "a"}, {"body": ""}]', "row 1", "empty", "is empty"),
-    "utf8.txt": (b"a\n\n\xc3\xa4\n\xe4\n", "line 2", "empty", "is empty"),
+    "utf8.txt": (b"a\n\n\xc3\xa4\n\xe4\n", "line 4", "utf-8", "byte 0 is 0xe4"),
 }  # fmt: skip
 
 
@@ -200,6 +200,20 @@ def test_plain_text_has_any_of_its_suffixes(name: str, tmp_path: Path) -> None:
     pack = gzip.compress if name.endswith(".gz") else bytes
     (tmp_path / name).write_bytes(pack(b"one\ntwo\n"))
     assert texts(opened(tmp_path / name), 1) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["lines.txt", "lines.txt.gz"])
+def test_blank_lines_of_text_are_skipped_and_counted(name: str, tmp_path: Path) -> None:
+    content = b"\xef\xbb\xbf\n = a = \n \n\nb\r\n\t\r\n\x0c\nc\n\n"
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    (tmp_path / name).write_bytes(pack(content))
+    for target_bytes in (1, 10**6):
+        assert texts(opened(tmp_path / name), target_bytes) == [" = a = ", "b", "c"]
+    (reader,) = opened(tmp_path / name)
+    report = Report()
+    (piece,) = reader.pieces(10**6)
+    list(texts_of(reader, piece, frozenset(), report))
+    assert report.skipped == {"blank": {"rows": 6, "position": 0, "reason": "the line is blank"}}
 
 
 REFUSED = {

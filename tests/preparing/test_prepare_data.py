@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from models.errors import UserError
 from recipes import prepare_data
+from recipes.preparing import prepared_corpus, tokenization
 from recipes.preparing.formats import pieces
 from recipes.preparing.formats.documents import PROBLEM_KINDS
 from recipes.preparing.formats.text_files import TextLines
@@ -244,9 +245,10 @@ def official(tmp_path: Path) -> Path:
 
 def test_files_of_an_official_split_are_the_parts(official: Path) -> None:
     options = ["--source", official / "train.txt", "--validation-source", official / "valid.txt"]
-    options += ["--skip", "empty", "--output", official / "out", "--vocab-size", 300]
+    options += ["--output", official / "out", "--vocab-size", 300]
     done = prepare(*options, smallest_piece=500)
     assert done.returncode == 0, done.stderr
+    assert "\nskipped 120 blank lines\n" in done.stdout
     expected = [f" {text.strip()}" for text in TEXTS]
     assert words(official / "out", "train") == expected
     assert words(official / "out", "validation") == [
@@ -256,7 +258,7 @@ def test_files_of_an_official_split_are_the_parts(official: Path) -> None:
     vocabulary = AutoTokenizer.from_pretrained(official / "out" / "tokenizer").get_vocab()
     assert not any("held" in token for token in vocabulary)  # it is trained on the training part
     assert "already exists" in prepare(*options).stdout
-    other = prepare(*options[:2], "--skip", "empty", *options[6:])
+    other = prepare(*options[:2], *options[4:])
     assert "made with --validation-fraction 0.0 (here 0.1), --validation-source [" in other.stderr
 
 
@@ -375,13 +377,49 @@ def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> No
 
 def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Path) -> None:
     options = into(prepared, tmp_path / "out")
-    done = prepare(*options, "--vocab-size", 300, "--validation-fraction", "1e-9")
-    assert done.returncode == 1 and "the validation part has no tokens" in done.stderr
+    with mock.patch.object(prepared_corpus, "join", side_effect=UserError("no room")):
+        done = prepare(*options, "--vocab-size", 300)
+    assert done.returncode == 1
     workspace = tmp_path / "out.incomplete"
     assert (workspace / "lock").read_text() == LOCK_TEXT
     assert f"{workspace} keeps 1 finished pieces; rerun the same command to resume" in done.stderr
-    assert "of 60 documents (0 rows were skipped), --validation-fraction 1e-09" in done.stderr
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
+
+
+def test_a_fraction_that_leaves_a_part_empty_is_rejected_before_the_work(
+    prepared: Path, tmp_path: Path
+) -> None:
+    """The proposed fraction works, and a rerun of the command is not advised."""
+    for fraction, part in (("0.0001", "validation"), ("0.9999", "train")):
+        options = [*into(prepared, tmp_path / part), "--vocab-size", 300]
+        done = prepare(*options, "--validation-fraction", fraction)
+        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        reason = f"the {part} part has no tokens: of 60 documents (0 rows were skipped), "
+        assert reason + f"--validation-fraction {fraction} leaves none" in done.stderr
+        assert not list(tmp_path.glob(f"{part}*"))
+        proposed = re.findall(r"--validation-fraction (0\.\d+)", done.stderr)[1]
+        assert prepare(*options, "--validation-fraction", proposed).returncode == 0
+        assert len(words(tmp_path / part, part)) == 1
+    (tmp_path / "same.txt").write_text("one\n\n" * 3)
+    done = prepare("--source", tmp_path / "same.txt", "--output", tmp_path / "same")
+    assert "of 3 documents (3 rows were skipped)" in done.stderr
+    assert "use more documents, documents that differ, or --validation-f" in done.stderr
+
+
+def test_a_part_that_turns_out_to_be_empty_keeps_the_pieces_for_more_documents(
+    prepared: Path, tmp_path: Path
+) -> None:
+    options = [*into(prepared, tmp_path / "out"), "--tokenizer", prepared / "out" / "tokenizer"]
+    options += ["--validation-fraction", "0.0001"]
+    with mock.patch.object(tokenization, "MAX_CHECKED_CHARACTERS", 0):
+        done = prepare(*options)
+        assert done.returncode == 1 and "the validation part has no tokens: of 60" in done.stderr
+        kept = "keeps 1 finished pieces; add documents and rerun the command to use them, or delete"
+        assert kept in done.stderr and "to resume" not in done.stderr
+        lines = [json.dumps({"body": f"{number}"}) + "\n" for number in range(20_000)]
+        (tmp_path / "more.jsonl").write_text("".join(lines))
+        done = prepare(*options[:2], tmp_path / "more.jsonl", *options[2:])
+    assert done.returncode == 0 and "1 of 2 pieces are already finished" in done.stdout
 
 
 def test_shards_are_joined_to_the_same_corpus(prepared: Path, tmp_path: Path) -> None:

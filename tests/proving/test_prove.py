@@ -52,9 +52,9 @@ from recipes.training.engine.optimizer.matrix_exchange import MatrixExchange, up
 from recipes.training.engine.optimizer.muon import Muon
 from recipes.training.engine.optimizer.newton_schulz import orthogonalize
 from recipes.training.engine.zero_patches import sum_of_squares
-from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe, shipped_recipes
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
 from recipes.training.recipe.schema import Recipe
-from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.conftest import GPT_SWITCHES, changed, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
 
 SHIPPED = shipped_recipes()

@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.errors import UserError
+
 USUAL_COLUMNS = ("text", "content", "contents", "document", "body", "article", "story", "code")
 MAX_CHARACTERS_SHOWN = 60
-PROBLEM_KINDS = ("empty", "utf-8", "json", "column")
+PROBLEM_KINDS = ("empty", "utf-8", "json", "column")  # of --skip
+BLANK = "blank"  # kind of a blank line of a text file, which is always skipped
 
 
 @dataclass(frozen=True)
 class Problem:
     """The reason why a row is not a document.
 
-    kind: one of PROBLEM_KINDS
+    kind: one of PROBLEM_KINDS, or BLANK
     """
 
     kind: str
@@ -32,6 +35,43 @@ class Row:
 
     position: int
     content: str | Problem
+
+
+class EmptyPart(UserError):
+    """A source of which the training or the validation part would have no documents.
+
+    Args:
+        part: train or validation
+        documents: number of documents in both parts
+        rows: number of skipped rows
+        fraction: the option --validation-fraction
+        has_held_out: the validation part has a source of its own
+        remedy: a value of the option that works, if it is known
+    """
+
+    def __init__(
+        self,
+        part: str,
+        *,
+        documents: int,
+        rows: int,
+        fraction: float,
+        has_held_out: bool = False,
+        remedy: str = "a fraction that leaves some for both parts",
+    ):
+        skipped = f"({rows} rows were skipped)"
+        if has_held_out and (documents or part == "validation"):
+            option = "--source" if part == "train" else "--validation-source"
+            message = f"{option} has no documents, so the {part} part would be empty {skipped}"
+        elif not documents:
+            message = f"the source has no documents {skipped}"
+        else:
+            message = (
+                f"the {part} part has no tokens: of {documents} documents {skipped}, "
+                f"--validation-fraction {fraction} leaves none for it; use more documents, "
+                f"{remedy}, or --validation-fraction 0 for no validation part"
+            )
+        super().__init__(message)
 
 
 def document(value: Any, column: str) -> str | Problem:

@@ -52,9 +52,11 @@ class Format(ABC):
     """A reader of documents.
 
     column: column that holds the text; empty if the format has no columns
+    always_skipped: kinds of problems whose rows are skipped without an option
     """
 
     column = ""
+    always_skipped: frozenset[str] = frozenset()
 
     @abstractmethod
     def pieces(self, target_bytes: int) -> Iterator[Piece]:

@@ -18,6 +18,7 @@ import pyarrow
 
 from models.errors import UserError
 from recipes.preparing.formats.documents import (
+    BLANK,
     Problem,
     Row,
     decoded,
@@ -36,7 +37,12 @@ MAX_LINE_BYTES = 2**30
 
 
 class TextLines(Format):
-    """A file whose lines are documents, possibly compressed."""
+    """A file whose lines are documents, possibly compressed.
+
+    Blank lines are skipped: files such as WikiText's separate paragraphs with them.
+    """
+
+    always_skipped = frozenset({BLANK})
 
     def __init__(self, file: Path):
         self.file = file
@@ -86,6 +92,8 @@ class TextLines(Format):
 
     def content(self, line: bytes) -> str | Problem | None:
         """Return the document in a line, or None to ignore the line."""
+        if not line.strip():
+            return Problem(BLANK, "the line is blank")
         text = decoded(line.rstrip(b"\r\n"))
         return text if isinstance(text, Problem) else document(text, "the line")
 
@@ -100,6 +108,8 @@ class TextLines(Format):
 
 class JsonLines(TextLines):
     """A file with a JSON object in each line, possibly compressed."""
+
+    always_skipped = frozenset()
 
     def __init__(self, file: Path, column: str):
         super().__init__(file)

@@ -30,6 +30,7 @@ def open_corpus(path: str, recipe: Recipe) -> TokenFile:
     check_part(repository_path(path))
     file = TokenFile(repository_path(path))
     _check_manifest(recipe, file)
+    file.check_index(one_sequence_per_document=bool(read_manifest(file.path.parent)))
     _check_tokens(recipe, file)
     return file
 

@@ -31,6 +31,8 @@ TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 TOKEN_CODES = {"<u2": 8, "<i4": 4}
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # Megatron's format stores lengths as int32
 INDEX_ENTRIES_PER_WRITE = 2**20
+MAX_CHECKED_ENTRIES = 2**20  # sequences of which a check reads all; of more, evenly spread blocks
+BLOCKS_CHECKED, BLOCK_ENTRIES = 64, 2**14
 
 
 class TokenFile:
@@ -167,6 +169,38 @@ class TokenFile:
             raise self._damaged(f"sequences {first} .. {after - 1} are not contiguous")
         return offsets // size
 
+    def check_index(self, *, one_sequence_per_document: bool) -> None:
+        """Check that lengths, addresses, documents and the size of the .bin agree.
+
+        A large index is checked in blocks that are spread evenly. The .bin is not read.
+
+        Args:
+            one_sequence_per_document: True for a corpus of prepare_data.py; other corpora may have
+                several sequences in a document, and documents without sequences
+
+        Raises:
+            UserError: the index is damaged.
+        """
+        position = HEADER.size + 12 * self.sequences
+        for first, after in _blocks(self.sequences):
+            starts = self.starts(first, after)
+            if first == 0 and starts[0]:
+                raise self._damaged(f"the first sequence begins at token {starts[0]}")
+        if self.boundaries < 2:  # a file without documents
+            return
+        ends = [self._entries("<i8", position, n, n + 1)[0] for n in (0, self.boundaries - 1)]
+        if ends != [0, self.sequences]:
+            raise self._damaged(
+                f"its documents have the sequences {ends[0]} .. {ends[1]} of {self.sequences}"
+            )
+        exact = one_sequence_per_document and self.boundaries == self.sequences + 1
+        for first, after in _blocks(self.boundaries):
+            documents = self._entries("<i8", position, first, after)
+            steps = np.diff(documents)
+            wrong = np.flatnonzero((steps != 1) if exact else (steps < 0))
+            if len(wrong) or not 0 <= documents[0] <= documents[-1] <= self.sequences:
+                raise self._damaged(f"documents {first} .. {after - 1} are not in order")
+
     def _damaged(self, reason: str) -> UserError:
         return UserError(
             f"{self._index} is damaged: {reason}; restore it from a copy, or prepare the corpus "
@@ -212,6 +246,14 @@ class TokenFile:
             f"{self._index} has become shorter: {size} bytes of {self._index_size}; make it "
             f"again with recipes/prepare_data.py"
         )
+
+
+def _blocks(count: int) -> list[tuple[int, int]]:
+    """Return the ranges of a column's entries to check, the whole column if it is small."""
+    if count <= MAX_CHECKED_ENTRIES:
+        return [(0, count)]
+    starts = [(count - BLOCK_ENTRIES) * n // (BLOCKS_CHECKED - 1) for n in range(BLOCKS_CHECKED)]
+    return [(start, start + BLOCK_ENTRIES) for start in starts]
 
 
 def _check_size(file: Path, expected: int) -> None:

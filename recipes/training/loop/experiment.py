@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from recipes.gpus.datasheet import machine_has_gpu
 from recipes.planning.inputs.job import Machine
 from recipes.training.loop.rejection import rejections
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, precision
@@ -69,16 +70,18 @@ def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
         recipe = load_recipe(file, overrides)
     name = origin(file, overrides)
     with rejections(world, name):
-        return check_stages(world, StagePlan(recipe), name)
+        has_gpu = machine_has_gpu(os.environ)
+        return check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
 
 
-def check_stages(world: World, plan: StagePlan, name: str) -> Experiment:
+def check_stages(world: World, plan: StagePlan, name: str, *, has_gpu: bool = True) -> Experiment:
     """Check every stage of a recipe on the ranks of the launcher, and return the first one.
 
     Args:
         world: the ranks
         plan: the stages of the recipe
         name: the recipe's file and the overrides
+        has_gpu: False if the ranks run on CPUs; True also if that is not known
 
     Raises:
         UserError: a stage cannot run on the ranks; the message names the stage.
@@ -88,7 +91,7 @@ def check_stages(world: World, plan: StagePlan, name: str) -> Experiment:
         with plan.naming(span):
             recipe = span.recipe
             topology = recipe.topology(world)
-            config = build_deepspeed_config(recipe, topology)
+            config = build_deepspeed_config(recipe, topology, has_gpu=has_gpu)
             number_format = precision(config)
         experiments.append(Experiment(world, plan, recipe, name, topology, config, number_format))
     return experiments[0]

@@ -12,26 +12,25 @@ from typing import Any
 
 from models.cost import parameter_count
 from models.errors import UserError
-from recipes.training.recipe.deepspeed_schema import Review, review_settings
+from recipes.training.recipe.deepspeed_schema import (
+    AUTO_KEYS,
+    RECIPE_BLOCKS,
+    RECIPE_KEYS,
+    Review,
+    review_settings,
+)
+from recipes.training.recipe.errors import repair_json
 from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 
-AUTO_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-RECIPE_BLOCKS = {  # block of the JSON -> the owner of its settings
-    "optimizer": "[optimizer]",
-    "scheduler": "[optimizer.schedule]",
-    "activation_checkpointing": "layout.recompute",
-    "pipeline": "[layout]",
-    "wandb": "[tracking]",
-}
-RECIPE_KEYS = ("train_batch_size", *AUTO_KEYS, *RECIPE_BLOCKS)
 # ZeRO-1 and 2 sum gradients over the data ranks in buckets during the last backward pass of a step
 # or of a group of micro-batches. 64 MiB in fp32 is enough to reach a network's full bandwidth, and
 # holds only a few blocks of a large model. DeepSpeed's default of 5e8 elements would hold most of a
 # stage, so that no sum could begin before the end of the pass.
 GRADIENT_BUCKET_ELEMENTS = 2**24
+REMOVED = object()  # a setting that is left out of the proposed file
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of an element
 STEPS_PER_BREAKDOWN = 10
 SHIPPED = ", ".join(
@@ -39,13 +38,20 @@ SHIPPED = ", ".join(
 )
 
 
-def build_deepspeed_config(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+def build_deepspeed_config(
+    recipe: Recipe, topology: Topology, *, has_gpu: bool = True
+) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`, with every "auto" filled in.
+
+    Args:
+        recipe: the recipe, which names the JSON
+        topology: the layout of the ranks
+        has_gpu: False to reject fp16, which DeepSpeed does not support on CPUs
 
     Raises:
         UserError: the JSON is missing or not valid, contradicts the recipe, or does not suit it.
     """
-    config, _ = _read(recipe.deepspeed, recipe, topology)
+    config, _ = _read(recipe.deepspeed, recipe, topology, has_gpu=has_gpu)
     if problem := next(_combinations(recipe, config, topology), None):
         raise UserError(problem.finding)
     every, micro_batches = recipe.layout.reduce_every, recipe.micro_batches(topology.data)
@@ -121,7 +127,11 @@ def require_auto(recipe: Recipe, reason: str) -> None:
 
 
 def _read(
-    name: str, recipe: Recipe | None = None, topology: Topology | None = None
+    name: str,
+    recipe: Recipe | None = None,
+    topology: Topology | None = None,
+    *,
+    has_gpu: bool = True,
 ) -> tuple[dict[str, Any], Review]:
     """Return the checked settings of a file, with "auto" for those of the recipe, and the review.
 
@@ -136,6 +146,8 @@ def _read(
     _resolve_stage(settings, review)
     accepted = review_settings(settings, review)
     _check_dependencies(accepted, review)
+    if not has_gpu:
+        _reject_fp16(accepted, review)
     config = dict.fromkeys(AUTO_KEYS, "auto") | accepted
     config["zero_optimization"] = {"stage": 1} | accepted.get("zero_optimization", {})
     if review.findings:
@@ -158,36 +170,38 @@ def _rejection(name: str, review: Review, proposal: dict[str, Any]) -> str:
     if len(review.findings) + len(notes) == 1:
         about = f"{name}: {review.findings[0]}"
     else:
-        count = f"{len(review.findings)} settings are" if review.findings[1:] else "1 setting is"
-        about = "\n  ".join([f"{name}: {count} rejected:", *review.findings, *notes])
+        count = f"{len(review.findings)} problems" if review.findings[1:] else "1 problem"
+        about = "\n  ".join([f"{name}: {count}:", *review.findings, *notes])
     return f"{about}\nThis file would be accepted:\n{json.dumps(proposal, indent=2)}"
 
 
 def _parse(name: str, review: Review) -> dict[str, Any]:
-    """Return the content of a file; duplicate keys are added to the findings.
+    """Return the content of a file; syntax errors and duplicate keys are added to the findings.
 
     Raises:
         UserError: the file is missing or not valid JSON, or is not an object.
     """
-    path = repository_path(name)
     try:
-        content = json.loads(
-            path.read_text(encoding="utf-8"),
-            object_pairs_hook=partial(_unique_keys, review),
-            parse_constant=partial(_reject_constant, name),
-        )
-    except UserError:  # of _reject_constant
-        raise
+        text = repository_path(name).read_text(encoding="utf-8-sig")
+        problems, text = repair_json(text)
+    except UserError as problem:
+        raise UserError(f'deepspeed = "{name}": {problem}; use one of {SHIPPED}') from None
     except (FileNotFoundError, IsADirectoryError):
         raise UserError(f'deepspeed = "{name}": no such file; use one of {SHIPPED}') from None
     except OSError as error:
         raise UserError(
             f'deepspeed = "{name}" cannot be read ({error.strerror}); use one of {SHIPPED}'
         ) from None
-    except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
+    except (ValueError, RecursionError) as error:  # not UTF-8, or a number of 4,301 digits
         raise UserError(
             f'deepspeed = "{name}": this is not valid JSON: {error}; use one of {SHIPPED}'
         ) from None
+    review.findings += problems
+    content = json.loads(
+        text,
+        object_pairs_hook=partial(_unique_keys, review),
+        parse_constant=partial(_reject_constant, name),
+    )
     if not isinstance(content, dict):
         raise UserError(f'deepspeed = "{name}": this is not a JSON object; use one of {SHIPPED}')
     return content
@@ -298,45 +312,60 @@ def _review_owned(
 
     Args:
         content: the content of the file
-        review: receives a finding for each setting that differs from the recipe's
+        review: receives a finding for each setting that differs from the recipe's, and a note
+            about "wandb"
         values: the recipe's values, as far as they are known
     """
     accepted: dict[str, Any] = {}
     for key in RECIPE_KEYS:
         if key not in content:
             continue
-        value, before = content[key], len(review.findings)
-        is_block = key in RECIPE_BLOCKS
-        if is_block and not isinstance(value, dict):
+        value = content[key]
+        if key in RECIPE_BLOCKS and not isinstance(value, dict):
             review.reject(f"{key} = {json.dumps(value)} should be an object; remove it")
-        elif not is_block:
-            if key in values:
-                _review_leaf(key, value, review, values)
-        elif values and not (key == "wandb" and value.get("enabled", False) is False):
-            for path, leaf in leaves({key: value}):
-                _review_leaf(path, leaf, review, values)
-        fits = len(review.findings) == before
-        if fits and (key in values or (is_block and values)):
-            accepted[key] = value
-        elif not is_block:
-            accepted[key] = "auto"
+        elif key in RECIPE_BLOCKS:
+            if values and (block := _review_block(key, value, review, values)):
+                accepted[key] = block
+        else:
+            accepted[key] = _review_leaf(key, value, review, values) if key in values else "auto"
+    if values and "wandb" in accepted:  # it may be equal, but it is never read
+        del accepted["wandb"]
+        review.ignore("wandb", f"the recipe decides: {values['wandb.enabled'].origin}")
     return accepted
 
 
-def _review_leaf(path: str, value: Any, review: Review, values: Mapping[str, Owned]) -> None:
-    """Add a finding if a value of the JSON is neither "auto" nor the recipe's."""
+def _review_block(
+    path: str, block: Mapping[str, Any], review: Review, values: Mapping[str, Owned]
+) -> dict[str, Any]:
+    """Return a block that the recipe owns, as the file may contain it."""
+    if path == "wandb" and block.get("enabled", False) is False:
+        return dict(block)
+    accepted: dict[str, Any] = {}
+    for key, value in block.items():
+        if isinstance(value, dict):
+            inner = _review_block(f"{path}.{key}", value, review, values)
+        else:
+            inner = _review_leaf(f"{path}.{key}", value, review, values)
+        if inner not in ({}, REMOVED):
+            accepted[key] = inner
+    return accepted
+
+
+def _review_leaf(path: str, value: Any, review: Review, values: Mapping[str, Owned]) -> Any:
+    """Return a value that the file may contain; add a finding if it is not that of the file."""
     owned = values.get(path, Owned(()))
     if value == "auto" or owned.accepts(value):
-        return
+        return value
     shown = f"{path} = {json.dumps(value)}"
     if owned.origin:
         review.reject(
             f"{shown} differs from the recipe, where {owned.origin}; use "
             f'"{path.rpartition(".")[2]}": "auto"'
         )
-    else:
-        owner = RECIPE_BLOCKS[path.partition(".")[0]]
-        review.reject(f"{shown} belongs to the recipe; remove it and use {owner}")
+        return "auto"
+    owner = RECIPE_BLOCKS[path.partition(".")[0]]
+    review.reject(f"{shown} belongs to the recipe; remove it and use {owner}")
+    return REMOVED
 
 
 def _resolve_precision(settings: dict[str, Any], review: Review) -> None:
@@ -392,6 +421,17 @@ def _check_dependencies(config: dict[str, Any], review: Review) -> None:
         )
         for key in ("prescale_gradients", "gradient_predivide_factor"):
             config.pop(key, None)
+
+
+def _reject_fp16(config: dict[str, Any], review: Review) -> None:
+    """Reject fp16 on a machine without a GPU, and replace it in the config."""
+    if precision(config) == "fp16":
+        review.reject(
+            'fp16 needs a GPU and none was found; use "bf16": {"enabled": true} in its place, or '
+            f'deepspeed = "{shipped_json(zero_stage(config), "bf16")}"'
+        )
+        del config["fp16"]
+        config["bf16"] = {"enabled": True}
 
 
 def zero_stage(config: dict[str, Any]) -> int:

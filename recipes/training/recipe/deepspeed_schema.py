@@ -10,6 +10,15 @@ from typing import Any
 LARGEST_COUNT = 2**60  # elements, steps
 LARGEST_SCALE_POWER = 126  # of a loss scale: 2**127 is the largest power of two in fp32
 PRECISIONS = ("fp32", "bf16", "fp16")
+AUTO_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+RECIPE_BLOCKS = {  # block of the JSON -> the owner of its settings
+    "optimizer": "[optimizer]",
+    "scheduler": "[optimizer.schedule]",
+    "activation_checkpointing": "layout.recompute",
+    "pipeline": "[layout]",
+    "wandb": "[tracking]",
+}
+RECIPE_KEYS = ("train_batch_size", *AUTO_KEYS, *RECIPE_BLOCKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,13 +366,17 @@ def _review_block(key: str, value: Any, review: Review, block: Table, path: str)
 
 def _suggestion(key: str, table: Table, prefix: str) -> str:
     """Return the end of a message about an unknown key: a similar key, or all keys of its block."""
-    close = difflib.get_close_matches(key, table, n=1, cutoff=0.6)
+    keys = [*table] if prefix else [*RECIPE_KEYS, *table]
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
     elsewhere = [path for path in _paths(SETTINGS) if path.rpartition(".")[2] == key]
+    elsewhere += [key] if prefix and key in RECIPE_KEYS else []
     if not close and elsewhere:
         return f"did you mean {elsewhere[0]}?"
     if not close:
         place = prefix.rstrip(".") or "the top level"
-        return f"the keys of {place} are {', '.join(table)}"
+        return f"the keys of {place} are {', '.join(keys)}"
+    if close[0] in RECIPE_KEYS:
+        return f'did you mean {close[0]}? For example "{close[0]}": "auto"'
     setting = table[close[0]]
     example = _example(setting) if isinstance(setting, Mapping) else setting.example
     return f'did you mean {prefix}{close[0]}? For example "{close[0]}": {json.dumps(example)}'

@@ -20,7 +20,7 @@ from recipes.training.data.dataset import TrainingData, Windows
 from recipes.training.data.fingerprint import document_starts, fingerprint
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.data.mixing import choose_sources, permuted
-from recipes.training.data.token_file import TokenFile, write_token_file
+from recipes.training.data.token_file import HEADER, TokenFile, write_token_file
 from recipes.training.recipe.blend_weights import check_weights, whole_shares
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
@@ -394,6 +394,12 @@ def test_corpora_that_begin_documents_differently_are_rejected(
         build(table)
 
 
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
 PARTS = ("train", "validation")
 REJECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "a truncated .bin": (
@@ -404,6 +410,8 @@ REJECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         lambda folder: (folder / "train.idx").unlink(), {}, r"train\.idx is missing"),
     "no token index": (
         lambda folder: (folder / "train.idx").write_bytes(b"x" * 99), {}, "is not a token index"),
+    "a damaged index": (
+        lambda folder: flip(folder / "train.idx", HEADER.size), {}, r"train\.idx is damaged"),
     "another size than the manifest's": (
         lambda folder: write_manifest(folder, files={"train": {"tokens": 7}}), {},
         r"train has \d+ tokens and .*manifest\.json says 7"),

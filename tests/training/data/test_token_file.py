@@ -8,6 +8,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from models.errors import UserError
+from recipes.training.data import token_file
 from recipes.training.data.token_file import (
     HEADER,
     TOKEN_TYPES,
@@ -56,6 +57,7 @@ def test_we_read_what_megatron_writes(dtype: np.dtype, tmp_path: Path) -> None:
     assert file.read(1000, 1003).tolist() == tokens[1000:1003].tolist()
     assert file.sequences == 2 * DOCUMENTS
     assert file.documents.tolist() == list(range(0, 2 * DOCUMENTS + 1, 2))
+    file.check_index(one_sequence_per_document=False)
     places = [
         (number, place) for number, document in enumerate(theirs) for place in range(len(document))
     ]
@@ -146,6 +148,60 @@ def test_a_flipped_bit_of_the_index_gives_a_message_or_is_found_by_its_checksum(
         assert found == expected or in_documents
         unnoticed += found != expected
     assert rejected > 100 and unnoticed <= 10
+
+
+@pytest.mark.parametrize("one_sequence_per_document", [True, False])
+def test_a_flipped_bit_of_the_index_is_found_at_the_start(
+    one_sequence_per_document: bool, tmp_path: Path
+) -> None:
+    """Only the lowest bit of a document's first sequence may also belong to a sound index.
+
+    A document of another program may have no sequences, which is what such a flip looks like.
+    """
+    random = np.random.default_rng(1)
+    write_token_file(tmp_path / "x", documents(99, count=60), vocab_size=100)
+    index = tmp_path / "x.idx"
+    sound, silent = index.read_bytes(), []
+
+    def check() -> None:
+        TokenFile(tmp_path / "x").check_index(one_sequence_per_document=one_sequence_per_document)
+
+    check()
+    for bit in random.choice(8 * len(sound), 300, replace=False).tolist():
+        damaged = bytearray(sound)
+        damaged[bit // 8] ^= 1 << bit % 8
+        index.write_bytes(damaged)
+        try:
+            check()
+        except UserError as error:
+            assert str(error).startswith(str(tmp_path)) and "recipes/prepare_data.py" in str(error)
+        else:
+            silent.append(bit - 8 * (len(sound) - 8 * 61))
+    assert all(bit > 0 and bit % 64 == 0 for bit in silent)
+    assert len(silent) == (0 if one_sequence_per_document else 1)
+
+
+def test_a_large_index_is_checked_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_file, "MAX_CHECKED_ENTRIES", 10)
+    monkeypatch.setattr(token_file, "BLOCK_ENTRIES", 3)
+    count = 1000
+    write_token_file(tmp_path / "x", documents(99, count=count), vocab_size=100)
+    TokenFile(tmp_path / "x").check_index(one_sequence_per_document=True)
+    index = tmp_path / "x.idx"
+    sound = index.read_bytes()
+    lists = HEADER.size + 12 * count
+    for entry in (HEADER.size, HEADER.size + 4 * (count - 1), lists, lists + 8 * count):
+        damaged = bytearray(sound)
+        damaged[entry] ^= 2
+        index.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"x\.(idx is damaged|bin has)"):
+            TokenFile(tmp_path / "x").check_index(one_sequence_per_document=True)
+    damaged = bytearray(sound)
+    damaged[lists + 8 * 10] ^= 2  # between two blocks
+    index.write_bytes(damaged)
+    TokenFile(tmp_path / "x").check_index(one_sequence_per_document=True)
 
 
 def test_a_damaged_index_names_the_command_that_compares_its_checksum(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,15 +11,21 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
+from recipes.training.loop.experiment import read_experiment
 from recipes.training.recipe.deepspeed_config import (
-    AUTO_KEYS,
     build_deepspeed_config,
     deepspeed_notes,
     leaves,
     read_deepspeed_json,
     require_auto,
 )
-from recipes.training.recipe.deepspeed_schema import NOT_SUPPORTED, SETTINGS, WITHOUT_EFFECT
+from recipes.training.recipe.deepspeed_schema import (
+    AUTO_KEYS,
+    NOT_SUPPORTED,
+    RECIPE_KEYS,
+    SETTINGS,
+    WITHOUT_EFFECT,
+)
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World
@@ -174,6 +182,124 @@ def test_a_public_file_needs_one_correction(project: str, pipeline: int, tmp_pat
     proposal = said.partition(PROPOSAL)[2]
     assert build(tmp_path, proposal, layout)
     assert deepspeed_notes(*setting(tmp_path / "ds.json", layout)) == []
+
+
+TEMPLATE = """{
+  // of a script
+  "train_batch_size": GLOBAL_BATCH,  # of all ranks
+  "train_micro_batch_size_per_gpu": ${MICRO}, /* of
+  a rank */ "steps_per_print": LOG_INTERVAL,
+  'zero_optimization': {"stage": {{ stage }}, "overlap_comm": None,},
+  bf16: {"enabled": True}, "prescale_gradients": False,
+  "zero_allow_untested_optimizer": <FLAG>, "gradient_clipping": -$CLIP
+}
+"""
+SYNTAX = [
+    "line 2, column 3 and line 3, column 38 and line 4, column 47: JSON has no comments",
+    "line 3, column 23: GLOBAL_BATCH is a placeholder",
+    "line 4, column 37: ${MICRO} is a placeholder",
+    "line 5, column 32: LOG_INTERVAL is a placeholder",
+    "line 6, column 3: 'zero_optimization' has single quotes",
+    "line 6, column 34: {{ stage }} is a placeholder",
+    "line 6, column 63: None is not valid in JSON; use null",
+    "line 6, column 67: a comma before a closing bracket",
+    "line 7, column 3: bf16 has no quotes",
+    "line 7, column 21: True is not valid in JSON; use true",
+    "line 7, column 50: False is not valid in JSON; use false",
+    "line 8, column 36: <FLAG> is a placeholder",
+    "line 8, column 65: -$CLIP is a placeholder",
+]
+
+
+def test_the_template_of_a_script_needs_one_correction(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        build(tmp_path, TEMPLATE)
+    lines = findings(str(raised.value), tmp_path / "ds.json")
+    assert len(lines) == len(SYNTAX)
+    assert all(line.startswith(start) for line, start in zip(lines, SYNTAX, strict=True)), lines
+    assert build(tmp_path, str(raised.value).partition(PROPOSAL)[2])["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "position"),
+    [('{"bf16": {"enabled": true}\n "fp16": 1}', "line 2, column 2"), ("", "line 1, column 1"),
+     ('{"a": 1', "line 1, column 8"), ('{"a": .5}', "line 1, column 7"),
+     ('{"a": LR * 2}', "line 1, column 10"), ("{'a\"': 1}", "line 1, column 2"),
+     ("{" + '"a": X, ' * 200 + '"a": X}', "line 1, column 807")],
+)  # fmt: skip
+def test_other_errors_of_syntax_are_located(text: str, position: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        build(tmp_path, text)
+    said = str(raised.value)
+    assert f'ds.json": this is not valid JSON: {position}: ' in said and "\n" not in said
+
+
+def test_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    assert build(tmp_path, '\ufeff{"zero_optimization": {"stage": 1}}')
+
+
+def test_keys_of_the_recipe_are_suggested(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        build(tmp_path, {"zero_optimization": {"stage": 1}, "other": 5})
+    listed = str(raised.value).partition("the keys of the top level are ")[2].partition("\n")[0]
+    assert set(listed.split(", ")) == {*RECIPE_KEYS, *SETTINGS}
+    for wrong, suggestion in [
+        (
+            {"train_batchsize": 5},
+            'did you mean train_batch_size? For example "train_batch_size": "a',
+        ),
+        ({"optimiser": 5}, 'did you mean optimizer? For example "optimizer": "auto"'),
+        ({"bf16": {"enabled": True, "gradient_clipping": 1}}, "did you mean gradient_clipping?"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(suggestion)):
+            build(tmp_path, {"zero_optimization": {"stage": 1}} | wrong)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_block_about_wandb_is_noted(enabled: bool, tmp_path: Path) -> None:
+    content = {"zero_optimization": {"stage": 1}, "wandb": {"enabled": enabled, "group": None}}
+    notes = deepspeed_notes(*setting(write(tmp_path, content)))
+    assert notes == ['without effect here: wandb (the recipe decides: tracking.mode = "auto")']
+    with pytest.raises(UserError) as raised:
+        build(tmp_path, content | {"other": 5})
+    assert notes[0] in str(raised.value)
+    assert '"wandb"' not in str(raised.value).partition(PROPOSAL)[2]
+    if enabled:
+        with pytest.raises(UserError, match=r'where tracking\.mode = "disabled"; use'):
+            build(tmp_path, content, "tracking.mode=disabled")
+
+
+def test_the_proposed_file_has_the_values_of_the_findings(tmp_path: Path) -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "last_batch_iteration": 5}}
+    content = {"zero_optimization": {"stage": 1}, "scheduler": scheduler, "gradient_clipping": 1.0}
+    with pytest.raises(UserError) as raised:
+        build(tmp_path, content)
+    said, _, proposal = str(raised.value).partition(PROPOSAL)
+    assert 'use "type": "auto"' in said and 'use "warmup_num_steps": "auto"' in said
+    assert "last_batch_iteration = 5 belongs to the recipe; remove it" in said
+    assert json.loads(proposal) == content | {
+        "scheduler": {"type": "auto", "params": {"warmup_num_steps": "auto"}}
+    }
+
+
+def test_fp16_without_a_gpu_is_among_the_first_findings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr("recipes.training.loop.rejection.leave", sys.exit)
+    content = {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}, "bf16": {}}
+    file = write(tmp_path, content | {"bf16": {"enabled": False}})
+    with pytest.raises(SystemExit):
+        read_experiment(TINY, [f'deepspeed="{file}"', "layout.pipeline=1"])
+    said = capsys.readouterr().err
+    assert "stage = 0" in said and "fp16 needs a GPU and none was found" in said
+    proposal = json.loads(said.partition(PROPOSAL)[2])
+    assert proposal == {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    file = write(
+        tmp_path, content | {"zero_optimization": {"stage": 1}, "bf16": {"enabled": False}}
+    )
+    assert read_experiment(TINY, [f'deepspeed="{file}"', "layout.pipeline=1"]).precision == "fp16"
 
 
 def test_the_documented_message_is_the_real_one(tmp_path: Path) -> None:

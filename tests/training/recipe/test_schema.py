@@ -10,10 +10,10 @@ import tomli_w
 
 from models.errors import UserError
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
-from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe, shipped_recipes
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
-from tests.conftest import changed
+from tests.conftest import changed, shipped_configs, shipped_recipes
 from tests.ranks import start_ranks
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"
@@ -529,7 +529,7 @@ def test_every_shipped_recipe_and_config_is_valid() -> None:
             local = recipe.cluster.gpus_per_node
             world = World(size=recipe.cluster.nodes * local, local_size=local)
         build_deepspeed_config(recipe, recipe.topology(world))
-    for path in sorted((REPOSITORY / "ds_configs").glob("*.json")):
+    for path in shipped_configs():
         overrides = ["layout.pipeline=1", f'deepspeed="{path}"']
         recipe = load_recipe(TINY, overrides)
         build_deepspeed_config(recipe, recipe.topology(World()))

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from models.errors import UserError
-from recipes.gpus.datasheet import load_gpu
+from recipes.gpus.datasheet import device_names_of_machine, load_gpu, machine_has_gpu
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.gpu_support import check_architecture, check_gpus, runs_on
@@ -129,3 +130,34 @@ def test_recipes_for_unsupported_gpus_say_so_and_can_be_planned(recipe: str, say
     comments = [line for line in file.read_text().splitlines() if line.startswith("#")]
     assert says in "\n".join(comments)
     assert load_gpu(load_recipe(file).cluster.gpu).memory_gib > 0
+
+
+@pytest.mark.parametrize(
+    ("file", "environment", "expected"),
+    [
+        (None, {}, False),
+        ("dev/nvidia0", {}, True),
+        ("dev/dxg", {}, True),
+        ("dev/kfd", {"CUDA_VISIBLE_DEVICES": "0"}, True),
+        ("dev/nvidia0", {"CUDA_VISIBLE_DEVICES": ""}, False),
+        ("dev/nvidia0", {"CUDA_VISIBLE_DEVICES": "-1"}, False),
+        ("dev/nvidia0", {"DS_ACCELERATOR": "cpu"}, False),
+        (None, {"DS_ACCELERATOR": "cuda"}, True),
+    ],
+)
+def test_a_gpu_is_seen_without_torch(
+    file: str | None, environment: dict[str, str], expected: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "dev").mkdir()
+    if file:
+        (tmp_path / file).touch()
+    assert machine_has_gpu(environment, tmp_path) is expected
+    assert device_names_of_machine(tmp_path) == []
+
+
+def test_the_names_of_gpus_are_read_without_torch(tmp_path: Path) -> None:
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        file = tmp_path / "proc/driver/nvidia/gpus" / bus / "information"
+        file.parent.mkdir(parents=True)
+        file.write_text("Model: \t\t NVIDIA A100-SXM4-80GB\nIRQ:   \t\t 77\n")
+    assert device_names_of_machine(tmp_path) == ["NVIDIA A100-SXM4-80GB"] * 2

@@ -16,8 +16,9 @@ from models.pipeline.schedule.balance import (
 from models.pipeline.schedule.order import SCHEDULES, Pipeline, stage_and_chunk
 from models.pipeline.schedule.passes import FORWARD, Pass
 from models.pipeline.schedule.simulation import pipeline_seconds, simulate
-from recipes.training.recipe.loading import REPOSITORY, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
+from tests.conftest import shipped_recipes
 
 WITH_PIPELINE = [r for r in map(load_recipe, shipped_recipes()) if r.layout.pipeline > 1]
 
