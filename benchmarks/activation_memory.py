@@ -2,7 +2,7 @@
 
 One rank of eight tensor ranks runs a stack of blocks of the 22B model of Korthikanti et al. 2022
 (arXiv 2205.05198, table 3) forward and backward under fake tensors: no memory is used, every
-allocation is counted. The peak's growth per block stands next to their formula (section 4; s
+allocation is counted. The growth of the peak per block stands next to their formula (section 4; s
 sequence, b micro-batch, h hidden, a heads, t tensor ranks, in bytes of bf16), so that memory held
 only once per step, such as that of the block being recomputed, does not count.
 
@@ -53,7 +53,7 @@ MODEL = ModelConfig(
     attention_dropout=0.1,
 )
 S, B, H, A = MODEL.sequence_length, 4, MODEL.hidden_size, MODEL.heads
-BLOCKS = 4  # the peak of this number of blocks is compared with that of twice the number
+BLOCKS = 1  # the peak of this number of blocks is compared with that of twice the number
 FORMULAS = {  # (sequence parallel, recomputation) -> bytes per block over t tensor ranks
     (False, "none"): lambda t: S * B * H * (10 + 24 / t + 5 * A * S / (H * t)),
     (True, "none"): lambda t: S * B * H / t * (34 + 5 * A * S / H),
