@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tomli_w
@@ -123,6 +124,20 @@ def test_only_errors_of_allocators_are_explained() -> None:
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))
+
+
+def test_other_errors_are_raised_unchanged(tmp_path: Path) -> None:
+    experiment: Any = SimpleNamespace(
+        recipe=SimpleNamespace(tracking=SimpleNamespace(memory_snapshot=False)),
+        world=SimpleNamespace(rank=0),
+    )
+    claim: Any = SimpleNamespace(folder=SimpleNamespace(path=tmp_path))
+    with (
+        pytest.raises(RuntimeError, match="Connection closed by peer"),
+        explanation.out_of_memory_explained(experiment, claim),
+    ):
+        raise RuntimeError("Connection closed by peer")
+    assert not (tmp_path / REPORT).exists()
 
 
 def test_parts_that_do_not_exist_yet_are_left_out() -> None:

@@ -20,7 +20,7 @@ from models.pipeline.gradients.reduction import MAX_RUNNING
 from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batches
 from models.pipeline.schedule.passes import most_in_flight
 from models.pipeline.schedule.simulation import pipeline_seconds
-from recipes.gpus.datasheet import FOLDER, gpus, load_gpu, read_gpu
+from recipes.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
 from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON, RUNNING_BUCKETS
 from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of, zero3_in_pipeline
 from recipes.planning.inputs.kernels import matmul_seconds
@@ -761,6 +761,20 @@ def test_hardware_files_are_complete_and_found_by_name() -> None:
     assert names >= {"V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X", "cpu"}
     with pytest.raises(UserError, match='gpu = "A100" is not known; use one of A100-40GB'):
         load_gpu("A100")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        ("NVIDIA A100", ["A100-40GB", "A100-80GB"]),
+        ("a100-80gb", ["A100-40GB", "A100-80GB"]),
+        ("A100-80GB", ["A100-80GB"]),
+        ("RTX A1000", []),
+        ("GH200", []),
+    ],
+)
+def test_a_name_means_whole_models(name: str, gpus: list[str]) -> None:
+    assert [gpu.name for gpu in gpus_of_name(name)] == gpus
 
 
 def test_a_hardware_file_with_a_wrong_key_is_rejected(tmp_path: Path) -> None:

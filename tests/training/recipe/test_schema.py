@@ -535,6 +535,22 @@ def test_every_shipped_recipe_and_config_is_valid() -> None:
         build_deepspeed_config(recipe, recipe.topology(World()))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "zero", "group"),
+    [
+        ([], 2, 1),
+        (["layout.schedule=interleaved", "batch.global_sequences=64"], 2, 2),  # of two stages
+        (["layout.reduce_every=3"], 2, 3),
+        (["layout.schedule=interleaved", "batch.global_sequences=64"], 1, 0),
+    ],
+)
+def test_gradients_are_reduced_after_groups_of_micro_batches(
+    overrides: list[str], zero: int, group: int
+) -> None:
+    names = ["layout.pipeline=2", f"deepspeed=ds_configs/zero{zero}_fp32.json", *overrides]
+    assert load_recipe(TINY, names).layout.micro_batches_per_reduction(zero) == group
+
+
 @pytest.mark.parametrize(("ranks", "tensor", "stage"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2)])
 def test_zero_2_on_one_data_rank_is_zero_1(ranks: int, tensor: int, stage: int) -> None:
     layout = ("layout.pipeline=1", f"layout.tensor={tensor}")
