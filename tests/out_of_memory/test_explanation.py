@@ -17,6 +17,7 @@ from recipes.out_of_memory.explanation import REPORT, allocated_text, alternativ
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.memory.peak import fullest_stage
+from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import FINISHED, STOPPED
@@ -102,6 +103,8 @@ def test_the_alternative_needs_less_memory(file: str) -> None:
     assert memory.total == pytest.approx(other.memory.total)
     assert memory.counted < 0.86 * own.counted
     assert 0.5 < other.slowdown < 3
+    steps = [step_time(job_of(each, machine, THREEFOLD)).total for each in (smaller, recipe)]
+    assert other.slowdown == pytest.approx(steps[0] / steps[1])
 
 
 def test_without_an_alternative_more_hardware_is_suggested() -> None:

@@ -40,6 +40,7 @@ from recipes.planning.memory.activations import block_bytes, micro_batches_in_fl
 from recipes.planning.memory.model_states import state_bytes
 from recipes.planning.memory.peak import (
     GIB,
+    fits,
     fullest_stage,
     host_bytes,
     stage_memory,
@@ -454,6 +455,14 @@ def test_stage_parameters_are_the_models() -> None:
 def held_by_all(job: Job, layout: JobLayout) -> int:
     """Return the parameters of one rank of each stage, summed over the stages."""
     return sum(stage_parameters(replace(job, layout=layout)))
+
+
+def test_a_job_fits_up_to_the_last_byte() -> None:
+    _, job = planned("llama/7b")
+    gib = fullest_stage(job).total / GIB
+    for memory, expected in ((1.001 * gib, True), (0.999 * gib, False)):
+        gpu = replace(job.machine.gpu, memory_gib=memory)
+        assert fits(replace(job, machine=replace(job.machine, gpu=gpu))) is expected
 
 
 def test_our_stages_are_balanced_and_published_stages_are_unchanged() -> None:

@@ -127,14 +127,30 @@ def test_a_new_process_inherits_the_lock_and_no_other_file(
     )
     monkeypatch.setattr(replacement, "finish_output", lambda seconds: None)
     monkeypatch.setattr(replacement, "dist", mock.Mock(get_world_size=lambda: 1))
-    monkeypatch.setattr(replacement.os, "execve", mock.Mock(side_effect=InterruptedError))
+    execute = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(replacement.os, "execve", execute)
     with (tmp_path / "lock").open("w") as lock, (tmp_path / "other").open("w") as other:
         folder: Any = SimpleNamespace(lock_descriptor=lock.fileno())
         number_of_other = other.fileno()
         with pytest.raises(InterruptedError):
-            replacement.replace_process(folder, {})
+            replacement.replace_process(folder, {replacement.AGENT_STORE: "True"})
     assert [number for number, kept in inherited.items() if kept] == [folder.lock_descriptor]
     assert number_of_other in inherited
+    assert execute.call_args.args[2] == {replacement.AGENT_STORE: "False"}
+
+
+def test_a_new_process_resumes_automatically() -> None:
+    command = replacement.command_of(
+        [
+            "tiny.toml", "--resume", "never", "--set", "training.steps=9", "--resume-once=a",
+            "--continued-at=1.5", "--lock", "7", "--run-dir=x",
+        ],
+        2.5,
+        lock=8,
+    )  # fmt: skip
+    kept = ["tiny.toml", "--set", "training.steps=9", "--run-dir=x"]
+    assert command[2:] == [*kept, "--continued-at=2.5", "--lock=8"]
+    assert "--lock=8" not in replacement.command_of([], 2.5, lock=None)
 
 
 def test_a_replaced_process_keeps_the_lock(tmp_path: Path) -> None:

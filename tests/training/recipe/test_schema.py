@@ -233,6 +233,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("training.position_losses=3", 2, "training.position_losses = 3 does not divide", "= 2 or 4"),
     ("data.separate_documents=yes", 2, "data.separate_documents = 'yes'", "= false"),
     ("data.train=[{path='x', wait=1}]", 2, "unknown key data.train.0.wait", "are path, weight"),
+    ("data.train=[{path='x'}, {path='./x'}]", 2, "names a corpus twice", "use each path once"),
     ("tracking.project=a/b", 2, "tracking.project = 'a/b'", 'project = "threefold"'),
     ("name=../elsewhere", 2, "name = '../elsewhere'", 'name = "tiny"'),
     ("seed=-1", 2, "seed = -1", "seed = 1234"),
