@@ -43,7 +43,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test long exhaustive cluster soak fuzz gpu lint format
+.PHONY: help setup pretrain test long exhaustive cluster soak fuzz mutants gpu lint format
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 17
@@ -91,6 +91,9 @@ test: $(READY) ## run the tests that take twenty minutes together on two cores
 
 fuzz: $(READY) ## fuzz every parser of files and options for five minutes
 	@$(BIN)/python -m tests.fuzzing $(ARGS)
+
+mutants: $(READY) ## seed small faults into copies of the code, and check that the tests notice each
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 cluster: $(READY) ## test launching and faults with Slurm and hosts on this machine (as root)
 	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)

@@ -45,6 +45,11 @@ def test_options_come_from_the_recipe(recipe: Path) -> None:
     assert "--nodes=2 " in python("slurm/options.py", recipe, *fewer)
 
 
+def test_an_elastic_job_requests_the_spare_nodes(recipe: Path) -> None:
+    said = python("slurm/options.py", recipe, "--set", "cluster.spare_nodes=3", "--elastic")
+    assert "--nodes=7 " in said and "--no-kill" in said
+
+
 def test_a_recipe_that_does_not_fit_its_cluster_is_rejected(recipe: Path) -> None:
     crossing = ["--set", "layout.tensor=4", "--set", "model.kv_heads=4"]
     said = python("slurm/options.py", recipe, *crossing, code=1)

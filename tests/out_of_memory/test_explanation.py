@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tomli_w
@@ -16,6 +17,7 @@ from recipes.out_of_memory.explanation import REPORT, allocated_text, alternativ
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.memory.peak import fullest_stage
+from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import FINISHED, STOPPED
@@ -101,6 +103,8 @@ def test_the_alternative_needs_less_memory(file: str) -> None:
     assert memory.total == pytest.approx(other.memory.total)
     assert memory.counted < 0.86 * own.counted
     assert 0.5 < other.slowdown < 3
+    steps = [step_time(job_of(each, machine, THREEFOLD)).total for each in (smaller, recipe)]
+    assert other.slowdown == pytest.approx(steps[0] / steps[1])
 
 
 def test_without_an_alternative_more_hardware_is_suggested() -> None:
@@ -123,6 +127,20 @@ def test_only_errors_of_allocators_are_explained() -> None:
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
     assert not is_out_of_memory(RuntimeError("Connection closed by peer"))
     assert not is_out_of_memory(ValueError("can't allocate memory"))
+
+
+def test_other_errors_are_raised_unchanged(tmp_path: Path) -> None:
+    experiment: Any = SimpleNamespace(
+        recipe=SimpleNamespace(tracking=SimpleNamespace(memory_snapshot=False)),
+        world=SimpleNamespace(rank=0),
+    )
+    claim: Any = SimpleNamespace(folder=SimpleNamespace(path=tmp_path))
+    with (
+        pytest.raises(RuntimeError, match="Connection closed by peer"),
+        explanation.out_of_memory_explained(experiment, claim),
+    ):
+        raise RuntimeError("Connection closed by peer")
+    assert not (tmp_path / REPORT).exists()
 
 
 def test_parts_that_do_not_exist_yet_are_left_out() -> None:

@@ -20,7 +20,7 @@ from models.pipeline.gradients.reduction import MAX_RUNNING
 from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batches
 from models.pipeline.schedule.passes import most_in_flight
 from models.pipeline.schedule.simulation import pipeline_seconds
-from recipes.gpus.datasheet import FOLDER, gpus, load_gpu, read_gpu
+from recipes.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
 from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON, RUNNING_BUCKETS
 from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of, zero3_in_pipeline
 from recipes.planning.inputs.kernels import matmul_seconds
@@ -40,6 +40,7 @@ from recipes.planning.memory.activations import block_bytes, micro_batches_in_fl
 from recipes.planning.memory.model_states import state_bytes
 from recipes.planning.memory.peak import (
     GIB,
+    fits,
     fullest_stage,
     host_bytes,
     stage_memory,
@@ -456,6 +457,14 @@ def held_by_all(job: Job, layout: JobLayout) -> int:
     return sum(stage_parameters(replace(job, layout=layout)))
 
 
+def test_a_job_fits_up_to_the_last_byte() -> None:
+    _, job = planned("llama/7b")
+    gib = fullest_stage(job).total / GIB
+    for memory, expected in ((1.001 * gib, True), (0.999 * gib, False)):
+        gpu = replace(job.machine.gpu, memory_gib=memory)
+        assert fits(replace(job, machine=replace(job.machine, gpu=gpu))) is expected
+
+
 def test_our_stages_are_balanced_and_published_stages_are_unchanged() -> None:
     _, job = planned("llama/70b")
     assert job.blocks_of_virtual_stages == (20, 20, 21, 19)
@@ -762,6 +771,20 @@ def test_hardware_files_are_complete_and_found_by_name() -> None:
     assert names >= {"V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X", "cpu"}
     with pytest.raises(UserError, match='gpu = "A100" is not known; use one of A100-40GB'):
         load_gpu("A100")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        ("NVIDIA A100", ["A100-40GB", "A100-80GB"]),
+        ("a100-80gb", ["A100-40GB", "A100-80GB"]),
+        ("A100-80GB", ["A100-80GB"]),
+        ("RTX A1000", []),
+        ("GH200", []),
+    ],
+)
+def test_a_name_means_whole_models(name: str, gpus: list[str]) -> None:
+    assert [gpu.name for gpu in gpus_of_name(name)] == gpus
 
 
 def test_a_hardware_file_with_a_wrong_key_is_rejected(tmp_path: Path) -> None:

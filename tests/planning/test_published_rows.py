@@ -58,6 +58,15 @@ def test_a_time_is_computed_from_an_mfu() -> None:
     assert row(step_time_s="", mfu_pct="40", usable_for_time="0").measured.step_seconds is None
 
 
+def test_the_error_is_positive_for_a_prediction_that_is_too_long() -> None:
+    found = row(step_time_s="2")
+    assert found.job is not None
+    gib = found.job.machine.gpu.memory_gib
+    prediction = evaluation.Prediction(found, found.job, 3.0, 1.1 * gib, fits=False)
+    assert prediction.error == pytest.approx(0.5) and prediction.too_large
+    assert not replace(prediction, memory_gib=0.9 * gib).too_large
+
+
 def test_a_board_with_another_memory_has_it() -> None:
     job = row(gpu="H100", gpu_mem_gb="96").job
     assert job is not None and job.machine.gpu.memory_gib == pytest.approx(94.6, abs=0.1)

@@ -10,8 +10,9 @@ import tomli_w
 
 from recipes import plan
 from recipes.launching.replanning import Replanner
-from recipes.planning.inputs.job import Machine
-from recipes.planning.output.predicted_metrics import predicted_metrics_of_run
+from recipes.planning.inputs.job import Machine, job_of
+from recipes.planning.memory.peak import stage_memory
+from recipes.planning.output.predicted_metrics import predicted_metrics, predicted_metrics_of_run
 from recipes.proving.shrink import shrink
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.stages.plan import StagePlan
@@ -150,3 +151,11 @@ def test_the_predictions_for_a_run_follow_its_batch_and_its_stages(tmp_path: Pat
     assert 1.5 < full["step_seconds"] / first["step_seconds"] < 4.5
     assert long["mfu"] != full["mfu"]
     assert predicted_metrics_of_run(of_run, None)(1) == {}
+
+
+def test_the_predicted_memory_is_in_gigabytes() -> None:
+    recipe = load_recipe(REPOSITORY / "recipes/llama/7b.toml")
+    assert recipe.cluster is not None
+    machine = Machine.of_cluster(recipe.cluster)
+    memory = stage_memory(job_of(recipe, machine))[0].counted
+    assert predicted_metrics(recipe, machine)["memory_gb"] == pytest.approx(memory / 1e9)

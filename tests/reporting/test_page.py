@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recipes.reporting.page.facts import plan_rows
 from recipes.reporting.page.page import Watching, bokeh_script, render
 from recipes.reporting.page.panels import panels_of
 from recipes.reporting.record.run_record import read_run
@@ -127,6 +128,16 @@ def test_the_plan_is_shown_and_drawn(tmp_path: Path) -> None:
     assert "Planned for 2 ranks on cpu" in page.text
     assert "seconds per step" in page.text and "plan: " in page.text
     assert "plan: " not in Page(render([record])).text
+
+
+def test_the_difference_is_positive_for_more_than_planned(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "run"), "run")
+    seconds = record.steps.median("step_seconds")
+    assert seconds is not None
+    others = {"tokens_per_second": 1.0, "tflops_per_gpu": 1.0, "mfu": 0.5, "memory_gb": 1.0}
+    planned: Any = SimpleNamespace(step_seconds=seconds / 1.25, **others)
+    differences = {row[0]: row[-1] for row in plan_rows(record, planned)}
+    assert differences["seconds per step"] == "+25.0%"
 
 
 def test_text_of_users_is_never_markup(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ import tomli_w
 import torch
 import torch.distributed as dist
 
+from models.errors import UserError
 from recipes.sweeping.choice import Request, choose
 from recipes.sweeping.sweep_folder import SweepFolder
 from recipes.sweeping.trial import Trial
 from recipes.sweeping.worlds import measuring
+from recipes.sweeping.worlds.rank import outcome_of
 from recipes.training.recipe.loading import DEFAULT_RECIPE
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
@@ -106,6 +108,32 @@ def live_bytes(folder: str, stages: list[int]) -> list[int]:
 def test_the_engine_of_a_trial_is_freed(tmp_path: Path) -> None:
     (sizes,) = run_ranks(1, live_bytes, str(tmp_path), [1, 1, 3, 3, 1])
     assert max(sizes) - sizes[0] < 10_000, sizes  # the model alone has 500 kB of state
+
+
+def test_a_step_takes_as_long_as_on_its_slowest_rank() -> None:
+    """The warm-up counts apart, and the memory is that of the fullest rank."""
+    ranks = [
+        measuring.Measured([8.0, 1.0, 4.0, 2.0], peak_gib=3.0, allocated_gib=None),
+        measuring.Measured([9.0, 2.0, 3.0, 5.0], peak_gib=2.0, allocated_gib=1.5),
+    ]
+    result = measuring.result_of(ranks, warm_up=2, device="a GPU")
+    assert (result.step_seconds, result.warm_up_seconds) == ([4.0, 5.0], 11.0)
+    assert (result.memory_gib, result.allocated_gib) == (3.0, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("problem", "outcome"),
+    [
+        (UserError("2 heads cannot be divided by tensor = 4"), "rejected"),
+        (MemoryError(), "out_of_memory"),
+        (torch.OutOfMemoryError("CUDA"), "out_of_memory"),
+        (RuntimeError("Failed to CUDA calloc 1024 bytes"), "out_of_memory"),
+        (RuntimeError("an illegal memory access"), "crashed"),
+        (ValueError("out of memory"), "crashed"),
+    ],
+)
+def test_the_outcome_of_an_exception(problem: Exception, outcome: str) -> None:
+    assert outcome_of(problem) == outcome
 
 
 @pytest.mark.exhaustive

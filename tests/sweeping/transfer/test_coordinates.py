@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,22 @@ def test_all_places_are_measured(tmp_path: Path, changes: dict[str, Any]) -> Non
     total = (table["sizes"]["embedding"][0] ** 2 + sum(part**2 for part in parts)) ** 0.5
     assert table["sizes"]["blocks.0"][0] == pytest.approx(total, rel=0.1)
     assert table["losses"][-1] < table["losses"][0]
+
+
+def test_sizes_and_changes_are_root_mean_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from recipes.sweeping.transfer.measuring import activations
+
+    values = iter([torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2)])
+    monkeypatch.setattr(activations, "activations", lambda *_: ({"x": next(values)}, 2.0))
+    monkeypatch.setattr(activations, "train_step", lambda *_: None)
+    engine: Any = SimpleNamespace(recipe=SimpleNamespace(training=SimpleNamespace(steps=2)))
+    data: Any = None
+    measured = activation_sizes(engine, data)
+    assert measured["sizes"] == {"x": pytest.approx([12.5**0.5, 17.0**0.5, 0.0])}
+    assert measured["changes"] == {"x": pytest.approx([0.5**0.5, 12.5**0.5])}
+    assert measured["losses"] == [2.0, 2.0, 2.0]
 
 
 def logits_twice(folder: str) -> tuple[float, float]:

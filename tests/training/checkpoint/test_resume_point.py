@@ -1,16 +1,19 @@
 """The point from which a run resumes, with settings that have changed since."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from recipes.training.checkpoint import resume_point
 from recipes.training.checkpoint.compatibility import check_same_run
 from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.checkpoint.resume_point import ResumePoint
+from recipes.training.checkpoint.resume_point import ResumePoint, find_damage
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import fingerprint
 from recipes.training.recipe.schema import Recipe
@@ -149,3 +152,27 @@ def test_a_new_batch_size_resumes_at_the_next_sample(corpus: Path) -> None:
     ((source, index),) = after.places(np.array([32]))
     window = next(after.step(5)).tokens[0]
     assert window.tolist() == after.sources()[source].read(index)[:-1].tolist()
+
+
+@pytest.mark.parametrize("damaged_share", [None, 0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_all_ranks_learn_of_a_damage(
+    rank: int, damaged_share: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that did not learn of it would resume from a checkpoint that the others skip."""
+
+    def damages(checkpoint: Path, *, share: int, shares: int, note: object) -> Iterator[str]:
+        assert shares == 3
+        return iter([f"{checkpoint} is damaged"] if share == damaged_share else [])
+
+    def gather(everyones: list[str | None], own: str | None) -> None:
+        reports = [next(damages(HERE, share=n, shares=3, note=None), None) for n in range(3)]
+        assert own == reports[rank]
+        everyones[:] = reports
+
+    monkeypatch.setattr(resume_point, "find_damages", damages)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    expected = None if damaged_share is None else f"{HERE} is damaged"
+    assert find_damage(HERE) == expected

@@ -13,7 +13,9 @@ import tomli_w
 from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint import writer as checkpoint_writer
 from recipes.training.checkpoint.manifest import find_damages
+from recipes.training.checkpoint.tensor_file import FileRecord
 from recipes.training.checkpoint.writer import CheckpointWriter, Counters
+from recipes.training.checkpoint.writing.rank_files import Written, united
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
@@ -131,6 +133,16 @@ def test_a_full_disk_destroys_no_checkpoint(
     assert "resumed after step 3" in output and steps_of(folder) == [8]
     assert metrics(folder) == expected
     assert events(folder)[-1] == ("end", 8)
+
+
+def test_the_files_and_the_problem_of_all_ranks_are_united() -> None:
+    a, b = FileRecord(bytes=4, sha256="a"), FileRecord(bytes=8, sha256="b")
+    failed = Written({"weights-1": b}, {"w/bias": "weights-1"}, "weights-1: No space left")
+    found = united({1: failed, 0: Written({"weights-0": a}, {"w": "weights-0"})})
+    assert list(found.files.items()) == [("weights-0", a), ("weights-1", b)]
+    assert found.tensors == {"w": "weights-0", "w/bias": "weights-1"}
+    assert found.problem == "rank 1: weights-1: No space left"
+    assert united({0: Written({"weights-0": a})}).problem is None
 
 
 def test_lines_that_a_full_disk_does_not_take_come_later(disk: Path) -> None:

@@ -58,3 +58,13 @@ def test_a_middle_stage_gets_no_tokens() -> None:
 def test_a_run_that_rolls_back_reads_the_requested_samples() -> None:
     feed = Prefetcher(lambda step: [micro_batch(step)], last_step=9)
     assert [int(feed.take(step)[0][0].tokens[0, 0]) for step in (1, 2, 7, 3)] == [1, 2, 7, 3]
+
+
+def test_forgotten_micro_batches_are_read_again() -> None:
+    """Another branch of a run reads other samples in a step of the same number."""
+    branch = 1
+    feed = Prefetcher(lambda step: [micro_batch(10 * branch + step)], last_step=2)
+    assert int(feed.take(1)[0][0].tokens[0, 0]) == 11
+    feed.forget()
+    branch = 2
+    assert int(feed.take(2)[0][0].tokens[0, 0]) == 22

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from recipes.training.loop.after_step import after_step
+from recipes.training.loop.boundaries import replacement
 from recipes.training.loop.rollback import roll_back
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.stages.plan import StagePlan
@@ -113,6 +114,43 @@ def test_an_event_keeps_the_parts_of_the_data(plan: StagePlan, tmp_path: Path) -
     assert history.data_parts == {(6, 76): [{"stage": "long"}]}
     assert history.progress_at(6, history.rolled_back[6]) == target
     assert history.progress_at(6, 48) == Progress(6, 48)
+
+
+def test_a_new_process_inherits_the_lock_and_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inherited: dict[int, bool] = {}
+    monkeypatch.setattr(
+        replacement,
+        "_set_inheritable",
+        lambda descriptor, *, inheritable: inherited.update({descriptor: inheritable}),
+    )
+    monkeypatch.setattr(replacement, "finish_output", lambda seconds: None)
+    monkeypatch.setattr(replacement, "dist", mock.Mock(get_world_size=lambda: 1))
+    execute = mock.Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(replacement.os, "execve", execute)
+    with (tmp_path / "lock").open("w") as lock, (tmp_path / "other").open("w") as other:
+        folder: Any = SimpleNamespace(lock_descriptor=lock.fileno())
+        number_of_other = other.fileno()
+        with pytest.raises(InterruptedError):
+            replacement.replace_process(folder, {replacement.AGENT_STORE: "True"})
+    assert [number for number, kept in inherited.items() if kept] == [folder.lock_descriptor]
+    assert number_of_other in inherited
+    assert execute.call_args.args[2] == {replacement.AGENT_STORE: "False"}
+
+
+def test_a_new_process_resumes_automatically() -> None:
+    command = replacement.command_of(
+        [
+            "tiny.toml", "--resume", "never", "--set", "training.steps=9", "--resume-once=a",
+            "--continued-at=1.5", "--lock", "7", "--run-dir=x",
+        ],
+        2.5,
+        lock=8,
+    )  # fmt: skip
+    kept = ["tiny.toml", "--set", "training.steps=9", "--run-dir=x"]
+    assert command[2:] == [*kept, "--continued-at=2.5", "--lock=8"]
+    assert "--lock=8" not in replacement.command_of([], 2.5, lock=None)
 
 
 def test_a_replaced_process_keeps_the_lock(tmp_path: Path) -> None:

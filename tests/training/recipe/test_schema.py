@@ -233,6 +233,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("training.position_losses=3", 2, "training.position_losses = 3 does not divide", "= 2 or 4"),
     ("data.separate_documents=yes", 2, "data.separate_documents = 'yes'", "= false"),
     ("data.train=[{path='x', wait=1}]", 2, "unknown key data.train.0.wait", "are path, weight"),
+    ("data.train=[{path='x'}, {path='./x'}]", 2, "names a corpus twice", "use each path once"),
     ("tracking.project=a/b", 2, "tracking.project = 'a/b'", 'project = "threefold"'),
     ("name=../elsewhere", 2, "name = '../elsewhere'", 'name = "tiny"'),
     ("seed=-1", 2, "seed = -1", "seed = 1234"),
@@ -533,6 +534,22 @@ def test_every_shipped_recipe_and_config_is_valid() -> None:
         overrides = ["layout.pipeline=1", f'deepspeed="{path}"']
         recipe = load_recipe(TINY, overrides)
         build_deepspeed_config(recipe, recipe.topology(World()))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "zero", "group"),
+    [
+        ([], 2, 1),
+        (["layout.schedule=interleaved", "batch.global_sequences=64"], 2, 2),  # of two stages
+        (["layout.reduce_every=3"], 2, 3),
+        (["layout.schedule=interleaved", "batch.global_sequences=64"], 1, 0),
+    ],
+)
+def test_gradients_are_reduced_after_groups_of_micro_batches(
+    overrides: list[str], zero: int, group: int
+) -> None:
+    names = ["layout.pipeline=2", f"deepspeed=ds_configs/zero{zero}_fp32.json", *overrides]
+    assert load_recipe(TINY, names).layout.micro_batches_per_reduction(zero) == group
 
 
 @pytest.mark.parametrize(("ranks", "tensor", "stage"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 2)])

@@ -2,7 +2,11 @@
 
 from recipes.training.run_folder.wall_time import WallTime, seconds_of
 from recipes.training.tracking.display import describe
-from recipes.training.tracking.metric_names import task_accuracies, validation_losses
+from recipes.training.tracking.metric_names import (
+    mean_validation_loss,
+    task_accuracies,
+    validation_losses,
+)
 
 STEP = {
     "loss": 2.0,
@@ -26,6 +30,13 @@ def test_names_are_found() -> None:
     assert task_accuracies(SETS) == {"next_line": 0.25}
     single = {"validation_loss": 3.0, "validation_bits_per_byte": 1.0}
     assert validation_losses(single) == {"": 3.0} and task_accuracies(single) == {}
+
+
+def test_the_mean_of_all_sets_is_compared() -> None:
+    assert mean_validation_loss(SETS) == 2.0
+    assert mean_validation_loss({"validation_loss": 3.0}) == 3.0
+    assert mean_validation_loss(SETS | {"validation/web/loss": float("inf")}) is None
+    assert mean_validation_loss({"loss": 2.0}) is None
 
 
 def test_evaluations_are_shown() -> None:

@@ -99,6 +99,8 @@ def test_only_news_since_the_previous_start_is_sent() -> None:
     again = [first, START, END, ATTEMPT, {"event": "resume", "step": 40}]
     assert titles(again) == []
     assert titles([*again, hang]) == ["no progress"]
+    ends = [END | {"number": number} for number in range(31)]
+    assert titles([first, START, *ends]) == [f"attempt {number} ended" for number in range(11, 31)]
     assert len(titles([START, *[END] * 100])) == MAX_ALERTS_AT_START
 
 
