@@ -133,7 +133,11 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
     assert warning["message"].startswith("Weights & Biases failed (no disk)")
     assert ("; metrics.jsonl has every step" in warning["message"]) == (state == "written")
     printed = capsys.readouterr()
-    assert (printed.out + printed.err).count("(no disk)") == 1  # one line for one failure
+    lines = [line for line in (printed.out + printed.err).splitlines() if "step" not in line]
+    assert (
+        lines.count("W&B: failed, because of an error (no disk)") == 1
+    )  # one line for one failure
+    assert not [line for line in lines if "Weights & Biases" in line or "waiting" in line]
 
 
 def test_a_wait_at_the_end_is_announced(small, folder: RunFolder) -> None:

@@ -100,8 +100,9 @@ class WandbThread:
         self._thread.join(min(self.SECONDS_BEFORE_NOTICE, self.SECONDS_TO_FINISH))
         left = max(0.0, self.SECONDS_TO_FINISH - self.SECONDS_BEFORE_NOTICE)
         if self._thread.is_alive() and left:
-            reason = f"for its data to be sent, for at most {left:g} s"
-            self._tell(WandbStatus("waiting", reason=reason))
+            if not self.has_told_failure:
+                reason = f"for its data to be sent, for at most {left:g} s"
+                self._tell(WandbStatus("waiting", reason=reason))
             self._thread.join(left)
         if self._thread.is_alive():
             # The exit handler of W&B would wait longer. Handlers run in reverse order, so this one
