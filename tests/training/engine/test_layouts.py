@@ -101,7 +101,7 @@ llama zb-v zero2 bf16 full dropout documents muon data group
 llama dualpipev zero2 fp32 ulysses selective muon group
 gpt interleaved zero2 fp32 sequence dropout documents adamw three-chunks
 experts zb-h1 zero1 fp32 sequence columns selective dropout muon by-hand
-gpt 1f1b zero2 bf16 adamw data group
+gpt 1f1b zero1 bf16 adamw data group
 experts zb-v zero1 bf16 gather expert documents adamw
 """
 LONG = """
@@ -272,7 +272,7 @@ DISTURBED: dict[Key, dict[str, list[str]]] = {  # layout -> weight changed on ra
         NORM: [f"{NORM} differs between tensor ranks: rank 0 against rank 1"],
         UP: [],  # divided among all ranks
     },
-    (4, "gpt 1f1b zero2 bf16 adamw data group"): {
+    (4, "gpt 1f1b zero1 bf16 adamw data group"): {
         UP: [f"{UP} differs between data ranks: rank 0 against rank 1"],
         EMBEDDING: [
             f"{EMBEDDING} differs between data ranks: rank 0 against rank 1",
