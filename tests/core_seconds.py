@@ -5,8 +5,8 @@ forked by a fork server, for which nothing waits, so their time would be missing
 
     python -m tests.core_seconds [--budget 500] COMMAND [ARGUMENT ...]
 
-The command gets a temporary folder of its own. Processes, temporary files and files in /dev/shm
-that it leaves are listed, and fail the command, as does a budget that is exceeded.
+The command gets a temporary folder of its own. What it leaves there and in /dev/shm is counted.
+Processes that it leaves are named, and fail it, as does a budget that is exceeded.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 SECONDS_TO_END = 10.0  # of processes that outlive the command
-KEPT = ("pytest-of-",)  # prefixes of temporary files that pytest keeps on purpose
+KEPT = ("pytest-of-",)  # prefixes of files that pytest keeps
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -45,26 +45,24 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        code, left = run(options.command, os.environ | {"TMPDIR": name})
-        left += [
-            f"temporary file {path.name}"
-            for path in sorted(folder.iterdir())
-            if not path.name.startswith(KEPT)
-        ]
+        code, processes = run(options.command, os.environ | {"TMPDIR": name})
+        files = [path for path in folder.iterdir() if not path.name.startswith(KEPT)]
         shutil.rmtree(folder, ignore_errors=True)
-    left += [f"file {path}" for path in sorted(set(SHARED_MEMORY.iterdir()) - shared)]
+    files += set(SHARED_MEMORY.iterdir()) - shared
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = used.ru_utime + used.ru_stime
     print(
         f"{seconds:.0f} core-seconds in {time.monotonic() - started:.0f} s: {used.ru_utime:.0f} of "
         f"the programs and {used.ru_stime:.0f} of the kernel"
     )
-    for each in left:
-        print(f"left behind: {each}")
+    if files:
+        print(f"left behind: {len(files)} temporary files, such as {min(files)}")
+    for process in processes:
+        print(f"left behind: process {process}")
     too_many = options.budget is not None and seconds > options.budget
     if too_many:
         print(f"more than the budget of {options.budget:g} core-seconds")
-    return code or int(bool(left) or too_many)
+    return code or int(bool(processes) or too_many)
 
 
 def adopt_orphans() -> None:
@@ -92,7 +90,7 @@ def run(command: list[str], variables: dict[str, str]) -> tuple[int, list[str]]:
             continue
         if time.monotonic() > deadline:
             for child in children():
-                left.append(f"process {child.pid}: {command_line(child)}")
+                left.append(f"{child.pid}: {command_line(child)}")
                 child.kill()
             deadline += SECONDS_TO_END
         time.sleep(0.05)

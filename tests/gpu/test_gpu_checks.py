@@ -261,7 +261,9 @@ def test_the_planners_file_is_written_into_the_output(setting: Setting) -> None:
     calibrated: dict[str, Any] = {"products": 3, "mean_error": 0.02, "steps": []}
     found: list[Sequence[Any]] = []
 
-    def calibrate(name: str, like: str | None, _: object, folder: Path) -> dict[str, Any]:
+    def calibrate(
+        name: str, like: str | None, _: object, folder: Path, **settings: Any
+    ) -> dict[str, Any]:
         found.append((name, like))
         return calibrated | {"file": str(device_file.file_of(folder, like or name))}
 

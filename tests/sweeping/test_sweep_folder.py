@@ -67,7 +67,7 @@ def test_only_recipes_of_a_failed_mode_are_published_offline(
     modes = ("offline", "auto", "auto", "online", "offline", "online")
     asked = []
 
-    def publish_trial(*arguments: object) -> WandbStatus:
+    def publish_trial(*arguments: object, tell: object) -> WandbStatus:
         wanted = arguments[-1]
         asked.append(wanted)
         return WandbStatus("online" if wanted == "online" else "offline")
