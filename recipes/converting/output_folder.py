@@ -40,7 +40,7 @@ def output_folder(
         path: the output folder
         reading: the input or inputs, which must not be overwritten
         files: the files of the output
-        overwrite: replace an existing output, if it has no other files
+        overwrite: replace an existing output, if its files have not changed and there are no others
 
     Raises:
         UserError: The folder exists, or cannot be written.
@@ -48,8 +48,8 @@ def output_folder(
     path = path.resolve()
     for source in [reading] if isinstance(reading, Path) else reading:
         _check_source(path, source.resolve())
+    checked = _versions(path)  # first, so that a change during the check is noticed below
     _check_replaceable(path, files, overwrite)
-    checked = _versions(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The name is unique, because another process may be writing the same output.
@@ -84,7 +84,7 @@ def _check_source(path: Path, source: Path) -> None:
 
 
 def _check_replaceable(path: Path, files: OutputFiles, overwrite: bool) -> None:
-    """Check that the output folder does not exist, or holds only an output of the same command."""
+    """Check that the folder does not exist, or holds only an unchanged output of the command."""
     if path.is_file():
         raise UserError(f"{path} is a file; use a folder")
     if not path.is_dir() or not any(path.iterdir()):
@@ -116,7 +116,7 @@ def _check_replaceable(path: Path, files: OutputFiles, overwrite: bool) -> None:
 
 
 def _check_unchanged(path: Path, records: Mapping[str, FileRecord | None], refusal: str) -> None:
-    """Check that every file in an output is as the command wrote it; small files first.
+    """Check that no file of an output has changed since the command wrote it; small files first.
 
     Args:
         path: the output folder
@@ -139,7 +139,7 @@ def _check_unchanged(path: Path, records: Mapping[str, FileRecord | None], refus
 
 
 def _versions(path: Path) -> list[tuple[str, int, int, int]]:
-    """Return the state of each file in a folder, which differs after a change; cheap."""
+    """Return name, inode, size and time of each file in a folder, to notice changes cheaply."""
     if not path.is_dir():
         return []
     states = ((file.name, file.lstat()) for file in sorted(path.iterdir()))

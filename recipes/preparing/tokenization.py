@@ -32,7 +32,7 @@ from recipes.training.run_folder.line_file import flush
 
 PARTS = ("train", "validation")
 REPORT = "report.json"
-MAX_CHECKED_CHARACTERS = 2**26  # read before the tokenization to see that no part is empty
+MAX_CHECKED_CHARACTERS = 2**26  # read before the tokenization to check that no part is empty
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 64, 2**18  # tokenized together; larger batches are slower
 
 Skipped = dict[str, Any]  # "rows": number of rows; "position", "reason": those of the first row
@@ -80,7 +80,7 @@ class Tokenization:
             self.validation_fraction,
             *([self.start] if self.start else []),  # older pieces have no recorded start
             *(["held out"] if format_number in self.held_out else []),
-            *reader.always_skipped,  # older pieces have counted these rows as of another kind
+            *sorted(reader.always_skipped),  # older pieces have counted these rows as another kind
         )
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
 
@@ -250,9 +250,10 @@ def check_parts(
     held_out: Collection[int],
     skip: frozenset[str],
 ) -> None:
-    """Check before the tokenization that no part is empty, as far as a short look can tell.
+    """Check before the tokenization that no part is empty.
 
-    The documents are read until both parts have one, but at most MAX_CHECKED_CHARACTERS.
+    Documents are read until each part has one. After MAX_CHECKED_CHARACTERS, the check ends
+    without a result.
 
     Args:
         formats: readers of the source
@@ -293,14 +294,16 @@ def check_parts(
 
 
 def _fraction_that_works(hashes: Sequence[int], lacking: str) -> str:
-    """Return the option that gives the lacking part its first documents, in two digits."""
+    """Return the option that gives the lacking part one document, with the fewest digits."""
     if len(set(hashes)) < 2:
-        return "documents that differ"
+        return "distinct documents"
     limits = sorted(number / 2**64 for number in set(hashes))
-    # A fraction between the two smallest hashes holds out one document.
+    # A fraction between the two smallest hashes holds out one document, and one between the two
+    # largest hashes leaves one for training.
     low, high = limits[:2] if lacking == "validation" else limits[-2:]
-    digits = next(n for n in range(1, 20) if low < round((low + high) / 2, n) < high)
-    return f"--validation-fraction {round((low + high) / 2, digits):.9g}"
+    middle = (low + high) / 2
+    digits = next(n for n in range(1, 20) if low < round(middle, n) < high)
+    return f"--validation-fraction {middle:.{digits}f}"
 
 
 @lru_cache(maxsize=1)

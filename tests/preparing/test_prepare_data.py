@@ -403,7 +403,7 @@ def test_a_fraction_that_leaves_a_part_empty_is_rejected_before_the_work(
     (tmp_path / "same.txt").write_text("one\n\n" * 3)
     done = prepare("--source", tmp_path / "same.txt", "--output", tmp_path / "same")
     assert "of 3 documents (3 rows were skipped)" in done.stderr
-    assert "use more documents, documents that differ, or --validation-f" in done.stderr
+    assert "use more documents, distinct documents, or --validation-f" in done.stderr
 
 
 def test_a_part_that_turns_out_to_be_empty_keeps_the_pieces_for_more_documents(

@@ -708,6 +708,7 @@ def train_once(cases: dict[str, ProofCase]) -> dict[str, Outcome]:
 def mutants(
     corpus: Path, request: pytest.FixtureRequest
 ) -> dict[str, tuple[Outcome, Outcome, Outcome]]:
+    assert MUTANTS.keys() >= QUICK_FAULTS
     faults = [
         item.callspec.params["fault"]
         for item in request.session.items
