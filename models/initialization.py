@@ -101,7 +101,7 @@ def _draw(
     local_elements: Callable[["NormalRows", range], Tensor],
 ) -> None:
     """Fill consecutive elements of this rank's part of a parameter, `chunk` at a time."""
-    drawn = rows()  # made here, because it keeps a chunk for as long as it exists
+    drawn = rows()  # created by the thread, because it holds a chunk for as long as it exists
     for first in range(0, len(elements), chunk):
         piece = elements[first : first + chunk]
         values[first : first + len(piece)] = std * local_elements(drawn, piece)

@@ -73,10 +73,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
-class Spent:
-    """Counts the processor time and the wall time of each file of tests, for a table at the end.
+class TimePerFile:
+    """Counter of the processor time and the wall time of each test file, for a table at the end.
 
-    Processes that their parent has abandoned are not counted; `tests/core_seconds.py` counts all.
+    Orphaned processes are not counted here; `tests/core_seconds.py` counts all processes.
     """
 
     SHOWN = 10  # files
@@ -87,7 +87,7 @@ class Spent:
         self.last = 0.0, 0.0
 
     def now(self) -> tuple[float, float]:
-        """Return the processor time until now, and the time."""
+        """Return the processor time so far, and the monotonic time."""
         return seconds_of_tree(psutil.Process()), time.monotonic()
 
     def add(self, file: str) -> None:
@@ -126,7 +126,7 @@ class Spent:
             own.update(other)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the dearest files."""
+        """Print the files with the most core-seconds."""
         if len(self.core_seconds) > 1:
             terminalreporter.write_sep("-", "files with the most core-seconds")
             for file, seconds in self.core_seconds.most_common(self.SHOWN):
@@ -136,7 +136,7 @@ class Spent:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Count the time of the tests."""
-    config.pluginmanager.register(Spent())
+    config.pluginmanager.register(TimePerFile())
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,13 @@
-"""Run a command, and report the processor time of all its descendants and what they leave behind.
+"""Run a command; report the processor time of all its descendants and what they leave behind.
 
 A shell's `time` counts only processes that a parent has waited for. The ranks of the tests are
-forked by a fork server, for which nothing waits, so their time would be missing.
+forked by a fork server, for which no process waits, so their time would be missing.
 
     python -m tests.core_seconds [--budget 500] COMMAND [ARGUMENT ...]
 
-The command gets a temporary folder of its own. What it leaves there and in /dev/shm is counted.
-Processes that it leaves are named, and fail it, as does a budget that is exceeded.
+The command gets a temporary folder of its own. Files that it leaves there and in /dev/shm are
+counted. Processes that it leaves behind are named. Such a process, or more core-seconds than the
+budget, makes the exit code 1.
 """
 
 import argparse
@@ -31,11 +32,11 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def main() -> int:
-    """Run the command; return its exit code, or 1 if it left something or exceeded the budget."""
+    """Run the command; return its exit code, or 1 if it left processes or exceeded the budget."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--budget", type=float, help="most core-seconds")
+    parser.add_argument("--budget", type=float, help="maximum number of core-seconds")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     if not options.command:

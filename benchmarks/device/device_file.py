@@ -44,7 +44,7 @@ def calibrate(
 
     like: GPU whose file a new device's file is based on
     folder: folder of the files
-    shapes: models whose steps are measured; by default those of the benchmark of steps
+    shapes: models whose steps are measured; by default those of benchmarks/one_step
 
     Raises:
         UserError: there is no such file, or it is another device's.

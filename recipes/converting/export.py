@@ -60,7 +60,7 @@ def recorded_files(folder: Path) -> dict[str, FileRecord | None]:
     """Return the records of the files that an export wrote.
 
     Raises:
-        UserError: the file of the records is damaged.
+        UserError: threefold.json is damaged.
     """
     file = folder / FILE_RECORDS
     try:
@@ -106,7 +106,7 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
 def write_records(folder: Path, records: dict[str, FileRecord]) -> None:
     """Write the size and the SHA-256 of each file of an export.
 
-    `--overwrite` replaces only files that are unchanged.
+    `--overwrite` replaces an export only if its files still match these records.
 
     Args:
         folder: the export

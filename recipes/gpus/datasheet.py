@@ -12,9 +12,9 @@ from models.errors import UserError
 
 FOLDER = Path(__file__).with_name("datasheets")
 MEASURED_MARK = "Written by `python recipes/sweep.py --links"  # in the first line of a file
-# Files of the drivers of NVIDIA, of NVIDIA in WSL, and of AMD; and NVIDIA's file about each GPU.
+# Device files of the drivers of NVIDIA, also in WSL (dxg), and of AMD (kfd).
 DRIVER_FILES = ("dev/nvidia*", "dev/nvhost-*", "dev/dxg", "dev/kfd")
-NVIDIA_FILES = "proc/driver/nvidia/gpus/*/information"
+NVIDIA_FILES = "proc/driver/nvidia/gpus/*/information"  # each describes a GPU
 EXAMPLES: dict[Any, tuple[tuple[type, ...], str]] = {  # type of a key -> Python types, a value
     str: ((str,), '"H100"'),
     float: ((int, float), "1.5"),
@@ -193,7 +193,7 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 
 def machine_has_gpu(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
-    """Return False if processes of this machine certainly find no GPU; needs no torch.
+    """Return True unless processes of this machine certainly find no GPU; needs no torch.
 
     Args:
         environment: `os.environ`

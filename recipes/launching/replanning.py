@@ -199,7 +199,7 @@ def check_cluster(recipe: Recipe, origin: str) -> None:
 
 
 def _example_cluster(recipe: Recipe) -> str:
-    """Return a [cluster] section for two machines like this one, with the reason in brackets."""
+    """Return keys of a [cluster] section for two machines like this one, and the reason."""
     names, layout = device_names_of_machine(), recipe.layout
     known = gpu_of_device(names[0]) if names else None
     if known:

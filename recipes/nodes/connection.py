@@ -105,13 +105,13 @@ class Agent:
 
 
 @dataclass
-class FailedConnects:
-    """The attempts to connect to a host since it answered last, to print each error only once.
+class FailedAttempts:
+    """The failed attempts to connect to a host since its last answer; each error is printed once.
 
     Attributes:
-        count: number of attempts
-        lines: the output of the current attempt, up to now
-        earlier: the output of the attempt before
+        count: number of failed attempts
+        lines: output of the current attempt so far
+        earlier: output of the previous attempt
     """
 
     count: int = 0
@@ -119,15 +119,15 @@ class FailedConnects:
     earlier: list[str] = field(default_factory=list)
 
     def new_lines(self, text: str) -> str:
-        """Note output of the current attempt, and return the lines that the last one lacked."""
+        """Record output of the current attempt; return the lines that the previous one lacked."""
         lines = text.splitlines(keepends=True)
         self.lines += lines
         return "".join(line for line in lines if line not in self.earlier)
 
     def end(self) -> bool:
-        """End the current attempt; return True if its repeated error is worth a line.
+        """End the current attempt; return True if a line about a repeated error is due.
 
-        These are the attempts 2, 4, 8, ...
+        It is due at attempts 2, 4, 8, ... whose output equals that of the previous attempt.
         """
         self.count += 1
         repeated = bool(self.lines) and self.lines == self.earlier
@@ -193,7 +193,7 @@ class Connections:
         self.variables, self.python = variables, python
         self.agents: dict[str, Agent] = {}
         self.admit: Callable[[str, str], bool] = lambda host, machine: True
-        self._failed: defaultdict[str, FailedConnects] = defaultdict(FailedConnects)
+        self._failed: defaultdict[str, FailedAttempts] = defaultdict(FailedAttempts)
         self._selector = selectors.DefaultSelector()
         self._closed = threading.Event()
         # A thread of its own, because the main thread may be busy with planning or a slow disk.
@@ -314,7 +314,7 @@ class Connections:
             sys.stdout.flush()
 
     def _count_attempt(self, host: str) -> None:
-        """Count an attempt that has not connected to a host."""
+        """Count a failed attempt to connect to a host, and report a repeated error."""
         if self._failed[host].end():
             count = self._failed[host].count
             print(f"launch.py: no connection to {host}: the same error, connection attempt {count}",

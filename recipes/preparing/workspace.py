@@ -63,7 +63,7 @@ def _lock(lock: IO[str], workspace: Path, *, shared: bool) -> None:
 def _keep_finished(workspace: Path, *, shared: bool, needs_documents: bool) -> None:
     """Remove the unfinished corpus, and report what is left to resume from, if anything is.
 
-    needs_documents: the same command would fail again without more documents
+    needs_documents: True if the same command would fail again without more documents
     """
     shutil.rmtree(workspace / "corpus", ignore_errors=True)
     finished = [path for path in workspace.glob("pieces/*") if not path.suffix]

@@ -49,7 +49,7 @@ def publish(
     Args:
         folder: the folder of the sweep
         results: the trials and their results
-        tell: called before the wait for the server, at the first trial
+        tell: called before the first trial waits for the server
 
     Returns:
         The number of these trials, and the status of their runs; None without such a trial.

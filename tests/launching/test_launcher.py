@@ -297,7 +297,7 @@ def test_the_second_signal_does_not_reach_ranks_that_save(start: Any) -> None:
 def test_a_program_that_cannot_be_started_is_not_the_end(
     start: Any, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Not in the fixture: where node3 answers, a loaded machine may need more than this.
+    # Only in this test: in those where node3 answers, a loaded machine may need more time.
     monkeypatch.setattr(launcher_module, "SECONDS_FOR_SPARE_NODES", 0.3)
 
     def connect(host: str, command: Any) -> list[str]:

@@ -66,7 +66,7 @@ class Mutant:
     Attributes:
         file: the changed file, relative to the repository
         text: occurs exactly once in the file
-        replacement: of the text
+        replacement: replaces the text
         test: pytest's name of a test or of a test file, which must fail
         reason: the fault, in a few words
         suite: make target that runs the test, "test" or "long"
@@ -215,7 +215,7 @@ class Copy:
         content, stat = path.read_bytes(), path.stat()
         try:
             path.write_text(broken)
-            # Python takes bytecode for that of any source with the same size and whole seconds.
+            # Python reuses bytecode if size and modification time, in whole seconds, are equal.
             self._tried += 1
             os.utime(path, (stat.st_atime, stat.st_mtime + 2 * self._tried))
             run = self.pytest([mutant.test], mutant.suite, "-x", seconds=SECONDS_PER_MUTANT)
@@ -398,7 +398,7 @@ def suffices(outcomes: Sequence[Outcome]) -> bool:
 
 
 def run(mutants: Sequence[Mutant], *, repository: Path = REPOSITORY, jobs: int) -> int:
-    """Try mutants and print what becomes of them; return the exit code."""
+    """Try mutants and print their outcomes; return the exit code."""
     started = time.monotonic()
     for mutant in mutants:
         mutant.applied(repository)
@@ -432,11 +432,11 @@ def chosen(mutants: Sequence[Mutant], only: str | None, part: tuple[int, int]) -
     name = (only or "").rstrip("/")
     some = [m for m in mutants if not name or m.file == name or m.file.startswith(f"{name}/")]
     if not some:
-        raise UserError(f"--only {only}: no mutant changes a file of it; use {mutants[0].package}")
+        raise UserError(f"--only {only}: no mutant changes a file there; use {mutants[0].package}")
     number, count = part
     if not (some := some[number - 1 :: count]):
         raise UserError(
-            f"--part {number}/{count}: it has no mutants; use a smaller number of parts"
+            f"--part {number}/{count}: this part has no mutants; use a smaller number of parts"
         )
     return some
 

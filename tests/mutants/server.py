@@ -1,10 +1,10 @@
-"""Runs pytest in forks of a process that has imported large libraries once.
+"""Run pytest in forks of a process that has imported large libraries once.
 
     python server.py MODULE ...
 
 Each line of the input is a request: {"arguments": pytest's, "log": file, "seconds": limit}. Each
 line of the output answers one: {"in_time": false after the limit, "core_seconds": of all processes
-of the run}. After each run, all processes that it has left behind are killed.
+of the run}. After each run, all processes that the run has left behind are killed.
 """
 
 import ctypes

@@ -129,7 +129,7 @@ def test_mutants_are_noticed_survive_or_are_broken(
     before = contents(repository)
     some = [
         mutant("3 * number", "test_two"),
-        mutant("number * 2", "test_two"),  # of the same size: has bytecode of its own
+        mutant("number * 2", "test_two"),  # of the same size, but not of the same bytecode
         mutant("3 * number", "test_of_a_fixture"),
         mutant("3 * nmuber", "test_two"),  # an undefined name
         mutant("2 *", "test_two"),
@@ -200,8 +200,8 @@ def test_nearly_all_must_be_noticed_by_make_test(some: list[Outcome], enough: bo
         (["--jobs", "0"], "'0' is not in 1 .. 64; use 2"),
         (["--part", "3/2"], "'3/2' is not a part such as 1/10"),
         (["--part", "1"], "'1' is not a part such as 1/10"),
-        (["--part", "5000/5000"], "--part 5000/5000: it has no mutants"),
-        (["--only", "recipes/nowhere"], "--only recipes/nowhere: no mutant changes a file of it"),
+        (["--part", "5000/5000"], "--part 5000/5000: this part has no mutants"),
+        (["--only", "recipes/nowhere"], "--only recipes/nowhere: no mutant changes a file there"),
     ],
 )
 def test_wrong_options_are_rejected(

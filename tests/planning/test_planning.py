@@ -457,7 +457,7 @@ def held_by_all(job: Job, layout: JobLayout) -> int:
     return sum(stage_parameters(replace(job, layout=layout)))
 
 
-def test_a_job_fits_up_to_the_last_byte() -> None:
+def test_a_job_fits_if_the_gpu_has_its_memory() -> None:
     _, job = planned("llama/7b")
     gib = fullest_stage(job).total / GIB
     for memory, expected in ((1.001 * gib, True), (0.999 * gib, False)):

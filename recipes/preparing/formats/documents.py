@@ -38,15 +38,15 @@ class Row:
 
 
 class EmptyPart(UserError):
-    """A source of which the training or the validation part would have no documents.
+    """The training or the validation part of a corpus would have no documents.
 
     Args:
         part: train or validation
         documents: number of documents in both parts
         rows: number of skipped rows
         fraction: the option --validation-fraction
-        has_held_out: the validation part has a source of its own
-        remedy: a value of the option that works, if it is known
+        has_held_out: True if the validation part has a source of its own
+        remedy: a correction that works, such as the option with another value
     """
 
     def __init__(

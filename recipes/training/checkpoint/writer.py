@@ -89,8 +89,8 @@ class CheckpointWriter:
             the thread that writes it
         on_wait: called with a message when the last save begins to wait for space on the disk, on
             rank 0, by the same thread
-        on_pause: called with True before the last save waits for space, and with False after it, on
-            all ranks, by the same thread
+        on_pause: called with True before each wait of the last save for space, and with False after
+            the wait, on all ranks, by the same thread
         is_asked_to_stop: returns True if a signal asks the run to stop; the last save then no
             longer waits
     """

@@ -31,7 +31,7 @@ TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 TOKEN_CODES = {"<u2": 8, "<i4": 4}
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # Megatron's format stores lengths as int32
 INDEX_ENTRIES_PER_WRITE = 2**20
-MAX_CHECKED_ENTRIES = 2**20  # sequences of which a check reads all; of more, evenly spread blocks
+MAX_CHECKED_ENTRIES = 2**20  # of a column; a longer one is checked in evenly spread blocks
 BLOCKS_CHECKED, BLOCK_ENTRIES = 64, 2**14
 
 
@@ -172,7 +172,7 @@ class TokenFile:
     def check_index(self, *, one_sequence_per_document: bool) -> None:
         """Check that lengths, addresses, documents and the size of the .bin agree.
 
-        A large index is checked in blocks that are spread evenly. The .bin is not read.
+        A large index is checked in evenly spread blocks. The .bin is not read.
 
         Args:
             one_sequence_per_document: True for a corpus of prepare_data.py; other corpora may have
@@ -191,7 +191,8 @@ class TokenFile:
         ends = [self._entries("<i8", position, n, n + 1)[0] for n in (0, self.boundaries - 1)]
         if ends != [0, self.sequences]:
             raise self._damaged(
-                f"its documents have the sequences {ends[0]} .. {ends[1]} of {self.sequences}"
+                f"its documents begin at sequence {ends[0]} and end at sequence {ends[1]} of "
+                f"{self.sequences}"
             )
         exact = one_sequence_per_document and self.boundaries == self.sequences + 1
         for first, after in _blocks(self.boundaries):

@@ -81,7 +81,7 @@ def check_stages(world: World, plan: StagePlan, name: str, *, has_gpu: bool = Tr
         world: the ranks
         plan: the stages of the recipe
         name: the recipe's file and the overrides
-        has_gpu: False if the ranks run on CPUs; True also if that is not known
+        has_gpu: False if the ranks certainly run on CPUs
 
     Raises:
         UserError: a stage cannot run on the ranks; the message names the stage.

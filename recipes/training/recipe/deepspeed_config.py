@@ -337,7 +337,7 @@ def _review_owned(
 def _review_block(
     path: str, block: Mapping[str, Any], review: Review, values: Mapping[str, Owned]
 ) -> dict[str, Any]:
-    """Return a block that the recipe owns, as the file may contain it."""
+    """Return a block that the recipe owns, with a valid value in place of each rejected one."""
     if path == "wandb" and block.get("enabled", False) is False:
         return dict(block)
     accepted: dict[str, Any] = {}
@@ -352,7 +352,7 @@ def _review_block(
 
 
 def _review_leaf(path: str, value: Any, review: Review, values: Mapping[str, Owned]) -> Any:
-    """Return a value that the file may contain; add a finding if it is not that of the file."""
+    """Return a value that the file may contain; add a finding if the file has another one."""
     owned = values.get(path, Owned(()))
     if value == "auto" or owned.accepts(value):
         return value

@@ -145,15 +145,15 @@ def _look_up(table: Any, location: Location) -> Any:
 
 
 def repair_json(text: str) -> tuple[list[str], str]:
-    """Return the syntax errors of a JSON text, and the text without them.
+    """Return messages about the syntax errors of a JSON text, and the repaired text.
 
     Comments, commas before a bracket, single quotes, keys without quotes, constants of Python and
-    placeholders are repaired; a placeholder becomes "auto". Errors that occur more than once are
-    one message.
+    placeholders are repaired; a placeholder becomes "auto". An error that occurs more than once
+    has one message.
 
     Raises:
-        UserError: the text has another error; the message names all of them.
-        RecursionError, ValueError: as of `json.loads`
+        UserError: the text has another error; the message names this one and those repaired.
+        RecursionError, ValueError: as raised by `json.loads`
     """
     original, added = text, 0  # number of characters that repairs have added
     problems: dict[str, list[str]] = {}  # message -> positions
@@ -190,7 +190,7 @@ def _located(problems: dict[str, list[str]]) -> list[str]:
 def _repair(text: str, error: json.JSONDecodeError) -> tuple[int, int, str, str] | None:
     """Return the start and end of an error, the text that replaces it, and the message.
 
-    None if the kind of the error is not known.
+    Return None for an error that cannot be repaired.
     """
     start = error.pos + len(text[error.pos :]) - len(text[error.pos :].lstrip())
     if found := COMMENT.match(text, start):

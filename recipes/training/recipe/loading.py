@@ -183,9 +183,8 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 def text_of_override(override: str) -> str:
     """Return the text of an override from the command line.
 
-    Python decodes arguments in the encoding of the locale. In a locale such as C, which has only
-    ASCII, it replaces each byte of other characters by half of a surrogate pair, which neither JSON
-    nor UTF-8 allows.
+    Python decodes arguments in the encoding of the locale. In an ASCII locale such as C, each byte
+    of another character becomes half of a surrogate pair, which neither JSON nor UTF-8 allows.
 
     Raises:
         UserError: the bytes of the argument are not UTF-8.

@@ -9,7 +9,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def repository_path(path: str) -> Path:
     """Return a path of a recipe as an absolute path; relative ones start at the repository root.
 
-    In a locale that lacks a character of the path, such as C, the file's name is the path in UTF-8.
+    If the locale's encoding lacks a character of the path, the path is encoded in UTF-8.
     """
     try:
         os.fsencode(path)

@@ -27,7 +27,7 @@ class LineFile:
     def __init__(self, path: Path, *, keys: Mapping[str, tuple[type, ...]]):
         self.path, self.keys = path, keys
         self._waiting: list[str] = []
-        self._has_told = False  # that lines are waiting
+        self._has_told = False  # True after the message that lines are waiting
         self._lock = threading.Lock()
 
     def append(self, line: dict[str, Any]) -> None:

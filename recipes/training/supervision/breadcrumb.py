@@ -16,8 +16,8 @@ class Breadcrumb:
         count: number of activities so far
         patient: True while the rank waits for a disk, however long that takes; the rank does not
             end itself during this time
-        waits_for_room: True while all ranks wait together for room on a full disk, which the run
-            has told and limits; this is not a hang
+        waits_for_room: True while all ranks wait together for space on a full disk; the run has
+            announced and limits this wait, so it is not a hang
     """
 
     step: int = 0

@@ -218,7 +218,7 @@ class Supervisor:
 
         A rank that waits for a disk does not end, but reports its activity for the ranks that wait
         for it in a collective. It does so again after each half of the limit, because peers ignore
-        old reports. If all ranks wait together for room on a full disk, none reports. Writing a
+        old reports. If all ranks wait together for space on a full disk, none reports. Writing a
         report may block, so a rank ends at most REPORT_SECONDS after the limit.
         """
         limit = self.limit  # read before the crumb, because `expect_steps` changes the crumb first

@@ -169,7 +169,7 @@ def summarize(
         recipe: the recipe of the run
         folder: the run folder
         world: the ranks
-        found: the checkpoint that a start of the run has found; None at the end of training
+        found: the checkpoint from which the run would resume; None at the end of training
     """
     if world.rank != 0:
         return
@@ -237,7 +237,8 @@ def longer_training(recipe: Recipe) -> str:
 def longer_training_than_requested(found: "ResumePoint") -> str:
     """Return the advice for continuing a run whose checkpoint is beyond the requested last step.
 
-    The schedule of the request ends before the checkpoint, so that of the checkpoint counts.
+    The requested schedule ends before the checkpoint, so the advice follows the recipe of the
+    checkpoint.
     """
     earlier, step = found.earlier_recipe, found.progress.step
     if earlier and earlier.training.steps > step:

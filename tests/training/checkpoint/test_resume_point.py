@@ -156,7 +156,7 @@ def test_a_new_batch_size_resumes_at_the_next_sample(corpus: Path) -> None:
 
 @pytest.mark.parametrize("damaged_share", [None, 0, 1, 2])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_all_ranks_learn_of_a_damage(
+def test_all_ranks_learn_of_damage(
     rank: int, damaged_share: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that did not learn of it would resume from a checkpoint that the others skip."""

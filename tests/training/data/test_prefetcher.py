@@ -27,12 +27,12 @@ def test_the_next_step_is_fetched_while_this_one_runs() -> None:
         if step == 4:
             fetched.set()
 
-    feed = Prefetcher(source, last_step=4)
-    coming, waited = feed.take(3)
+    prefetcher = Prefetcher(source, last_step=4)
+    coming, waited = prefetcher.take(3)
     assert [int(each.tokens[0, 0]) for each in coming] == [30, 31] and waited > 0
     assert fetched.wait(10)  # before it is requested
     assert read == [3, 4]
-    coming, waited_again = feed.take(4)
+    coming, waited_again = prefetcher.take(4)
     assert [int(each.labels[0, 0]) for each in coming] == [41, 42]
     assert waited_again < 1.0 and read == [3, 4]  # the last step prefetches nothing
 
@@ -43,28 +43,28 @@ def test_errors_are_raised_at_the_start_of_the_step() -> None:
             raise UserError("corpus.bin ends before token 9")
         yield micro_batch(step)
 
-    feed = Prefetcher(source, last_step=9)
-    assert len(feed.take(1)[0]) == 1
+    prefetcher = Prefetcher(source, last_step=9)
+    assert len(prefetcher.take(1)[0]) == 1
     with pytest.raises(UserError, match="ends before token 9"):
-        feed.take(2)
+        prefetcher.take(2)
 
 
 def test_a_middle_stage_gets_no_tokens() -> None:
     coming = MicroBatch(None, None, MicroBatchInfo())
-    feed = Prefetcher(lambda step: [coming], last_step=9, pinned=True)
-    assert feed.take(1)[0] == [coming]
+    prefetcher = Prefetcher(lambda step: [coming], last_step=9, pinned=True)
+    assert prefetcher.take(1)[0] == [coming]
 
 
 def test_a_run_that_rolls_back_reads_the_requested_samples() -> None:
-    feed = Prefetcher(lambda step: [micro_batch(step)], last_step=9)
-    assert [int(feed.take(step)[0][0].tokens[0, 0]) for step in (1, 2, 7, 3)] == [1, 2, 7, 3]
+    prefetcher = Prefetcher(lambda step: [micro_batch(step)], last_step=9)
+    assert [int(prefetcher.take(step)[0][0].tokens[0, 0]) for step in (1, 2, 7, 3)] == [1, 2, 7, 3]
 
 
 def test_forgotten_micro_batches_are_read_again() -> None:
     """Another branch of a run reads other samples in a step of the same number."""
     branch = 1
-    feed = Prefetcher(lambda step: [micro_batch(10 * branch + step)], last_step=2)
-    assert int(feed.take(1)[0][0].tokens[0, 0]) == 11
-    feed.forget()
+    prefetcher = Prefetcher(lambda step: [micro_batch(10 * branch + step)], last_step=2)
+    assert int(prefetcher.take(1)[0][0].tokens[0, 0]) == 11
+    prefetcher.forget()
     branch = 2
-    assert int(feed.take(2)[0][0].tokens[0, 0]) == 22
+    assert int(prefetcher.take(2)[0][0].tokens[0, 0]) == 22

@@ -287,8 +287,12 @@ def test_fp16_without_a_gpu_is_among_the_first_findings(
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setattr("recipes.training.loop.rejection.leave", sys.exit)
-    content = {"zero_optimization": {"stage": 0}, "fp16": {"enabled": True}, "bf16": {}}
-    file = write(tmp_path, content | {"bf16": {"enabled": False}})
+    content = {
+        "zero_optimization": {"stage": 0},
+        "fp16": {"enabled": True},
+        "bf16": {"enabled": False},
+    }
+    file = write(tmp_path, content)
     with pytest.raises(SystemExit):
         read_experiment(TINY, [f'deepspeed="{file}"', "layout.pipeline=1"])
     said = capsys.readouterr().err
@@ -296,9 +300,7 @@ def test_fp16_without_a_gpu_is_among_the_first_findings(
     proposal = json.loads(said.partition(PROPOSAL)[2])
     assert proposal == {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
-    file = write(
-        tmp_path, content | {"zero_optimization": {"stage": 1}, "bf16": {"enabled": False}}
-    )
+    file = write(tmp_path, content | {"zero_optimization": {"stage": 1}})
     assert read_experiment(TINY, [f'deepspeed="{file}"', "layout.pipeline=1"]).precision == "fp16"
 
 

@@ -82,7 +82,7 @@ def test_waiting_lines_do_not_extend_a_torn_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["append", "append_durably", "flush"])
-def test_the_end_of_a_full_disk_is_told_once(
+def test_the_end_of_a_full_disk_is_reported_once(
     how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = LineFile(tmp_path / "metrics.jsonl", keys={"step": (int,)})

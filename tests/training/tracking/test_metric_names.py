@@ -32,7 +32,7 @@ def test_names_are_found() -> None:
     assert validation_losses(single) == {"": 3.0} and task_accuracies(single) == {}
 
 
-def test_the_mean_of_all_sets_is_compared() -> None:
+def test_the_mean_loss_is_that_of_all_validation_sets() -> None:
     assert mean_validation_loss(SETS) == 2.0
     assert mean_validation_loss({"validation_loss": 3.0}) == 3.0
     assert mean_validation_loss(SETS | {"validation/web/loss": float("inf")}) is None

@@ -91,8 +91,8 @@ def check_a_run_continues(recipe, folder: RunFolder) -> None:
     if problem is not None:  # W&B is still switching to offline mode: the process will not wait
         assert problem.startswith("Weights & Biases did not finish in time")
         assert left_behind.called
-    # The thread's last call ends W&B's service process, and so the run of a later test, if the
-    # thread is still waiting for the server at that time. Without the process, it does not wait.
+    # The thread ends W&B's service process in its last call. If it still waited for the server, it
+    # would end the process of a later test. Without a service process, the thread ends at once.
     assert thread._thread
     while thread._thread.is_alive():
         for child in psutil.Process().children():
@@ -134,9 +134,7 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
     assert ("; metrics.jsonl has every step" in warning["message"]) == (state == "written")
     printed = capsys.readouterr()
     lines = [line for line in (printed.out + printed.err).splitlines() if "step" not in line]
-    assert (
-        lines.count("W&B: failed, because of an error (no disk)") == 1
-    )  # one line for one failure
+    assert lines.count("W&B: failed, because of an error (no disk)") == 1
     assert not [line for line in lines if "Weights & Biases" in line or "waiting" in line]
 
 

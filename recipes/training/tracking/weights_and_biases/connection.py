@@ -27,7 +27,7 @@ class WandbStatus:
 
     Attributes:
         mode: "online", "offline", "disabled", "incomplete" (some data has not been sent), "failed"
-            (W&B has not started), or "waiting" for one of the others
+            (W&B has not started), or "waiting" (for the server, before another mode is known)
         where: URL of the run's page, or the files for `wandb sync`
         reason: the reason for any mode but "online"
     """
@@ -86,7 +86,7 @@ def start_wandb(
     Args:
         wanted: the mode of the recipe, "auto", "online" or "offline"
         arguments: arguments of `wandb.init`, without a mode
-        tell: called before the server is asked
+        tell: called before the wait for an answer of the server
 
     Returns:
         The run, and its status.
