@@ -1,5 +1,6 @@
 """Files of JSON lines that survive full disks and power losses, and files replaced as a whole."""
 
+import contextlib
 import errno
 import json
 import os
@@ -126,11 +127,12 @@ class LineFile:
 
     def _write_waiting(self) -> None:
         self._write("".join(self._waiting).encode())
+        self._waiting.clear()
         if self._has_told:
             self._has_told = False
-            print(f"{self.path} can be written again; the lines that stayed in memory are in it",
-                  file=sys.stderr)  # fmt: skip
-        self._waiting.clear()
+            with contextlib.suppress(OSError):  # stderr may be a file on a full disk
+                print(f"{self.path} can be written again; the lines that stayed in memory are in "
+                      f"it", file=sys.stderr)  # fmt: skip
 
     def _write(self, content: bytes) -> None:
         with self.path.open("a+b", buffering=0) as stream:
