@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +47,6 @@ def main() -> int:
         folder = Path(name)
         code, processes = run(options.command, os.environ | {"TMPDIR": name})
         files = [path for path in folder.iterdir() if not path.name.startswith(KEPT)]
-        shutil.rmtree(folder, ignore_errors=True)
     files += set(SHARED_MEMORY.iterdir()) - shared
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = used.ru_utime + used.ru_stime
@@ -78,8 +76,8 @@ def run(command: list[str], variables: dict[str, str]) -> tuple[int, list[str]]:
     Returns its exit code and the command lines of the processes that did not end by themselves.
     """
     process = subprocess.Popen(command, env=variables)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: process.send_signal(number))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the command too
+    signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
     code = None
     while code is None:  # not process.wait(), so that adopted orphans do not stay zombies
         ended, status = os.waitpid(-1, 0)

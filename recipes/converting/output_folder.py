@@ -48,9 +48,9 @@ def output_folder(
     path = path.resolve()
     for source in [reading] if isinstance(reading, Path) else reading:
         _check_source(path, source.resolve())
-    checked = _versions(path)  # first, so that a change during the check is noticed below
-    _check_replaceable(path, files, overwrite)
     try:
+        checked = _versions(path)  # first, so that a change during the check is noticed below
+        _check_replaceable(path, files, overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)
         # The name is unique, because another process may be writing the same output.
         with tempfile.TemporaryDirectory(

@@ -207,4 +207,7 @@ def _example_cluster(recipe: Recipe) -> str:
     if names or machine_has_gpu(os.environ):
         return 'nodes = 2, gpus_per_node = 8, gpu = "H100"'
     size = layout.tensor * layout.context * layout.pipeline
-    return f'nodes = 2, gpus_per_node = {size}, gpu = "cpu" (this machine has no GPU)'
+    return (
+        f'nodes = 2, gpus_per_node = {size}, gpu = "cpu" (this machine has no GPU; name that of the '
+        f'nodes if they have some, such as gpu = "H100")'
+    )

@@ -111,7 +111,11 @@ def test_layouts_that_need_as_much_memory_on_other_numbers_of_nodes_are_excluded
     [
         ("NVIDIA H100 80GB HBM3", 'gpus_per_node = 2, gpu = "H100" (as on this machine)'),
         ("GeForce 256", 'gpus_per_node = 8, gpu = "H100"'),
-        (None, 'gpus_per_node = 2, gpu = "cpu" (this machine has no GPU)'),
+        (
+            None,
+            'gpus_per_node = 2, gpu = "cpu" (this machine has no GPU; name that of the '
+            'nodes if they have some, such as gpu = "H100")',
+        ),
     ],
 )
 def test_the_example_of_a_cluster_section_is_this_machine(

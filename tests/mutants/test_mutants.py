@@ -11,6 +11,7 @@ import pytest
 
 from models.errors import UserError
 from recipes.training.recipe.loading import REPOSITORY
+from tests.conftest import users_files
 from tests.mutants import __main__ as mutants
 from tests.mutants.__main__ import (
     BROKEN,
@@ -53,7 +54,7 @@ def test_every_package_has_mutants() -> None:
         str(file.parent.relative_to(REPOSITORY))
         for folder in ("models", "recipes", "slurm")
         for file in (REPOSITORY / folder).rglob("*.py")
-        if file.name != "__init__.py"
+        if file.name != "__init__.py" and file not in users_files()
     }
     counts = Counter(mutant.package for mutant in MUTANTS)
     assert {name for name in folders if counts[name] < MIN_MUTANTS_PER_PACKAGE} == set()
@@ -147,11 +148,11 @@ def test_mutants_are_noticed_survive_or_are_broken(
 def test_a_hang_is_not_noticed_and_leaves_no_process(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(mutants, "SECONDS_PER_MUTANT", 4.0)
+    monkeypatch.setattr(mutants, "SECONDS_PER_MUTANT", 8.0)
     assert run([mutant("3 * number", "test_three")], repository=repository, jobs=1) == 1
     assert capsys.readouterr().out.count(f"\n{HUNG} ") == 1
     pid = repository.with_name("pid")
-    assert not pid.exists() or not psutil.pid_exists(int(pid.read_text()))
+    assert not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_tests_must_exist_and_pass_without_a_fault(

@@ -296,6 +296,15 @@ def reference_worker(corpus: str, references: dict[str, dict[str, Any]]) -> dict
 
 
 @pytest.fixture(scope="session")
+def layout_corpus(corpus: Path) -> Path:
+    """Return the folder of the small corpus and of a DeepSpeed config that layouts name."""
+    config = json.loads(Path("ds_configs/zero2_bf16.json").read_text(encoding="utf-8"))
+    del config["data_types"]["grad_accum_dtype"]
+    (corpus / ACCUMULATING).write_text(json.dumps(config), encoding="utf-8")
+    return corpus
+
+
+@pytest.fixture(scope="session")
 def selected(request: pytest.FixtureRequest) -> dict[Key, dict[str, Any]]:
     """Return the changes of the layouts of the selected tests."""
     keys = {
@@ -307,7 +316,7 @@ def selected(request: pytest.FixtureRequest) -> dict[Key, dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def references(corpus: Path, selected: dict[Key, dict[str, Any]]) -> dict[str, Outcome]:
+def references(layout_corpus: Path, selected: dict[Key, dict[str, Any]]) -> dict[str, Outcome]:
     rows = [ROWS[key] for key in selected if key in ROWS]
     wanted = {reference_key(row): changes_of(row, only=OF_THE_MODEL) for row in rows}
     wanted |= {
@@ -315,26 +324,23 @@ def references(corpus: Path, selected: dict[Key, dict[str, Any]]) -> dict[str, O
         for size, name in selected
         if (size, name) in MORE_LAYOUTS
     }
-    return run_ranks(1, reference_worker, str(corpus), wanted)[0]
+    return run_ranks(1, reference_worker, str(layout_corpus), wanted | PLAIN)[0]
 
 
 @pytest.fixture(scope="session")
-def trained(corpus: Path, selected: dict[Key, dict[str, Any]]) -> dict[Key, Trained]:
+def trained(layout_corpus: Path, selected: dict[Key, dict[str, Any]]) -> dict[Key, Trained]:
     """Return the trainings of the selected layouts, with one world per world size."""
-    config = json.loads(Path("ds_configs/zero2_bf16.json").read_text(encoding="utf-8"))
-    del config["data_types"]["grad_accum_dtype"]
-    (corpus / ACCUMULATING).write_text(json.dumps(config), encoding="utf-8")
     found = {}
     for size in (1, 2, 4):
         layouts = {key: changes for key, changes in selected.items() if key[0] == size}
         if layouts:
-            found |= run_ranks(size, train_worker, str(corpus), layouts)[0]
+            found |= run_ranks(size, train_worker, str(layout_corpus), layouts)[0]
     return found
 
 
 @pytest.mark.parametrize("key", CASES)
 def test_losses_are_those_of_one_rank(
-    key: Key, corpus: Path, trained: dict[Key, Trained], references: dict[str, Outcome]
+    key: Key, layout_corpus: Path, trained: dict[Key, Trained], references: dict[str, Outcome]
 ) -> None:
     expected = references[reference_key(ROWS[key]) if key in ROWS else key[1]]
     got = trained[key].outcome
@@ -343,7 +349,7 @@ def test_losses_are_those_of_one_rank(
         assert got.grad_norms == pytest.approx(expected.grad_norms, rel=2e-2)
         assert got.drifted == []
     else:
-        difference = compare(got, expected, case(corpus, *layout_of(key)).recipe.model)
+        difference = compare(got, expected, case(layout_corpus, *layout_of(key)).recipe.model)
         assert difference.loss < 2e-6 and difference.grad_norm < 1e-5, difference
         assert difference.weights < 1e-4 and difference.moments < 1e-4, difference
         assert difference.evaluation < 1e-5, difference  # of a few tokens
@@ -371,9 +377,22 @@ WITH_A_KEY = (
 )
 
 
-def test_the_references_learn_and_clip(
+PLAIN = {  # on one rank: switches that a layout and its reference might both ignore
+    "plain": {},
+    "dropout": DROPOUT,
+    "documents": DOCUMENTS,
+    "bf16": {"deepspeed": "ds_configs/zero2_bf16.json"},
+    "bf16 throughout": {"deepspeed": ACCUMULATING},
+}
+
+
+def test_the_references_learn_and_clip_and_drop_and_separate(
     references: dict[str, Outcome],
 ) -> None:
+    plain, dropout, documents, bf16, throughout = (references[name].losses for name in PLAIN)
+    assert max(abs(a / b - 1) for a, b in zip(documents, plain, strict=True)) > 5e-4
+    assert max(abs(a / b - 1) for a, b in zip(dropout, plain, strict=True)) > 5e-4
+    assert throughout != bf16
     for name, reference in references.items():
         if "expert" not in name:  # whose initial weights are larger
             assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
