@@ -81,10 +81,8 @@ soak: $(READY) ## kill and resume small runs hundreds of times, and check that n
 # most tests first.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# Compiled kernels are kept, because compiling them takes half a minute. torch would write precompiled
-# headers into the temporary folder, which is deleted.
+# Compiled kernels are kept, because compiling them takes half a minute.
 test long: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
-test long: export TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS ?= 0
 
 test: $(READY) ## run the tests that take twenty minutes together on two cores
 	@$(BIN)/python -m tests.core_seconds $(BIN)/python -m pytest $(PARALLEL) $(ARGS)

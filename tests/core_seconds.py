@@ -26,7 +26,7 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 SECONDS_TO_END = 10.0  # of processes that outlive the command
-KEPT = ("pytest-of-",)  # prefixes of files that pytest keeps
+KEPT = ("pytest-of-", "torchinductor_")  # prefixes of files that pytest and torch keep
 SHARED_MEMORY = Path("/dev/shm")
 
 

@@ -208,6 +208,6 @@ def _example_cluster(recipe: Recipe) -> str:
         return 'nodes = 2, gpus_per_node = 8, gpu = "H100"'
     size = layout.tensor * layout.context * layout.pipeline
     return (
-        f'nodes = 2, gpus_per_node = {size}, gpu = "cpu" (this machine has no GPU; name that of the '
-        f'nodes if they have some, such as gpu = "H100")'
+        f'nodes = 2, gpus_per_node = {size}, gpu = "cpu" (this machine has no GPU; name that of '
+        f'the nodes if they have some, such as gpu = "H100")'
     )
