@@ -138,7 +138,8 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
     assert not [line for line in lines if "Weights & Biases" in line or "waiting" in line]
 
 
-def test_a_wait_at_the_end_is_announced(small, folder: RunFolder) -> None:
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_wait_at_the_end_is_announced(small, folder: RunFolder, interrupted: bool) -> None:
     told: list[str] = []
     release = threading.Event()
     with (
@@ -150,12 +151,16 @@ def test_a_wait_at_the_end_is_announced(small, folder: RunFolder) -> None:
         thread = WandbThread(
             recipe_with(small, "offline"), folder, tell=lambda status: told.append(str(status))
         )
-        assert thread.finish() == "Weights & Biases did not finish in time"
-        release.set()
         assert thread._thread
+        waits = [None, KeyboardInterrupt] if interrupted else [None, None]
+        with mock.patch.object(thread._thread, "join", side_effect=waits):
+            problem = thread.finish()
+        release.set()
         thread._thread.join()
+    ended = "was interrupted while it sent its data" if interrupted else "did not finish in time"
+    assert problem == f"Weights & Biases {ended}"
     assert told[0] == "waiting for its data to be sent, for at most 0.04 s"
-    assert told[1] == "failed, because W&B did not finish in time"
+    assert told[1] == f"failed, because W&B {ended}"
 
 
 def test_weights_and_biases_gets_the_newest_preflight(small, folder: RunFolder) -> None:

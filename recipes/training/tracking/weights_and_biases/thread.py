@@ -99,18 +99,22 @@ class WandbThread:
             self._queue.put_nowait(None)
         self._thread.join(min(self.SECONDS_BEFORE_NOTICE, self.SECONDS_TO_FINISH))
         left = max(0.0, self.SECONDS_TO_FINISH - self.SECONDS_BEFORE_NOTICE)
+        problem = "did not finish in time"
         if self._thread.is_alive() and left:
             if not self.has_told_failure:
                 reason = f"for its data to be sent, for at most {left:g} s"
                 self._tell(WandbStatus("waiting", reason=reason))
-            self._thread.join(left)
+            try:
+                self._thread.join(left)
+            except KeyboardInterrupt:  # only of this wait: the run has finished
+                problem = "was interrupted while it sent its data"
         if self._thread.is_alive():
             # The exit handler of W&B would wait longer. Handlers run in reverse order, so this one
             # runs first; it ends the process, so no other one runs.
             self._is_late = True
             atexit.register(self._leave_behind)
-            self._fail("W&B did not finish in time")
-            return "Weights & Biases did not finish in time"
+            self._fail(f"W&B {problem}")
+            return f"Weights & Biases {problem}"
         return self._problem
 
     def _leave_behind(self) -> None:
