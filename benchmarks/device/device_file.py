@@ -63,8 +63,9 @@ def calibrate(
             gpu = replace(gpu, name=name, device_names=names, **properties)
         gpu, fitted = fit(gpu, player, PRECISIONS if setting.cores else ("bf16",))
     file.write_text(rewritten(text, gpu, device), encoding="utf-8")
-    gpu = read_gpu(file)
-    return {"file": str(file), **fitted, "steps": predict(gpu, setting, shapes)}
+    shapes = shapes or tuple((CPU_SHAPES if setting.cores else GPU_SHAPES).values())
+    steps = predict(read_gpu(file), setting, shapes)
+    return {"file": str(file), **fitted, "steps": steps}
 
 
 def checked(file: Path, device: str, *, is_new: bool) -> Gpu:
@@ -107,10 +108,9 @@ def rewritten(text: str, gpu: Gpu, device: str) -> str:
     return head + "\n\n" + "\n".join(lines) + "\n"
 
 
-def predict(gpu: Gpu, setting: Setting, shapes: Sequence[Shape] = ()) -> list[dict[str, Any]]:
+def predict(gpu: Gpu, setting: Setting, shapes: Sequence[Shape]) -> list[dict[str, Any]]:
     """Return predicted and measured times of our contestant's steps."""
     found = []
-    shapes = shapes or tuple((CPU_SHAPES if setting.cores else GPU_SHAPES).values())
     machine = Machine.of(gpu, gpus=1, gpus_per_node=1)
     for shape in shapes:
         for precision in PRECISIONS if setting.cores else ("bf16",):

@@ -40,7 +40,7 @@ def output_folder(
         path: the output folder
         reading: the input or inputs, which must not be overwritten
         files: the files of the output
-        overwrite: replace an existing output, if its files have not changed and there are no others
+        overwrite: replace an existing folder that holds only unchanged files of this command
 
     Raises:
         UserError: The folder exists, or cannot be written.

@@ -97,14 +97,19 @@ def test_saves_after_the_last_step_are_a_warning(
     assert warnings == expected
 
 
+@pytest.fixture
+def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a finished run raise SystemExit instead of ending the process."""
+    monkeypatch.setattr(start, "leave", mock.Mock(side_effect=SystemExit))
+
+
 def test_the_summary_of_a_finished_run_knows_its_stages(
     experiment: Experiment,
     world: None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    leaves: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(start, "leave", mock.Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
         begin(experiment, RunFolder(tmp_path), 20)
     assert "add a [[stage]] with its own schedule; training.steps alone" in capsys.readouterr().out
@@ -124,11 +129,10 @@ def test_a_run_beyond_the_requested_steps_is_not_called_finished(
     small: dict[str, Any],
     world: None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    leaves: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """25 steps are done and 20 are requested; the advice follows the recipe of the checkpoint."""
-    monkeypatch.setattr(start, "leave", mock.Mock(side_effect=SystemExit))
     earlier = parse_recipe(changed(small, training__steps=steps), "small") if steps else None
     plan = StagePlan(parse_recipe(small, "small"))
     with pytest.raises(SystemExit):
