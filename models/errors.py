@@ -1,4 +1,10 @@
-"""The exception class of mistakes that a user can correct."""
+"""The exception class of mistakes that a user can correct, and parts of its messages."""
+
+import difflib
+import json
+from collections.abc import Sequence
+
+MAX_NAMES_IN_MESSAGE = 4  # of a list of existing files
 
 
 class UserError(ValueError):
@@ -7,6 +13,62 @@ class UserError(ValueError):
     Every command catches UserError once and prints its message without a traceback. Any other
     exception, a plain ValueError of a library included, is a defect and keeps its traceback.
     """
+
+
+def reason_of(error: Exception) -> str:
+    """Say why a file could not be read or parsed, in words that do not name Python's classes.
+
+    Args:
+        error: raised by the operating system, a parser or a library, or by reading a key of parsed
+            content
+    """
+    message = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    match error:
+        case UserError():
+            return message
+        case json.JSONDecodeError() if not error.doc.strip():
+            return "it is empty"
+        case json.JSONDecodeError() if error.pos >= len(error.doc.rstrip()):
+            return "it ends too early"
+        case json.JSONDecodeError():
+            line = f"line {error.lineno}, " if "\n" in error.doc.strip() else ""
+            return f"{line}column {error.colno}: {error.msg}"
+        case UnicodeDecodeError():
+            return f"byte {error.start} is {error.object[error.start]:#04x}, not UTF-8"
+        case RecursionError():
+            return "its values are nested too deeply"
+        case KeyError() if len(error.args) == 1:
+            return f'it has no "{error.args[0]}"'
+        case TypeError() | AttributeError():
+            return "a value has another type than expected"
+        case OSError() if error.strerror:
+            return error.strerror + (f": {error.filename}" if error.filename else "")
+        case ValueError() if "int_max_str_digits" in message:  # Python's limit
+            return "a number has more than 4,300 digits"
+    return message
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, for example "1 document" or "2,048 tokens"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def a_few(names: Sequence[str]) -> str:
+    """Return the first names of a list, and the number of the others."""
+    more = len(names) - MAX_NAMES_IN_MESSAGE
+    return ", ".join(names[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+
+
+def suggestion(name: str, existing: Sequence[str]) -> str:
+    """Return the existing name that resembles a missing one, as a question; otherwise a few names.
+
+    Args:
+        name: the missing name; "" if nothing resembles it
+        existing: at least one name
+    """
+    if close := difflib.get_close_matches(name, existing, n=1, cutoff=0.7):
+        return f"did you mean {close[0]}?"
+    return f"use for example {a_few(existing)}"
 
 
 # How pydantic reads a recipe's [model] section and the sections in it: unknown keys and values of

@@ -28,6 +28,7 @@ if __name__ == "__main__":  # import from the repository's root, not from recipe
 import argparse
 import json
 import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,6 +54,7 @@ from recipes.planning.output.stages.stage_report import stage_rows, stages_lines
 from recipes.planning.search.family import largest, members
 from recipes.planning.search.layout_search import SearchResult, search
 from recipes.planning.time.step_time import step_time
+from recipes.training.data.corpus_manifest import unused_rows
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.stages.plan import StagePlan
@@ -191,6 +193,9 @@ def print_plan(recipe: Recipe, own: Job | None, problem: str, *, steps: int) -> 
         print(f"The recipe's own layout is not valid: {problem}")
     if unexportable := export_problem(recipe.model):
         print(f"convert.py to-hf cannot export this model: {unexportable}")
+    with suppress(UserError):  # of a damaged manifest; a plan needs no corpus
+        if note := unused_rows(recipe):
+            print(note)
     if recipe.data.separate_documents:
         print("data.separate_documents is ignored: attention is counted over whole sequences.")
 

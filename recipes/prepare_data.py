@@ -38,7 +38,7 @@ import re
 import signal
 from typing import TYPE_CHECKING, Any
 
-from models.errors import UserError
+from models.errors import UserError, a_few, counted
 from recipes.preparing.formats.documents import BLANK, PROBLEM_KINDS
 from recipes.preparing.options import (
     check_options,
@@ -47,6 +47,7 @@ from recipes.preparing.options import (
     has_own_validation,
 )
 from recipes.preparing.workspace import clear_workspace, lock_workspace
+from recipes.training.data.corpus_manifest import few_tokens
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.line_file import flush
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from recipes.preparing.tokenization import Tokenization
 
 VALIDATION_FRACTION = 0.1
+FEW_TOKENS = 2049  # of a part; a window of model.sequence_length = 2048 needs as many
 
 
 def main() -> None:
@@ -73,8 +75,10 @@ def main() -> None:
         sys.exit(
             f"prepare_data.py: {where} cannot be read or written ({problem.strerror or problem})"
         )
-    except KeyboardInterrupt:
-        sys.exit("prepare_data.py: interrupted")
+    except KeyboardInterrupt as interruption:
+        nothing = "nothing is written yet; rerun the same command to start again"
+        kept = getattr(interruption, "__notes__", [nothing] if command is prepare else [])
+        sys.exit("; ".join(["prepare_data.py: interrupted", *kept]))
 
 
 def prepare(arguments: list[str]) -> None:
@@ -88,6 +92,7 @@ def prepare(arguments: list[str]) -> None:
         print(f"{output} already exists; delete it to prepare it again")
         return
     check_options(options, output, workspace)
+    print(f"preparing {output} from {a_few(options.source)}", flush=True)
 
     # These imports take seconds, and the worker processes do not need most of them.
     from recipes.preparing.formats.pieces import cut
@@ -111,13 +116,14 @@ def prepare(arguments: list[str]) -> None:
         held_out = range(len(formats), len(formats) + len(validation))
         pieces += [(held_out[number], piece) for number, piece in cut(validation, names)]
         formats += validation
-    check_parts(
-        formats,
-        pieces,
-        fraction=options.validation_fraction,
-        held_out=held_out,
-        skip=frozenset(options.skip),
-    )
+    if options.shard is None or options.shard[0] == 0:  # one of the shards checks for all of them
+        check_parts(
+            formats,
+            pieces,
+            fraction=options.validation_fraction,
+            held_out=held_out,
+            skip=frozenset(options.skip),
+        )
     with lock_workspace(workspace, shared=options.shard is not None):
         if output.exists() and any(output.iterdir()):
             raise UserError(f"another process has just written {output}")
@@ -176,10 +182,17 @@ def plan(
 def tell(manifest: dict[str, Any], output: Path) -> None:
     """Print a summary of the prepared corpus."""
     for part, facts in manifest["files"].items():
-        print(f"{part}: {facts['documents']:,} documents, {facts['tokens']:,} tokens")
+        tokens = facts["tokens"]
+        print(f"{part}: {counted(facts['documents'], 'document')}, {counted(tokens, 'token')}")
+        if tokens < FEW_TOKENS:
+            print(
+                f"warning: with {counted(tokens, 'token')}, the {part} part is shorter than a "
+                f"window of most recipes; {few_tokens(part, tokens)}"
+            )
     if manifest.get("divided_document"):
         tokens = manifest["files"]["validation"]["tokens"] - len(manifest["document_start"])
-        print(f"the source is one document; its last {tokens:,} tokens are the validation part")
+        end = counted(tokens, "token")
+        print(f"the source is one document; its end, {end}, is the validation part")
     if "validation" not in manifest["files"]:
         print(
             "validation: none; leave data.validation out of the recipe, and set "
@@ -187,9 +200,9 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
         )
     for kind, skipped in manifest["skipped"].items():
         if kind == BLANK:
-            print(f"skipped {skipped['rows']:,} blank lines")
+            print(f"skipped {counted(skipped['rows'], 'blank line')}")
             continue
-        print(f"skipped {skipped['rows']:,} rows, {kind}: first {skipped['first']}")
+        print(f"skipped {counted(skipped['rows'], 'row')}, {kind}: first {skipped['first']}")
     if manifest["document_start"]:
         start = manifest["document_start"]
         print(f"each document begins with the tokens {start}, which the tokenizer adds")
@@ -230,7 +243,7 @@ def verify(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     from recipes.preparing.prepared_corpus import find_damages
 
-    corpus = repository_path(options.corpus)
+    corpus = repository_path(str(options.corpus))
     damages = list(find_damages(corpus, len(os.sched_getaffinity(0))))
     for damage in damages:
         print(f"{corpus}: {damage}")

@@ -39,7 +39,7 @@ from functools import partial
 
 from tqdm import tqdm
 
-from models.errors import UserError
+from models.errors import UserError, counted
 from recipes.planning.inputs.option_types import count, picture_file
 from recipes.proving.compare import Outcome, compare
 from recipes.proving.layouts import ProofCase, only, reference, sample, valid_cases
@@ -75,7 +75,7 @@ def main() -> None:
         except UserError as problem:
             print(f"prove.py: {problem}", file=sys.stderr)
             sys.exit(2)
-        print(f"{recipe.name}: {len(cases)} layouts of {size(small)}", file=sys.stderr)
+        print(f"{recipe.name}: {counted(len(cases), 'layout')} of {size(small)}", file=sys.stderr)
         if options.relay:
             coming = run_relay(cases, folder=Path(folder) / "run")
         else:
@@ -91,7 +91,9 @@ def main() -> None:
     if findings:
         report(findings, options, title=recipe.name, complete=not code)
     if code:
-        print(f"interrupted after {len(findings)} of {len(cases)} layouts", file=sys.stderr)
+        print(
+            f"interrupted after {len(findings)} of {counted(len(cases), 'layout')}", file=sys.stderr
+        )
         sys.exit(code)
     sys.exit(0 if all(finding.passes for finding in findings) else 1)
 

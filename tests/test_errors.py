@@ -1,14 +1,15 @@
 """A user's mistake is a UserError and ends with a message; a defect keeps class and traceback."""
 
 import ast
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tomli_w
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 from recipes import pretrain
 from recipes.proving import layouts
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
@@ -19,6 +20,9 @@ from tests.ranks import start_ranks
 
 COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep", "launch", "report")
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
+# Classes of Python whose text is not meant for users.
+PYTHONS = BROAD | {"OSError", "KeyError", "TypeError", "AttributeError", "IndexError",
+                   "RecursionError", "UnicodeDecodeError"}  # fmt: skip
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
     "models/pipeline/schedule/simulation.py: simulate": "no order of passes is made by users",
     "recipes/proving/worlds.py: run_cases": "prove.py only makes layouts of at most --ranks",
@@ -187,6 +191,46 @@ def test_broad_handlers_that_raise_user_errors_wrap_one_statement() -> None:
                              for each in ast.walk(handler))  # fmt: skip
                 if blames and caught(handler, tree) & {"Exception", "BaseException"}:
                     assert len(node.body) == 1, f"{path}, line {node.lineno}"
+
+
+def test_messages_do_not_show_the_text_of_pythons_exceptions() -> None:
+    """Such a text is for programmers, for example KeyError('files'); `reason_of` has words."""
+    found = [
+        f"{path}, line {shown.lineno}: {handler.name}"
+        for path, tree in sources()
+        for handler in ast.walk(tree)
+        if isinstance(handler, ast.ExceptHandler) and caught(handler, tree) & PYTHONS
+        for raised in ast.walk(handler)
+        if isinstance(raised, ast.Raise) and "UserError" in ast.dump(raised)
+        for shown in ast.walk(raised)
+        if isinstance(shown, ast.FormattedValue)
+        and isinstance(shown.value, ast.Name)
+        and shown.value.id == handler.name
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("read", "words"),
+    [
+        (lambda: json.loads(""), "it is empty"),
+        (lambda: json.loads('{"step": 4, "files'), "column 13: Unterminated string starting at"),
+        (lambda: json.loads('{"step": 4'), "it ends too early"),
+        (lambda: json.loads('{"a": 1}\n{"b": 2}'), "line 2, column 1: Extra data"),
+        (lambda: json.loads("x"), "column 1: Expecting value"),
+        (lambda: json.loads(b'{"a": "\xff"}'), "byte 7 is 0xff, not UTF-8"),
+        (lambda: json.loads("[" * 100_000), "its values are nested too deeply"),
+        (lambda: json.loads("1" * 4301), "a number has more than 4,300 digits"),
+        (lambda: json.loads("{}")["files"], 'it has no "files"'),
+        (lambda: json.loads("5")["files"], "a value has another type than expected"),
+        (lambda: json.loads("[]").get("files"), "a value has another type than expected"),
+        (Path("/no/such").read_bytes, "No such file or directory: /no/such"),
+    ],
+)
+def test_a_reason_is_in_words(read: Callable[[], object], words: str) -> None:
+    with pytest.raises(Exception) as raised:
+        read()
+    assert reason_of(raised.value) == words
 
 
 # A ValueError of a library, as a defect of ours makes numpy raise it.

@@ -33,7 +33,7 @@ from recipes.preparing.tokenizer import load_tokenizer
 from recipes.reporting.page.page import render
 from recipes.reporting.record.run_record import read_run
 from recipes.training.checkpoint.compatibility import check_initial_weights
-from recipes.training.checkpoint.manifest import Manifest
+from recipes.training.checkpoint.manifest import REMEDY, Manifest
 from recipes.training.data.token_file import TokenFile, write_token_file
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
@@ -241,7 +241,7 @@ def test_a_value_in_the_manifest_of_a_checkpoint(
     assert Manifest.parse(json.dumps(content).encode(), file) == manifest
     message = rejection(Manifest.parse, json.dumps(content | change).encode(), file)
     assert message.startswith(f"{file} is damaged (") and named in message
-    assert "\n" not in message and message.endswith("use another checkpoint")
+    assert "\n" not in message and message.endswith(REMEDY)
 
 
 def test_initial_weights_whose_manifest_has_changed(tmp_path: Path) -> None:

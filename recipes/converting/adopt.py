@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from models.config import ModelConfig
-from models.errors import UserError
+from models.errors import UserError, a_few, counted, reason_of
 from models.hugging_face.config import model_settings
 from models.hugging_face.tensors import Counterpart, counterparts
 from models.layer_specs import logical_shapes
 from recipes.converting.weight_files import write_weights
-from recipes.preparing.formats.format import first_line
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.run_folder.provenance import versions
 
@@ -47,7 +46,7 @@ class TheirFiles:
                 with safe_open(folder / name, framework="pt") as file:
                     self.files |= dict.fromkeys(file.keys(), name)
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{folder / name} cannot be read: {error}") from None
+                raise UserError(f"{folder / name} cannot be read: {reason_of(error)}") from None
 
     def _names(self) -> set[str]:
         """Return the names of the files that transformers would load."""
@@ -64,7 +63,7 @@ class TheirFiles:
             return {str(name) for name in content["weight_map"].values()}
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{index} is not an index of tensors ({error!r}); save the model again"
+                f"{index} is not an index of tensors ({reason_of(error)}); save the model again"
             ) from None
 
     def find(self, name: str) -> str:
@@ -110,8 +109,8 @@ class TheirFiles:
                 tensor = file.get_tensor(found)
         except SafetensorError as error:  # for example, torch does not have its type
             raise UserError(
-                f"{self.folder / self.files[found]}: {found} cannot be read ({error}); use a model "
-                f"in bf16, fp16 or fp32"
+                f"{self.folder / self.files[found]}: {found} cannot be read ({reason_of(error)}); "
+                f"use a model in bf16, fp16 or fp32"
             ) from None
         if tensor.dtype not in PRECISIONS:
             raise UserError(
@@ -133,6 +132,9 @@ def read_config(folder: Path) -> ModelConfig:
         UserError: The file is missing, transformers cannot read it, or the architecture is not
             supported.
     """
+    if not folder.is_dir():
+        where = "" if folder.is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"{folder} does not exist{where}; use a folder written by save_pretrained")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; use a folder written by save_pretrained")
     try:
@@ -140,7 +142,7 @@ def read_config(folder: Path) -> ModelConfig:
         theirs = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' configs raise many classes
         raise UserError(
-            f"{folder / 'config.json'}: {first_line(error)}; use a model without code of its own, "
+            f"{folder / 'config.json'}: {reason_of(error)}; use a model without code of its own, "
             f"as save_pretrained of transformers writes it"
         ) from None
     try:
@@ -187,8 +189,8 @@ def adopt(folder: Path, output: Path) -> ModelConfig:
     }
     if unknown:
         raise UserError(
-            f"{folder}: {sorted(unknown)[0]} and {len(unknown) - 1} more tensors have no place in "
-            f"a model with this config.json"
+            f"{folder}: {counted(len(unknown), 'tensor')} without a place in a model with this "
+            f"config.json: {a_few(sorted(unknown))}"
         )
 
     def joined(name: str) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from models.cost import parameter_count
-from models.errors import UserError
+from models.errors import UserError, counted
 from models.hugging_face.config import hugging_face_config
 from models.hugging_face.tensors import counterparts
 from models.layer_specs import logical_shapes
@@ -29,7 +29,7 @@ from recipes.training.checkpoint.tensor_file import (
 from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.fingerprint import document_starts
 from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.repository import repository_path
+from recipes.training.recipe.repository import repository_path, short
 from recipes.training.recipe.stages.plan import table_at
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.tracking.metric_names import task_accuracies, validation_losses
@@ -130,7 +130,13 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
         return None
     folder = given or repository_path(source.manifest.recipe["data"]["tokenizer"])
     if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder} has no tokenizer.json; name its folder with --tokenizer")
+        problem = "has no tokenizer.json" if folder.is_dir() else "does not exist"
+        raise UserError(
+            f"--tokenizer {given} {problem}; use the folder of the run's tokenizer, such as "
+            f"data/NAME/tokenizer"
+            if given
+            else f"{short(folder)} {problem}; name the run's tokenizer with --tokenizer"
+        )
     if expected and tokenizer_hash(folder) != expected:
         raise UserError(
             f"{folder} is not the tokenizer that the run was trained with; name the folder of the "
@@ -237,10 +243,10 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
     manifest, model = source.manifest, model_of(source)
     facts = {
         "parameters": f"{parameter_count(model):,}",
-        "architecture": f"{model.layers} layers, hidden size {model.hidden_size}, {model.heads} "
-        f"heads on {model.kv_heads}, vocabulary {model.vocab_size}, {model.sequence_length} "
-        f"positions",
-        "training": f"{manifest.step:,} steps, {manifest.tokens:,} tokens",
+        "architecture": f"{counted(model.layers, 'layer')}, hidden size {model.hidden_size}, "
+        f"{counted(model.heads, 'head')} on {model.kv_heads}, vocabulary {model.vocab_size}, "
+        f"{model.sequence_length} positions",
+        "training": f"{counted(manifest.step, 'step')}, {counted(manifest.tokens, 'token')}",
     }
     if "data" in manifest.recipe:
         sources = table_at(manifest.recipe, manifest.step)["data"]["train"]

@@ -5,11 +5,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import sha256
 from recipes.training.checkpoint.tensor_file import FileRecord
+from recipes.training.recipe.repository import short
 from recipes.training.run_folder.line_file import flush
 
 RUN_FILES = ("recipe.toml", "metrics.jsonl", "events.jsonl")  # a run folder has one of them
@@ -50,7 +52,7 @@ def output_folder(
         _check_source(path, source.resolve())
     try:
         checked = _versions(path)  # first, so that a change during the check is noticed below
-        _check_replaceable(path, files, overwrite)
+        _check_replaceable(short(path), files, overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)
         # The name is unique, because another process may be writing the same output.
         with tempfile.TemporaryDirectory(
@@ -66,13 +68,13 @@ def output_folder(
                 flush(file)
             if path.exists():
                 if _versions(path) != checked:  # it has changed in the meantime
-                    _check_replaceable(path, files, overwrite)
+                    _check_replaceable(short(path), files, overwrite)
                 os.rename(path, old)
             os.rename(workspace, path)
             flush(path.parent)
     except OSError as error:
         raise UserError(
-            f"{error.filename or path} cannot be written ({error.strerror or error}); use a "
+            f"{error.filename or short(path)} cannot be written ({error.strerror or error}); use a "
             f"writable folder on a disk with free space"
         ) from None
 
@@ -80,7 +82,9 @@ def output_folder(
 def _check_source(path: Path, source: Path) -> None:
     """Check that the output is neither in an input nor around it."""
     if path.is_relative_to(source) or source.is_relative_to(path):
-        raise UserError(f"{path} would overwrite the input {source}; use another folder")
+        raise UserError(
+            f"{short(path)} would overwrite the input {short(source)}; use another folder"
+        )
 
 
 def _check_replaceable(path: Path, files: OutputFiles, overwrite: bool) -> None:
@@ -91,15 +95,15 @@ def _check_replaceable(path: Path, files: OutputFiles, overwrite: bool) -> None:
         return
     if not overwrite:
         raise UserError(f"{path} already exists; use another folder, or --overwrite")
-    for folder in path.parents:
+    for folder in path.absolute().parents:
         run = folder.parent
         if folder.name == "checkpoints" and any((run / name).exists() for name in RUN_FILES):
             raise UserError(
-                f"--overwrite does not replace {path}, which is a checkpoint of the run {run}; use "
-                f"another folder"
+                f"--overwrite does not replace {path}, which is a checkpoint of the run "
+                f"{short(run)}; use another folder"
             )
     refusal = f"--overwrite does not replace {path}, because"
-    remedy = f"use another folder, or delete {path} yourself"
+    remedy = f"use another folder, or delete this one yourself with rm -r {quote(str(path))}"
     for file in sorted(path.iterdir()):
         if file.is_symlink() or not file.is_file():
             raise UserError(
@@ -107,8 +111,11 @@ def _check_replaceable(path: Path, files: OutputFiles, overwrite: bool) -> None:
             )
     marker = path / files.marker
     if not marker.is_file():
+        is_export = (path / "config.json").is_file()
+        older = " (an export of an earlier version has none)" if is_export else ""
         raise UserError(
-            f"{refusal} it has no {marker.name}, which every output of this command has; {remedy}"
+            f"{refusal} it has no {marker.name}, in which this command records the files that it "
+            f"writes{older}; {remedy}"
         )
     if files.text not in marker.read_text(encoding="utf-8", errors="replace"):
         raise UserError(f"{refusal} its {marker.name} was not written by this command; {remedy}")

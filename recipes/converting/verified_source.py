@@ -6,8 +6,9 @@ from models.config import ModelConfig
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.recipe.repository import short
 from recipes.training.recipe.stages.plan import table_at
-from recipes.training.run_folder.checkpoint_folders import published
+from recipes.training.run_folder.checkpoint_folders import no_checkpoint, published
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:
@@ -19,22 +20,42 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     if (path / "manifest.json").is_file():
         damage = next(find_damages(path), None)
         if damage:
-            raise UserError(f"{damage}; use another checkpoint")
+            raise UserError(f"{damage}; {_remedy(path)}")
         return CheckpointReader(path, Manifest.read(path))
-    found = published(path / "checkpoints") or published(path)
+    found = saved_in(path)
     for checkpoint in reversed(found):
         if next(find_damages(checkpoint), None) is None:
             return CheckpointReader(checkpoint, Manifest.read(checkpoint))
     if found:
         damage = next(find_damages(found[-1]))
         raise UserError(f"{path}: all checkpoints here are damaged; {damage}")
-    raise UserError(f"{path} has no checkpoint; use a run folder such as runs/tiny")
+    raise UserError(no_checkpoint(path))
+
+
+def saved_in(path: Path) -> list[Path]:
+    """Return the checkpoints of a run folder, or of a folder of checkpoints, oldest first."""
+    return published(path / "checkpoints") or published(path)
+
+
+def _remedy(damaged: Path) -> str:
+    """Return what to do about a damaged checkpoint."""
+    folder = damaged.absolute().parent
+    if len(published(folder)) > 1:
+        run = folder.parent if folder.name == "checkpoints" else folder
+        return f"use another checkpoint, or name {short(run)} to use its newest undamaged one"
+    return "restore it from a copy, or use another checkpoint"
 
 
 def undamaged(run: Path, count: int) -> list[CheckpointReader]:
-    """Return the newest undamaged checkpoints of a run folder, at most `count`, newest first."""
+    """Return the newest undamaged checkpoints of a run folder, at most `count`, newest first.
+
+    Raises:
+        UserError: The folder has no checkpoint.
+    """
+    if not (saves := saved_in(run)):
+        raise UserError(no_checkpoint(run))
     found: list[CheckpointReader] = []
-    for checkpoint in reversed(published(run / "checkpoints") or published(run)):
+    for checkpoint in reversed(saves):
         if len(found) < count and next(find_damages(checkpoint), None) is None:
             found.append(CheckpointReader(checkpoint, Manifest.read(checkpoint)))
     return found

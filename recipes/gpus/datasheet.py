@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 
 FOLDER = Path(__file__).with_name("datasheets")
 MEASURED_MARK = "Written by `python recipes/sweep.py --links"  # in the first line of a file
@@ -160,8 +160,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{path.name}: this is not valid TOML: {error}; compare it with h100.toml in the same "
-            f"folder"
+            f"{path.name}: this is not valid TOML: {reason_of(error)}; compare it with h100.toml "
+            f"in the same folder"
         ) from None
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import UserError
+from models.errors import UserError, reason_of, suggestion
 from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.formats.format import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization, new_folder
@@ -232,22 +232,22 @@ def read_pieces(file: Path) -> list[dict[str, Any]]:
             _check_piece(pieces[-1])
         except (ValueError, RecursionError, TypeError, KeyError) as error:
             raise UserError(
-                f"{file}, line {number}, is damaged ({error!r}); prepare the corpus again"
+                f"{file}, line {number}, is damaged ({reason_of(error)}); prepare the corpus again"
             ) from None
     return pieces
 
 
 def _check_piece(piece: dict[str, Any]) -> None:
-    """Raise a TypeError if a value of a line of pieces.jsonl has another type than was written."""
+    """Raise a UserError if a value of a line of pieces.jsonl has another type than was written."""
     files, start, stop = (piece[key] for key in LOCATION_KEYS)
     if not (isinstance(files, list) and files and all(isinstance(file, str) for file in files)):
-        raise TypeError(f"files = {files!r:.60}")
+        raise UserError(f"files = {files!r:.60}")
     if type(start) is not int or not (stop is None or type(stop) is int):
-        raise TypeError(f"start = {start!r:.60}, stop = {stop!r:.60}")
+        raise UserError(f"start = {start!r:.60}, stop = {stop!r:.60}")
     for part in PARTS:
         for key in COUNT_KEYS:
             if type(count := piece[part][key]) is not int or count < 0:
-                raise TypeError(f"{part}.{key} = {count!r:.60}")
+                raise UserError(f"{part}.{key} = {count!r:.60}")
 
 
 def find_damages(corpus: Path, threads: int) -> Iterator[str]:
@@ -261,6 +261,12 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
         UserError: The folder is not a corpus.
     """
     advice = "use the folder that --output named"
+    if not (corpus / "manifest.json").is_file():
+        others = sorted(file.parent for file in corpus.parent.glob("*/manifest.json"))
+        problem = "has no manifest.json" if corpus.is_dir() else "does not exist"
+        if others:
+            advice = suggestion(str(corpus), [str(other) for other in others])
+        raise UserError(f"{corpus} {problem}, so it cannot be verified; {advice}")
     manifest = read_manifest(corpus, advice=advice)
     try:
         files, tokenizer = manifest["files"], manifest["tokenizer_folder_sha256"]
@@ -268,10 +274,11 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
         parts = [part for part in PARTS if part == "train" or part in files]
         expected |= {f"{part}.idx": files[part]["idx_sha256"] for part in parts}
         counts = {part: {key: files[part][key] for key in COUNT_KEYS} for part in parts}
-        token_bytes = token_type(int(manifest["vocab_size"])).itemsize
+        token_bytes = token_type(manifest["vocab_size"]).itemsize
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{corpus} is not a corpus that prepare_data.py has written ({error!r}); {advice}"
+            f"{corpus} is not a corpus that prepare_data.py has written "
+            f"({reason_of(error)} in manifest.json); {advice}"
         ) from None
     if folder_hash(corpus / "tokenizer") != tokenizer:
         yield "tokenizer/ differs from the tokenizer that made the corpus"
@@ -303,7 +310,8 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
             for piece, start, digest in zip(pieces, starts, found, strict=False):
                 if digest != piece[part]["sha256"]:
                     end = start + piece[part]["tokens"] * token_bytes
-                    yield f"{part}.bin, bytes {start} .. {end}, from {piece['files'][0]}: changed"
+                    origin = describe(*(piece[key] for key in LOCATION_KEYS))
+                    yield f"{part}.bin, bytes {start} .. {end}, from {origin}: changed"
 
 
 def sha256_of_range(file: Path, start: int, size: int) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 
-from models.errors import UserError
-from recipes.preparing.formats.format import Format, first_line
+from models.errors import UserError, counted, reason_of
+from recipes.preparing.formats.format import Format
 from recipes.preparing.formats.pieces import MAX_PIECE_BYTES
 from recipes.preparing.formats.tables import Parquet, Rows, Stream
 from recipes.preparing.formats.text_files import (
@@ -229,7 +229,7 @@ def sort_out(found: Sequence[Path]) -> tuple[list[Path], dict[str, list[Path]]]:
 
 def count_of(paths: Sequence[Path]) -> str:
     """Return the number of paths with their noun, for example "3 files"."""
-    return f"{len(paths)} {'folders' if paths[0].is_dir() else 'files'}"
+    return counted(len(paths), "folder" if paths[0].is_dir() else "file")
 
 
 def walk(folder: Path) -> Iterator[Path]:
@@ -302,7 +302,7 @@ def open_file(file: Path, reading: SourceOptions) -> Format:
             texts = {"keep_default_na": False, "converters": {column: str}}
             dataset = load_dataset("csv", data_files=str(file), split="train", **texts)
     except Exception as error:  # pyarrow and datasets raise many classes
-        reason = first_line(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+        reason = reason_of(error.__cause__ if isinstance(error.__cause__, Exception) else error)
         raise UserError(f"{reading.option} {file} cannot be read: {reason}") from None
     return Rows(str(file), dataset, column)
 
@@ -325,10 +325,10 @@ def open_dataset(name: str, reading: SourceOptions) -> Format:
             dataset = load_dataset(name, reading.config, split=split, streaming=reading.streaming)
     except Exception as error:  # the hub's client raises many classes
         if UNKNOWN_SPLIT.match(str(error)):
-            raise UserError(f"{split_option} {split}: {name}: {first_line(error)}") from None
+            raise UserError(f"{split_option} {split}: {name}: {reason_of(error)}") from None
         raise UserError(
             f"{reading.option} {name} is not a file, and cannot be loaded as a dataset: "
-            f"{first_line(error)}"
+            f"{reason_of(error)}"
         ) from None
     if isinstance(dataset, DatasetDict):
         if split not in dataset:

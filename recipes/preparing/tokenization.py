@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from multiprocessing import connection, parent_process
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -24,15 +24,16 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 from recipes.preparing.formats.documents import EmptyPart, Row
-from recipes.preparing.formats.format import READ_ERRORS, Format, NumberedPiece, Piece, first_line
+from recipes.preparing.formats.format import READ_ERRORS, Format, NumberedPiece, Piece
 from recipes.training.data.token_file import TokenFileWriter, token_type
 from recipes.training.run_folder.line_file import flush
 
 PARTS = ("train", "validation")
 REPORT = "report.json"
 MAX_CHECKED_CHARACTERS = 2**26  # read before the tokenization to check that no part is empty
+MAX_PROPOSED_DOCUMENTS = 1000  # that a proposed fraction moves to the lacking part
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 64, 2**18  # tokenized together; larger batches are slower
 
 Skipped = dict[str, Any]  # "rows": number of rows; "position", "reason": those of the first row
@@ -136,7 +137,7 @@ class Tokenization:
                 raise
             raise UserError(
                 f"--tokenizer cannot tokenize a document that begins with {texts[0][:40]!r}, or "
-                f"one of the {len(texts) - 1} after it: {first_line(error)}; use another tokenizer"
+                f"one of the {len(texts) - 1} after it: {reason_of(error)}; use another tokenizer"
             ) from None
         parts: dict[str, list[list[int]]] = {name: [] for name in PARTS}
         for text, encoding in zip(texts, encoded, strict=True):
@@ -177,7 +178,8 @@ def read_report(file: Path) -> Report:
         return Report(parts=dict(content["parts"]), skipped=dict(content["skipped"]))
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise UserError(
-            f"{file} is damaged ({error!r}); delete {file.parent} and rerun the same command"
+            f"{file} is damaged ({reason_of(error)}); delete {file.parent} and rerun the same "
+            f"command"
         ) from None
 
 
@@ -213,7 +215,7 @@ def readable(reader: Format, piece: Piece) -> Iterator[Row]:
     try:
         yield from reader.rows(piece)
     except READ_ERRORS as error:
-        raise UserError(f"{piece} cannot be read: {first_line(error)}") from None
+        raise UserError(f"{piece} cannot be read: {reason_of(error)}") from None
 
 
 def batches(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -253,7 +255,8 @@ def check_parts(
     """Check before the tokenization that no part is empty.
 
     Documents are read until each part has one. After MAX_CHECKED_CHARACTERS, the check ends
-    without a result.
+    without a result. Until then, the hashes of at most 2 x MAX_PROPOSED_DOCUMENTS documents are
+    kept.
 
     Args:
         formats: readers of the source
@@ -270,40 +273,68 @@ def check_parts(
     if held_out:
         own["validation"] = [item for item in pieces if item[0] in held_out]
     for part, items in own.items():
-        report, hashes, characters = Report(), [], 0
+        report, documents, characters = Report(), 0, 0
+        nearest: dict[int, int] = {}  # hash -> characters of documents nearest to the other part
         for text in chain.from_iterable(texts_of(formats[n], p, skip, report) for n, p in items):
-            hashes.append(_hash_of(text))
-            characters += len(text)
-            parts = {number < fraction * 2**64 for number in hashes[-1:] + hashes[:1]}
-            if not fraction or len(parts) == 2 or characters > MAX_CHECKED_CHARACTERS:
+            documents, characters, number = documents + 1, characters + len(text), _hash_of(text)
+            nearest[number] = len(text)
+            lacks_train = number < fraction * 2**64
+            are_two = lacks_train != (next(iter(nearest)) < fraction * 2**64)
+            if not fraction or are_two or characters > MAX_CHECKED_CHARACTERS:
                 break
+            if len(nearest) > 2 * MAX_PROPOSED_DOCUMENTS:
+                nearest = _nearest_first(nearest, MAX_PROPOSED_DOCUMENTS, lacks_train=lacks_train)
         else:
-            if len(hashes) == 1:  # the join divides a single document by tokens
+            if documents == 1:  # the join divides a single document by tokens
                 continue
             lacking = part
-            if hashes:
-                lacking = "train" if max(hashes) < fraction * 2**64 else "validation"
+            if documents:
+                lacking = "train" if lacks_train else "validation"
             raise EmptyPart(
                 lacking,
-                documents=len(hashes),
+                documents=documents,
                 rows=sum(kind["rows"] for kind in report.skipped.values()),
                 fraction=fraction,
                 has_held_out=bool(held_out),
-                remedy=_fraction_that_works(hashes, lacking),
+                proposal=_fraction_that_works(nearest, lacking, fraction, characters),
+                are_equal=len(nearest) == 1,
             )
 
 
-def _fraction_that_works(hashes: Sequence[int], lacking: str) -> str:
-    """Return the option that gives the lacking part one document, with the fewest digits."""
-    if len(set(hashes)) < 2:
-        return "distinct documents"
-    limits = sorted(number / 2**64 for number in set(hashes))
-    # A fraction between the two smallest hashes holds out one document, and one between the two
-    # largest hashes leaves one for training.
-    low, high = limits[:2] if lacking == "validation" else limits[-2:]
+def _nearest_first(
+    documents: dict[int, int], count: int | None = None, *, lacks_train: bool
+) -> dict[int, int]:
+    """Return the documents that the lacking part would take first: hash -> characters.
+
+    Documents with the smallest hashes are held out.
+    """
+    return dict(sorted(documents.items(), reverse=lacks_train)[:count])
+
+
+def _fraction_that_works(
+    nearest: dict[int, int], lacking: str, fraction: float, characters: int
+) -> str:
+    """Return a --validation-fraction, with few digits, that gives the lacking part its share.
+
+    Args:
+        nearest: hash -> characters of documents
+        lacking: the part without documents
+        fraction: the share of the validation part that the user wants
+        characters: length of all documents
+
+    Returns:
+        "" if all documents are equal, and therefore in the same part.
+    """
+    ordered = list(_nearest_first(nearest, lacks_train=lacking == "train").items())
+    if len(ordered) < 2:
+        return ""
+    wanted = characters * (fraction if lacking == "validation" else 1 - fraction)
+    lengths = accumulate(length for _, length in ordered[:-1])
+    count = next((n for n, length in enumerate(lengths, 1) if length >= wanted), len(ordered) - 1)
+    # A fraction between the hashes of two documents separates them.
+    low, high = sorted(number / 2**64 for number, _ in ordered[count - 1 : count + 1])
     middle = (low + high) / 2
-    digits = next(n for n in range(1, 20) if low < round(middle, n) < high)
-    return f"--validation-fraction {middle:.{digits}f}"
+    return next(text for n in range(1, 20) if low < float(text := f"{middle:.{n}f}") < high)
 
 
 @lru_cache(maxsize=1)

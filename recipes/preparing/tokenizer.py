@@ -3,7 +3,9 @@
 import hashlib
 import json
 import shutil
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -13,9 +15,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from models.errors import UserError
-from recipes.preparing.formats.format import Format, NumberedPiece, first_line
+from models.errors import UserError, reason_of
+from recipes.preparing.formats.format import Format, NumberedPiece
 from recipes.preparing.tokenization import Tokenization, is_held_out, new_folder, texts_of
+from recipes.preparing.workers import SECONDS_BETWEEN_LINES
 from recipes.training.data.corpus_manifest import folder_hash, tokenizer_hash
 from recipes.training.recipe.repository import repository_path
 
@@ -66,7 +69,7 @@ def load_tokenizer(source: Path | str, name: str) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and the hub's client raise many classes
         raise UserError(
-            f"{name} cannot be loaded: {first_line(error)}; use a folder written by "
+            f"{name} cannot be loaded: {reason_of(error)}; use a folder written by "
             f"save_pretrained or a hub name, without custom code (never run here)"
         ) from None
 
@@ -161,14 +164,19 @@ def train_tokenizer(
             (text,) = first_two
             yield text[: round(len(text) * (1 - validation_fraction))]
             return
+        read, last_line = 0, time.monotonic()
         for number, piece in pieces:
             taken = 0
             for text in texts_of(formats[number], piece, skip):
+                if time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
+                    print(f"  {read + taken:,} characters read for the tokenizer", flush=True)
+                    last_line = time.monotonic()
                 if not is_held_out(text, validation_fraction):
                     yield text
                     taken += len(text)
                 if taken > share:
                     break
+            read += taken
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -177,8 +185,9 @@ def train_tokenizer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        show_progress=sys.stdout.isatty(),
     )
+    print(f"training a tokenizer of {vocab_size:,} tokens on the training documents", flush=True)
     tokenizer.train_from_iterator(texts(), trainer)
     with new_folder(folder) as room:
         PreTrainedTokenizerFast(

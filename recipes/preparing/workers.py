@@ -11,7 +11,7 @@ from multiprocessing.queues import Queue
 
 from tqdm import tqdm
 
-from models.errors import UserError
+from models.errors import UserError, counted
 from recipes.preparing.formats.format import NumberedPiece, Piece
 from recipes.preparing.tokenization import Tokenization, run_piece, start_worker
 
@@ -27,9 +27,11 @@ def run_pieces(tokenization: Tokenization, pieces: Sequence[NumberedPiece], proc
     """
     left = [item for item in pieces if not tokenization.find(*item)]
     if len(left) < len(pieces):
-        print(f"{len(pieces) - len(left)} of {len(pieces)} pieces are already finished")
+        print(f"{len(pieces) - len(left):,} of {counted(len(pieces), 'piece')} already finished")
     if not left:
         return
+    workers = counted(min(processes, len(left)), "worker")
+    print(f"tokenizing {counted(len(left), 'piece')} of the source with {workers}", flush=True)
     context = get_context("spawn")  # a fork would inherit the threads of the tokenizer
     counts = context.Queue()
     speed = Speed(sum(piece.size for _, piece in left), counts)
@@ -113,8 +115,8 @@ class Speed:
         """Return the counts and rates in words."""
         seconds = now - self.started
         return (
-            f"{self.documents:,} documents ({self.documents / seconds:,.0f}/s)  "
-            f"{self.tokens:,} tokens ({self.tokens / seconds:,.0f}/s)"
+            f"{counted(self.documents, 'document')} ({self.documents / seconds:,.0f}/s)  "
+            f"{counted(self.tokens, 'token')} ({self.tokens / seconds:,.0f}/s)"
         )
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from models.errors import UserError
+from models.errors import UserError, counted
 from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.own_files import mark_workspace
 from recipes.training.run_folder.lock import NO_FLOCK
@@ -42,7 +42,12 @@ def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
             yield
         except BaseException as error:
             needs_documents = isinstance(error, EmptyPart)
-            _keep_finished(workspace, shared=shared, needs_documents=needs_documents)
+            kept = _keep_finished(workspace, shared=shared, needs_documents=needs_documents)
+            if isinstance(error, KeyboardInterrupt):
+                nothing = "nothing is finished yet; rerun the same command to start again"
+                error.add_note(kept or nothing)  # for the command's message
+            elif kept:
+                print(kept, file=sys.stderr)
             raise
 
 
@@ -60,24 +65,31 @@ def _lock(lock: IO[str], workspace: Path, *, shared: bool) -> None:
         ) from None
 
 
-def _keep_finished(workspace: Path, *, shared: bool, needs_documents: bool) -> None:
-    """Remove the unfinished corpus, and report what is left to resume from, if anything is.
+def _keep_finished(workspace: Path, *, shared: bool, needs_documents: bool) -> str:
+    """Remove the unfinished corpus, and return a message about what is left to resume from.
 
-    needs_documents: True if the same command would fail again without more documents
+    Args:
+        workspace: the folder of the preparation
+        shared: True if other processes may be using the folder
+        needs_documents: True if the same command would fail again without more documents
+
+    Returns:
+        "" if nothing is left
     """
     shutil.rmtree(workspace / "corpus", ignore_errors=True)
     finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
     trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
     if finished or trained:
-        pieces = f"{len(finished)} finished pieces" if finished else "a tokenizer"
+        pieces = f"{counted(len(finished), 'finished piece')}" if finished else "its tokenizer"
         advice = (
             f"add documents and rerun the command to use them, or delete {workspace.name}"
             if needs_documents
             else "rerun the same command to resume"
         )
-        print(f"{workspace} keeps {pieces}; {advice}", file=sys.stderr)
-    elif not shared:
+        return f"{workspace} keeps {pieces}; {advice}"
+    if not shared:
         clear_workspace(workspace)
+    return ""
 
 
 def clear_workspace(workspace: Path) -> None:

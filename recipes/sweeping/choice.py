@@ -21,7 +21,8 @@ from recipes.planning.search.layout_search import (
 )
 from recipes.sweeping.trial import Rejection, Trial
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, require_auto
-from recipes.training.recipe.loading import load_recipe, short
+from recipes.training.recipe.loading import load_recipe
+from recipes.training.recipe.repository import short
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import World

@@ -30,6 +30,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.convert import main, settings
 from recipes.converting.adopt import adopt, read_config
+from recipes.converting.average import sources_of
 from recipes.converting.export import export, find_tokenizer, special_tokens
 from recipes.converting.output_folder import OutputFiles, output_folder
 from recipes.converting.reshape import new_recipe
@@ -479,7 +480,7 @@ def test_an_invalid_reshape_is_rejected(
         ),
         ("llama", {"intermediate_size": 100}, r"has the shape \(96, 64\) but config.json implies"),
         ("llama", {"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is in none of"),
-        ("llama", {"num_hidden_layers": 1}, "more tensors have no place"),
+        ("llama", {"num_hidden_layers": 1}, "tensors? without a place in a model"),
     ],
 )
 def test_unsupported_architectures_are_rejected(
@@ -652,7 +653,11 @@ def test_overwrite_keeps_what_a_user_has_changed(
     expected[folder] = f"it holds {own}, which this command did not write; move"
     folder = shutil.copytree(mine, tmp_path / "without marker")
     (folder / marker).unlink()
-    expected[folder] = f"it has no {marker}, which every output of this command has"
+    expected[folder] = (
+        f"it has no {marker}, in which this command records the files that it writes"
+        + (" (an export of an earlier version has none)" if is_export else "")
+        + f"; use another folder, or delete this one yourself with rm -r '{folder}'"
+    )
     folder = shutil.copytree(mine, tmp_path / "damaged marker")
     text = (folder / marker).read_text()
     (folder / marker).write_text(text.rstrip()[:-1])
@@ -709,10 +714,63 @@ def test_a_damaged_or_missing_source_is_rejected(
         open_checkpoint(copied)
     with pytest.raises(UserError, match="all checkpoints here are damaged"):
         open_checkpoint(tmp_path)
-    with pytest.raises(UserError, match="has no checkpoint; use a run folder"):
-        open_checkpoint(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"has no config\.json"):
         read_config(tmp_path)
+    with pytest.raises(UserError, match="nowhere does not exist; use a folder written by"):
+        read_config(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("runs/mien", "runs/mien does not exist in {cwd}; did you mean runs/mine?"),
+        ("{cwd}/runs/mien", "{cwd}/runs/mien does not exist; use for example {two}"),
+        (
+            "runs/new",
+            "runs/new has no checkpoint: neither manifest.json nor checkpoints/step-...; use for "
+            "example {two}",
+        ),
+        (
+            "runs/mine/recipe.toml",
+            "runs/mine/recipe.toml is a file, not a run folder or a checkpoint; runs/mine/{saved}",
+        ),
+        (
+            "runs/mine/checkpoints/step-0000003",
+            "runs/mine/checkpoints/step-0000003 does not exist in {cwd}; runs/mine/{saved}",
+        ),
+        ("elsewhere/new", "elsewhere/new does not exist in {cwd}; use for example {two}"),
+    ],
+)
+def test_a_missing_checkpoint_is_named_with_those_that_exist(
+    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for checkpoint in ("mine/checkpoints/step-0000002", "mine/checkpoints/step-0000004",
+                       "other/checkpoints/step-0000001", "new/checkpoints"):  # fmt: skip
+        (tmp_path / "runs" / checkpoint).mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "recipe.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    missing = Path(path.format(cwd=tmp_path))
+    for opened in (open_checkpoint, lambda path: sources_of([path], 2)):
+        with pytest.raises(UserError) as raised:
+            opened(missing)
+        assert str(raised.value) == said.format(
+            cwd=tmp_path,
+            two="runs/mine, runs/other",
+            saved="checkpoints has step-0000004, step-0000002",
+        )
+
+
+def test_a_damaged_checkpoint_names_its_run_if_it_has_others(tmp_path: Path) -> None:
+    for step in (2, 4):
+        folder = tmp_path / "checkpoints" / f"step-{step:07d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+    with pytest.raises(UserError) as raised:
+        open_checkpoint(folder)
+    assert str(raised.value) == (
+        f"{folder / 'manifest.sha256'} is missing; use another checkpoint, or name {tmp_path} to "
+        f"use its newest undamaged one"
+    )
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:

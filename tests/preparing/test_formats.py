@@ -121,7 +121,7 @@ def test_links_are_followed_and_files_count_once(
     (tmp_path / "in" / "same.JSONL").symlink_to(tmp_path / "elsewhere" / "lines.jsonl")
     (tmp_path / "in" / "notes.md").write_text("not this")
     assert texts(opened(tmp_path / "in"), 500) == TEXTS
-    assert "skipped 1 files (unsupported format), such as" in capsys.readouterr().out
+    assert "skipped 1 file (unsupported format), such as" in capsys.readouterr().out
     assert texts(opened(f"{tmp_path}/in/**/*.jsonl"), 500) == TEXTS
     with pytest.raises(UserError, match="is named twice; name it once"):
         opened(tmp_path / "in", tmp_path / "elsewhere")
@@ -152,7 +152,7 @@ def test_a_stream_is_read_shard_by_shard() -> None:
 BAD = {  # file -> its bytes, the row, the kind of problem, the message
     "utf8.jsonl": (b'{"body": "a"}\n{"body": "\xff"}\n', "line 2", "utf-8", "byte 10 is 0xff"),
     "half.jsonl": (b'{"body": "a"}\n\n{"body": "\\ud800"}', "line 3", "utf-8", "surrogate pair"),
-    "json.jsonl": (b'{"body": "a"}\n{"body": \n', "line 2", "json", "JSON: Expecting value"),
+    "json.jsonl": (b'{"body": "a"}\n{"body": \n', "line 2", "json", "JSON: it ends too early"),
     "number5000.jsonl": (b'{"body": "a"}\n[' + b"1" * 5000 + b"]", "line 2", "json", "not valid"),
     "list.jsonl": (b'{"body": "a"}\n[1, 2]\n', "line 2", "json", "[1, 2] is not a JSON object"),
     "deep.jsonl": (b'{"body": "a"}\n' + b"[" * 2 * 10**4, "line 2", "json", "not valid JSON"),
@@ -258,11 +258,11 @@ def test_folders_that_a_pattern_matches_are_reported(
     assert len(opened(f"{tmp_path}/*")) == 1
     said = capsys.readouterr().out
     reason = "folder; pass it to --source by itself"
-    assert f"skipped 1 folders ({reason}), such as {tmp_path}/deep" in said
+    assert f"skipped 1 folder ({reason}), such as {tmp_path}/deep" in said
     assert f"pass each one to --source by itself), such as {saved}" in said
     assert len(opened(f"{tmp_path}/deep/**")) == 2  # reads the files of matched folders
     assert "folder" not in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"skipped 1 folders \(folder; pass it"):
+    with pytest.raises(UserError, match=r"skipped 1 folder \(folder; pass it"):
         opened(f"{tmp_path}/dee*")
 
 
@@ -404,7 +404,7 @@ def test_prepared_corpora_are_skipped_as_sources(
         mark_workspace(lock)
     assert texts(opened(tmp_path), 500) == TEXTS
     said = capsys.readouterr().out
-    assert said.count("skipped") == 2 and "1 files (unsupported format)" in said  # the lock
+    assert said.count("skipped") == 2 and "1 file (unsupported format)" in said  # the lock
     assert (
         f"skipped 11 files (written by prepare_data.py), such as {tmp_path}/made/manifest" in said
     )
@@ -446,7 +446,7 @@ def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     assert texts(opened(tmp_path), 500) == TEXTS
     said = capsys.readouterr().out
-    assert f"skipped 1 files (broken link or not a regular file), such as {tmp_path}/moved" in said
+    assert f"skipped 1 file (broken link or not a regular file), such as {tmp_path}/moved" in said
     assert f"by itself), such as {tmp_path}/saved" in said
     assert len(texts(opened(f"{tmp_path}/saved/*.arrow"), 500)) == len(
         TEXTS

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,7 +15,7 @@ from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from models.errors import UserError
+from models.errors import UserError, counted
 from recipes import prepare_data
 from recipes.preparing import prepared_corpus, tokenization
 from recipes.preparing.formats import pieces
@@ -290,7 +291,9 @@ def test_a_single_document_is_divided_by_tokens(
     train, validation = (file.read(0, file.count).tolist() for file in files)
     assert validation[0] == train[0] == tokenizer.bos_token_id
     assert [*train, *validation[1:]] == ids
-    assert f"its last {len(validation) - 1:,} tokens are the validation part" in done.stdout
+    assert (
+        f"its end, {counted(len(validation) - 1, 'token')}, is the validation part" in done.stdout
+    )
     assert len(train) == min(round((1 - fraction) * len(ids)), len(ids) - 1)
     assert [file.boundaries for file in files] == [2, 2]
     assert not list(find_damages(tmp_path / "out", 1))
@@ -382,7 +385,7 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     assert done.returncode == 1
     workspace = tmp_path / "out.incomplete"
     assert (workspace / "lock").read_text() == LOCK_TEXT
-    assert f"{workspace} keeps 1 finished pieces; rerun the same command to resume" in done.stderr
+    assert f"{workspace} keeps 1 finished piece; rerun the same command to resume" in done.stderr
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
 
 
@@ -394,16 +397,88 @@ def test_a_fraction_that_leaves_a_part_empty_is_rejected_before_the_work(
         options = [*into(prepared, tmp_path / part), "--vocab-size", 300]
         done = prepare(*options, "--validation-fraction", fraction)
         assert done.returncode == 1 and done.stderr.count("\n") == 1
-        reason = f"the {part} part has no tokens: of 60 documents (0 rows were skipped), "
-        assert reason + f"--validation-fraction {fraction} leaves none" in done.stderr
+        reason = f"the {part} part has no tokens: --validation-fraction {fraction} leaves none of "
+        assert reason + "the 60 documents for it; use --validation-fraction 0." in done.stderr
         assert not list(tmp_path.glob(f"{part}*"))
         proposed = re.findall(r"--validation-fraction (0\.\d+)", done.stderr)[1]
         assert prepare(*options, "--validation-fraction", proposed).returncode == 0
         assert len(words(tmp_path / part, part)) == 1
     (tmp_path / "same.txt").write_text("one\n\n" * 3)
     done = prepare("--source", tmp_path / "same.txt", "--output", tmp_path / "same")
-    assert "of 3 documents (3 rows were skipped)" in done.stderr
-    assert "use more documents, distinct documents, or --validation-f" in done.stderr
+    assert "the 3 documents (3 rows skipped) are equal, and equal documents" in done.stderr
+    assert "add other documents, name those of the validation part" in done.stderr
+
+
+@pytest.mark.parametrize(("lacking", "fraction"), [("validation", 0.25), ("train", 0.75)])
+def test_a_proposed_fraction_gives_a_part_its_share(lacking: str, fraction: float) -> None:
+    """Of 20 documents of equal length, a quarter belongs to the part that lacks documents."""
+    texts = [f"document {n:02}"[-10:] for n in range(20)]
+    lengths = {tokenization._hash_of(text): len(text) for text in texts}
+    proposal = tokenization._fraction_that_works(lengths, lacking, fraction, 200)
+    held_out = [text for text in texts if tokenization.is_held_out(text, float(proposal))]
+    assert len(held_out) == (5 if lacking == "validation" else 15)
+
+
+def test_the_search_for_an_empty_part_keeps_few_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+
+    def recorded(documents: dict[int, int], *rest: Any, **options: Any) -> dict[int, int]:
+        sizes.append(len(documents))
+        return nearest_first(documents, *rest, **options)
+
+    nearest_first = tokenization._nearest_first
+    monkeypatch.setattr(tokenization, "_nearest_first", recorded)
+    monkeypatch.setattr(tokenization, "MAX_PROPOSED_DOCUMENTS", 10)
+    texts = [str(number) for number in range(1000)]
+    (tmp_path / "text.txt").write_text("".join(f"{text}\n" for text in texts))
+    output = tmp_path / "out"
+    done = prepare("--source", tmp_path / "text.txt", "--output", output,
+                   "--validation-fraction", "1e-9")  # fmt: skip
+    proposal = re.findall(r"--validation-fraction (0\.\d+)", done.stderr)[0]
+    assert [tokenization.is_held_out(text, float(proposal)) for text in texts].count(True) == 1
+    assert len(sizes) > 50 and max(sizes) == 21
+
+
+def test_a_part_that_is_shorter_than_a_window_is_announced(prepared: Path, tmp_path: Path) -> None:
+    """The preparation and the recipe's check name the same remedy, which works."""
+    (tmp_path / "text.txt").write_text("".join(f"line {number}\n" for number in range(30)))
+    output = tmp_path / "out"
+    options = ["--source", tmp_path / "text.txt", "--validation-source", prepared / "text.jsonl"]
+    done = prepare(*options, "--column", "body", "--vocab-size", 300, "--output", output)
+    assert done.stdout.count("warning: ") == 1  # the validation part is long enough
+    tokens = TokenFile(output / "train").count
+    remedy = f"use model.sequence_length = {tokens - 1} or less, or prepare the corpus again"
+    assert f"with {tokens} tokens, the train part" in done.stdout and remedy in done.stdout
+    table = changed(small_recipe(output), model__vocab_size=300)
+    one = Topology(pipeline=1, data=1, tensor=1)
+    fitting = parse_recipe(changed(table, model__sequence_length=tokens - 1), "test")
+    assert TrainingData(fitting, one, 0).sources(1)[0].count == 1
+    longer = parse_recipe(changed(table, model__sequence_length=tokens), "test")
+    named = f"train.bin has {tokens} tokens, and a window of model.sequence_length = {tokens} needs"
+    with pytest.raises(UserError, match=re.escape(named)) as raised:
+        TrainingData(longer, one, 0)
+    assert remedy in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        ("prepared_corpus.join", "out.incomplete keeps 1 finished piece; rerun the same command"),
+        ("workers.run_pieces", "out.incomplete keeps its tokenizer; rerun the same command"),
+        ("tokenizer.train_tokenizer", "nothing is finished yet; rerun the same command to start"),
+        ("tokenization.check_parts", "nothing is written yet; rerun the same command to start"),
+    ],
+)
+def test_an_interruption_says_what_stays(
+    function: str, kept: str, prepared: Path, tmp_path: Path
+) -> None:
+    with mock.patch(f"recipes.preparing.{function}", side_effect=KeyboardInterrupt):
+        done = prepare(*into(prepared, tmp_path / "out"), "--vocab-size", 300)
+    assert done.stdout.startswith(f"preparing {tmp_path / 'out'} from {prepared / 'text.jsonl'}\n")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("prepare_data.py: interrupted; ") and kept in done.stderr
 
 
 def test_a_part_that_turns_out_to_be_empty_keeps_the_pieces_for_more_documents(
@@ -413,30 +488,43 @@ def test_a_part_that_turns_out_to_be_empty_keeps_the_pieces_for_more_documents(
     options += ["--validation-fraction", "0.0001"]
     with mock.patch.object(tokenization, "MAX_CHECKED_CHARACTERS", 0):
         done = prepare(*options)
-        assert done.returncode == 1 and "the validation part has no tokens: of 60" in done.stderr
-        kept = "keeps 1 finished pieces; add documents and rerun the command to use them, or delete"
+        assert done.returncode == 1 and "leaves none of the 60 documents" in done.stderr
+        kept = "keeps 1 finished piece; add documents and rerun the command to use them, or delete"
         assert kept in done.stderr and "to resume" not in done.stderr
         lines = [json.dumps({"body": f"{number}"}) + "\n" for number in range(20_000)]
         (tmp_path / "more.jsonl").write_text("".join(lines))
         done = prepare(*options[:2], tmp_path / "more.jsonl", *options[2:])
-    assert done.returncode == 0 and "1 of 2 pieces are already finished" in done.stdout
+    assert done.returncode == 0 and "1 of 2 pieces already finished" in done.stdout
 
 
 def test_shards_are_joined_to_the_same_corpus(prepared: Path, tmp_path: Path) -> None:
     options = into(prepared, tmp_path / "out")
     options += ["--tokenizer", prepared / "out" / "tokenizer"]
-    for shard in (2, 0):
-        done = prepare(*options, "--shard", f"{shard}/3", smallest_piece=500)
+    check = mock.Mock(wraps=tokenization.check_parts)
+    for shard, checks in ((2, 0), (0, 1)):  # shard 0 checks the parts for all shards
+        with mock.patch.object(tokenization, "check_parts", check):
+            done = prepare(*options, "--shard", f"{shard}/3", smallest_piece=500)
         assert done.returncode == 0 and "without --shard joins" in done.stdout, done.stderr
+        assert check.call_count == checks
     made = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out.incomplete/pieces/*/*")}
     assert len(made) == 5 * 6  # every third of the nine pieces is still missing
     assert prepare(*options, "--shard", "3/3").returncode == 2
     done = prepare(*options, smallest_piece=500)
-    assert "6 of 9 pieces are already finished" in done.stdout, done.stderr
+    assert "6 of 9 pieces already finished" in done.stdout, done.stderr
     for name in ("train.bin", "train.idx", "validation.bin", "validation.idx"):
         assert (tmp_path / "out" / name).read_bytes() == (prepared / "out" / name).read_bytes()
     assert not list(tmp_path.glob("*.incomplete"))
     assert len((tmp_path / "out" / "pieces.jsonl").read_text().splitlines()) == 9
+
+
+def test_a_corpus_that_does_not_exist_is_not_verified(prepared: Path) -> None:
+    done = prepare("verify", prepared / "ot")
+    assert done.stderr == (
+        f"prepare_data.py: {prepared / 'ot'} does not exist, so it cannot be verified; did you "
+        f"mean {prepared / 'out'}?\n"
+    )
+    done = prepare("verify", prepared)
+    assert f"{prepared} has no manifest.json, so it cannot be verified" in done.stderr
 
 
 def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.cost import flops_per_token
-from models.errors import UserError
+from models.errors import UserError, reason_of
 from recipes.planning.inputs.job import Job
 from recipes.planning.measured.row_reader import RowReader, is_no, is_yes, number
 
@@ -103,7 +103,7 @@ def read_cells(path: Path) -> list[dict[str, str]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             return list(csv.DictReader(file, restval=""))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: this is not valid CSV: {error}") from None
+        raise UserError(f"{path}: this is not valid CSV: {reason_of(error)}") from None
 
 
 def is_table_of_runs(path: Path) -> bool:
@@ -123,7 +123,7 @@ def columns_of(path: Path) -> set[str]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; use a .csv file") from None
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: this is not valid CSV: {error}") from None
+        raise UserError(f"{path}: this is not valid CSV: {reason_of(error)}") from None
 
 
 def read_row(cells: dict[str, str]) -> Row:

@@ -12,6 +12,7 @@ from models.cost import (
     parameter_count,
     recomputed_flops_per_token,
 )
+from models.errors import counted
 from models.pipeline.schedule.order import schedule_name
 from recipes.planning.inputs.job import Job, JobLayout, links_text
 from recipes.planning.inputs.stage_contents import stages_text
@@ -74,7 +75,7 @@ def heading(recipe: Recipe, job: Job) -> str:
     stages = f" to {plan.spans[-1].recipe.tokens_per_step:,}" if len(plan.spans) > 1 else ""
     return (
         f"{recipe.name}: {parameters_text(recipe.model)}, "
-        f"{short_count(plan.total_tokens)} tokens, {recipe.training.steps:,} steps of "
+        f"{short_count(plan.total_tokens)} tokens, {counted(recipe.training.steps, 'step')} of "
         f"{plan.spans[0].recipe.tokens_per_step:,}{stages} tokens\n"
         f"{machine.gpus:,} x {machine.gpu.name} on {machine.nodes} "
         f"node{'s' * (machine.nodes > 1)}, {job.precision}, software {job.software.name}; "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.errors import UserError
+from models.errors import UserError, counted, reason_of
 
 USUAL_COLUMNS = ("text", "content", "contents", "document", "body", "article", "story", "code")
 MAX_CHARACTERS_SHOWN = 60
@@ -46,7 +46,8 @@ class EmptyPart(UserError):
         rows: number of skipped rows
         fraction: the option --validation-fraction
         has_held_out: True if the validation part has a source of its own
-        remedy: a correction that works, such as the option with another value
+        proposal: a fraction that leaves documents for both parts, if one is known
+        are_equal: True if all documents are equal
     """
 
     def __init__(
@@ -57,19 +58,30 @@ class EmptyPart(UserError):
         rows: int,
         fraction: float,
         has_held_out: bool = False,
-        remedy: str = "a fraction that leaves some for both parts",
+        proposal: str = "",
+        are_equal: bool = False,
     ):
-        skipped = f"({rows} rows were skipped)"
+        skipped = f" ({counted(rows, 'row')} skipped)" if rows else ""
         if has_held_out and (documents or part == "validation"):
             option = "--source" if part == "train" else "--validation-source"
-            message = f"{option} has no documents, so the {part} part would be empty {skipped}"
+            message = f"{option} has no documents, so the {part} part would be empty{skipped}"
         elif not documents:
-            message = f"the source has no documents {skipped}"
-        else:
+            message = f"the source has no documents{skipped}"
+        elif are_equal:
             message = (
-                f"the {part} part has no tokens: of {documents} documents {skipped}, "
-                f"--validation-fraction {fraction} leaves none for it; use more documents, "
-                f"{remedy}, or --validation-fraction 0 for no validation part"
+                f"the {part} part has no tokens: the {counted(documents, 'document')}{skipped} are "
+                f"equal, and equal documents are in the same part; add other documents, name those "
+                f"of the validation part with --validation-source, or use --validation-fraction 0 "
+                f"for no validation part"
+            )
+        else:
+            better = "a fraction that leaves some for both parts"
+            if proposal:
+                better = f"--validation-fraction {proposal}"
+            message = (
+                f"the {part} part has no tokens: --validation-fraction {fraction} leaves none of "
+                f"the {counted(documents, 'document')}{skipped} for it; use {better}, "
+                f"more documents, or --validation-fraction 0 for no validation part"
             )
         super().__init__(message)
 
@@ -106,7 +118,7 @@ def json_document(line: bytes, column: str) -> str | Problem:
         ValueError,
         RecursionError,
     ) as error:  # ValueError: an integer of more than 4,300 digits
-        return Problem("json", f"not valid JSON: {error}")
+        return Problem("json", f"not valid JSON: {reason_of(error)}")
     return field(item, column)
 
 

@@ -44,8 +44,9 @@ NumberedPiece = tuple[int, Piece]  # index of the format that reads the piece, a
 
 def describe(files: Sequence[str], start: int, stop: int | None) -> str:
     """Return a piece in words: its files and its range."""
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"{files[0]}{more}" + ("" if stop is None else f" ({start} .. {stop - 1})")
+    if len(files) > 1:
+        return f"one of the {len(files)} files from {files[0]} to {files[-1]}"
+    return files[0] + ("" if stop is None else f" ({start} .. {stop - 1})")
 
 
 class Format(ABC):
@@ -79,8 +80,3 @@ def version_of(file: Path) -> str:
     """Return the size of a file and the time of its last change."""
     about = file.stat()
     return f"{about.st_size}/{about.st_mtime_ns}"
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its class if the message is empty."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

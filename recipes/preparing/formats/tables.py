@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pyarrow
 from pyarrow import parquet
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 from recipes.preparing.formats.documents import Problem, Row, advice, document, field, printable
-from recipes.preparing.formats.format import READ_ERRORS, Format, Piece, first_line, version_of
+from recipes.preparing.formats.format import READ_ERRORS, Format, Piece, version_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -38,7 +38,7 @@ class Parquet(Format):
         try:
             names = parquet.read_schema(file).names
         except READ_ERRORS as error:
-            raise UserError(f"{file} cannot be read: {first_line(error)}") from None
+            raise UserError(f"{file} cannot be read: {reason_of(error)}") from None
         check_column(str(file), column, names, self._first_rows())
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
@@ -169,7 +169,7 @@ def from_library(rows: Iterable[T], source: object) -> Iterator[T]:
         except StopIteration:
             return
         except Exception as error:
-            raise UserError(f"{source} cannot be read: {first_line(error)}") from None
+            raise UserError(f"{source} cannot be read: {reason_of(error)}") from None
         yield row
 
 

@@ -16,7 +16,7 @@ from typing import IO
 
 import pyarrow
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 from recipes.preparing.formats.documents import (
     BLANK,
     Problem,
@@ -26,7 +26,7 @@ from recipes.preparing.formats.documents import (
     field,
     json_document,
 )
-from recipes.preparing.formats.format import Format, Piece, first_line, version_of
+from recipes.preparing.formats.format import Format, Piece, version_of
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".bz2", ".zst")
@@ -144,7 +144,7 @@ class JsonArray(Format):
             ValueError,
             RecursionError,
         ) as error:  # also UnicodeDecodeError and too long integers
-            raise UserError(f"{piece} cannot be read: {first_line(error)}") from None
+            raise UserError(f"{piece} cannot be read: {reason_of(error)}") from None
         for number, item in enumerate(items):
             yield Row(number, field(item, self.column))
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError
+from models.errors import UserError, counted
 from recipes.planning.inputs.option_types import count
 from recipes.preparing.tasks.corpus_tasks import last_word, make_items, next_line
 from recipes.preparing.tasks.harness_samples import items_of_samples
@@ -48,7 +48,7 @@ def write_task(arguments: list[str]) -> None:
     except UserError:
         output.unlink()
         raise
-    print(f"wrote {len(items):,} items to {output}; in a recipe:")
+    print(f"wrote {counted(len(items), 'item')} to {output}; in a recipe:")
     print(f'\n[evaluation]\ntasks = [{{ name = "{output.stem}", path = "{options.output}" }}]')
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import UserError
+from models.errors import UserError, counted
 from recipes.preparing.tokenization import fast_tokenizer
 from recipes.training.data.checks import check_part
 from recipes.training.data.token_file import TokenFile
@@ -40,8 +40,8 @@ def make_items(corpus: Path, make: ItemMaker, *, count: int) -> list[dict[str, A
     items = list(islice(filter(None, made), count))
     if len(items) < count:
         raise UserError(
-            f"--items {count}: the validation documents of {corpus} make {len(items)} items; use "
-            f"--items {len(items)}, or a larger corpus"
+            f"--items {count}: the validation documents of {corpus} make "
+            f"{counted(len(items), 'item')}; use --items {len(items)}, or a larger corpus"
             if items
             else f"the validation documents of {corpus} make no items; use a corpus of text with "
             f"several lines per document"

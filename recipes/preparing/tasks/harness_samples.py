@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError
+from models.errors import UserError, counted, reason_of
 
 ADVICE = "use a samples_*.jsonl file that lm_eval --log_samples wrote for a task of log-likelihoods"
 
@@ -30,7 +30,7 @@ def items_of_samples(file: Path, delimiter: str | None) -> list[dict[str, Any]]:
     try:
         lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read ({error}); {ADVICE}") from None
+        raise UserError(f"{file} cannot be read ({reason_of(error)}); {ADVICE}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -39,7 +39,7 @@ def items_of_samples(file: Path, delimiter: str | None) -> list[dict[str, Any]]:
             sample = json.loads(line)
             samples.setdefault(sample["doc_id"], (place, sample))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{place} is not a sample ({error!r}); {ADVICE}") from None
+            raise UserError(f"{place} is not a sample ({reason_of(error)}); {ADVICE}") from None
     pairs = {place: _pairs(sample, place) for place, sample in samples.values()}
     if not pairs:
         raise UserError(f"{file} has no samples; {ADVICE}")
@@ -56,7 +56,7 @@ def _pairs(sample: dict[str, Any], place: str) -> list[tuple[str, str]]:
         found = list(requests.values()) if isinstance(requests, dict) else requests
         pairs = [tuple(each.values()) if isinstance(each, dict) else tuple(each) for each in found]
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{place} has no requests ({error!r}); {ADVICE}") from None
+        raise UserError(f"{place} has no requests ({reason_of(error)}); {ADVICE}") from None
     are_texts = all(len(each) == 2 and all(isinstance(t, str) for t in each) for each in pairs)
     if not pairs or not are_texts:
         raise UserError(f"{place} has requests that are not log-likelihoods; {ADVICE}")
@@ -85,6 +85,6 @@ def _item(
     if not target.isdecimal() or int(target) >= len(choices):
         raise UserError(
             f"{place}: target = {sample.get('target')!r} is not the number of one of "
-            f"{len(choices)} choices; {ADVICE}"
+            f"{counted(len(choices), 'choice')}; {ADVICE}"
         )
     return item | {"choices": choices, "answer": int(target)}

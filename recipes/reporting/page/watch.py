@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 from recipes.training.run_folder.lock import is_held
 
 HOST = "127.0.0.1"
@@ -71,8 +71,8 @@ def serve(watcher: Watcher, *, port: int, seconds: float) -> None:
         server = new_server(watcher, port)
     except (OSError, OverflowError) as error:
         raise UserError(
-            f"--port {port} cannot be used ({error}); use another one, such as --port 0 for any "
-            f"free port"
+            f"--port {port} cannot be used ({reason_of(error)}); use another one, such as --port 0 "
+            f"for any free port"
         ) from None
     thread = Thread(target=server.serve_forever, name="report", daemon=True)
     thread.start()

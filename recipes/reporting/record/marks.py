@@ -71,7 +71,7 @@ def describe(event: Event) -> str:
     if kind == "rollback":
         return _cut(f"to step {event.get('to')}: {event.get('reason', '')}")
     if kind == "repeat":
-        return f"{event.get('steps')} steps were lost, and are repeated"
+        return f"steps lost and repeated: {event.get('steps')}"
     if kind == "save":
         return _cut(str(event.get("checkpoint", "")).rpartition("/")[2])
     if kind == "slow":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from models.cost import flops_per_token
-from models.errors import UserError
+from models.errors import UserError, reason_of
 from recipes.reporting.record.branches import abandoned_branches, divide
 from recipes.reporting.record.steps import Steps
 from recipes.training.recipe.loading import is_nested_too_deeply, parse_recipe
@@ -211,7 +211,9 @@ def _read_recipe(file: Path, problems: list[str]) -> tuple[dict[str, Any], Recip
         problems.append(f"{file} cannot be read ({error.strerror})")
         return {}, None
     except (ValueError, RecursionError) as error:
-        problems.append(f"{file} is not valid TOML ({error}): no plan, no mixture and no FLOPs")
+        problems.append(
+            f"{file} is not valid TOML ({reason_of(error)}): no plan, no mixture and no FLOPs"
+        )
         return {}, None
     try:
         return table, parse_recipe(table, str(file))

@@ -6,6 +6,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from models.errors import counted
 from recipes.sweeping.report import MAX_REASON_CHARACTERS, Progress, duration
 from recipes.sweeping.transfer.coordinates import CoordinateCheck, Sizes
 from recipes.sweeping.transfer.learning_rates import FACTOR, Comparison, Outcome, Verdict
@@ -157,8 +158,8 @@ def check_line(check: CoordinateCheck) -> str:
     judged = check.judged
     if not judged or check.faults:
         return (
-            f"FAIL  {name}activations of {len(check.faults)} trials were not measured, for the "
-            f"reasons above; correct the cause and rerun with --retry"
+            f"FAIL  {name}no activations of {counted(len(check.faults), 'trial')}, for the reasons "
+            f"above; correct the cause and rerun with --retry"
         )
     worst = max(judged, key=lambda each: each.spread / each.limit)
     flat = sum(each.is_flat for each in judged)

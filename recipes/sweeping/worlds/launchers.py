@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 from recipes.nodes.hosts import read_hostfile
 from recipes.proving.worlds import rank_variables
 from recipes.sweeping.trial import WorldKind
@@ -199,10 +199,13 @@ def first_host() -> str:
     """
     command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
     try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=True)
-        return done.stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError) as problem:
-        raise UserError(
-            f"scontrol does not name the hosts of this allocation ({problem}); use --launcher "
-            f"local, or start the sweep with sbatch"
-        ) from None
+        done = subprocess.run(command, capture_output=True, encoding="utf-8")
+        if done.returncode == 0 and (hosts := done.stdout.split()):
+            return hosts[0]
+        reason = done.stderr.strip() or "it printed nothing"
+    except OSError as error:
+        reason = reason_of(error)
+    raise UserError(
+        f"scontrol does not name the hosts of this allocation ({reason}); use --launcher local, or "
+        f"start the sweep with sbatch"
+    )

@@ -24,7 +24,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from models.config import ModelConfig
-from models.errors import UserError
+from models.errors import UserError, reason_of
 from recipes.training.checkpoint.tensor_file import FileRecord
 from recipes.training.recipe.sections.stage import Stage
 from recipes.training.recipe.sections.training import Batch
@@ -33,6 +33,10 @@ from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.progress import Progress, read_from
 
 FORMAT = 1
+REMEDY = (
+    "restore it from a copy, or use another checkpoint (pretrain.py resumes from the newest "
+    "undamaged one)"
+)
 OPTIONAL = {"read_parts", "parent", "validation_loss"}  # fields that a manifest may lack
 Number = Annotated[int, Field(ge=0)]
 # Without a folder: the files of a checkpoint are in its own folder, even if the manifest was
@@ -90,6 +94,8 @@ def _first(error: ValidationError) -> str:
     if not key:
         return problem["msg"]
     value = f"{problem['input']!r:.100}".replace("\n", " ")
+    if problem["type"] == "string_pattern_mismatch":
+        return f"{key} = {value}: this is not the name of a file of the checkpoint"
     return f"{key} = {value}: {problem['msg']}"
 
 
@@ -209,25 +215,25 @@ class Manifest:
         try:
             content = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{file} is damaged ({error}); use another checkpoint") from None
+            raise UserError(f"{file} is damaged ({reason_of(error)}); {REMEDY}") from None
         if not isinstance(content, dict):
-            raise UserError(f"{file} is damaged (not a JSON object); use another checkpoint")
-        if content.get("format") != FORMAT:
+            raise UserError(f"{file} is damaged (not a JSON object); {REMEDY}")
+        if "format" not in content:
+            raise UserError(f'{file} is damaged (it has no "format"); {REMEDY}')
+        if content["format"] != FORMAT:
             raise UserError(
-                f"{file}: format = {content.get('format')}, but this version of Threefold reads "
+                f"{file}: format = {content['format']}, but this version of Threefold reads "
                 f"format = {FORMAT}; use the version that wrote the checkpoint"
             )
         if wrong := ({field.name for field in fields(cls)} ^ content.keys()) - OPTIONAL:
             raise UserError(
-                f"{file}: missing or unknown keys: {', '.join(sorted(wrong))}; use the version of "
-                f"Threefold that wrote the checkpoint"
+                f"{file} is damaged, or another version of Threefold wrote it (missing or unknown "
+                f"keys: {', '.join(sorted(wrong))}); {REMEDY}"
             )
         try:
             _CONTENT.validate_json(_json(content), strict=True)
         except ValidationError as error:
-            raise UserError(
-                f"{file} is damaged ({_first(error)}); use another checkpoint"
-            ) from None
+            raise UserError(f"{file} is damaged ({_first(error)}); {REMEDY}") from None
         return cls(**content)
 
 

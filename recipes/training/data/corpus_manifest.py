@@ -2,11 +2,16 @@
 
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError
+from models.errors import UserError, counted, reason_of
+from recipes.training.recipe.repository import repository_path
+from recipes.training.recipe.schema import Recipe
+
+MAX_PADDING = 1024  # the largest multiple, a power of two, to which a vocabulary is padded
 
 
 def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> dict[str, Any]:
@@ -26,7 +31,7 @@ def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> 
         manifest = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{file} is not a manifest of prepare_data.py ({error!r}); {advice}"
+            f"{file} is not a manifest of prepare_data.py ({reason_of(error)}); {advice}"
         ) from None
     if (reason := _wrong_type(manifest)) is not None:
         raise UserError(f"{file} is not a manifest of prepare_data.py ({reason}); {advice}")
@@ -46,6 +51,43 @@ def _wrong_type(manifest: Any) -> str | None:
     if not isinstance(files, dict) or not all(isinstance(each, dict) for each in files.values()):
         return f"files = {files!r:.60} is not a table of files"
     return None
+
+
+def few_tokens(part: str, tokens: int) -> str:
+    """Return what to do about a part of a corpus that is shorter than a window of a recipe.
+
+    Args:
+        part: train or validation
+        tokens: number of tokens of the part
+    """
+    remedy = f"use model.sequence_length = {tokens - 1} or less, or " if tokens > 1 else ""
+    if part != "validation":
+        return f"{remedy}prepare the corpus again with more text"
+    return (
+        f"{remedy}prepare the corpus again with a larger --validation-fraction or more text in "
+        f"--validation-source, or leave data.validation out and set training.evaluate_every = 0"
+    )
+
+
+def unused_rows(recipe: Recipe) -> str:
+    """Return a note if the model's vocabulary is larger than the tokenizer's; "" if it is not.
+
+    Only manifests tell the size of the tokenizer. A size that is rounded up to a multiple of a
+    power of two, as in many published models, is normal and has no note.
+    """
+    for source in recipe.data.train:
+        tokens = read_manifest(repository_path(source.path).parent).get("vocab_size")
+        if tokens is None:
+            continue
+        size = recipe.model.vocab_size
+        padding = math.gcd(size, MAX_PADDING)  # the largest power of two of which it is a multiple
+        if size - tokens >= padding:
+            return (
+                f"model.vocab_size = {size} is more than the {tokens:,} tokens of the tokenizer of "
+                f"{source.path}: {counted(size - tokens, 'row')} of the embedding will never be "
+                f"used, which is harmless; in a new run, model.vocab_size = {tokens} saves memory"
+            )
+    return ""
 
 
 def tokenizer_hash(folder: Path) -> str:

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from models.context_parallel.division import Division, Lengths, Slices, divide, rank_work
-from models.errors import UserError
+from models.errors import UserError, counted
 from models.parallel.micro_batch_info import Documents, MicroBatchInfo
 from models.parallel.rng import MaskKey
 from recipes.training.data.checks import check_document_starts, open_corpus
+from recipes.training.data.corpus_manifest import few_tokens
 from recipes.training.data.evaluation.tasks import Tasks, open_tasks
 from recipes.training.data.evaluation.token_bytes import token_bytes
 from recipes.training.data.fingerprint import fingerprint
@@ -46,8 +47,9 @@ class Windows:
         self.count = (file.count - 1) // sequence_length
         if self.count < 1:
             raise UserError(
-                f"{file.path}.bin has {file.count} tokens, less than one window of "
-                f"model.sequence_length = {sequence_length}; use more text or shorter sequences"
+                f"{file.path}.bin has {counted(file.count, 'token')}, and a window of "
+                f"model.sequence_length = {sequence_length} needs {sequence_length + 1}; "
+                f"{few_tokens(file.path.name, file.count)}"
             )
 
     def read(self, index: int, positions: range | None = None) -> np.ndarray:

@@ -31,8 +31,7 @@ TOKEN_TYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 TOKEN_CODES = {"<u2": 8, "<i4": 4}
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # Megatron's format stores lengths as int32
 INDEX_ENTRIES_PER_WRITE = 2**20
-MAX_CHECKED_ENTRIES = 2**20  # of a column; a longer one is checked in evenly spread blocks
-BLOCKS_CHECKED, BLOCK_ENTRIES = 64, 2**14
+ENTRIES_PER_CHECK = 2**16  # of a column of the index; arrays of this size stay in the cache
 
 
 class TokenFile:
@@ -172,7 +171,7 @@ class TokenFile:
     def check_index(self, *, one_sequence_per_document: bool) -> None:
         """Check that lengths, addresses, documents and the size of the .bin agree.
 
-        A large index is checked in evenly spread blocks. The .bin is not read.
+        All entries are read, in blocks. The .bin is not read.
 
         Args:
             one_sequence_per_document: True for a corpus of prepare_data.py; other corpora may have
@@ -196,6 +195,7 @@ class TokenFile:
             )
         exact = one_sequence_per_document and self.boundaries == self.sequences + 1
         for first, after in _blocks(self.boundaries):
+            after = min(after + 1, self.boundaries)  # compare also with the next block
             documents = self._entries("<i8", position, first, after)
             steps = np.diff(documents)
             wrong = np.flatnonzero((steps != 1) if exact else (steps < 0))
@@ -250,11 +250,9 @@ class TokenFile:
 
 
 def _blocks(count: int) -> list[tuple[int, int]]:
-    """Return the ranges of a column's entries to check, the whole column if it is small."""
-    if count <= MAX_CHECKED_ENTRIES:
-        return [(0, count)]
-    starts = [(count - BLOCK_ENTRIES) * n // (BLOCKS_CHECKED - 1) for n in range(BLOCKS_CHECKED)]
-    return [(start, start + BLOCK_ENTRIES) for start in starts]
+    """Return the ranges of a column's entries that are checked at once."""
+    firsts = range(0, max(count, 1), ENTRIES_PER_CHECK)
+    return [(first, min(first + ENTRIES_PER_CHECK, count)) for first in firsts]
 
 
 def _check_size(file: Path, expected: int) -> None:

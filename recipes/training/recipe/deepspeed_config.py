@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 from models.cost import parameter_count
-from models.errors import UserError
+from models.errors import UserError, counted, reason_of
 from recipes.training.recipe.deepspeed_schema import (
     AUTO_KEYS,
     RECIPE_BLOCKS,
@@ -170,7 +170,7 @@ def _rejection(name: str, review: Review, proposal: dict[str, Any]) -> str:
     if len(review.findings) + len(notes) == 1:
         about = f"{name}: {review.findings[0]}"
     else:
-        count = f"{len(review.findings)} problems" if review.findings[1:] else "1 problem"
+        count = counted(len(review.findings), "problem")
         about = "\n  ".join([f"{name}: {count}:", *review.findings, *notes])
     return f"{about}\nThis file would be accepted:\n{json.dumps(proposal, indent=2)}"
 
@@ -186,15 +186,17 @@ def _parse(name: str, review: Review) -> dict[str, Any]:
         problems, text = repair_json(text)
     except UserError as problem:
         raise UserError(f'deepspeed = "{name}": {problem}; use one of {SHIPPED}') from None
-    except (FileNotFoundError, IsADirectoryError):
-        raise UserError(f'deepspeed = "{name}": no such file; use one of {SHIPPED}') from None
+    except (FileNotFoundError, IsADirectoryError) as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else "this is a folder"
+        raise UserError(f'deepspeed = "{name}": {reason}; use one of {SHIPPED}') from None
     except OSError as error:
         raise UserError(
             f'deepspeed = "{name}" cannot be read ({error.strerror}); use one of {SHIPPED}'
         ) from None
     except (ValueError, RecursionError) as error:  # not UTF-8, or a number of 4,301 digits
         raise UserError(
-            f'deepspeed = "{name}": this is not valid JSON: {error}; use one of {SHIPPED}'
+            f'deepspeed = "{name}": this is not valid JSON: {reason_of(error)}; use one of '
+            f"{SHIPPED}"
         ) from None
     review.findings += problems
     content = json.loads(

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args
@@ -17,11 +18,21 @@ Location = tuple[str | int, ...]
 
 MAX_SYNTAX_ERRORS = 100  # to repair in a JSON text
 MAX_POSITIONS = 3  # of one message
+MAX_NAME_CHARACTERS = 64  # of a proposed name
 COMMENT = re.compile(r"//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 TRAILING_COMMA = re.compile(r",(?=\s*[}\]])")
 SINGLE_QUOTED = re.compile(r"'[^'\"\\\n]*'")
 UNQUOTED_KEY = re.compile(r"[A-Za-z_]\w*(?=\s*:)")
 CONSTANTS_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
+MISSING_COMMA = re.compile(r'["{\[\w-]')  # the beginning of the value after a missing comma
+# The characters that a pattern of the schema allows, in words.
+CHARACTERS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "use only the letters A to Z and a to z, digits, dots, "
+    "hyphens and underscores, and begin with a letter or digit",
+    r"^[A-Za-z0-9][A-Za-z0-9_-]*$": "use only the letters A to Z and a to z, digits, hyphens and "
+    "underscores, and begin with a letter or digit",
+    r"^[^/\\#?%:]{1,128}$": "use 1 to 128 characters other than / \\ # ? % and :",
+}
 # A variable of a script that writes the file, such as GLOBAL_BATCH, $STAGE, ${STAGE}, {{stage}}.
 PLACEHOLDER = re.compile(r"\{\{[^{}\n]*\}\}|<[^<>\n]*>|-?[A-Za-z_$%@](?:[\w$%@.]|\{\w*\})*")
 
@@ -59,6 +70,11 @@ def explain(
     if kind.startswith("missing"):
         return f"{key} is missing; for example {works}"
     complaint = problem["msg"][0].lower() + problem["msg"][1:]
+    if kind == "string_pattern_mismatch":
+        pattern = problem["ctx"]["pattern"]
+        complaint = CHARACTERS[pattern]
+        if name := _name_that_fits(problem["input"], pattern):
+            works = f"{location[-1]} = {_in_one_line(name)}"
     complaint = complaint.replace("True", "true").replace("False", "false")  # in TOML's spelling
     return f"{key} = {_look_up(table, location)!r}: {complaint}; for example {works}"
 
@@ -107,6 +123,21 @@ def _example(location: Location, recipe: type[BaseModel], example: dict[str, Any
     return f"{location[-1]} = {_in_one_line(value)}"
 
 
+def _name_that_fits(name: str, pattern: str) -> str:
+    """Return a name without accents, in which hyphens replace characters that a pattern forbids.
+
+    pattern: one of CHARACTERS
+
+    Returns:
+        "" if no character is left
+    """
+    letters = unicodedata.normalize("NFKD", name)
+    plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
+    fitting = (letter if re.search(pattern, f"a{letter}") else "-" for letter in plain)
+    shortened = "".join(fitting).strip("-._")[:MAX_NAME_CHARACTERS]
+    return shortened if re.search(pattern, shortened) else ""
+
+
 def _in_one_line(value: Any) -> str:
     """Return a value as TOML in one line."""
     if isinstance(value, dict):
@@ -117,7 +148,10 @@ def _in_one_line(value: Any) -> str:
 
 
 def _defaults(model: Any, prefix: str = "") -> dict[str, Any]:
-    """Return "section.key" -> default for every key of a class and its sections."""
+    """Return "section.key" -> default for every key of a class and its sections.
+
+    A field's own example replaces a default that does not show what the key takes, such as [].
+    """
     return dict(_walk(model, prefix))
 
 
@@ -125,7 +159,10 @@ def _walk(model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     if is_dataclass(model):
         entries = [(field.name, field.type, field.default) for field in fields(model)]
     else:
-        entries = [(name, f.annotation, f.default) for name, f in model.model_fields.items()]
+        entries = [
+            (name, f.annotation, f.examples[0] if f.examples else f.default)
+            for name, f in model.model_fields.items()
+        ]
     for name, annotation, default in entries:
         yield prefix + name, default
         for section in (annotation, *get_args(annotation)):
@@ -147,9 +184,9 @@ def _look_up(table: Any, location: Location) -> Any:
 def repair_json(text: str) -> tuple[list[str], str]:
     """Return messages about the syntax errors of a JSON text, and the repaired text.
 
-    Comments, commas before a bracket, single quotes, keys without quotes, constants of Python and
-    placeholders are repaired; a placeholder becomes "auto". An error that occurs more than once
-    has one message.
+    Comments, missing commas, commas before a bracket, single quotes, keys without quotes, constants
+    of Python and placeholders are repaired; a placeholder becomes "auto". An error that occurs more
+    than once has one message.
 
     Raises:
         UserError: the text has another error; the message names this one and those repaired.
@@ -167,7 +204,9 @@ def repair_json(text: str) -> tuple[list[str], str]:
             line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
             position = f"line {line}, column {column}"
             if repair is None or sum(map(len, problems.values())) == MAX_SYNTAX_ERRORS:
-                last = f"this is not valid JSON: {position}: {error.msg}"
+                ends = error.pos >= len(text.rstrip())
+                reason = "the file ends too early" if ends else error.msg
+                last = f"this is not valid JSON: {position}: {reason}"
                 raise UserError("; ".join([last, *_located(problems)])) from None
             start, end, replacement, message = repair
             problems.setdefault(message, []).append(position)
@@ -199,6 +238,11 @@ def _repair(text: str, error: json.JSONDecodeError) -> tuple[int, int, str, str]
     comma = text.rfind(",", 0, start + 1)
     if comma >= 0 and not text[comma + 1 : start].strip() and TRAILING_COMMA.match(text, comma):
         return comma, comma + 1, " ", "a comma before a closing bracket; remove the comma"
+    before = text[:start].rstrip()
+    if error.msg.startswith("Expecting ',' delimiter") and (
+        MISSING_COMMA.match(text, start) if len(before) < start else text[start : start + 1] == '"'
+    ):
+        return len(before), len(before), ",", "a comma is missing here; add it"
     if found := SINGLE_QUOTED.match(text, start):
         double = f'"{found[0][1:-1]}"'
         return start, found.end(), double, f"{found[0]} has single quotes; use {double}"

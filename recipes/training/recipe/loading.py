@@ -1,5 +1,6 @@
 """Load a recipe from its TOML file and apply the overrides of --set."""
 
+import difflib
 import json
 import os
 import tomllib
@@ -9,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from models.errors import UserError
+from models.errors import UserError, reason_of, suggestion
 from recipes.training.recipe.errors import explain, root_causes
-from recipes.training.recipe.repository import REPOSITORY
+from recipes.training.recipe.repository import REPOSITORY, short
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan, StageRejected
 
@@ -30,11 +31,6 @@ def shipped_recipes() -> list[Path]:
     folder = REPOSITORY / "recipes"
     tiny = set(folder.glob("*.toml")) - {DEFAULT_RECIPE}
     return [DEFAULT_RECIPE, *sorted(tiny), *sorted(folder.glob("*/*.toml"))]
-
-
-def short(path: Path) -> Path:
-    """Return a path relative to the current folder if it is inside, as a user would type it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def origin(path: Path, overrides: Sequence[str]) -> str:
@@ -123,17 +119,36 @@ def _reject_date(value: Any) -> Any:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (FileNotFoundError, IsADirectoryError):
-        shipped = ", ".join(str(file.relative_to(REPOSITORY)) for file in shipped_recipes())
-        raise UserError(f"{short(path)}: no such recipe; use one of: {shipped}") from None
+    except IsADirectoryError:
+        files = [*sorted(path.glob("*.toml")), *sorted(path.glob("*/*.toml"))]
+        remedy = suggestion("", [str(short(file)) for file in files or shipped_recipes()])
+        raise UserError(f"{short(path)}: this is a folder; {remedy}") from None
+    except FileNotFoundError:
+        raise UserError(f"{short(path)}: no such recipe; {_existing_recipe(path)}") from None
     except OSError as error:
         raise UserError(
             f"{short(path)} cannot be read ({error.strerror}); use a file that you can read"
         ) from None
     except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
         raise UserError(
-            f'{short(path)}: this is not valid TOML: {error}; write lines such as name = "tiny"'
+            f"{short(path)}: this is not valid TOML: {reason_of(error)}; write lines such as "
+            f'name = "tiny"'
         ) from None
+
+
+def _existing_recipe(path: Path) -> str:
+    """Return the recipe that resembles a missing one, as a question; otherwise a few recipes."""
+    files = [*shipped_recipes(), *sorted(path.parent.glob("*.toml"))]
+    by_name = {_family_and_size(file): str(short(file)) for file in files}
+    if close := difflib.get_close_matches(_family_and_size(path), by_name, n=1, cutoff=0.7):
+        return f"did you mean {by_name[close[0]]}?"
+    return suggestion("", list(by_name.values()))
+
+
+def _family_and_size(path: Path) -> str:
+    """Return the part of a recipe's path that distinguishes it, such as tiny or llama/7b."""
+    *_, folder, name = ("recipes", *path.parts)
+    return f"{folder}/{name}".removeprefix("recipes/").removesuffix(".toml")
 
 
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:

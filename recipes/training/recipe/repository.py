@@ -16,3 +16,8 @@ def repository_path(path: str) -> Path:
     except UnicodeEncodeError:
         path = os.fsdecode(path.encode("utf-8", "surrogateescape"))
     return (REPOSITORY / path).resolve()
+
+
+def short(path: Path) -> Path:
+    """Return a path relative to the current folder if it is inside, as a user would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

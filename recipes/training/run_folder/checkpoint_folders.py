@@ -11,6 +11,8 @@ import shutil
 import time
 from pathlib import Path
 
+from models.errors import a_few, suggestion
+from recipes.training.recipe.repository import REPOSITORY, short
 from recipes.training.run_folder.line_file import flush
 
 NAME = re.compile(r"step-\d{7,}")
@@ -62,6 +64,28 @@ def published(folder: Path) -> list[Path]:
         return []
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=step_of)
+
+
+def no_checkpoint(path: Path) -> str:
+    """Say that a path has no checkpoint: what was looked for, where, and what exists there."""
+    if not path.exists():
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        problem = f"{path} does not exist{where}"
+    elif path.is_dir():
+        problem = f"{path} has no checkpoint: neither manifest.json nor checkpoints/step-..."
+    else:
+        problem = f"{path} is a file, not a run folder or a checkpoint"
+    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
+    for folder in (parent, parent / "checkpoints"):
+        if saves := published(folder):
+            newest_first = [save.name for save in reversed(saves)]
+            return f"{problem}; {short(folder)} has {a_few(newest_first)}"
+    for folder in (path, parent / "runs", parent, REPOSITORY / "runs"):
+        runs = [run for run in sorted(folder.glob("*")) if published(run / "checkpoints")]
+        if runs:
+            wanted = "" if path.exists() else str(path)
+            return f"{problem}; {suggestion(wanted, [str(short(run)) for run in runs])}"
+    return f"{problem}; train a run first, for example with python recipes/pretrain.py"
 
 
 def checkpoint_name(step: int) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from models.cost import parameter_count
+from models.errors import counted
 from models.hugging_face.config import export_problem
 from models.pipeline.schedule.balance import balance_text
 from recipes.training.checkpoint.compatibility import changed_positions
+from recipes.training.data.corpus_manifest import unused_rows
 from recipes.training.recipe.deepspeed_config import deepspeed_notes
 from recipes.training.recipe.learning_rate import MAX_RATE_CHANGE, learning_rate
 from recipes.training.recipe.schema import Recipe
@@ -78,6 +80,8 @@ def announce(
             head=recipe.head_in_blocks,
         )
         print(f"  {layout.schedule_name}: {balance}", flush=True)
+    if note := unused_rows(recipe):
+        print(f"  {note}", flush=True)
     if problem := export_problem(recipe.model):
         print(f"  convert.py to-hf cannot export this model: {problem}", flush=True)
     if imbalance > MAX_IMBALANCE:
@@ -95,11 +99,7 @@ def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
     """Return the numbers of nodes and ranks, with the names of the nodes."""
     more = len(nodes) - MAX_NODES_IN_MESSAGE
     names = ", ".join(nodes[:MAX_NODES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
-    return f"{_count(len(nodes), 'node')}, {_count(ranks, 'rank')}: {names}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+    return f"{counted(len(nodes), 'node')}, {counted(ranks, 'rank')}: {names}"
 
 
 def tell_changes(folder: RunFolder, found: "ResumePoint", recipe: Recipe) -> None:
@@ -135,8 +135,8 @@ def thread_excess(ranks: int, threads: int, cores: int) -> str:
         remedy = f"start {cores} ranks per node"
         remedy += " with OMP_NUM_THREADS=1" if threads > ranks else ""
     return (
-        f"{_count(ranks, 'rank')} on this node run{'s' * (ranks == 1)} {threads} threads on "
-        f"{_count(cores, 'core')}, which slows {'them' if ranks > 1 else 'it'} down; {remedy}"
+        f"{counted(ranks, 'rank')} on this node run{'s' * (ranks == 1)} {threads} threads on "
+        f"{counted(cores, 'core')}, which slows {'them' if ranks > 1 else 'it'} down; {remedy}"
     )
 
 
@@ -182,7 +182,7 @@ def summarize(
         for name, accuracy in task_accuracies(line).items():
             evaluations[f"task        {name}"] = f"{accuracy:.1%}"
     steps = recipe.training.steps
-    title, advice = f"is finished: {_count(steps, 'step')}", longer_training(recipe)
+    title, advice = f"is finished: {counted(steps, 'step')}", longer_training(recipe)
     if found and found.progress.step > steps:
         title = (
             f"is at step {found.progress.step}, beyond the requested training.steps = {steps}; "

@@ -432,7 +432,8 @@ REJECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), {},
         r"has no tokenizer\.json"),
     "less than one window": (
-        write_manifest, {"model__sequence_length": 100_000}, "less than one window"),
+        write_manifest, {"model__sequence_length": 100_000},
+        "has 20,000 tokens, and a window of .* needs 100001; use .* = 19999 or less"),
     "a weight of zero": (
         write_manifest, {"data__train": [{"path": "data/x", "weight": 0.0}]}, "weight = 0.0"),
     "a weight that is too small": (

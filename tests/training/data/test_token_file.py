@@ -181,27 +181,29 @@ def test_a_flipped_bit_of_the_index_is_found_at_the_start(
     assert len(silent) == (0 if one_sequence_per_document else 1)
 
 
-def test_a_large_index_is_checked_in_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("one_sequence_per_document", [True, False])
+def test_every_entry_of_an_index_with_several_blocks_is_checked(
+    one_sequence_per_document: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_file, "MAX_CHECKED_ENTRIES", 10)
-    monkeypatch.setattr(token_file, "BLOCK_ENTRIES", 3)
-    count = 1000
+    monkeypatch.setattr(token_file, "ENTRIES_PER_CHECK", 3)
+    count = 20
     write_token_file(tmp_path / "x", documents(99, count=count), vocab_size=100)
-    TokenFile(tmp_path / "x").check_index(one_sequence_per_document=True)
+
+    def check() -> None:
+        TokenFile(tmp_path / "x").check_index(one_sequence_per_document=one_sequence_per_document)
+
+    check()
     index = tmp_path / "x.idx"
-    sound = index.read_bytes()
-    lists = HEADER.size + 12 * count
-    for entry in (HEADER.size, HEADER.size + 4 * (count - 1), lists, lists + 8 * count):
-        damaged = bytearray(sound)
-        damaged[entry] ^= 2
-        index.write_bytes(damaged)
-        with pytest.raises(UserError, match=r"x\.(idx is damaged|bin has)"):
-            TokenFile(tmp_path / "x").check_index(one_sequence_per_document=True)
-    damaged = bytearray(sound)
-    damaged[lists + 8 * 10] ^= 2  # between two blocks
-    index.write_bytes(damaged)
-    TokenFile(tmp_path / "x").check_index(one_sequence_per_document=True)
+    sound, position = index.read_bytes(), HEADER.size
+    for size, entries in ((4, count), (8, count), (8, count + 1)):
+        for _ in range(entries):
+            damaged = bytearray(sound)
+            damaged[position] ^= 2
+            index.write_bytes(damaged)
+            with pytest.raises(UserError, match=r"x\.(idx is damaged|bin has)"):
+                check()
+            position += size
+    assert position == len(sound)
 
 
 def test_a_damaged_index_names_the_command_that_compares_its_checksum(tmp_path: Path) -> None:

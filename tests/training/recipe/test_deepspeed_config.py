@@ -222,8 +222,9 @@ def test_the_template_of_a_script_needs_one_correction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "position"),
-    [('{"bf16": {"enabled": true}\n "fp16": 1}', "line 2, column 2"), ("", "line 1, column 1"),
-     ('{"a": 1', "line 1, column 8"), ('{"a": .5}', "line 1, column 7"),
+    [("", "line 1, column 1"), ('{"a": 1', "line 1, column 8: the file ends too early"),
+     ('{"a": 010}', "line 1, column 8"), ('{"a": "x"y"}', "line 1, column 10"),
+     ('{"a": .5}', "line 1, column 7"),
      ('{"a": LR * 2}', "line 1, column 10"), ("{'a\"': 1}", "line 1, column 2"),
      ("{" + '"a": X, ' * 200 + '"a": X}', "line 1, column 807")],
 )  # fmt: skip
@@ -231,7 +232,28 @@ def test_other_errors_of_syntax_are_located(text: str, position: str, tmp_path: 
     with pytest.raises(UserError) as raised:
         build(tmp_path, text)
     said = str(raised.value)
-    assert f'ds.json": this is not valid JSON: {position}: ' in said and "\n" not in said
+    assert (
+        re.search(rf'ds\.json": this is not valid JSON: {position}[:;] ', said) and "\n" not in said
+    )
+
+
+def test_a_missing_comma_is_located_where_it_is_missing(tmp_path: Path) -> None:
+    text = (
+        '{\n "bf16": {"enabled": false}  // off\n'
+        ' "zero_optimization": {"stage": 1 "overlap_comm": false}\n}'
+    )
+    with pytest.raises(UserError) as raised:
+        build(tmp_path, text)
+    lines = findings(str(raised.value), tmp_path / "ds.json")
+    comment, comma = lines
+    assert comment.startswith("line 2, column 30: JSON has no comments")
+    assert comma == "line 2, column 28 and line 3, column 34: a comma is missing here; add it"
+    assert build(tmp_path, str(raised.value).partition(PROPOSAL)[2])
+
+
+def test_a_folder_is_not_a_deepspeed_config() -> None:
+    with pytest.raises(UserError, match='deepspeed = "ds_configs": this is a folder; use one of'):
+        read_deepspeed_json("ds_configs")
 
 
 def test_a_byte_order_mark_is_read(tmp_path: Path) -> None:

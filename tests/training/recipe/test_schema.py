@@ -1,6 +1,7 @@
 """Every bad recipe is rejected with one message that names the key and a value that works."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
+from recipes.training.recipe import errors
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
 from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
 from recipes.training.recipe.schema import Recipe
@@ -226,7 +228,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("data.validation={ a = 3 }", 2, "data.validation.a = 3", "for example { code = "),
     ("data.validation=3", 2, "data.validation = 3 is neither", "use a path"),
     ("evaluation.every=3", 2, "evaluation.every = 3 has no effect", 'name = "next_line"'),
-    ("evaluation.tasks=[{ name = 'a/b', path = 'x' }]", 2, "tasks.0.name = 'a/b'", '"next_line"'),
+    ("evaluation.tasks=[{ name = 'a/b', path = 'x' }]", 2, "tasks.0.name = 'a/b'", 'name = "a-b"'),
     ("evaluation.tasks=[{ name = 'a' }]", 2, "evaluation.tasks.0.path is missing", "path = "),
     ("evaluation.tasks=[{ name = 'a', path = 'x' }, { name = 'a', path = 'y' }]", 2,
      "evaluation.tasks = ['a', 'a'] has a name twice", "another name"),
@@ -234,8 +236,8 @@ BAD: list[tuple[str, int, str, str]] = [
     ("data.separate_documents=yes", 2, "data.separate_documents = 'yes'", "= false"),
     ("data.train=[{path='x', wait=1}]", 2, "unknown key data.train.0.wait", "are path, weight"),
     ("data.train=[{path='x'}, {path='./x'}]", 2, "names a corpus twice", "use each path once"),
-    ("tracking.project=a/b", 2, "tracking.project = 'a/b'", 'project = "threefold"'),
-    ("name=../elsewhere", 2, "name = '../elsewhere'", 'name = "tiny"'),
+    ("tracking.project=a/b", 2, "tracking.project = 'a/b'", 'project = "a-b"'),
+    ("name=../elsewhere", 2, "name = '../elsewhere'", 'name = "elsewhere"'),
     ("seed=-1", 2, "seed = -1", "seed = 1234"),
     ("steps=5", 2, "unknown key steps", "did you mean training.steps?"),
     ("model=5", 2, "model = 5", "layers = 4"),
@@ -362,6 +364,40 @@ def test_the_example_of_a_section_works_when_pasted(overrides: str) -> None:
     load_recipe(TINY, [f"{section}.{key}={example}".lstrip(".")])
 
 
+@pytest.mark.parametrize(
+    ("override", "words", "works"),
+    [
+        ("name=café", "letters A to Z and a to z, digits, dots, hyphens and", 'name = "cafe"'),
+        ("name=my run (2)", "begin with a letter or digit", 'name = "my-run--2"'),
+        ("name=日本", "begin with a letter or digit", 'name = "tiny"'),
+        ("tracking.project=a/b", "other than / \\ # ? % and :", 'project = "a-b"'),
+    ],
+)
+def test_a_name_with_other_characters_has_a_proposal(override: str, words: str, works: str) -> None:
+    message = rejection(TINY, [override], 2)
+    assert words in message and message.endswith(f"; for example {works}")
+    key = override.partition("=")[0]
+    load_recipe(TINY, [f"{key}={works.partition(' = ')[2]}"])
+
+
+def test_the_characters_of_every_pattern_are_known_in_words() -> None:
+    patterns = set(re.findall(r'"pattern": ("[^"]*")', json.dumps(Recipe.model_json_schema())))
+    assert len(patterns) >= 3
+    assert {json.loads(pattern) for pattern in patterns} == set(errors.CHARACTERS)
+
+
+def test_the_example_of_every_list_has_an_entry() -> None:
+    """An empty list, the default of some keys, would not show what the key takes."""
+    lists = [key for key, value in errors._defaults(Recipe).items() if isinstance(value, tuple)]
+    assert {"stage", "checkpoint.also_at", "tracking.tags"} < set(lists)
+    for key in lists:
+        message = rejection(TINY, [f"{key}=5"], 2)
+        example = message.rpartition("; for example ")[2].partition(" = ")[2]
+        assert len(tomllib.loads(f"value = {example}")["value"]) > 0, message
+        if key != "stage":  # a later stage of this recipe
+            load_recipe(TINY, [f"{key}={example}"])
+
+
 def test_the_unmodified_recipe_of_the_table_is_valid() -> None:
     recipe = load_recipe(TINY)
     build_deepspeed_config(recipe, recipe.topology(World(size=2, local_size=2)))
@@ -392,7 +428,8 @@ def test_all_problems_are_reported_at_once() -> None:
     [
         ("model = [", "this is not valid TOML"),
         ("\x00", "this is not valid TOML"),
-        (None, "no such recipe"),
+        (None, "no such recipe; use for example "),
+        ('name = "x', "this is not valid TOML: "),
     ],
 )
 def test_a_file_that_is_not_a_recipe_is_rejected(tmp_path: Path, text: str, named: str) -> None:
@@ -400,6 +437,31 @@ def test_a_file_that_is_not_a_recipe_is_rejected(tmp_path: Path, text: str, name
     if text is not None:
         file.write_text(text)
     assert rejection(file, [], 2).startswith(f"{file}: {named}")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("recipes/tinny.toml", "did you mean {recipes}/tiny.toml?"),
+        ("recipes/llama/7b", "did you mean {recipes}/llama/7b.toml?"),
+        ("llama-7b", "did you mean {recipes}/llama/7b.toml?"),
+        ("experiments/my-mdoel.toml", "did you mean experiments/my-model.toml?"),
+    ],
+)
+def test_a_misspelt_recipe_is_recognized(
+    path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "my-model.toml").touch()
+    message = rejection(Path(path), [], 1)
+    assert message == f"{path}: no such recipe; " + said.format(recipes=REPOSITORY / "recipes")
+
+
+def test_a_folder_or_an_unknown_name_lists_a_few_recipes() -> None:
+    for path, reason in ((Path("nothing-like-it"), "no such recipe"), (TINY.parent, "is a folder")):
+        message = rejection(path, [], 1)
+        assert reason in message and message.count(".toml") == 4 and message.endswith(" more")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Messages of a run: at its beginning, and the advice for training longer."""
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.messages import announce, longer_training, thread_excess
 from tests.commands import run_here
-from tests.conftest import GPT_SWITCHES, changed
+from tests.conftest import GPT_SWITCHES, changed, small_recipe
 
 RAISE = "to train longer, raise training.steps"
 WSD = {"warmup_steps": 2, "decay": "wsd", "decay_steps": 5}
@@ -132,3 +133,39 @@ def test_threads_that_exceed_the_cores_are_named(
 ) -> None:
     message = thread_excess(ranks, threads, cores)
     assert named in message and bool(message) == bool(named)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "unused"),
+    [
+        (250, 250, ""),  # equal
+        (50_304, 50_257, ""),  # GPT-2's, padded to a multiple of 128
+        (1_024, 1, ""),
+        (300, 297, ""),  # a multiple of 4
+        (300, 296, "4 rows"),
+        (251, 250, "1 row of"),
+        (2_048, 1_024, "1,024 rows"),
+        (151_936, 151_669, "267 rows"),
+    ],
+)
+def test_a_vocabulary_with_unused_rows_has_a_note(
+    rows: int, tokens: int, unused: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A difference that padding explains is normal; pretrain.py and plan.py agree."""
+    (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": tokens}))
+    table = changed(small_recipe(tmp_path), model__vocab_size=rows)
+    recipe = parse_recipe(table, "test")
+    one = Topology(pipeline=1, data=1, tensor=1)
+    found = mock.Mock(progress=Progress(), weights_only=False, path=None, in_memory=False)
+    announce(recipe, one, ["a"], mock.Mock(path=tmp_path), found)
+    started = capsys.readouterr().out
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
+    command = (plan.main, tmp_path / "recipe.toml", "--nodes", 1, "--gpus-per-node", 1)
+    options = ("--gpu", "H100", "--top", 0)
+    planned = run_here(*command, *options).stdout
+    for printed in (started, planned):
+        assert printed.count("model.vocab_size = ") == 2 * bool(unused)
+        assert unused in printed
+        assert (f"model.vocab_size = {tokens} saves" in printed) == bool(unused)
+    (tmp_path / "manifest.json").write_text("{")
+    assert run_here(*command, *options).returncode == 0  # a plan needs no corpus

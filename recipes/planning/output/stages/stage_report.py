@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from models.errors import counted
 from recipes.planning.inputs.job import Job, Machine, own_job
 from recipes.planning.inputs.software import Software
 from recipes.planning.memory.peak import GIB, fits, fullest_stage
@@ -113,7 +114,7 @@ def stages_lines(rows: Sequence[StageRow]) -> list[str]:
     total = _total_seconds(rows)
     hours = f"{total / 3600:,.1f} h" if total is not None else "unknown time"
     steps, tokens = rows[-1].last_step, short_count(sum(row.tokens for row in rows))
-    lines.append(f"all stages: {steps:,} steps, {tokens} tokens, {hours}")
+    lines.append(f"all stages: {counted(steps, 'step')}, {tokens} tokens, {hours}")
     for row in rows:
         if row.problem:
             lines.append(f'stage "{row.stage}": {row.problem}')

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class TaskTokenizer:
             if type(error) is not Exception:  # tokenizers raises Exception itself
                 raise
             raise UserError(
-                f"{name} cannot encode the tasks of evaluation.tasks ({error}); use a tokenizer "
-                f"that prepare_data.py has written"
+                f"{name} cannot encode the tasks of evaluation.tasks ({reason_of(error)}); use a "
+                f"tokenizer that prepare_data.py has written"
             ) from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
@@ -117,7 +117,9 @@ def _read_settings(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is damaged ({error}); write the tokenizer again") from None
+        raise UserError(
+            f"{file} is damaged ({reason_of(error)}); write the tokenizer again"
+        ) from None
     if not isinstance(settings, dict):
         raise UserError(f"{file} is damaged (not a JSON object); write the tokenizer again")
     return settings

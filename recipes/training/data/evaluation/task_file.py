@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 
 KEYS = {"prompt", "choices", "answer", "delimiter", "id"}
 DELIMITER = " "
@@ -68,7 +68,9 @@ def read_items(file: Path, limit: int | None = None) -> list[Item]:
             f"tasks"
         ) from None
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 ({error}); write the items as UTF-8") from None
+        raise UserError(
+            f"{file} is not UTF-8 ({reason_of(error)}); write the items as UTF-8"
+        ) from None
     if not items:
         raise UserError(f"{file} has no items; write lines such as {EXAMPLES}")
     if len({item.is_cloze for item in items}) > 1:
@@ -84,7 +86,7 @@ def _item(line: str, place: str) -> Item:
         found = json.loads(line)
         json.dumps(found, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON ({error}); write {EXAMPLES}") from None
+        raise UserError(f"{place} is not JSON ({reason_of(error)}); write {EXAMPLES}") from None
     if not isinstance(found, dict):
         raise UserError(f"{place} is not a JSON object; write {EXAMPLES}")
     if unknown := sorted(found.keys() - KEYS):

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from models.context_parallel.division import Lengths, Slices
-from models.errors import UserError
+from models.errors import UserError, counted
 from recipes.training.data.evaluation.encoding import Request, TaskTokenizer
 from recipes.training.data.evaluation.packing import pack
 from recipes.training.data.evaluation.task_file import Item, read_items
@@ -62,9 +62,9 @@ class Tasks:
             first += count
             if cut:
                 found.append(
-                    f"task {task.name}: {cut} of {count} choices with their prompts are longer "
-                    f"than model.sequence_length = {self.sequence_length}; their prompts are cut "
-                    f"off on the left"
+                    f"task {task.name}: {cut} of {counted(count, 'choice')} longer, with the "
+                    f"prompt, than model.sequence_length = {self.sequence_length}; their prompts "
+                    f"are cut off on the left"
                 )
         return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 
 SPACE = "\u2581"  # SentencePiece's sign for a space
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token of one byte, with SentencePiece's byte fallback
@@ -41,8 +41,8 @@ def token_bytes(tokenizer: Path, vocab_size: int) -> np.ndarray | None:
         added = {int(each["id"]): each for each in settings.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{file} is not a tokenizer of the tokenizers library ({error!r}); use a folder "
-            f"written by save_pretrained"
+            f"{file} is not a tokenizer of the tokenizers library ({reason_of(error)}); use a "
+            f"folder written by save_pretrained"
         ) from None
     if "ByteLevel" in decoders:
         sizes = {number: len(token) for token, number in vocabulary.items()}

@@ -82,8 +82,8 @@ class Data(Section):
                 )
             if not re.fullmatch(SET_NAME, name):
                 raise UserError(
-                    f"data.validation has a set with the name {name!r}; use letters, digits, dots, "
-                    f"hyphens and underscores, for example {example}"
+                    f"data.validation has a set with the name {name!r}; use only the letters A to "
+                    f"Z and a to z, digits, dots, hyphens and underscores, for example {example}"
                 )
         return value
 

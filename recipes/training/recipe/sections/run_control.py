@@ -24,7 +24,7 @@ class Checkpoint(Section):
     sets. Only checkpoints saved right after a validation are compared, so `every` must be a
     multiple of `training.evaluate_every`."""
 
-    also_at: tuple[Count, ...] = ()
+    also_at: Annotated[tuple[Count, ...], Field(examples=[(1, 2, 4, 8, 16)])] = ()
     """More steps after which a checkpoint is saved, such as `[1, 2, 4, 8, 16]`. These checkpoints
     are always kept. Steps after `training.steps` have no effect."""
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from models.errors import counted
 from recipes.gpus.datasheet import Gpu
 from recipes.planning.inputs.kernels import fused_attention_seconds, matmul_seconds
 from recipes.planning.inputs.software import THREEFOLD
@@ -122,7 +123,9 @@ def operations_table(
         )
     if len(found) > MAX_OPERATIONS:
         rest = sum(each.seconds for each in found[MAX_OPERATIONS:])
-        lines.append(f"{rest:9.4f} {_share(rest, total)}  {len(found) - MAX_OPERATIONS} others")
+        lines.append(
+            f"{rest:9.4f} {_share(rest, total)}  {counted(len(found) - MAX_OPERATIONS, 'other')}"
+        )
     return "\n".join(lines) + "\n"
 
 
