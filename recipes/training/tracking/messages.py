@@ -10,7 +10,7 @@ from models.hugging_face.config import export_problem
 from models.pipeline.schedule.balance import balance_text
 from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.recipe.deepspeed_config import deepspeed_notes
-from recipes.training.recipe.learning_rate import MAX_RATE_CHANGE, learning_rate
+from recipes.training.recipe.stages.learning_rate import MAX_RATE_CHANGE, learning_rate
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology, World, rank_map
