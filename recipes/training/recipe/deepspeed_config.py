@@ -17,6 +17,7 @@ from models.cost import parameter_count
 from models.errors import UserError
 from recipes.training.recipe.deepspeed_schema import (
     AUTO_KEYS,
+    ONLY_ZERO_3,
     RECIPE_BLOCKS,
     RECIPE_KEYS,
     Review,
@@ -155,11 +156,23 @@ def _read(
             for problem in _combinations(recipe, config, topology):
                 review.reject(problem.finding)
                 problem.correct(config)
+        _leave_zero_3_out(config, review)
         proposal = owned | {key: value for key, value in config.items() if key in accepted}
         order = list(content)
         keys = sorted(proposal, key=lambda key: order.index(key) if key in order else len(order))
         raise UserError(_rejection(name, review, {key: proposal[key] for key in keys}))
+    _leave_zero_3_out(config, review)
     return config, review
+
+
+def _leave_zero_3_out(config: dict[str, Any], review: Review) -> None:
+    """Note and remove the settings of a config that have an effect only with ZeRO-3."""
+    if zero_stage(config) > 2:
+        return
+    zero = config["zero_optimization"]
+    for key in [key for key in zero if key in ONLY_ZERO_3]:
+        review.ignore(f"zero_optimization.{key}", "only with ZeRO-3")
+        del zero[key]
 
 
 def tracking_of_wandb(block: Any, tracking: Tracking) -> str:
@@ -509,14 +522,6 @@ def _combinations(recipe: Recipe, config: dict[str, Any], topology: Topology) ->
     """
     for problem in _unsuitable_stages(recipe, config, topology):
         yield Problem(problem, "zero_optimization", "stage", 2)
-    scatters = config["zero_optimization"].get("reduce_scatter", True)
-    if recipe.layout.expert > 1 and not scatters:
-        problem = (
-            f'layout.expert = {recipe.layout.expert} with "reduce_scatter": false '
-            f"({recipe.deepspeed}), which DeepSpeed does not support for experts; remove "
-            f"reduce_scatter, or use layout.expert = 1"
-        )
-        yield Problem(problem, "zero_optimization", "reduce_scatter")
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     untied = gradients not in (None, precision(config)) and (
         precision(config) != "bf16" or gradients != "fp32"

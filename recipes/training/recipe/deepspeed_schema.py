@@ -30,7 +30,6 @@ class Setting:
             bool, int, float or str.
         low, high: The range of a number, both ends included.
         choices: All valid values, where they can be listed.
-        multiple: An integer must be a multiple of this number.
         nullable: null is valid and stands for DeepSpeed's default.
     """
 
@@ -38,7 +37,6 @@ class Setting:
     low: float = -math.inf
     high: float = LARGEST_COUNT
     choices: tuple[Any, ...] = ()
-    multiple: int = 1
     nullable: bool = False
 
     def accepts(self, value: Any) -> bool:
@@ -52,7 +50,7 @@ class Setting:
         if isinstance(self.example, (int, float)):
             is_number = isinstance(value, (int, float)) and self.low <= value <= self.high
             # DeepSpeed takes 5e8, which JSON makes a float, for an integer.
-            return is_number and (isinstance(self.example, float) or value % self.multiple == 0)
+            return is_number and (isinstance(self.example, float) or value % 1 == 0)
         return isinstance(value, str)
 
     @property
@@ -64,8 +62,7 @@ class Setting:
             return "true or false"
         if isinstance(self.example, (int, float)):
             kind = "an integer" if isinstance(self.example, int) else "a number"
-            multiple = f" that is a multiple of {self.multiple}" if self.multiple > 1 else ""
-            return f"{kind} in {self.low:g} .. {self.high:g}{multiple}"
+            return f"{kind} in {self.low:g} .. {self.high:g}"
         return "a string"
 
 
@@ -88,10 +85,6 @@ SETTINGS: Table = {
         "overlap_comm": Setting(example=True, nullable=True),
         "reduce_scatter": flag(True),
         "reduce_bucket_size": count(2**24),
-        "use_multi_rank_bucket_allreduce": flag(True),
-        "allgather_partitions": flag(True),
-        # DeepSpeed asserts that buckets keep the alignment of NCCL's buffers.
-        "allgather_bucket_size": Setting(example=500_000_000, low=2, multiple=2),
         "sub_group_size": count(1_000_000_000),
         "stage3_prefetch_bucket_size": count(50_000_000, low=0),
         "stage3_param_persistence_threshold": count(100_000, low=0),
@@ -114,6 +107,19 @@ SETTINGS: Table = {
     "prescale_gradients": flag(False),
     "gradient_predivide_factor": Setting(example=1.0, low=2.0**-32, high=2.0**32),
 }
+# Of zero_optimization. With ZeRO-1 and 2, the pipeline engine reduces gradients and gathers weights
+# itself, in buckets of `reduce_bucket_size`.
+ONLY_ZERO_3 = (
+    "contiguous_gradients",
+    "overlap_comm",
+    "reduce_scatter",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)
 NEEDED = {"bf16": "enabled", "fp16": "enabled"}  # block -> the key that it must contain
 
 
@@ -234,6 +240,7 @@ NOT_SUPPORTED = {
 _OWN_CHECKPOINTS = "checkpoints are not written by DeepSpeed"
 _NO_OFFLOADING = "nothing is offloaded"
 _NO_SCALING = "bf16 needs no loss scale"
+_OWN_BUCKETS = "ZeRO-1 and 2 reduce and gather in buckets of reduce_bucket_size, ZeRO-3 by layers"
 _OWN_LOADER = "batches are not read by DeepSpeed"
 _METRICS = "metrics go to metrics.jsonl and to Weights & Biases, and report.py draws them"
 _PROFILE = "use tracking.profile_step for a table of the operations and their times"
@@ -269,6 +276,9 @@ WITHOUT_EFFECT = OUTPUTS | {  # key of DeepSpeed that changes nothing here -> th
     "zero_optimization.cpu_offload_use_pin_memory": _NO_OFFLOADING,
     "zero_force_ds_cpu_optimizer": _NO_OFFLOADING,
     "aio": _NO_OFFLOADING,
+    "zero_optimization.allgather_partitions": _OWN_BUCKETS,
+    "zero_optimization.allgather_bucket_size": _OWN_BUCKETS,
+    "zero_optimization.use_multi_rank_bucket_allreduce": _OWN_BUCKETS,
     "zero_optimization.ignore_unused_parameters": "every parameter is used",
     "zero_optimization.log_trace_cache_warnings": "DeepSpeed prints only warnings",
     "disable_allgather": "DeepSpeed does not read it",

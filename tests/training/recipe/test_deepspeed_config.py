@@ -23,6 +23,7 @@ from recipes.training.recipe.deepspeed_config import (
 from recipes.training.recipe.deepspeed_schema import (
     AUTO_KEYS,
     NOT_SUPPORTED,
+    ONLY_ZERO_3,
     OUTPUTS,
     RECIPE_KEYS,
     SETTINGS,
@@ -441,13 +442,9 @@ def decisions() -> list[str]:
     """Return the rows of the table of keys in docs/zero-and-precision.md."""
     groups: dict[str, list[str]] = {}
     for key, entry in SETTINGS.items():
-        if isinstance(entry, dict):
-            groups["supported"] = [
-                *groups.get("supported", []),
-                *(f"{key}.{name}" for name in entry),
-            ]
-        else:
-            groups["supported"] = [*groups.get("supported", []), key]
+        for path in [f"{key}.{name}" for name in entry] if isinstance(entry, dict) else [key]:
+            only = " with ZeRO-3" if path.rpartition(".")[2] in ONLY_ZERO_3 else ""
+            groups.setdefault(f"supported{only}", []).append(path)
     for path, reason in WITHOUT_EFFECT.items():
         groups.setdefault(f"no effect: {reason}", []).append(path)
     for path, unsupported in NOT_SUPPORTED.items():
@@ -462,6 +459,19 @@ def test_the_documented_decisions_are_the_real_ones() -> None:
     page = (REPOSITORY / "docs" / "zero-and-precision.md").read_text()
     table = page.partition("| key of DeepSpeed | here |\n|---|---|\n")[2].partition("\n\n")[0]
     assert table.splitlines() == decisions()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_settings_of_zero_3_are_noted_with_other_stages(stage: int, tmp_path: Path) -> None:
+    zero = {key: SETTINGS["zero_optimization"][key].example for key in ONLY_ZERO_3}
+    content = {"zero_optimization": {"stage": stage} | zero}
+    recipe, topology = setting(write(tmp_path, content), "layout.pipeline=1")
+    kept = read_deepspeed_json(recipe.deepspeed)["zero_optimization"].keys() & zero.keys()
+    names = ", ".join(f"zero_optimization.{key}" for key in ONLY_ZERO_3)
+    note = f"without effect here: {names} (only with ZeRO-3)"
+    assert (deepspeed_notes(recipe, topology), kept) == (
+        ([], zero.keys()) if stage == 3 else ([note], set())
+    )
 
 
 def test_a_run_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

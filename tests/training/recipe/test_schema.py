@@ -414,7 +414,6 @@ def test_a_file_that_is_not_a_recipe_is_rejected(tmp_path: Path, text: str, name
         ({"optimizer": {"params": {"amsgrad": True}}}, "amsgrad = true", "use [optimizer]"),
         ({"optimizer": None}, "optimizer = null should be an object", "remove it"),
         ({"scheduler": {"params": {"warmup_type": "log"}}}, "warmup_type", "[optimizer.schedule]"),
-        ({"wandb": {"enabled": True, "project": "mine"}}, "wandb.project", "tracking.project = "),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage = 0", "use 1"),
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = true", "use 1"),
         (
