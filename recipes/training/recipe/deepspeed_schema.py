@@ -317,13 +317,10 @@ class Review:
     def notes(self) -> list[str]:
         """Return the notes for the user, the advice last."""
         ignored = [
-            f"{', '.join(paths)} ({reason})" for reason, paths in self.without_effect.items()
+            f"without effect here: {', '.join(paths)} ({reason})"
+            for reason, paths in self.without_effect.items()
         ]
-        return [
-            *self.readings,
-            *([f"without effect here: {'; '.join(ignored)}"] if ignored else []),
-            *self.advice,
-        ]
+        return [*self.readings, *ignored, *self.advice]
 
 
 def review_settings(

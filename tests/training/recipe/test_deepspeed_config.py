@@ -475,11 +475,16 @@ def test_settings_of_zero_3_are_noted_with_other_stages(stage: int, tmp_path: Pa
 
 
 def test_a_run_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path, nested("steps_per_print", 10))
+    file = write(tmp_path, nested("steps_per_print", 10) | {"dump_state": True})
     found = mock.Mock(progress=Progress(), weights_only=False)
     announce(*setting(file), ["a", "a"], mock.Mock(path=tmp_path), found)
-    note = f"  {file}: without effect here: steps_per_print (every step is in metrics.jsonl)"
-    assert note in capsys.readouterr().out.splitlines()
+    notes = [
+        f"  {file}: without effect here: {key} ({WITHOUT_EFFECT[key]})"
+        for key in ("steps_per_print", "dump_state")
+    ]
+    assert [
+        line for line in capsys.readouterr().out.splitlines() if "without effect" in line
+    ] == notes
 
 
 def test_auto_stands_for_the_default_of_every_setting(tmp_path: Path) -> None:
