@@ -16,7 +16,7 @@
 A plan needs neither a GPU nor torch, and takes about a second. --trace runs one rank of the job on
 fake tensors, which takes minutes, and counts the memory it allocates and the bytes it sends.
 Exit code 0: the recipe's layout fits, or --largest names a model; 1: it does not fit, or no model
-is trained in time; 2: the recipe or an option is rejected.
+is trained in time; 2: the recipe or an option is rejected, or --catalogue leaves a recipe out.
 """
 
 import sys
@@ -49,7 +49,7 @@ from recipes.planning.measured.comparison import compare
 from recipes.planning.measured.fit import Fit, fit_table
 from recipes.planning.memory.peak import fits
 from recipes.planning.output import family_report, plan_report, plan_table, recipe_edits
-from recipes.planning.output.catalogue import catalogue_lines, zero_stage_lines
+from recipes.planning.output.catalogue import recipe_table, zero_stage_lines
 from recipes.planning.output.stages.stage_report import stage_rows, stages_lines, stages_table
 from recipes.planning.search.family import largest, members
 from recipes.planning.search.layout_search import SearchResult, search
@@ -82,8 +82,11 @@ def main() -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the requested mode and return its exit code."""
     if options.catalogue:
-        print("\n".join([*catalogue_lines(), "", *zero_stage_lines()]))
-        return 0
+        lines, problems = recipe_table()
+        print("\n".join([*lines, "", *zero_stage_lines()]))
+        for problem in problems:
+            leave_out(problem)
+        return 2 if problems else 0
     if options.table:
         return compare_tables(options)
     recipe, cluster = recipe_on_cluster(
@@ -230,12 +233,18 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
         plan_picture.draw_heatmap(recipe, job, file=options.heatmap, headroom=options.headroom)
 
 
+def leave_out(problem: str) -> None:
+    """Print one line about a recipe that a table does not have, because it is not valid."""
+    print(f"plan.py: left out {problem}", file=sys.stderr)
+
+
 def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
     """Print the recipe's family on a cluster; return 0 if a model is trained in time."""
     fit = fit_table(options.calibrate, cluster.gpu)
     family = members(
         options.recipe, options.set, cluster=cluster, software=load_software(options.software),
         calibrate=fit.factors.of, headroom=options.headroom, links=links_of(options),
+        warn=leave_out,
     )  # fmt: skip
     if options.json:
         table = family_report.family_table(family, cluster, options.largest)

@@ -56,7 +56,7 @@ def users_files() -> frozenset[Path]:
 
 def shipped_recipes() -> list[Path]:
     """Return the recipes of the repository, without a user's own, which need not be valid."""
-    return [path for path in loading.shipped_recipes() if path not in users_files()]
+    return [path for path in loading.recipes_in_repository() if path not in users_files()]
 
 
 def shipped_configs() -> list[Path]:

@@ -296,7 +296,7 @@ def test_the_results_at_a_glance_are_those_of_the_pages() -> None:
 
 
 def test_the_catalogue_is_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue, "shipped_recipes", shipped_recipes)
+    monkeypatch.setattr(catalogue, "recipes_in_repository", shipped_recipes)
     recipes, stages = run_here(plan.main, "--catalogue").stdout.split("\n\n")
     assert recipes.count("\n") > 25 and stages.count("\n") == 7
     assert recipes in DOCS["catalogue.md"] and stages in DOCS["catalogue.md"]

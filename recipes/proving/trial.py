@@ -27,8 +27,8 @@ from recipes.training.engine.engine import Engine, StepResult, is_partitioned
 from recipes.training.engine.expert_report import smallest_margin
 from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.learning_rate import learning_rate
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import start_processes
 

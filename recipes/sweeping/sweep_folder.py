@@ -26,6 +26,7 @@ from recipes.proving.proof_corpus import write_corpus
 from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
 from recipes.sweeping.trial import FAULTS, Rejection, Result, Trial, preference
 from recipes.sweeping.worlds.worlds_folder import WorldsFolder
+from recipes.training.recipe.errors import value_text
 from recipes.training.run_folder.line_file import flush, write_whole
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
 
@@ -250,8 +251,8 @@ class SweepFolder:
             os.link(fresh, file)  # fails if another scheduler was first
         earlier = read_json(file) or {}
         if other := {key: value for key, value in earlier.items() if settings.get(key) != value}:
-            was = ", ".join(f"{key} = {json.dumps(value)}" for key, value in other.items())
-            now = ", ".join(f"{key} = {json.dumps(settings.get(key))}" for key in other)
+            was = ", ".join(f"{key} = {value_text(value)}" for key, value in other.items())
+            now = ", ".join(f"{key} = {value_text(settings.get(key))}" for key in other)
             self.close()
             raise UserError(
                 f"{self.path} has trials that were measured with {was}, which cannot be compared "

@@ -17,6 +17,7 @@ from recipes.training.tracking.weights_and_biases.settings import (
     check_variables,
     common_arguments,
     read_wandb_key,
+    requested_mode,
 )
 
 
@@ -32,7 +33,10 @@ def check_wandb(trials: Sequence[Trial]) -> None:
                 f'--wandb: {trial.source} has tracking.mode = "disabled"; use --set '
                 f"tracking.mode=auto, or omit --wandb"
             )
-    check_variables()
+        check_variables()
+        mode, reason = requested_mode(trial.recipe.tracking.mode)
+        if mode == "disabled":
+            raise UserError(f"--wandb: {reason}; unset the variable, or omit --wandb")
     read_wandb_key()
 
 
@@ -67,9 +71,13 @@ def publish(
         # A server that has failed once is not asked again in the same mode: each attempt can take
         # half a minute. Recipes with another mode are still sent.
         is_offline = trial.recipe.tracking.mode in offline_modes
-        wanted = "offline" if is_offline else trial.recipe.tracking.mode
+        requested = requested_mode(trial.recipe.tracking.mode)
+        if is_offline:
+            requested = "offline", "the server has not answered before"
         try:
-            of_trial = publish_trial(trial, result, folder, wanted, tell=untold if status else tell)
+            of_trial = publish_trial(
+                trial, result, folder, requested, tell=untold if status else tell
+            )
         except Exception as problem:  # libraries raise errors of many classes
             tear_down()
             raise SweepStopped(
@@ -88,15 +96,15 @@ def publish_trial(
     trial: Trial,
     result: Result,
     folder: SweepFolder,
-    wanted: str,
+    requested: tuple[str, str],
     *,
     tell: Callable[[WandbStatus], None],
 ) -> WandbStatus:
     """Publish one trial: its steps, and its row of the table as the summary.
 
-    `wanted` and `tell` are those of `start_wandb`.
+    `requested` and `tell` are those of `start_wandb`.
     """
-    run, status = start_wandb(wanted, arguments_of(trial, folder), tell=tell)
+    run, status = start_wandb(requested, arguments_of(trial, folder), tell=tell)
     for step, seconds in enumerate(result.step_seconds, start=1):
         run.log({"step": step, "step_seconds": seconds})
     run.summary.update(row_of_trial(trial) | row_of_result(trial, result))

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from models.cost import parameter_count
+from recipes import plan
 from recipes.planning.inputs.job import Machine, job_of, job_without_layout
+from recipes.planning.output import catalogue
 from recipes.planning.search.layout_search import NEAR_TIE, search
 from recipes.planning.time.step_time import step_time
 from recipes.proving.layouts import ProofCase, valid_cases
@@ -30,6 +32,7 @@ from recipes.training.recipe.loading import (
 )
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
+from tests.commands import run_here
 from tests.conftest import shipped_recipes
 from tests.ranks import run_ranks
 
@@ -357,3 +360,21 @@ def own_and_best_seconds(path: Path) -> tuple[float, float]:
     job = job_of(recipe, Machine.of_cluster(recipe.cluster))
     (plan,) = search(job_without_layout(recipe, job.machine), 1).plans
     return step_time(job).total, plan.time.total
+
+
+def test_a_users_broken_recipes_are_left_out_of_the_catalogue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a recipe that is not valid nor one that cannot be planned hides the others."""
+    good = REPOSITORY / "recipes" / "llama" / "1b.toml"
+    broken, unplanned = tmp_path / "broken.toml", tmp_path / "unplanned.toml"
+    broken.write_text(good.read_text().replace("[model]", "[modell]"))
+    unplanned.write_text(good.read_text().replace('gpu = "', 'gpu = "X'))
+    monkeypatch.setattr(catalogue, "recipes_in_repository", lambda: [broken, unplanned, good])
+    monkeypatch.setattr(catalogue, "ZERO_STAGE_ROWS", ())
+    done = run_here(plan.main, "--catalogue")
+    assert done.returncode == 2 and done.stdout.count("\n| llama/1b |") == 1
+    assert str(tmp_path) not in done.stdout
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"plan.py: left out {broken}: ") and "modell" in first
+    assert second.startswith(f"plan.py: left out {unplanned}: ") and "X" in second

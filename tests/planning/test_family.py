@@ -1,23 +1,30 @@
 """`plan.py --largest`: the family of a recipe on one machine, and its largest model in time."""
 
+import contextlib
 import json
 import re
 import shlex
 import subprocess
-import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from models.errors import UserError
+from recipes import plan
 from recipes.planning.inputs.job import Machine, job_without_layout
 from recipes.planning.inputs.software import load_software
 from recipes.planning.measured.calibration import Calibration
 from recipes.planning.output.family_report import family_lines, family_table
+from recipes.planning.search import family as family_search
 from recipes.planning.search.family import Member, largest, members
 from recipes.planning.search.layout_search import search
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.sections.layout import Cluster
+from tests.commands import run_here
+from tests.conftest import shipped_recipes
 
+LLAMA_1B = REPOSITORY / "recipes" / "llama" / "1b.toml"
 LLAMA_7B = REPOSITORY / "recipes" / "llama" / "7b.toml"
 CLUSTER = Cluster(nodes=2, gpus_per_node=8, gpu="H100")
 
@@ -32,6 +39,14 @@ def plan_family(
         LLAMA_7B, overrides, cluster=cluster, software=load_software("threefold"),
         calibrate=(factors or Calibration()).of, headroom=headroom,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shipped_families() -> Iterator[None]:
+    """Leave a user's own recipes out of the families."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family_search, "recipes_in_repository", shipped_recipes)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +128,25 @@ def test_a_model_without_any_layout_has_the_reason() -> None:
 
 
 def run_plan(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "recipes/plan.py", *options],
-        capture_output=True, text=True, cwd=REPOSITORY, check=False,
-    )  # fmt: skip
+    with contextlib.chdir(REPOSITORY):
+        return run_here(plan.main, *options)
+
+
+def test_a_users_broken_recipe_is_left_out_of_its_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "llama" / "mine.toml"
+    broken.parent.mkdir()
+    text = LLAMA_7B.read_text().replace("layers = 32", "layers = 32\nlayer = 5\nhead = 3")
+    broken.write_text(text)
+    monkeypatch.setattr(family_search, "recipes_in_repository", lambda: [broken, LLAMA_1B])
+    done = run_plan(str(LLAMA_7B), "--nodes", "2", "--largest", "400", "--json")
+    assert done.returncode == 0
+    names = [model["name"] for model in json.loads(done.stdout)["models"]]
+    assert names == ["llama-1b", "llama-7b"]
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"plan.py: left out {broken}: 2 problems: unknown key model.layer = 5; ")
+    assert "; unknown key model.head = 3; " in line
 
 
 def test_the_command_lists_a_family() -> None:
@@ -135,8 +165,8 @@ def test_the_named_command_predicts_the_same_days() -> None:
     name = re.search(r"days is (\S+)\. To plan it: python (.*)", last)
     assert name and all(each in name[2] for each in options)
     (days,) = re.findall(rf"^{name[1]} .*?([\d.]+) +[\d.]+%", done.stdout, flags=re.MULTILINE)
-    plan = json.loads(run_plan(*shlex.split(name[2])[1:], "--json").stdout)
-    assert plan["best"][0]["days"] == pytest.approx(float(days), abs=0.06)
+    planned = json.loads(run_plan(*shlex.split(name[2])[1:], "--json").stdout)
+    assert planned["best"][0]["days"] == pytest.approx(float(days), abs=0.06)
 
 
 def test_no_model_in_time_is_exit_code_1() -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,8 +68,8 @@ def test_only_recipes_of_a_failed_mode_are_published_offline(
     modes = ("offline", "auto", "auto", "online", "offline", "online")
     asked = []
 
-    def publish_trial(*arguments: object, tell: object) -> WandbStatus:
-        wanted = arguments[-1]
+    def publish_trial(*arguments: Any, tell: object) -> WandbStatus:
+        wanted, _ = arguments[-1]
         asked.append(wanted)
         return WandbStatus("online" if wanted == "online" else "offline")
 
@@ -80,6 +81,16 @@ def test_only_recipes_of_a_failed_mode_are_published_offline(
     assert asked == ["offline", "auto", "offline", "online", "offline", "online"]
     assert count == 6 and status == WandbStatus("online")
     folder.close()
+
+
+def test_a_variable_that_turns_wandb_off_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with pytest.raises(UserError) as raised:
+        wandb_runs.check_wandb([trial_of(tracking__mode="online")])
+    assert str(raised.value) == (
+        '--wandb: WANDB_MODE = disabled overrides tracking.mode = "online"; unset the variable, '
+        "or omit --wandb"
+    )
 
 
 def test_failures_are_answered_again_only_by_new_results(tmp_path: Path) -> None:

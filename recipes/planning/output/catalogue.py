@@ -6,13 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from models.cost import parameter_count
+from models.errors import UserError
 from models.pipeline.schedule.order import schedule_name
 from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of, job_without_layout
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.output.plan_report import rates
 from recipes.planning.search.layout_search import Plan, is_near_tie, search
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.loading import REPOSITORY, load_recipe, shipped_recipes
+from recipes.training.recipe.loading import (
+    REPOSITORY,
+    in_one_line,
+    load_recipe,
+    load_recipes,
+    recipes_in_repository,
+    short,
+)
 from recipes.training.recipe.schema import Recipe
 
 TABLE_HEADER = (
@@ -33,14 +41,21 @@ ZERO_STAGE_ROWS = (
 )  # number of GPUs, recipe
 
 
-def catalogue_lines() -> Iterator[str]:
-    """Yield a Markdown table of all recipes with a [cluster], by family and model size."""
-    yield from TABLE_HEADER
-    recipes = [(path, load_recipe(path)) for path in shipped_recipes()]
-    recipes.sort(key=lambda each: (each[0].parent.name, parameter_count(each[1].model)))
-    for path, recipe in recipes:
-        if recipe.cluster is not None:
-            yield recipe_row(path, recipe, Machine.of_cluster(recipe.cluster))
+def recipe_table() -> tuple[list[str], list[str]]:
+    """Return a Markdown table of all recipes with a [cluster], by family and model size.
+
+    Returns:
+        The lines of the table, and one line about each recipe that cannot be planned.
+    """
+    recipes, problems = load_recipes(recipes_in_repository())
+    lines = list(TABLE_HEADER)
+    for path in sorted(recipes, key=lambda p: (p.parent.name, parameter_count(recipes[p].model))):
+        if cluster := recipes[path].cluster:
+            try:
+                lines.append(recipe_row(path, recipes[path], Machine.of_cluster(cluster)))
+            except UserError as problem:
+                problems.append(f"{short(path)}: {in_one_line(problem)}")
+    return lines, problems
 
 
 def recipe_row(path: Path, recipe: Recipe, machine: Machine) -> str:

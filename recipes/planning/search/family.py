@@ -13,11 +13,16 @@ from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, LinkOverrides, Machine, job_without_layout
 from recipes.planning.inputs.software import Software
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan, SearchResult, search
-from recipes.training.recipe.loading import load_recipe, shipped_recipes
+from recipes.training.recipe.loading import load_recipes, recipes_in_repository
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 
 SECONDS_PER_DAY = 86_400
+Warn = Callable[[str], None]
+
+
+def ignored(problem: str) -> None:
+    """Ignore a recipe that is not valid."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,20 @@ class Member:
         return self.recipe.training.steps * self.plan.time.total / SECONDS_PER_DAY
 
 
-def relatives(recipe: Recipe) -> dict[Path, Recipe]:
-    """Return the shipped recipes of a recipe's family, without the recipe itself.
+def relatives(recipe: Recipe, warn: Warn = ignored) -> dict[Path, Recipe]:
+    """Return the repository's recipes of a recipe's family, without the recipe itself.
 
     The family is named by the part of a recipe's name before the first hyphen, such as "llama".
     Recipes that continue from trained weights do not belong to it.
+
+    warn: called with one line about each recipe that is not valid
     """
     kind = recipe.name.partition("-")[0]
-    found = {path: load_recipe(path) for path in shipped_recipes() if path.parent.name == kind}
+    found, problems = load_recipes(
+        path for path in recipes_in_repository() if path.parent.name == kind
+    )
+    for problem in problems:
+        warn(problem)
     return {
         path: each
         for path, each in found.items()
@@ -71,6 +82,7 @@ def members(
     calibrate: Callable[[Job], Job],
     headroom: float,
     links: LinkOverrides | None = None,
+    warn: Warn = ignored,
 ) -> list[Member]:
     """Plan a recipe and the rest of its family on one cluster, the smallest model first.
 
@@ -82,6 +94,7 @@ def members(
         calibrate: function that adjusts a job to measured runs
         headroom: share of the GPU memory that a layout leaves free
         links: links that differ from the GPU's datasheet
+        warn: called with one line about each recipe of the family that is not valid
 
     Raises:
         UserError: the recipe with the overrides is not valid, or the GPU does not compute in its
@@ -99,7 +112,7 @@ def members(
         return Member(each, recipe, None, f"no layout fits; {reason_for_none(result)}")
 
     found = [planned(path)]
-    for each, recipe in relatives(found[0].recipe).items():
+    for each, recipe in relatives(found[0].recipe, warn).items():
         try:
             found.append(planned(each))
         except UserError as problem:

@@ -20,9 +20,9 @@ from recipes.training.checkpoint.compatibility import (
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.learning_rate import MAX_RATE_CHANGE, learning_rate
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.learning_rate import MAX_RATE_CHANGE, learning_rate
 from recipes.training.recipe.stages.plan import Span, StagePlan
 from recipes.training.run_folder.checkpoint_folders import (
     ABANDONED,

@@ -9,17 +9,13 @@ upstream change that would make the override removable.
   `step` ends. Ours: the timer is off. Reason: the host should run ahead of the device, and
   `recipes/training/tracking/` measures throughput. Gain: two or three synchronizations per
   micro-batch under ZeRO-3. Removable if the timer does not synchronize by default.
-- `steps_per_print`. Upstream: the pipeline engine divides by it under `wall_clock_breakdown`, which
-  `flops_profiler` turns on too, and fails if it is None. Ours: a number in that case, otherwise
-  None. Reason: we print the metrics ourselves. Gain: one line per step. Removable if the pipeline
-  engine accepts None.
 
 `recipes/training/engine/deepspeed_patches.py`
 
 - `replace_timers`. Upstream: the pipeline engine times every batch and never frees the pair of CUDA
-  events of each step. Ours: timers that do nothing, unless the JSON asks for times. Reason: the
-  events of a long run accumulate. Gain: constant memory, and no synchronization per batch.
-  Removable if the engine creates its timers only under `wall_clock_breakdown`.
+  events of each step. Ours: timers that do nothing. Reason: the events of a long run accumulate.
+  Gain: constant memory, and no synchronization per batch. Removable if the engine creates its
+  timers only under `wall_clock_breakdown`, which the JSON cannot set here.
 - `allow_muon`. Upstream: ZeRO accepts only optimizers in a list of types, unless the JSON has
   `zero_allow_untested_optimizer`, which warns. Ours: our Muon is in the list. Reason: it is tested.
   Gain: no warning, and no key to set. Removable if the list becomes an argument.
@@ -133,9 +129,8 @@ COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # a variable that torch reads
 
 
 def replace_timers(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Give an engine timers that do nothing, unless the JSON asks for times."""
-    if not (engine.wall_clock_breakdown() or engine.flops_profiler_enabled()):
-        engine.timers = NoopTimer()
+    """Give an engine timers that do nothing."""
+    engine.timers = NoopTimer()
 
 
 def allow_muon() -> None:

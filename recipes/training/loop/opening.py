@@ -85,7 +85,7 @@ def open_run(
     )
     with writer_of_run as writer, tracker_of_run as tracker, claim.supervisor as supervisor:
         writer.on_publish, writer.on_wait = tracker.saved, tracker.warn
-        writer.on_pause = partial(setattr, supervisor.crumb, "waits_for_room")
+        writer.on_pause = supervisor.crumb.wait_for_room
         writer.is_asked_to_stop = lambda: bool(supervisor.asked)
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)

@@ -6,23 +6,29 @@ settings are "auto", equal to the recipe's, or left out.
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+
+from pydantic import ValidationError
 
 from models.cost import parameter_count
 from models.errors import UserError, counted, reason_of
 from recipes.training.recipe.deepspeed_schema import (
     AUTO_KEYS,
+    ONLY_ZERO_3,
     RECIPE_BLOCKS,
     RECIPE_KEYS,
     Review,
     review_settings,
 )
-from recipes.training.recipe.errors import repair_json
+from recipes.training.recipe.errors import toml_value, value_text
+from recipes.training.recipe.json_repair import repair_json
 from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.sections.run_control import Tracking
 from recipes.training.recipe.topology import Topology
 
 # ZeRO-1 and 2 sum gradients over the data ranks in buckets during the last backward pass of a step
@@ -32,7 +38,6 @@ from recipes.training.recipe.topology import Topology
 GRADIENT_BUCKET_ELEMENTS = 2**24
 REMOVED = object()  # a setting that is left out of the proposed file
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # of an element
-STEPS_PER_BREAKDOWN = 10
 SHIPPED = ", ".join(
     str(path.relative_to(REPOSITORY)) for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))
 )
@@ -72,18 +77,10 @@ def build_deepspeed_config(
         "gradient_accumulation_steps": recipe.micro_batches(topology.data),
         "gradient_clipping": recipe.optimizer.gradient_clipping,
         "communication_data_type": communication_precision(config),
-        # DeepSpeed prints nothing, since `tracking.py` does; a breakdown of times needs a number.
-        "steps_per_print": STEPS_PER_BREAKDOWN if _breaks_down_times(config) else None,
-        # Off, since this timer synchronises the device for every micro-batch; `tracking.py`
+        # Off, since this timer synchronises the device for every micro-batch; `tracking/meter.py`
         # measures throughput.
         "timers": {"throughput": {"enabled": False}},
     }
-
-
-def _breaks_down_times(config: dict[str, Any]) -> bool:
-    """Return whether DeepSpeed prints times; its profiler of FLOPs turns them on too."""
-    profiled = config.get("flops_profiler", {}).get("enabled", False)
-    return bool(config.get("wall_clock_breakdown") or profiled)
 
 
 def read_deepspeed_json(name: str, recipe: Recipe | None = None) -> dict[str, Any]:
@@ -121,7 +118,7 @@ def require_auto(recipe: Recipe, reason: str) -> None:
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if content.get(key, "auto") != "auto":
             raise UserError(
-                f"{recipe.deepspeed}: {key} = {json.dumps(content[key])} is fixed, but {reason}; "
+                f"{recipe.deepspeed}: {key} = {value_text(content[key])} is fixed, but {reason}; "
                 f'use "{key}": "auto"'
             )
 
@@ -142,6 +139,10 @@ def _read(
     content = _parse(name, review)
     owned = _review_owned(content, review, owned_values(recipe, topology) if recipe else {})
     settings = {key: value for key, value in content.items() if key not in RECIPE_KEYS}
+    if recipe and (table := tracking_of_wandb(settings.get("wandb"), recipe.tracking)):
+        review.advice.append(
+            f"for the values of the wandb block, use this [tracking] in the recipe:\n{table}"
+        )
     _resolve_precision(settings, review)
     _resolve_stage(settings, review)
     accepted = review_settings(settings, review)
@@ -155,13 +156,51 @@ def _read(
             for problem in _combinations(recipe, config, topology):
                 review.reject(problem.finding)
                 problem.correct(config)
-        proposal = owned | {
-            key: value for key, value in config.items() if key in accepted and value != {}
-        }
+        _leave_zero_3_out(config, review)
+        proposal = owned | {key: value for key, value in config.items() if key in accepted}
         order = list(content)
         keys = sorted(proposal, key=lambda key: order.index(key) if key in order else len(order))
         raise UserError(_rejection(name, review, {key: proposal[key] for key in keys}))
+    _leave_zero_3_out(config, review)
     return config, review
+
+
+def _leave_zero_3_out(config: dict[str, Any], review: Review) -> None:
+    """Note and remove the settings of a config that have an effect only with ZeRO-3."""
+    if zero_stage(config) > 2:
+        return
+    zero = config["zero_optimization"]
+    for key in [key for key in zero if key in ONLY_ZERO_3]:
+        review.ignore(f"zero_optimization.{key}", "only with ZeRO-3")
+        del zero[key]
+
+
+def tracking_of_wandb(block: Any, tracking: Tracking) -> str:
+    """Return the [tracking] of a recipe with the values of a block "wandb", as TOML.
+
+    Args:
+        block: DeepSpeed's block "wandb"; a value that [tracking] does not accept is left out
+        tracking: the recipe's own [tracking], which has the other values
+
+    Returns:
+        The table with every value but the defaults; empty if the block has the recipe's values.
+    """
+    if not isinstance(block, dict):
+        return ""
+    wanted = {key: block.get(key) for key in ("project", "team", "group")}
+    if block.get("enabled") is False:
+        wanted["mode"] = "disabled"
+    elif block.get("enabled") is True and tracking.mode == "disabled":
+        wanted["mode"] = "auto"
+    table = tracking.model_dump(exclude_defaults=True)
+    for key, value in wanted.items():
+        if value not in (None, "", "auto") or key == "mode":
+            with suppress(ValidationError):
+                Tracking.model_validate({key: value})
+                table[key] = value
+    if Tracking.model_validate(table) == tracking:
+        return ""
+    return "\n".join(["[tracking]", *(f"{key} = {toml_value(table[key])}" for key in table)])
 
 
 def _rejection(name: str, review: Review, proposal: dict[str, Any]) -> str:
@@ -172,7 +211,7 @@ def _rejection(name: str, review: Review, proposal: dict[str, Any]) -> str:
     else:
         count = counted(len(review.findings), "problem")
         about = "\n  ".join([f"{name}: {count}:", *review.findings, *notes])
-    return f"{about}\nThis file would be accepted:\n{json.dumps(proposal, indent=2)}"
+    return f"{about}\nThis file would be accepted:\n{value_text(proposal, indent=2)}"
 
 
 def _parse(name: str, review: Review) -> dict[str, Any]:
@@ -243,7 +282,7 @@ class Owned:
 
 def _owned(key: str, value: Any, *spellings: Any) -> Owned:
     """Return the setting of a key of the recipe, with DeepSpeed's spellings if they differ."""
-    return Owned(spellings or (value,), f"{key} = {json.dumps(value)}")
+    return Owned(spellings or (value,), f"{key} = {value_text(value)}")
 
 
 def owned_values(recipe: Recipe, topology: Topology | None) -> dict[str, Owned]:
@@ -298,12 +337,6 @@ def owned_values(recipe: Recipe, topology: Topology | None) -> dict[str, Owned]:
         "pipeline.partition": Owned(("best",)),
         "pipeline.seed_layers": off,
         "pipeline.activation_checkpoint_interval": Owned((0,)),
-        "wandb.enabled": Owned(
-            (recipe.tracking.mode != "disabled",), f'tracking.mode = "{recipe.tracking.mode}"'
-        ),
-        "wandb.project": _owned("tracking.project", recipe.tracking.project),
-        "wandb.team": Owned((None,)),
-        "wandb.group": Owned((None,)),
     }
 
 
@@ -314,8 +347,7 @@ def _review_owned(
 
     Args:
         content: the content of the file
-        review: receives a finding for each setting that differs from the recipe's, and a note
-            about "wandb"
+        review: receives a finding for each setting that differs from the recipe's
         values: the recipe's values, as far as they are known
     """
     accepted: dict[str, Any] = {}
@@ -324,15 +356,12 @@ def _review_owned(
             continue
         value = content[key]
         if key in RECIPE_BLOCKS and not isinstance(value, dict):
-            review.reject(f"{key} = {json.dumps(value)} should be an object; remove it")
+            review.reject(f"{key} = {value_text(value)} should be an object; remove it")
         elif key in RECIPE_BLOCKS:
             if values and (block := _review_block(key, value, review, values)):
                 accepted[key] = block
         else:
             accepted[key] = _review_leaf(key, value, review, values) if key in values else "auto"
-    if values and "wandb" in accepted:  # it may be equal, but it is never read
-        del accepted["wandb"]
-        review.ignore("wandb", f"the recipe decides: {values['wandb.enabled'].origin}")
     return accepted
 
 
@@ -340,8 +369,6 @@ def _review_block(
     path: str, block: Mapping[str, Any], review: Review, values: Mapping[str, Owned]
 ) -> dict[str, Any]:
     """Return a block that the recipe owns, with a valid value in place of each rejected one."""
-    if path == "wandb" and block.get("enabled", False) is False:
-        return dict(block)
     accepted: dict[str, Any] = {}
     for key, value in block.items():
         if isinstance(value, dict):
@@ -358,7 +385,7 @@ def _review_leaf(path: str, value: Any, review: Review, values: Mapping[str, Own
     owned = values.get(path, Owned(()))
     if value == "auto" or owned.accepts(value):
         return value
-    shown = f"{path} = {json.dumps(value)}"
+    shown = f"{path} = {value_text(value)}"
     if owned.origin:
         review.reject(
             f"{shown} differs from the recipe, where {owned.origin}; use "
@@ -497,14 +524,6 @@ def _combinations(recipe: Recipe, config: dict[str, Any], topology: Topology) ->
     """
     for problem in _unsuitable_stages(recipe, config, topology):
         yield Problem(problem, "zero_optimization", "stage", 2)
-    scatters = config["zero_optimization"].get("reduce_scatter", True)
-    if recipe.layout.expert > 1 and not scatters:
-        problem = (
-            f'layout.expert = {recipe.layout.expert} with "reduce_scatter": false '
-            f"({recipe.deepspeed}), which DeepSpeed does not support for experts; remove "
-            f"reduce_scatter, or use layout.expert = 1"
-        )
-        yield Problem(problem, "zero_optimization", "reduce_scatter")
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     untied = gradients not in (None, precision(config)) and (
         precision(config) != "bf16" or gradients != "fp32"

@@ -1,11 +1,12 @@
 """The keys of a DeepSpeed JSON: supported ones with types and ranges, ignored and rejected ones."""
 
 import difflib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from recipes.training.recipe.errors import value_text
 
 LARGEST_COUNT = 2**60  # elements, steps
 LARGEST_SCALE_POWER = 126  # of a loss scale: 2**127 is the largest power of two in fp32
@@ -16,7 +17,6 @@ RECIPE_BLOCKS = {  # block of the JSON -> the owner of its settings
     "scheduler": "[optimizer.schedule]",
     "activation_checkpointing": "layout.recompute",
     "pipeline": "[layout]",
-    "wandb": "[tracking]",
 }
 RECIPE_KEYS = ("train_batch_size", *AUTO_KEYS, *RECIPE_BLOCKS)
 
@@ -27,10 +27,9 @@ class Setting:
 
     Args:
         example: A valid value, which error messages propose. Its type is the type of the setting:
-            bool, int, float, str or list (of strings).
+            bool, int, float or str.
         low, high: The range of a number, both ends included.
         choices: All valid values, where they can be listed.
-        multiple: An integer must be a multiple of this number.
         nullable: null is valid and stands for DeepSpeed's default.
     """
 
@@ -38,7 +37,6 @@ class Setting:
     low: float = -math.inf
     high: float = LARGEST_COUNT
     choices: tuple[Any, ...] = ()
-    multiple: int = 1
     nullable: bool = False
 
     def accepts(self, value: Any) -> bool:
@@ -52,23 +50,20 @@ class Setting:
         if isinstance(self.example, (int, float)):
             is_number = isinstance(value, (int, float)) and self.low <= value <= self.high
             # DeepSpeed takes 5e8, which JSON makes a float, for an integer.
-            return is_number and (isinstance(self.example, float) or value % self.multiple == 0)
-        if isinstance(self.example, list):
-            return isinstance(value, list) and all(isinstance(each, str) for each in value)
+            return is_number and (isinstance(self.example, float) or value % 1 == 0)
         return isinstance(value, str)
 
     @property
     def description(self) -> str:
         """The valid values, for an error message."""
         if self.choices:
-            return "one of " + ", ".join(map(json.dumps, self.choices))
+            return "one of " + ", ".join(map(value_text, self.choices))
         if isinstance(self.example, bool):
             return "true or false"
         if isinstance(self.example, (int, float)):
             kind = "an integer" if isinstance(self.example, int) else "a number"
-            multiple = f" that is a multiple of {self.multiple}" if self.multiple > 1 else ""
-            return f"{kind} in {self.low:g} .. {self.high:g}{multiple}"
-        return "a list of strings" if isinstance(self.example, list) else "a string"
+            return f"{kind} in {self.low:g} .. {self.high:g}"
+        return "a string"
 
 
 def flag(example: bool) -> Setting:
@@ -90,10 +85,6 @@ SETTINGS: Table = {
         "overlap_comm": Setting(example=True, nullable=True),
         "reduce_scatter": flag(True),
         "reduce_bucket_size": count(2**24),
-        "use_multi_rank_bucket_allreduce": flag(True),
-        "allgather_partitions": flag(True),
-        # DeepSpeed asserts that buckets keep the alignment of NCCL's buffers.
-        "allgather_bucket_size": Setting(example=500_000_000, low=2, multiple=2),
         "sub_group_size": count(1_000_000_000),
         "stage3_prefetch_bucket_size": count(50_000_000, low=0),
         "stage3_param_persistence_threshold": count(100_000, low=0),
@@ -112,30 +103,23 @@ SETTINGS: Table = {
         "min_loss_scale": count(1),
     },
     "data_types": {"grad_accum_dtype": Setting(example="fp32", choices=PRECISIONS)},
-    "comms_logger": {
-        "enabled": flag(True),
-        "verbose": flag(False),
-        "prof_all": flag(True),
-        "prof_ops": Setting(example=["all_reduce"]),
-        "debug": flag(False),
-    },
-    "flops_profiler": {
-        "enabled": flag(True),
-        "recompute_fwd_factor": Setting(example=0.0, low=0, high=1),
-        "profile_step": count(1),
-        "module_depth": count(-1, low=-1),
-        "top_modules": count(1),
-        "detailed": flag(True),
-        "output_file": Setting(example="flops.txt", nullable=True),
-    },
     "communication_data_type": Setting(example="fp32", choices=PRECISIONS),
     "prescale_gradients": flag(False),
     "gradient_predivide_factor": Setting(example=1.0, low=2.0**-32, high=2.0**32),
-    "zero_allow_untested_optimizer": flag(False),
-    "memory_breakdown": flag(False),
-    "wall_clock_breakdown": flag(False),
-    "dump_state": flag(False),
 }
+# Of zero_optimization. With ZeRO-1 and 2, the pipeline engine reduces gradients and gathers weights
+# itself, in buckets of `reduce_bucket_size`.
+ONLY_ZERO_3 = (
+    "contiguous_gradients",
+    "overlap_comm",
+    "reduce_scatter",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+)
 NEEDED = {"bf16": "enabled", "fp16": "enabled"}  # block -> the key that it must contain
 
 
@@ -145,19 +129,26 @@ class Unsupported:
 
     Attributes:
         reason: the reason, and a remedy
-        off: the values that switch it off, which have no effect. A block is off if it is empty,
-            if its "enabled" is false, or if its "device" is "none".
+        off: the values that switch it off, as `is_off` takes them
     """
 
     reason: str
     off: tuple[Any, ...] = (False,)
 
-    def is_off(self, value: Any) -> bool:
-        """Return True if a value switches the setting off."""
-        if isinstance(value, dict):
-            no_device = value.get("device", "cpu") in ("none", None)
-            return not value or value.get("enabled") is False or no_device
-        return any(value == off and type(value) is type(off) for off in (None, *self.off))
+
+def is_off(value: Any, off: tuple[Any, ...] = (False,)) -> bool:
+    """Return True if a value switches a setting off.
+
+    A block is off if it is empty, if its "enabled" is false, or if its "device" is "none".
+
+    Args:
+        value: the value of the setting
+        off: the values that switch it off, in addition to null
+    """
+    if isinstance(value, dict):
+        no_device = value.get("device", "cpu") in ("none", None)
+        return not value or value.get("enabled") is False or no_device
+    return any(value == one and type(value) is type(one) for one in (None, *off))
 
 
 AUTO = '"auto" stands for the default'
@@ -171,7 +162,6 @@ _LAYOUT_OF_STATE = Unsupported(
 )
 _ORDER_OF_DATA = Unsupported("the recipe's [data] determines the samples; remove it")
 _MODEL = Unsupported("the recipe's [model] is trained as it is; remove it")
-_METRICS = Unsupported("the recipe's [tracking] determines where metrics are sent; remove it")
 _DEFAULT = "only DeepSpeed's default is tested; remove it"
 NOT_SUPPORTED = {
     "zero_optimization.offload_param": _OFFLOADING,
@@ -235,16 +225,39 @@ NOT_SUPPORTED = {
     "weight_quantization": _MODEL,
     "eigenvalue": _MODEL,
     "hybrid_engine": _MODEL,
-    "tensorboard": _METRICS,
-    "csv_monitor": _METRICS,
-    "comet": _METRICS,
+    "graph_harvesting": Unsupported("use the recipe's training.compile; remove it"),
+    "managed_gradient_accumulation": Unsupported(
+        "gradients are accumulated by the pipeline's engine; remove it", (True,)
+    ),
+    "sequence_parallel_size": Unsupported("use the recipe's layout.context; remove it", (1,)),
+    "data_types.param_dtype": Unsupported('use "bf16" or "fp16" for the weights; remove it'),
+    "data_types.buffer_dtype": Unsupported(_DEFAULT),
+    "data_types.keep_in_fp32_modules": Unsupported(_DEFAULT, ([],)),
+    "zero_optimization.enable_sanity_checks": Unsupported(_DEFAULT),
+    "zero_optimization.leaf_module": Unsupported(_DEFAULT),
+    "zero_optimization.zeropp_loco_param": Unsupported(_SECONDARY),
 }
 _OWN_CHECKPOINTS = "checkpoints are not written by DeepSpeed"
 _NO_OFFLOADING = "nothing is offloaded"
 _NO_SCALING = "bf16 needs no loss scale"
+_OWN_BUCKETS = "ZeRO-1 and 2 reduce and gather in buckets of reduce_bucket_size, ZeRO-3 by layers"
 _OWN_LOADER = "batches are not read by DeepSpeed"
-WITHOUT_EFFECT = {  # key of DeepSpeed that changes nothing here -> the reason
-    "steps_per_print": "every step is printed",
+_METRICS = "metrics go to metrics.jsonl and to Weights & Biases, and report.py draws them"
+_PROFILE = "use tracking.profile_step for a table of the operations and their times"
+OUTPUTS = {  # key of DeepSpeed that asks for an output -> what to use instead
+    "wall_clock_breakdown": _PROFILE,
+    "flops_profiler": _PROFILE,
+    "comms_logger": _PROFILE,
+    "memory_breakdown": "metrics.jsonl has memory_gb, and plan.py --trace counts its parts",
+    "dump_state": "the run folder's recipe.toml has every setting of the run",
+    "tensorboard": _METRICS,
+    "csv_monitor": _METRICS,
+    "comet": _METRICS,
+}
+WITHOUT_EFFECT = OUTPUTS | {  # key of DeepSpeed that changes nothing here -> the reason
+    "wandb": "[tracking] of the recipe decides",
+    "steps_per_print": "every step is in metrics.jsonl",
+    "zero_allow_untested_optimizer": "DeepSpeed supports every optimizer of the recipe",
     "timers": "every step is measured",
     "log_level": "DeepSpeed prints only warnings",
     "disable_python_gc": "garbage is collected between steps",
@@ -253,7 +266,7 @@ WITHOUT_EFFECT = {  # key of DeepSpeed that changes nothing here -> the reason
     "seq_parallel_communication_data_type": "layout.context does not use DeepSpeed",
     "checkpoint": _OWN_CHECKPOINTS,
     "nebula": _OWN_CHECKPOINTS,
-    "datastates": _OWN_CHECKPOINTS,
+    "datastates_ckpt": _OWN_CHECKPOINTS,
     "zero_optimization.elastic_checkpoint": _OWN_CHECKPOINTS,
     "zero_optimization.load_from_fp32_weights": _OWN_CHECKPOINTS,
     "zero_optimization.pipeline_loading_checkpoint": _OWN_CHECKPOINTS,
@@ -263,6 +276,9 @@ WITHOUT_EFFECT = {  # key of DeepSpeed that changes nothing here -> the reason
     "zero_optimization.cpu_offload_use_pin_memory": _NO_OFFLOADING,
     "zero_force_ds_cpu_optimizer": _NO_OFFLOADING,
     "aio": _NO_OFFLOADING,
+    "zero_optimization.allgather_partitions": _OWN_BUCKETS,
+    "zero_optimization.allgather_bucket_size": _OWN_BUCKETS,
+    "zero_optimization.use_multi_rank_bucket_allreduce": _OWN_BUCKETS,
     "zero_optimization.ignore_unused_parameters": "every parameter is used",
     "zero_optimization.log_trace_cache_warnings": "DeepSpeed prints only warnings",
     "disable_allgather": "DeepSpeed does not read it",
@@ -272,7 +288,6 @@ WITHOUT_EFFECT = {  # key of DeepSpeed that changes nothing here -> the reason
     "bf16.hysteresis": _NO_SCALING,
     "bf16.min_loss_scale": _NO_SCALING,
 }
-IS_OFF = "switched off"
 
 
 @dataclass
@@ -283,11 +298,13 @@ class Review:
         findings: one line about each setting that is rejected, with a value that works
         readings: one line about each setting that is interpreted differently from its text
         without_effect: reason -> the keys that are accepted but have no effect
+        advice: what to write into the recipe instead, which can have several lines
     """
 
     findings: list[str] = field(default_factory=list)
     readings: list[str] = field(default_factory=list)
     without_effect: dict[str, list[str]] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
 
     def reject(self, finding: str) -> None:
         """Add a finding."""
@@ -298,14 +315,12 @@ class Review:
         self.without_effect.setdefault(reason, []).append(path)
 
     def notes(self) -> list[str]:
-        """Return the notes for the user, one line each."""
+        """Return the notes for the user, the advice last."""
         ignored = [
-            f"{', '.join(paths)} ({reason})" for reason, paths in self.without_effect.items()
+            f"without effect here: {', '.join(paths)} ({reason})"
+            for reason, paths in self.without_effect.items()
         ]
-        return [
-            *self.readings,
-            *([f"without effect here: {'; '.join(ignored)}"] if ignored else []),
-        ]
+        return [*self.readings, *ignored, *self.advice]
 
 
 def review_settings(
@@ -315,7 +330,8 @@ def review_settings(
 
     Args:
         config: the JSON's content, or a block of it
-        review: receives a finding for each rejected key or value, and the keys without effect
+        review: receives a finding for each rejected key or value, and the keys without effect;
+            what is switched off is not mentioned
         table: the settings of this level
         prefix: the path of the block, with a dot at its end; empty at the top level
     """
@@ -324,24 +340,24 @@ def review_settings(
         path = prefix + key
         setting, unsupported = table.get(key), NOT_SUPPORTED.get(path)
         if path in WITHOUT_EFFECT:
-            review.ignore(path, WITHOUT_EFFECT[path])
+            if path not in OUTPUTS or not is_off(value):
+                review.ignore(path, WITHOUT_EFFECT[path])
         elif value == "auto" and (setting or unsupported):
             review.ignore(path, AUTO)
         elif unsupported:
-            if unsupported.is_off(value):
-                review.ignore(path, IS_OFF)
-            else:
-                shown = json.dumps(value)
-                review.reject(f"{path} = {shown} is not supported: {unsupported.reason}")
+            if not is_off(value, unsupported.off):
+                text = value_text(value)
+                review.reject(f"{path} = {text} is not supported: {unsupported.reason}")
         elif setting is None:
             review.reject(f"unknown key {path}; {_suggestion(key, table, prefix)}")
         elif isinstance(setting, Mapping):
-            accepted[key] = _review_block(key, value, review, setting, path)
+            if block := _review_block(key, value, review, setting, path):
+                accepted[key] = block
         elif not setting.accepts(value):
             accepted[key] = setting.example
             review.reject(
-                f"{path} = {json.dumps(value)} is not {setting.description}; "
-                f"use {json.dumps(setting.example)}"
+                f"{path} = {value_text(value)} is not {setting.description}; "
+                f"use {value_text(setting.example)}"
             )
         else:
             accepted[key] = value
@@ -353,13 +369,13 @@ def _review_block(key: str, value: Any, review: Review, block: Table, path: str)
     example = _example(block)
     if not isinstance(value, dict):
         review.reject(
-            f"{path} = {json.dumps(value)} should be an object; use {json.dumps(key)}: "
-            f"{json.dumps(example)}"
+            f"{path} = {value_text(value)} should be an object; use {value_text(key)}: "
+            f"{value_text(example)}"
         )
         return example
     accepted = review_settings(value, review, block, f"{path}.")
     if key in NEEDED and NEEDED[key] not in value:
-        review.reject(f'{path} lacks "{NEEDED[key]}"; use {json.dumps(key)}: {json.dumps(example)}')
+        review.reject(f'{path} lacks "{NEEDED[key]}"; use {value_text(key)}: {value_text(example)}')
         return example | accepted
     return accepted
 
@@ -379,7 +395,7 @@ def _suggestion(key: str, table: Table, prefix: str) -> str:
         return f'did you mean {close[0]}? For example "{close[0]}": "auto"'
     setting = table[close[0]]
     example = _example(setting) if isinstance(setting, Mapping) else setting.example
-    return f'did you mean {prefix}{close[0]}? For example "{close[0]}": {json.dumps(example)}'
+    return f'did you mean {prefix}{close[0]}? For example "{close[0]}": {value_text(example)}'
 
 
 def _paths(table: Table, prefix: str = "") -> Iterator[str]:

@@ -4,14 +4,14 @@ import difflib
 import json
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from models.errors import UserError, reason_of, suggestion
-from recipes.training.recipe.errors import explain, root_causes
+from recipes.training.recipe.errors import explain, root_causes, value_text
 from recipes.training.recipe.repository import REPOSITORY, short
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan, StageRejected
@@ -26,11 +26,32 @@ MAX_NESTING = 20  # of tables and arrays
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
 
 
-def shipped_recipes() -> list[Path]:
-    """Return the paths of this repository's recipes: tiny ones first, then family by family."""
+def recipes_in_repository() -> list[Path]:
+    """Return the recipes in this repository, a user's own included: tiny ones first, then families.
+
+    A user's own recipes need not be valid.
+    """
     folder = REPOSITORY / "recipes"
     tiny = set(folder.glob("*.toml")) - {DEFAULT_RECIPE}
     return [DEFAULT_RECIPE, *sorted(tiny), *sorted(folder.glob("*/*.toml"))]
+
+
+def load_recipes(paths: Iterable[Path]) -> tuple[dict[Path, Recipe], list[str]]:
+    """Return the recipes that are valid, by file, and one line about each of the others."""
+    recipes: dict[Path, Recipe] = {}
+    problems: list[str] = []
+    for path in paths:
+        try:
+            recipes[path] = load_recipe(path)
+        except UserError as problem:
+            problems.append(in_one_line(problem))
+    return recipes, problems
+
+
+def in_one_line(problem: UserError) -> str:
+    """Return the message of an error without line breaks."""
+    first, *others = (line.strip() for line in str(problem).splitlines())
+    return " ".join([first, "; ".join(others)]) if others else first
 
 
 def origin(path: Path, overrides: Sequence[str]) -> str:
@@ -73,7 +94,7 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
         problems = [str(problem)]
     if len(problems) == 1:
         raise UserError(f"{name}: {problems[0]}")
-    raise UserError("\n  ".join([f"{name}: {len(problems)} problems", *problems]))
+    raise UserError("\n  ".join([f"{name}: {len(problems)} problems:", *problems]))
 
 
 def _explanations(error: ValidationError, table: dict[str, Any]) -> list[str]:
@@ -108,7 +129,7 @@ def _reject_null_characters(value: Any, name: str, key: str = "") -> None:
             _reject_null_characters(content, name, key)
     elif isinstance(value, str) and "\0" in value:
         raise UserError(
-            f"{name}: {key} = {json.dumps(value)} contains a null character; remove \\u0000"
+            f"{name}: {key} = {value_text(value)} contains a null character; remove \\u0000"
         )
 
 
@@ -121,7 +142,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except IsADirectoryError:
         files = [*sorted(path.glob("*.toml")), *sorted(path.glob("*/*.toml"))]
-        remedy = suggestion("", [str(short(file)) for file in files or shipped_recipes()])
+        remedy = suggestion("", [str(short(file)) for file in files or recipes_in_repository()])
         raise UserError(f"{short(path)}: this is a folder; {remedy}") from None
     except FileNotFoundError:
         raise UserError(f"{short(path)}: no such recipe; {_existing_recipe(path)}") from None
@@ -138,7 +159,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _existing_recipe(path: Path) -> str:
     """Return the recipe that resembles a missing one, as a question; otherwise a few recipes."""
-    files = [*shipped_recipes(), *sorted(path.parent.glob("*.toml"))]
+    files = [*recipes_in_repository(), *sorted(path.parent.glob("*.toml"))]
     by_name = {_family_and_size(file): str(short(file)) for file in files}
     if close := difflib.get_close_matches(_family_and_size(path), by_name, n=1, cutoff=0.7):
         return f"did you mean {by_name[close[0]]}?"

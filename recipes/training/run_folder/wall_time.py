@@ -1,7 +1,9 @@
 """Wall time of a run by cause: kept steps, repeated steps, starts, and waiting.
 
 The share of kept steps is the run's goodput. Everything is derived from metrics.jsonl, which holds
-the kept steps, and from events.jsonl, which records the starts and the repeated steps.
+the kept steps, and from events.jsonl, which records the starts and the repeated steps. A pause
+between an orderly end of the run and its next start by a command is not part of the wall time: it
+says nothing about the run, and can be a night.
 """
 
 import math
@@ -9,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from recipes.training.run_folder.line_file import number
+from recipes.training.runtime.exits import INTERRUPTED
 
 FIRST_STEP = "first step"  # part of a start-up that metrics.jsonl also counts as a step
 
@@ -19,6 +22,9 @@ class WallTime:
     Args:
         events: all events of the run, oldest first
         metrics: the lines of the steps that were kept
+
+    Attributes:
+        paused: the time between orderly ends of the run and the commands that continued it
     """
 
     def __init__(
@@ -27,6 +33,9 @@ class WallTime:
         self.began: float | None = None
         self.starts = 0
         self.kept = self.between = self.validating = self.starting = self.repeated = 0.0
+        self.paused = 0.0
+        self._ended: float | None = None  # time of an orderly end, until the next start
+        self._gap = 0.0  # between an orderly end and the end of the start-up that followed it
         for event in events:
             self._note(event)
         for line in metrics:
@@ -41,13 +50,15 @@ class WallTime:
 
     def started(self, seconds: dict[str, Any]) -> None:
         """Add the parts of a start-up."""
-        self.starting += sum(_number(s) for part, s in seconds.items() if part != FIRST_STEP)
+        starting = sum(_number(s) for part, s in seconds.items() if part != FIRST_STEP)
+        self.starting += starting
+        self.paused += max(0.0, self._gap - starting)
+        self._gap = 0.0
 
     def shares(self, now: float) -> dict[str, float]:
         """Return the shares of the time until `now` by cause; they add up to 1.
 
-        `waiting` is the rest: the detection of failures, the queue of a cluster, and the end of
-        processes.
+        `waiting` is the rest: the time between a failure and the next start.
 
         Args:
             now: seconds since the epoch, as in events.jsonl
@@ -60,24 +71,46 @@ class WallTime:
             "repeated": self.repeated,
         }
         spent = sum(known.values())
-        total = max(now - self.began if self.began is not None else 0.0, spent, 1e-9)
+        total = max(self.seconds(now), spent, 1e-9)
         known["waiting"] = total - spent
         return {name: seconds / total for name, seconds in known.items()}
 
+    def seconds(self, now: float) -> float:
+        """Return the seconds since the first start, without the pauses."""
+        return now - self.began - self.paused if self.began is not None else 0.0
+
     def hours(self, now: float) -> float:
-        """Return the hours since the first start."""
-        return (now - self.began) / 3600 if self.began is not None else 0.0
+        """Return the hours since the first start, without the pauses."""
+        return self.seconds(now) / 3600
 
     def _note(self, event: dict[str, Any]) -> None:
         kind, time = event.get("event"), event.get("time")
         if kind in ("attempt", "start", "resume") and self.began is None:
             self.began = _number(time) or None
+        if kind in ("attempt", "start", "resume"):
+            self._note_start(event)
         if kind in ("start", "resume"):
             self.starts += 1
+        elif kind == "end" or (kind == "stop" and event.get("exit_code") == INTERRUPTED):
+            self._ended = _number(time) or None
         elif kind == "first_step" and isinstance(event.get("seconds"), dict):
             self.started(event["seconds"])
         elif kind == "repeat":
             self.repeated += _number(event.get("seconds"))
+
+    def _note_start(self, event: dict[str, Any]) -> None:
+        """Add the pause before a start.
+
+        The event `attempt` is written before a start-up, the events `start` and `resume` after it.
+        A later attempt of the same launch.py continues without a command, so it ends no pause.
+        """
+        self.paused += self._gap  # the start before this one has not come to its first step
+        self._gap, ended, self._ended = 0.0, self._ended, None
+        gap = max(0.0, _number(event.get("time")) - ended) if ended else 0.0
+        if event.get("event") != "attempt":
+            self._gap = gap
+        elif event.get("number") == 1:
+            self.paused += gap
 
 
 def seconds_of(lines: Iterable[dict[str, Any]]) -> float:

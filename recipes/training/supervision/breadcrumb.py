@@ -33,6 +33,10 @@ class Breadcrumb:
         self.step = self.step if step is None else step
         self.count += 1
 
+    def wait_for_room(self, waits: bool) -> None:
+        """Record the beginning or the end of the ranks' wait for space on a full disk."""
+        self.waits_for_room = waits
+
     @contextlib.contextmanager
     def waiting_for_disk(self, doing: str, *, micro_batch: int | None = None) -> Iterator[None]:
         """Do not end this rank during this activity, however long it takes.

@@ -1,6 +1,5 @@
 """Messages of a run: skipped checkpoints, its beginning and its summary."""
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,9 @@ from models.pipeline.schedule.balance import balance_text
 from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.data.corpus_manifest import unused_rows
 from recipes.training.recipe.deepspeed_config import deepspeed_notes
-from recipes.training.recipe.learning_rate import MAX_RATE_CHANGE, learning_rate
+from recipes.training.recipe.errors import value_text
 from recipes.training.recipe.schema import Recipe
+from recipes.training.recipe.stages.learning_rate import MAX_RATE_CHANGE, learning_rate
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
@@ -41,6 +41,7 @@ NOT_COMPILED = (
 
 
 MAX_NODES_IN_MESSAGE = 8
+MIN_HOURS_SHOWN = 0.005  # in which a run was stopped; fewer would be printed as 0.00
 MAX_IMBALANCE = 1.1  # of context ranks; above it, the run prints a message
 
 
@@ -108,7 +109,7 @@ def tell_changes(folder: RunFolder, found: "ResumePoint", recipe: Recipe) -> Non
     recipe: the recipe of the run, with its stages
     """
     for key, (before, now) in found.changes(recipe).items():
-        old, new = ("unset" if value is None else json.dumps(value) for value in (before, now))
+        old, new = ("unset" if value is None else value_text(value) for value in (before, now))
         print(f"  {key}: {old} -> {new}", flush=True)
     if jump := found.learning_rate_jump(recipe):
         warn(folder, found.progress.step, jump)
@@ -177,10 +178,11 @@ def summarize(
     lines = [line for line in metrics if line.keys() >= SUMMARIZED]
     evaluations: dict[str, str] = {}  # the newest of each validation set and task
     for line in lines:
+        when = f"at step {line['step']}"
         for name, loss in validation_losses(line).items():
-            evaluations[" ".join(filter(None, ["validation ", name]))] = f"{loss:.4f}"
+            evaluations[" ".join(filter(None, ["validation ", name]))] = f"{loss:.4f} {when}"
         for name, accuracy in task_accuracies(line).items():
-            evaluations[f"task        {name}"] = f"{accuracy:.1%}"
+            evaluations[f"task        {name}"] = f"{accuracy:.1%} {when}"
     steps = recipe.training.steps
     title, advice = f"is finished: {counted(steps, 'step')}", longer_training(recipe)
     if found and found.progress.step > steps:
@@ -205,7 +207,7 @@ def summarize(
     print(f"  checkpoints {folder.checkpoints}")
     print(f"  metrics     {folder.metrics} (next to it: events.jsonl and recipe.toml)")
     if status := WandbStatus.read(folder.path):
-        print(f"  W&B         {status}")
+        print(f"  W&B         {status.summary}")
     print(f"  {advice}; to start over, use --resume never", flush=True)
 
 
@@ -221,7 +223,7 @@ def longer_training(recipe: Recipe) -> str:
         )
     stretched = learning_rate(last + 1 - before, span.recipe.optimizer, steps - before)
     if stretched <= MAX_RATE_CHANGE * rate:
-        return "to train longer, raise training.steps"
+        return f"to train longer, raise training.steps above {last}"
     if not before:
         return (
             f"to train longer at the learning rate of {rate:.2e}, use --set training.steps={steps} "
@@ -257,8 +259,10 @@ def goodput_line(wall_time: WallTime, events: Sequence[dict[str, Any]]) -> str:
     ]
     if wall_time.starts < 2 or not ends:
         return ""
-    shares = wall_time.shares(ends[-1])
+    shares, pauses = wall_time.shares(ends[-1]), wall_time.paused / 3600
+    not_counted = f"; not counted: {pauses:.2f} h in which the run was stopped"
     return (
         f"  goodput     {shares['kept']:.1%} of {wall_time.hours(ends[-1]):.2f} h in kept steps, "
         f"after {wall_time.starts} starts; lost: {shares_text(shares)}"
+        + (not_counted if pauses >= MIN_HOURS_SHOWN else "")
     )

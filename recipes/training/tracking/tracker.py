@@ -1,7 +1,6 @@
 """Reports of the training loop: events, metrics.jsonl, the display and Weights & Biases."""
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from models.errors import UserError
+from recipes.training.recipe.errors import value_text
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import Span, StagePlan, changes
 from recipes.training.run_folder.folder import RunFolder
@@ -161,7 +161,7 @@ class RunTracker(Tracker):
             facts,
             predicted=predicted,
             metrics=metrics or (),
-            tell=lambda status: self.display.say(f"W&B: {status}"),
+            tell=lambda status: self.display.say(f"W&B: {status.announcement}"),
         )
         for alert in alerts_at_start(events):
             self.wandb.send(alert)
@@ -209,7 +209,7 @@ class RunTracker(Tracker):
         different = changes(before.recipe, after.recipe)
         steps = [after.first, self.plan.steps_of(after.stage)[-1]]
         self.folder.event("stage", after.first, stage=after.stage, steps=steps, changed=different)
-        values = ", ".join(f"{key} = {json.dumps(new)}" for key, (_, new) in different.items())
+        values = ", ".join(f"{key} = {value_text(new)}" for key, (_, new) in different.items())
         self.display.say(f'stage "{after.stage}" begins with step {after.first}: {values}')
 
     @override

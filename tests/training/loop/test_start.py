@@ -116,15 +116,28 @@ def test_the_summary_of_a_finished_run_knows_its_stages(
 
 
 @pytest.mark.parametrize(
-    ("steps", "advice"),
+    ("changes", "advice"),
     [
-        (25, "at the learning rate of 4.00e-04, use --set training.steps=50 --set optimizer.sch"),
-        (40, "to continue the run, use training.steps = 40 as before; to start over"),
+        (
+            {"training__steps": 25},
+            "at the learning rate of 4.00e-04, use --set training.steps=50 --set optimizer.sch",
+        ),
+        (
+            {
+                "training__steps": 25,
+                "optimizer__schedule": {"warmup_steps": 2, "decay": "constant"},
+            },
+            "to train longer, raise training.steps above 25; to start over",
+        ),
+        (
+            {"training__steps": 40},
+            "to continue the run, use training.steps = 40 as before; to start over",
+        ),
         (None, "to train longer, set training.steps above 25; to start over"),
     ],
 )
 def test_a_run_beyond_the_requested_steps_is_not_called_finished(
-    steps: int | None,
+    changes: dict[str, Any] | None,
     advice: str,
     small: dict[str, Any],
     world: None,
@@ -133,7 +146,7 @@ def test_a_run_beyond_the_requested_steps_is_not_called_finished(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """25 steps are done and 20 are requested; the advice follows the recipe of the checkpoint."""
-    earlier = parse_recipe(changed(small, training__steps=steps), "small") if steps else None
+    earlier = parse_recipe(changed(small, **changes), "small") if changes else None
     plan = StagePlan(parse_recipe(small, "small"))
     with pytest.raises(SystemExit):
         begin(check_stages(World(), plan, "small"), RunFolder(tmp_path), 25, earlier)

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,11 +23,13 @@ from recipes.training.recipe.deepspeed_config import (
 from recipes.training.recipe.deepspeed_schema import (
     AUTO_KEYS,
     NOT_SUPPORTED,
+    ONLY_ZERO_3,
+    OUTPUTS,
     RECIPE_KEYS,
     SETTINGS,
     WITHOUT_EFFECT,
 )
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.progress import Progress
@@ -127,7 +130,7 @@ PUBLIC: dict[str, tuple[dict[str, Any], int]] = {  # project -> settings, and th
             "wandb": {"enabled": True, "team": None, "group": None, "project": "llama-65B"},
             "wall_clock_breakdown": True,
         },
-        10,
+        9,
     ),
     "ridgerchu/matmulfreellm": (
         {
@@ -160,7 +163,9 @@ def findings(said: str, file: Path) -> list[str]:
     about = said.partition(PROPOSAL)[0].removeprefix(f"{file}: ").split("\n  ")
     listed = about[1:] if about[1:] else about
     return [
-        line for line in listed if not line.startswith("without effect") and "read as" not in line
+        line
+        for line in listed
+        if not line.startswith(("without effect", "for the values")) and "read as" not in line
     ]
 
 
@@ -178,7 +183,9 @@ def test_a_public_file_needs_one_correction(project: str, pipeline: int, tmp_pat
         build(tmp_path, content, layout)
     said = str(raised.value)
     assert len(findings(said, tmp_path / "ds.json")) == expected, said
-    assert ("steps_per_print (every step is printed)" in said) == ("steps_per_print" in content)
+    assert ("steps_per_print (every step is in metrics.jsonl)" in said) == (
+        "steps_per_print" in content
+    )
     proposal = said.partition(PROPOSAL)[2]
     assert build(tmp_path, proposal, layout)
     assert deepspeed_notes(*setting(tmp_path / "ds.json", layout)) == []
@@ -277,18 +284,46 @@ def test_keys_of_the_recipe_are_suggested(tmp_path: Path) -> None:
             build(tmp_path, {"zero_optimization": {"stage": 1}} | wrong)
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_block_about_wandb_is_noted(enabled: bool, tmp_path: Path) -> None:
-    content = {"zero_optimization": {"stage": 1}, "wandb": {"enabled": enabled, "group": None}}
-    notes = deepspeed_notes(*setting(write(tmp_path, content)))
-    assert notes == ['without effect here: wandb (the recipe decides: tracking.mode = "auto")']
+WANDB = {"enabled": True, "project": "bloom", "team": "bigscience", "group": "tr11-176B"}
+DECIDES = "without effect here: wandb ([tracking] of the recipe decides)"
+
+
+@pytest.mark.parametrize(
+    ("block", "overrides", "expected"),
+    [
+        (WANDB, [], {"project": "bloom", "team": "bigscience", "group": "tr11-176B"}),
+        (WANDB | {"team": None, "group": "auto"}, [], {"project": "bloom"}),
+        (WANDB, ["tracking.mode=disabled"], {"mode": "auto", "group": "tr11-176B"}),
+        ({"enabled": False, "project": "bloom"}, [], {"mode": "disabled", "project": "bloom"}),
+        (WANDB | {"project": "a/b", "team": 5}, [], {"project": "threefold", "team": ""}),
+        ({"group": "été"}, ['tracking.tags=["a", "b"]'], {"group": "été", "tags": ("a", "b")}),
+        ({"enabled": True, "project": "threefold", "team": None}, [], None),
+        ({"enabled": False}, ["tracking.mode=disabled"], None),
+        (True, [], None),
+    ],
+)
+def test_a_block_about_wandb_becomes_a_table_of_the_recipe(
+    block: Any, overrides: list[str], expected: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    content = {"zero_optimization": {"stage": 1}, "wandb": block}
+    recipe, topology = setting(write(tmp_path, content), *overrides)
+    note, *advice = deepspeed_notes(recipe, topology)
+    assert note == DECIDES
+    if expected is None:
+        assert not advice
+        return
+    about, _, table = advice[0].partition("\n")
+    assert about == "for the values of the wandb block, use this [tracking] in the recipe:"
+    pasted = recipe.model_dump(mode="json", exclude_none=True) | tomllib.loads(table)
+    tracking = parse_recipe(pasted, "pasted").tracking
+    assert {key: getattr(tracking, key) for key in expected} == expected
+    accepted = recipe.model_copy(update={"tracking": tracking})
+    if block != WANDB | {"project": "a/b", "team": 5}:  # values that no recipe accepts
+        assert deepspeed_notes(accepted, topology) == [DECIDES]
     with pytest.raises(UserError) as raised:
-        build(tmp_path, content | {"other": 5})
-    assert notes[0] in str(raised.value)
+        build(tmp_path, content | {"other": 5}, *overrides)
+    assert advice[0] in str(raised.value)
     assert '"wandb"' not in str(raised.value).partition(PROPOSAL)[2]
-    if enabled:
-        with pytest.raises(UserError, match=r'where tracking\.mode = "disabled"; use'):
-            build(tmp_path, content, "tracking.mode=disabled")
 
 
 def test_the_proposed_file_has_the_values_of_the_findings(tmp_path: Path) -> None:
@@ -378,7 +413,6 @@ def test_the_recipes_own_values_are_accepted(tmp_path: Path) -> None:
             "params": {"warmup_num_steps": warmup, "total_num_steps": recipe.training.steps},
         },
         "pipeline": {"stages": 2},
-        "wandb": {"enabled": True, "project": recipe.tracking.project},
     }
     assert build(tmp_path, content, *overrides) == expected
     del content["zero_optimization"]  # the settings that the recipe owns are left
@@ -409,24 +443,70 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 def test_keys_without_effect_are_noted_and_do_not_reach_deepspeed(tmp_path: Path) -> None:
     plain = read_deepspeed_json(str(write(tmp_path, nested("bf16.enabled", False))))
     cases = [(path, 5) for path in WITHOUT_EFFECT] + [(path, "auto") for path in NOT_SUPPORTED]
-    cases += [(path, off) for path, entry in NOT_SUPPORTED.items() for off in entry.off]
-    cases += [(path, {"enabled": False}) for path in NOT_SUPPORTED]
-    cases += [("zero_optimization.offload_param", {"device": "none", "pin_memory": True})]
-    for path, value in cases:
+    off = [(path, value) for path, entry in NOT_SUPPORTED.items() for value in entry.off]
+    off += [(path, {"enabled": False}) for path in [*NOT_SUPPORTED, *OUTPUTS]]
+    off += [(path, False) for path in OUTPUTS]
+    off += [("zero_optimization.offload_param", {"device": "none", "pin_memory": True})]
+    for path, value in [*cases, *off]:
         recipe, topology = setting(write(tmp_path, nested(path, value)))
         config = read_deepspeed_json(recipe.deepspeed)
         config.pop("fp16", None)
         assert config == plain, path
+        if (path, value) in off:
+            assert deepspeed_notes(recipe, topology) == []
+            continue
         (note,) = deepspeed_notes(recipe, topology)
-        assert note.startswith("without effect here: ") and path in note
+        assert note.startswith(f"without effect here: {path} (")
+        assert path not in WITHOUT_EFFECT or note.endswith(f" ({WITHOUT_EFFECT[path]})")
+
+
+def decisions() -> list[str]:
+    """Return the rows of the table of keys in docs/zero-and-precision.md."""
+    groups: dict[str, list[str]] = {}
+    for key, entry in SETTINGS.items():
+        for path in [f"{key}.{name}" for name in entry] if isinstance(entry, dict) else [key]:
+            only = " with ZeRO-3" if path.rpartition(".")[2] in ONLY_ZERO_3 else ""
+            groups.setdefault(f"supported{only}", []).append(path)
+    for path, reason in WITHOUT_EFFECT.items():
+        groups.setdefault(f"no effect: {reason}", []).append(path)
+    for path, unsupported in NOT_SUPPORTED.items():
+        groups.setdefault(f"rejected: {unsupported.reason}", []).append(path)
+    return [
+        f"| {', '.join(f'`{path}`' for path in paths)} | {decision} |"
+        for decision, paths in groups.items()
+    ]
+
+
+def test_the_documented_decisions_are_the_real_ones() -> None:
+    page = (REPOSITORY / "docs" / "zero-and-precision.md").read_text()
+    table = page.partition("| key of DeepSpeed | here |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert table.splitlines() == decisions()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_settings_of_zero_3_are_noted_with_other_stages(stage: int, tmp_path: Path) -> None:
+    zero = {key: SETTINGS["zero_optimization"][key].example for key in ONLY_ZERO_3}
+    content = {"zero_optimization": {"stage": stage} | zero}
+    recipe, topology = setting(write(tmp_path, content), "layout.pipeline=1")
+    kept = read_deepspeed_json(recipe.deepspeed)["zero_optimization"].keys() & zero.keys()
+    names = ", ".join(f"zero_optimization.{key}" for key in ONLY_ZERO_3)
+    note = f"without effect here: {names} (only with ZeRO-3)"
+    assert (deepspeed_notes(recipe, topology), kept) == (
+        ([], zero.keys()) if stage == 3 else ([note], set())
+    )
 
 
 def test_a_run_prints_the_notes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path, nested("steps_per_print", 10))
+    file = write(tmp_path, nested("steps_per_print", 10) | {"dump_state": True})
     found = mock.Mock(progress=Progress(), weights_only=False)
     announce(*setting(file), ["a", "a"], mock.Mock(path=tmp_path), found)
-    note = f"  {file}: without effect here: steps_per_print (every step is printed)"
-    assert note in capsys.readouterr().out.splitlines()
+    notes = [
+        f"  {file}: without effect here: {key} ({WITHOUT_EFFECT[key]})"
+        for key in ("steps_per_print", "dump_state")
+    ]
+    assert [
+        line for line in capsys.readouterr().out.splitlines() if "without effect" in line
+    ] == notes
 
 
 def test_auto_stands_for_the_default_of_every_setting(tmp_path: Path) -> None:

@@ -476,7 +476,6 @@ def test_a_folder_or_an_unknown_name_lists_a_few_recipes() -> None:
         ({"optimizer": {"params": {"amsgrad": True}}}, "amsgrad = true", "use [optimizer]"),
         ({"optimizer": None}, "optimizer = null should be an object", "remove it"),
         ({"scheduler": {"params": {"warmup_type": "log"}}}, "warmup_type", "[optimizer.schedule]"),
-        ({"wandb": {"enabled": True, "project": "mine"}}, "wandb.project", "tracking.project = "),
         ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage = 0", "use 1"),
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage = true", "use 1"),
         (

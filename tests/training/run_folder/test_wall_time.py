@@ -73,3 +73,54 @@ def test_steps_that_are_repeated_are_recorded(small: dict, tmp_path: Path) -> No
     assert event["seconds"] == pytest.approx(2 * (2.0 + 0.25))
     folder.prepare(recipe, Progress(5, 40))  # nothing more is lost
     assert len(folder.read_events()) == 1
+
+
+def resumed(*between: dict[str, Any], joining: float = 5.0) -> list[dict[str, Any]]:
+    """Return the events of a run that ends at 1050 and is resumed an hour later."""
+    return [
+        *EVENTS[:3],
+        *between,
+        {"event": "resume", "step": 10, "time": 4650.0},
+        {"event": "first_step", "step": 11, "time": 4655.0, "seconds": {"joining": joining}},
+        {"event": "end", "step": 20, "time": 4700.0},
+    ]
+
+
+INTERRUPTION = {"event": "stop", "step": 10, "time": 1050.0, "exit_code": 5}
+
+
+@pytest.mark.parametrize(
+    ("events", "paused"),
+    [
+        (resumed(INTERRUPTION), 3595.0),  # the start-up of 5 s belongs to the run
+        (resumed({"event": "end", "step": 10, "time": 1050.0}), 3595.0),
+        (resumed(INTERRUPTION, {"event": "attempt", "number": 1, "time": 4640.0}), 3590.0),
+        (resumed(INTERRUPTION, {"event": "attempt", "number": 2, "time": 4640.0}), 0.0),
+        (resumed(INTERRUPTION | {"exit_code": 4}), 0.0),  # a hang
+        (resumed(), 0.0),  # a run that was killed
+        (resumed(INTERRUPTION, {"event": "resume", "step": 10, "time": 2050.0}), 1000.0),
+        (resumed(INTERRUPTION, joining=9999.0), 0.0),
+        (resumed(INTERRUPTION | {"time": "soon"}), 0.0),
+    ],
+)
+def test_the_time_between_two_commands_is_not_waiting(
+    events: list[dict[str, Any]], paused: float
+) -> None:
+    wall_time = WallTime(events, LINES)
+    assert wall_time.paused == paused
+    assert wall_time.hours(4700.0) == pytest.approx((3700.0 - paused) / 3600)
+    shares = wall_time.shares(4700.0)
+    assert sum(shares.values()) == pytest.approx(1)
+    spent = 20 * 2.25 + 10.0 + events[-2]["seconds"]["joining"]
+    waiting = max(0.0, 3700.0 - paused - spent)
+    assert shares["waiting"] == pytest.approx(waiting / max(3700.0 - paused, spent))
+    line = goodput_line(wall_time, events)
+    counted = f"; not counted: {paused / 3600:.2f} h in which the run was stopped"
+    assert line.endswith(counted) == (paused > 0)
+
+
+def test_a_running_process_counts_its_pause_once_it_has_started() -> None:
+    *events, _, _ = resumed(INTERRUPTION)
+    wall_time = WallTime(events)
+    wall_time.started({"joining": 5.0, "first step": 2.0})
+    assert wall_time.paused == 3595.0

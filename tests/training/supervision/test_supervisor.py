@@ -331,7 +331,7 @@ def test_a_wait_for_room_on_a_full_disk_is_not_reported_as_a_hang(
     supervisor._still = supervisor._idle = 0
     supervisor._reported = supervisor._ending = False
     with supervisor.crumb.waiting_for_disk("saving"):
-        supervisor.crumb.waits_for_room = waits_for_room
+        supervisor.crumb.wait_for_room(waits_for_room)
         for _ in range(21):  # seconds
             supervisor._look_at_progress()
     assert supervisor._disk.run.call_count == reports and not supervisor._ending

@@ -12,12 +12,19 @@ from recipes import plan
 from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology, World
+from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
-from recipes.training.tracking.messages import announce, longer_training, thread_excess
+from recipes.training.tracking.messages import (
+    announce,
+    longer_training,
+    summarize,
+    tell_changes,
+    thread_excess,
+)
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 
-RAISE = "to train longer, raise training.steps"
+RAISE = "to train longer, raise training.steps above 20"
 WSD = {"warmup_steps": 2, "decay": "wsd", "decay_steps": 5}
 LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}
 
@@ -169,3 +176,38 @@ def test_a_vocabulary_with_unused_rows_has_a_note(
         assert (f"model.vocab_size = {tokens} saves" in printed) == bool(unused)
     (tmp_path / "manifest.json").write_text("{")
     assert run_here(*command, *options).returncode == 0  # a plan needs no corpus
+
+
+def test_changed_values_are_printed_as_text(
+    small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {
+        "tracking.tags": [["été"], ["夏", "ab"]],
+        "data.train": [None, "corpora/größe"],
+        "tracking.group": ["\ud83d", "a\nb"],  # half of a surrogate pair
+    }
+    found = mock.Mock(changes=lambda _: changes, learning_rate_jump=lambda _: "")
+    tell_changes(RunFolder(tmp_path), found, parse_recipe(small, "test"))
+    assert capsys.readouterr().out.splitlines() == [
+        '  tracking.tags: ["été"] -> ["夏", "ab"]',
+        '  data.train: unset -> "corpora/größe"',
+        '  tracking.group: "\\ud83d" -> "a\\nb"',
+    ]
+
+
+def test_the_summary_names_the_steps_of_its_validations(
+    small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"tokens": 1, "tokens_per_second": 1.0, "step_seconds": 1.0, "loss": 2.0}
+    folder = RunFolder(tmp_path)
+    folder.metric(line | {"step": 18, "validation_loss": 3.25, "tasks/cloze/accuracy": 0.5})
+    folder.metric(line | {"step": 19, "validation/code/loss": 1.5})
+    folder.metric(line | {"step": 20})
+    recipe = parse_recipe(small, "test")
+    summarize(recipe, folder, World(rank=0, local_rank=0, size=1, local_size=1))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert {
+        "validation 3.2500 at step 18",
+        "validation code 1.5000 at step 19",
+        "task cloze 50.0% at step 18",
+    } <= set(lines)

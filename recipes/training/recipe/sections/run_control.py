@@ -114,6 +114,13 @@ class Tracking(Section):
     project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "threefold"
     """Weights & Biases project of the run."""
 
+    team: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,128}$")] = ""
+    """Weights & Biases team, or user, that owns the run; "": the default of your account."""
+
+    group: Annotated[str, Field(max_length=128)] = ""
+    """Weights & Biases group of the run, such as runs that differ only in the seed; "": none.
+    `sweep.py` sets the group of its runs itself."""
+
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """Mode of Weights & Biases. "auto" is online if an API key is found and offline otherwise. The
     metrics are always in the run folder too."""

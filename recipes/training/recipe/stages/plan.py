@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from models.errors import UserError
-from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.stage import CHANGEABLE
+from recipes.training.recipe.stages.learning_rate import learning_rate
 from recipes.training.recipe.stages.merging import StageTable, batches, stage_tables
 from recipes.training.recipe.topology import World
 

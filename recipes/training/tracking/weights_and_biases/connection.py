@@ -7,7 +7,6 @@ imported in these functions: that takes a second, for which the training thread 
 
 import contextlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ class WandbStatus:
         mode: "online", "offline", "disabled", "incomplete" (some data has not been sent), "failed"
             (W&B has not started), or "waiting" (for the server, before another mode is known)
         where: URL of the run's page, or the files for `wandb sync`
-        reason: the reason for any mode but "online"
+        reason: the reason for the mode; empty if the run is online because it has a key
     """
 
     mode: str
@@ -37,25 +36,38 @@ class WandbStatus:
     reason: str = ""
 
     def __str__(self) -> str:
-        match self.mode:
-            case "waiting":
-                return f"waiting {self.reason}"
-            case "online":
-                return f"online at {self.where}"
-            case "offline":
-                return f"offline, because {self.reason}; upload with: wandb sync {self.where}"
-            case "incomplete":
-                return (
-                    f"incomplete, because {self.reason}; upload the rest with: wandb sync "
-                    f"{self.where}"
-                )
-            case "disabled":
-                return f"off, because {self.reason}"
-        return f"failed, because {self.reason}"
+        upload = self._upload()
+        return f"{self.announcement}; {upload}" if upload else self.announcement
+
+    @property
+    def announcement(self) -> str:
+        """The mode and the reason, for the line about a mode that is new."""
+        if self.mode == "waiting":
+            return f"waiting {self.reason}"
+        return f"{self._mode()}, because {self.reason}" if self.reason else self._mode()
+
+    @property
+    def summary(self) -> str:
+        """The mode, and the place of the data, for the summary of a run."""
+        upload = self._upload()
+        return f"{self._mode()}; {upload}" if upload else self._mode()
+
+    def _mode(self) -> str:
+        if self.mode == "online":
+            return f"online at {self.where}"
+        return "off" if self.mode == "disabled" else self.mode
+
+    def _upload(self) -> str:
+        """Return the command that sends what has not been sent; empty if there is nothing."""
+        if self.mode not in ("offline", "incomplete"):
+            return ""
+        rest = "" if self.mode == "offline" else "the rest "
+        return f"upload {rest}with: wandb sync {self.where}"
 
     def write(self, folder: Path) -> None:
         """Write the status into a run folder, for the summary of the run."""
         with contextlib.suppress(OSError):
+            (folder / STATUS_FILE).parent.mkdir(exist_ok=True)
             write_whole(folder / STATUS_FILE, json.dumps(asdict(self)))
 
     @staticmethod
@@ -79,19 +91,22 @@ def untold(status: WandbStatus) -> None:
 
 
 def start_wandb(
-    wanted: str, arguments: dict[str, Any], *, tell: Callable[[WandbStatus], None] = untold
+    requested: tuple[str, str],
+    arguments: dict[str, Any],
+    *,
+    tell: Callable[[WandbStatus], None] = untold,
 ) -> tuple[Any, WandbStatus]:
     """Start a W&B run, offline if there is no key or the server cannot be reached.
 
     Args:
-        wanted: the mode of the recipe, "auto", "online" or "offline"
+        requested: a mode and the reason for it, as `requested_mode` returns them
         arguments: arguments of `wandb.init`, without a mode
         tell: called before the wait for an answer of the server
 
     Returns:
         The run, and its status.
     """
-    mode, reason = choose_mode(wanted)
+    mode, reason = choose_mode(*requested)
     if mode == "offline":
         return _init(arguments, mode), WandbStatus(mode, unsent(arguments), reason)
     if mode == "disabled":
@@ -102,7 +117,7 @@ def start_wandb(
         run = _init(arguments | {"resume": "allow"}, mode)
     except Exception as error:
         return restart_offline(arguments, error)
-    return run, WandbStatus("online", run.url or "")
+    return run, WandbStatus("online", run.url or "", reason)
 
 
 def restart_offline(
@@ -132,23 +147,28 @@ def tear_down() -> None:
         wandb.teardown()
 
 
-def choose_mode(wanted: str) -> tuple[Mode, str]:
-    """Return the mode of a run, and the reason unless the run is online.
+def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
+    """Return the mode of a run, and the reason for it.
 
     Args:
-        wanted: the mode of the recipe, "auto", "online" or "offline"
+        wanted: the mode that the run asks for, as `requested_mode` returns it
+        reason: the reason for this mode
+
+    Returns:
+        The mode, and a reason that is empty if the run is online because it has a key.
     """
     import wandb
     from wandb.sdk.lib import wbauth
 
     if wanted == "offline":
-        return "offline", 'tracking.mode = "offline"'
+        return "offline", reason
+    if wanted == "disabled":
+        return "disabled", reason
     settings = _settings()
     if wanted == "auto" and settings.mode not in ("online", "run", "shared"):
         mode: Mode = "disabled" if settings.mode == "disabled" else "offline"
         files = " and ".join(map(str, settings.read_system_settings().sources))
-        variable = os.environ.get("WANDB_MODE")
-        return mode, f"WANDB_MODE = {variable}" if variable else f"{files} sets mode = {mode}"
+        return mode, f"{files} sets mode = {mode}"
     try:
         host = wbauth.HostUrl(settings.base_url, app_url=settings.app_url)
         key = wbauth.authenticate_session(
@@ -159,7 +179,7 @@ def choose_mode(wanted: str) -> tuple[Mode, str]:
     if key is None:
         login = 'log in with "wandb login" to be online'
         return "offline", f"there is no key for {settings.base_url} ({login})"
-    return ("shared" if settings.mode == "shared" else "online"), ""
+    return ("shared" if settings.mode == "shared" else "online"), reason
 
 
 def short(error: Exception) -> str:

@@ -13,6 +13,7 @@ from recipes.training.run_folder.line_file import write_whole
 from recipes.training.run_folder.provenance import code_version
 
 MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # of WANDB_MODE
+OTHER_NAMES = {"dryrun": "offline", "run": "online"}  # of a mode
 
 
 def check_wandb(recipe: Recipe, folder: Path, *, keeps_id: bool) -> None:
@@ -32,6 +33,30 @@ def check_wandb(recipe: Recipe, folder: Path, *, keeps_id: bool) -> None:
     run_id = folder / "wandb" / "run_id"
     if keeps_id and run_id.exists():
         read_run_id(run_id)
+
+
+def requested_mode(mode: str) -> tuple[str, str]:
+    """Return the mode that a run asks for, and the reason.
+
+    WANDB_MODE overrides the recipe's mode for one run, except that it does not turn on what the
+    recipe turns off: on many clusters it is set for all runs.
+
+    Args:
+        mode: the recipe's `tracking.mode`
+
+    Returns:
+        A mode of `wandb.init`, or "auto". The reason is empty if the recipe's mode is the default,
+        or if it is the common case of a mode.
+    """
+    variable, own = os.environ.get("WANDB_MODE"), f'tracking.mode = "{mode}"'
+    if not variable:
+        return mode, own if mode == "offline" else ""
+    wanted = OTHER_NAMES.get(variable, variable)
+    if mode == "disabled":
+        ignored = f"{own}; WANDB_MODE = {variable} does not change that"
+        return mode, "" if wanted == mode else ignored
+    overridden = "" if mode in ("auto", wanted) else f" overrides {own}"
+    return wanted, f"WANDB_MODE = {variable}{overridden}"
 
 
 def check_variables() -> None:
@@ -68,9 +93,11 @@ def wandb_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 def common_arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
     """Return the arguments of `wandb.init` that follow from a recipe and a folder alone."""
-    return {
-        "project": recipe.tracking.project,
-        "tags": list(recipe.tracking.tags),
+    tracking = recipe.tracking
+    owners = {"entity": tracking.team, "group": tracking.group}
+    return {name: owner for name, owner in owners.items() if owner} | {
+        "project": tracking.project,
+        "tags": list(tracking.tags),
         "config": recipe.model_dump(mode="json") | {"code_version": code_version()},
         "dir": str(folder),
     }

@@ -5,6 +5,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from recipes.training.tracking.weights_and_biases.connection import (
     untold,
 )
 from recipes.training.tracking.weights_and_biases.media import Picture, SavedCheckpoint, TaskTable
-from recipes.training.tracking.weights_and_biases.settings import wandb_arguments
+from recipes.training.tracking.weights_and_biases.settings import requested_mode, wandb_arguments
 
 Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
@@ -79,9 +80,14 @@ class WandbThread:
         self._problem: str | None = None
         self._thread: threading.Thread | None = None
         WandbStatus.remove(folder.path)
-        if recipe.tracking.mode != "disabled":
-            self._thread = threading.Thread(target=self._work, args=(recipe,), daemon=True)
+        requested = requested_mode(recipe.tracking.mode)
+        mode, reason = requested
+        if mode != "disabled":
+            arguments = recipe, requested
+            self._thread = threading.Thread(target=self._work, args=arguments, daemon=True)
             self._thread.start()
+        elif reason:  # a variable is involved
+            self._change(WandbStatus(mode, reason=reason))
 
     def send(self, item: Item) -> None:
         """Queue the metrics of a step, an alert, a picture or a checkpoint; return at once."""
@@ -122,18 +128,24 @@ class WandbThread:
         self._folder.release()
         leave_handlers_out(self.exit_code)
 
-    def _work(self, recipe: Recipe) -> None:
-        is_read = False  # the end of the queue
+    def _work(self, recipe: Recipe, requested: tuple[str, str]) -> None:
+        is_read = has_restarted = False  # is_read: the end of the queue
         try:
             arguments = wandb_arguments(recipe, self._folder.path)
-            run = self._started(*start_wandb(recipe.tracking.mode, arguments, tell=self._tell))
+            run = self._started(*start_wandb(requested, arguments, tell=self._tell))
             while (item := self._queue.get()) is not None:
                 try:
                     self._send(run, item)
                 except Exception as error:
-                    if self._status.mode != "online" or self._is_late:
+                    if has_restarted or self._is_late:
                         raise
-                    run = self._started(*restart_offline(arguments, error, ALL_FILES))
+                    # The process of an offline run ends, too: at Ctrl-C, the launcher `deepspeed`
+                    # ends all processes that descend from it.
+                    has_restarted, earlier = True, self._status
+                    run, status = restart_offline(arguments, error, ALL_FILES)
+                    if earlier.mode == "offline":
+                        status = replace(status, reason=earlier.reason)
+                    self._started(run, status)
                     self._send(run, item)
             is_read = True
             run.finish()
@@ -160,10 +172,13 @@ class WandbThread:
         self._change(WandbStatus(*(("incomplete", files) if started else ("failed", "")), reason))
 
     def _change(self, status: WandbStatus) -> None:
+        """Record a status, and tell it unless neither the mode nor the reason has changed."""
         self._folder.check_lease()
+        is_new = replace(status, where="") != replace(self._status, where="")
         self._status = status
         status.write(self._folder.path)
-        self._tell(status)
+        if is_new:
+            self._tell(status)
 
     def _describe(self, run: Any) -> None:
         """Send what is known before the first step."""

@@ -167,6 +167,7 @@ def test_alerts_neither_delay_nor_stop_a_run(small: dict, folder: RunFolder) -> 
     failing.alert.side_effect = RuntimeError("no connection")
     with (
         mock.patch.object(wandb_thread, "start_wandb", return_value=(failing, OFFLINE)),
+        mock.patch.object(wandb_thread, "restart_offline", return_value=(failing, OFFLINE)),
         open_tracker(offline(small), folder, 0, start=Progress(40, 320), changed={}) as tracker,
     ):
         started = time.monotonic()
@@ -174,7 +175,7 @@ def test_alerts_neither_delay_nor_stop_a_run(small: dict, folder: RunFolder) -> 
             tracker.wandb.send(Alert("title", "text", INFO))  # type: ignore[attr-defined]
         assert time.monotonic() - started < 1.0
         tracker.stop("asked", 5)
-    assert failing.alert.call_count == 1
+    assert failing.alert.call_count == 2  # of the run, and of the run that replaces it
     (warning,) = [e for e in folder.read_events() if e["event"] == "warning"]
     assert "Weights & Biases failed (no connection)" in warning["message"]
 

@@ -30,6 +30,7 @@ from recipes.training.tracking.weights_and_biases.connection import (
     choose_mode,
     tear_down,
 )
+from recipes.training.tracking.weights_and_biases.settings import requested_mode, wandb_arguments
 from tests.conftest import changed
 
 KEY = "k" * 40
@@ -175,8 +176,9 @@ def test_a_server_that_rejects_the_key_leaves_the_run_offline_with_the_same_id(
     (files,) = (folder.path / "wandb").glob(f"offline-run-*-{run_id}")
     assert list(files.glob("*.wandb"))
     printed = capfd.readouterr()
-    assert f"W&B: offline, because {status.reason}; upload with: wandb sync" in printed.out
-    assert "  W&B         offline, because " in printed.out
+    told, summed = about_wandb(printed.out)
+    assert told[1:] == [f"offline, because {status.reason}"]  # after the line about the wait
+    assert summed == [f"offline; upload with: wandb sync {status.where}"]
     assert "Traceback" not in printed.out + printed.err
 
 
@@ -242,8 +244,28 @@ def test_a_crash_of_wandb_ends_in_an_offline_run_and_no_traceback(
         ("offline", {"WANDB_API_KEY": KEY}, "offline", 'tracking.mode = "offline"'),
         ("auto", {"WANDB_API_KEY": "short"}, "offline", "WANDB_API_KEY invalid: API key must"),
         ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "dryrun"}, "offline", "WANDB_MODE = dryrun"),
-        ("online", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "online", ""),
         ("auto", {"WANDB_MODE": "disabled"}, "disabled", "WANDB_MODE = disabled"),
+        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "run"}, "online", "WANDB_MODE = run"),
+        (
+            "online",
+            {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"},
+            "offline",
+            'WANDB_MODE = offline overrides tracking.mode = "online"',
+        ),
+        (
+            "online",
+            {"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"},
+            "disabled",
+            'WANDB_MODE = disabled overrides tracking.mode = "online"',
+        ),
+        (
+            "offline",
+            {"WANDB_API_KEY": KEY, "WANDB_MODE": "online"},
+            "online",
+            'WANDB_MODE = online overrides tracking.mode = "offline"',
+        ),
+        ("offline", {"WANDB_MODE": "dryrun"}, "offline", "WANDB_MODE = dryrun"),
+        ("auto", {"WANDB_MODE": "online"}, "offline", "there is no key for https://api."),
     ],
 )
 def test_the_reason_of_a_mode(
@@ -252,21 +274,67 @@ def test_the_reason_of_a_mode(
 ) -> None:  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    chosen, why = choose_mode(wanted)
+    chosen, why = choose_mode(*requested_mode(wanted))
     assert chosen == mode and why.startswith(reason) and bool(why) == bool(reason)
+    assert ("overrides" in why) == ("overrides" in reason)
+
+
+@pytest.mark.parametrize(
+    ("mode", "variable", "lines"),
+    [
+        (
+            "online",
+            "disabled",
+            ['off, because WANDB_MODE = disabled overrides tracking.mode = "on'],
+        ),
+        ("auto", "disabled", ["off, because WANDB_MODE = disabled"]),
+        (
+            "disabled",
+            "online",
+            ['off, because tracking.mode = "disabled"; WANDB_MODE = online does'],
+        ),
+        ("disabled", "disabled", []),
+        ("disabled", "", []),
+    ],
+)
+def test_a_run_without_wandb_says_so_if_a_variable_is_involved(
+    mode: str, variable: str, lines: list[str], small: dict, folder: RunFolder,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("WANDB_MODE", variable)
+    recipe = parse_recipe(changed(small, tracking__mode=mode), "test")
+    with (
+        mock.patch.object(wandb_thread, "start_wandb") as start,
+        open_tracker(recipe, folder, 0, start=Progress(), changed={}) as tracker,
+    ):
+        tracker.step(LINE)
+        tracker.end()
+    summarize(recipe, folder, World(rank=0, local_rank=0, size=1, local_size=1))
+    assert not start.called
+    told, summed = about_wandb(capsys.readouterr().out)
+    assert len(told) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(told, lines, strict=True))
+    assert summed == ["off"] * len(lines)
+
+
+def about_wandb(printed: str) -> tuple[list[str], list[str]]:
+    """Return the lines about the mode of W&B during the run, and those of the summary."""
+    lines = printed.splitlines()
+    told = [line.removeprefix("W&B: ") for line in lines if line.startswith("W&B: ")]
+    return told, [line.removeprefix("  W&B").strip() for line in lines if "  W&B   " in line]
 
 
 @pytest.mark.parametrize("machine", ["api.forge.coreweave.com", "api.wandb.ai"])
 def test_the_key_of_the_public_server_is_found_by_either_name(machine: str, home: Path) -> None:
     (home / ".netrc").write_text(f"machine {machine} login user password {KEY}\n")
-    assert choose_mode("auto") == ("online", "")
+    assert choose_mode(*requested_mode("auto")) == ("online", "")
 
 
 def test_a_mode_in_a_settings_file_is_named(home: Path) -> None:
     file = home / ".config" / "wandb" / "settings"
     file.parent.mkdir(parents=True)
     file.write_text("[default]\nmode = offline\n")
-    assert choose_mode("auto") == ("offline", f"{file} sets mode = offline")
+    assert choose_mode(*requested_mode("auto")) == ("offline", f"{file} sets mode = offline")
 
 
 def test_an_error_in_the_last_call_ends_the_thread(
@@ -279,11 +347,10 @@ def test_an_error_in_the_last_call_ends_the_thread(
         status = train(small, folder)
     assert (status.mode, status.reason) == ("incomplete", "of an error (no answer)")
     printed = capfd.readouterr()
-    assert "W&B: online at http://page\n" in printed.out
-    assert (
-        "  W&B         incomplete, because of an error (no answer); upload the rest " in printed.out
-    )
-    assert printed.err == "" and printed.out.count("(no answer)") == 2  # also in the summary
+    told, summed = about_wandb(printed.out)
+    assert told == ["online at http://page", "incomplete, because of an error (no answer)"]
+    assert summed == [f"incomplete; upload the rest with: wandb sync {status.where}"]
+    assert printed.err == ""
     (warning,) = [event for event in folder.read_events() if event["event"] == "warning"]
     claim = "Weights & Biases failed (no answer); metrics.jsonl has every step"
     assert warning["message"] == claim
@@ -303,3 +370,34 @@ def test_a_damaged_status_is_left_out_of_the_summary(content: str, folder: RunFo
     (folder.path / "wandb").mkdir()
     (folder.path / "wandb" / "status.json").write_text(content)
     assert WandbStatus.read(folder.path) is None
+
+
+def test_the_team_and_the_group_of_the_recipe_are_those_of_the_run(
+    small: dict, folder: RunFolder
+) -> None:
+    table = changed(small, tracking__team="bigscience", tracking__group="tr11")
+    arguments = wandb_arguments(parse_recipe(table, "test"), folder.path)
+    assert (arguments["entity"], arguments["group"]) == ("bigscience", "tr11")
+    plain = wandb_arguments(parse_recipe(small, "test"), folder.path)
+    assert not {"entity", "group"} & plain.keys()  # so that WANDB_ENTITY applies
+
+
+def test_an_offline_run_whose_process_has_ended_continues_without_a_message(
+    small: dict, folder: RunFolder, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At Ctrl-C, the launcher `deepspeed` also ends the process of W&B."""
+    ended, replacement = mock.Mock(), mock.Mock()
+    ended.log.side_effect = RuntimeError("Connection lost")
+    started = (ended, WandbStatus("offline", "first", "a reason"))
+    restarted = (replacement, WandbStatus("offline", "both", "of an error"))
+    with (
+        mock.patch.object(wandb_thread, "start_wandb", return_value=started),
+        mock.patch.object(wandb_thread, "restart_offline", return_value=restarted) as restart,
+    ):
+        status = train(small, folder)
+    assert restart.call_count == 1
+    assert [call.args[0]["loss"] for call in replacement.log.call_args_list] == [2.5]
+    assert status == WandbStatus("offline", "both", "a reason")
+    told, summed = about_wandb(capfd.readouterr().out)
+    assert told == ["offline, because a reason"]
+    assert summed == ["offline; upload with: wandb sync both"]

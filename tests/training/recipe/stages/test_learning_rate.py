@@ -1,7 +1,7 @@
 import pytest
 
-from recipes.training.recipe.learning_rate import learning_rate
 from recipes.training.recipe.sections.training import Optimizer
+from recipes.training.recipe.stages.learning_rate import learning_rate
 
 
 def rates(decay: str, **schedule) -> list[float]:
