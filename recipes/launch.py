@@ -20,6 +20,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes.training.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
 
 import argparse
 import os
@@ -45,7 +48,7 @@ from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
-from recipes.training.runtime.exits import BUSY, REJECTED
+from recipes.training.runtime.exits import BUSY, REJECTED, raise_at_interrupt
 from recipes.training.runtime.streams import outlive_output
 from recipes.training.runtime.torch_variables import set_torch_variables
 
@@ -280,4 +283,5 @@ def parse_command_line() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    raise_at_interrupt()
     main()

@@ -31,6 +31,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # imports start in the root of the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes.training.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
 
 import argparse
 import os
@@ -50,6 +53,7 @@ from recipes.preparing.workspace import clear_workspace, lock_workspace
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.line_file import flush
+from recipes.training.runtime.exits import raise_at_interrupt
 from recipes.training.runtime.streams import escape_output
 
 if TYPE_CHECKING:
@@ -73,8 +77,6 @@ def main() -> None:
         sys.exit(
             f"prepare_data.py: {where} cannot be read or written ({problem.strerror or problem})"
         )
-    except KeyboardInterrupt:
-        sys.exit("prepare_data.py: interrupted")
 
 
 def prepare(arguments: list[str]) -> None:
@@ -336,4 +338,5 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
+    raise_at_interrupt()
     main()

@@ -26,6 +26,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # imports start at the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes.training.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
 
 import argparse
 import contextlib
