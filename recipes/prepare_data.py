@@ -92,12 +92,14 @@ def prepare(arguments: list[str]) -> None:
     check_options(options, output, workspace)
 
     # These imports take seconds, and the worker processes do not need most of them.
+    import recipes.preparing.tokenizer  # noqa: F401 (for `plan`)
     from recipes.preparing.formats.pieces import cut
     from recipes.preparing.prepared_corpus import join
     from recipes.preparing.source import SourceOptions, open_source, open_validation
     from recipes.preparing.tokenization import check_parts
     from recipes.preparing.workers import run_pieces
 
+    raise_at_interrupt()
     reading = SourceOptions(
         column=options.column,
         config=options.config,
@@ -219,6 +221,7 @@ def show(arguments: list[str]) -> None:
         )
     from recipes.preparing.ledger import ledger
 
+    raise_at_interrupt()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback in `| head`
     run = options.run_dir or REPOSITORY / "runs" / recipe.name
     for line in ledger(recipe, run, options.step, text=options.text):
@@ -232,6 +235,7 @@ def verify(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     from recipes.preparing.prepared_corpus import find_damages
 
+    raise_at_interrupt()
     corpus = repository_path(options.corpus)
     damages = list(find_damages(corpus, len(os.sched_getaffinity(0))))
     for damage in damages:
@@ -245,6 +249,7 @@ def tasks(arguments: list[str]) -> None:
     """Write a task for evaluation.tasks from a corpus, or from samples of another program."""
     from recipes.preparing.tasks.command import write_task
 
+    raise_at_interrupt()
     write_task(arguments)
 
 
@@ -338,5 +343,4 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    raise_at_interrupt()
     main()

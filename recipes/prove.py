@@ -78,6 +78,9 @@ def main() -> None:
         except UserError as problem:
             print(f"prove.py: {problem}", file=sys.stderr)
             sys.exit(2)
+        except SystemExit:  # of the signal handler
+            print("prove.py: interrupted before anything was started", file=sys.stderr)
+            raise
         print(f"{recipe.name}: {len(cases)} layouts of {size(small)}", file=sys.stderr)
         if options.relay:
             coming = run_relay(cases, folder=Path(folder) / "run")

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -65,6 +66,20 @@ def raise_at_interrupt() -> None:
     if signal.getsignal(signal.SIGINT) is _end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.excepthook = _print_uncaught
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach, because this process ends them.
+
+    The signal goes to all processes of a terminal. They would print tracebacks, of their imports if
+    they have just been started.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_at_once(number: int, frame: object) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.runtime.exits import interrupts_blocked
 
 COMMANDS = sorted(
     path.name for path in (REPOSITORY / "recipes").glob("*.py") if path.stem[0] != "_"
@@ -58,3 +59,10 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
     ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     done = run("-c", ignored + WORK)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_processes_can_be_started_out_of_reach_of_an_interrupt() -> None:
+    with interrupts_blocked():
+        child = subprocess.Popen([sys.executable, "-c", INTERRUPT + "print('continues')"])
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert child.wait() == 0
