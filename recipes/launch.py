@@ -12,7 +12,8 @@ restart.
 Nodes that return are used again. events.jsonl in the run folder records every start and its reason.
 
 A hostfile has a line "NAME slots=N" per host, like that of deepspeed. Hosts beyond cluster.nodes
-are spare. The exit codes are those of pretrain.py.
+are spare. A recipe without a [cluster] section uses all hosts. The exit codes are those of
+pretrain.py; 130: Ctrl-C before any ranks were started.
 """
 
 import sys
@@ -283,7 +284,7 @@ def parse_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", type=Path, help="recipe to train, with a [cluster] section")
+    parser.add_argument("recipe", type=Path, help="recipe to train")
     parser.add_argument(
         "--hostfile",
         type=Path,

@@ -320,6 +320,7 @@ def test_an_interrupted_wait_for_a_server_leaves_an_offline_run(
         silent.listen()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 0.1)
+        monkeypatch.setattr(wandb_thread.WandbThread, "_leave_behind", lambda self: None)
         thread = wandb_thread.WandbThread(recipe, folder, tell=tell)
         thread.send(LINE | {"loss": 7000.125})
         while not told:  # until it waits for the server
@@ -343,7 +344,7 @@ def test_an_interrupted_wait_of_an_online_run_is_announced(
     started = (run, WandbStatus("online", "http://page"))
     monkeypatch.setattr(wandb_thread, "start_wandb", lambda *_, **__: started)
     monkeypatch.setattr(wandb_thread, "tear_down", lambda: None)
-    monkeypatch.setattr(wandb_thread.atexit, "register", lambda _: None)
+    monkeypatch.setattr(wandb_thread.WandbThread, "_leave_behind", lambda self: None)
     monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 0.01)
     monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_TO_KEEP", 0.01)
     recipe = parse_recipe(changed(small, tracking__mode="online"), "test")
