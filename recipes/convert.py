@@ -19,6 +19,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # imports start in the root of the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes.training.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
 
 import argparse
 import logging
@@ -45,6 +48,7 @@ from recipes.converting.reshape import new_recipe, reshape
 from recipes.converting.verified_source import open_checkpoint
 from recipes.converting.weight_files import AVERAGED, IMPORTED, RESHAPED
 from recipes.planning.inputs.option_types import count
+from recipes.training.runtime.exits import raise_at_interrupt
 from recipes.training.runtime.streams import escape_output
 
 NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text generated after --prompt
@@ -208,4 +212,5 @@ def parse_command_line() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    raise_at_interrupt()
     main()

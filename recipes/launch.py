@@ -12,7 +12,8 @@ restart.
 Nodes that return are used again. events.jsonl in the run folder records every start and its reason.
 
 A hostfile has a line "NAME slots=N" per host, like that of deepspeed. Hosts beyond cluster.nodes
-are spare. The exit codes are those of pretrain.py.
+are spare. A recipe without a [cluster] section uses all hosts. The exit codes are those of
+pretrain.py; 130: Ctrl-C before any ranks were started.
 """
 
 import sys
@@ -20,6 +21,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes.training.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
 
 import argparse
 import os
@@ -33,19 +37,27 @@ from recipes.gpus.datasheet import machine_has_gpu
 from recipes.launching.attempt import Command
 from recipes.launching.environment import forwarded, in_container
 from recipes.launching.launcher import Launcher
-from recipes.launching.replanning import Replanner, check_cluster
+from recipes.launching.replanning import Replanner
 from recipes.nodes.connection import on_this_machine, over_srun, over_ssh
-from recipes.nodes.hosts import read_hostfile, slurm_hosts
+from recipes.nodes.hosts import (
+    Slots,
+    check_cluster,
+    cluster_of_hosts,
+    read_hostfile,
+    read_slots,
+    slurm_hosts,
+    unused,
+)
 from recipes.training.loop.experiment import check_stages
 from recipes.training.recipe.deepspeed_config import require_auto
-from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin
+from recipes.training.recipe.loading import REPOSITORY, load_recipe, origin, short
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
-from recipes.training.runtime.exits import BUSY, REJECTED
+from recipes.training.runtime.exits import BUSY, REJECTED, raise_at_interrupt
 from recipes.training.runtime.streams import outlive_output
 from recipes.training.runtime.torch_variables import set_torch_variables
 
@@ -67,10 +79,10 @@ def main() -> None:
                 signal.signal(number, launcher.request_stop)
         code = launcher.run()
     except FolderInUse as problem:
-        print(f"launch.py: {problem}", file=sys.stderr)
+        say(str(problem))
         sys.exit(BUSY)
     except UserError as problem:
-        print(f"launch.py: {problem}", file=sys.stderr)
+        say(str(problem))
         sys.exit(REJECTED)
     sys.exit(code)
 
@@ -82,30 +94,21 @@ def prepare(options: argparse.Namespace) -> Launcher:
         UserError: one of them is rejected.
         FolderInUse: another run holds the folder.
     """
-    recipe = load_recipe(options.recipe, options.set)
-    name = origin(options.recipe, options.set)
-    check_cluster(recipe, name)
+    launcher = options.launcher or ("ssh" if options.hostfile else "srun")
+    recipe, overrides = check_inputs(options, shares_machine=launcher == "local")
     assert recipe.cluster
-    size = recipe.cluster.gpus_per_node
-    try:
-        world = World(size=recipe.cluster.nodes * size, local_size=size)
-        has_gpu = options.launcher != "local" or machine_has_gpu(os.environ)
-        check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
-        require_auto(recipe, "launch.py chooses the layout anew if a node is lost")
-    except UserError as problem:
-        raise UserError(f"{name}: {problem}") from None
-    if options.hostfile:
-        list_hosts = partial(read_hostfile, options.hostfile, processes=size)
-    else:
-        list_hosts = partial(slurm_hosts, os.environ)
-    check_host_count(recipe.cluster, name, listed=len(list_hosts()))
-    check_layouts(Replanner(options.recipe, options.set), recipe.cluster, name)
+    replanner = Replanner(options.recipe, overrides)
+    check_layouts(replanner, recipe.cluster, origin(options.recipe, options.set))
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     lock_folder(folder, wait_seconds=options.wait_for_folder)
     if options.forget_failures:
         folder.event("forget", 0)
     file = folder.write_recipe("launched.toml", recipe)  # later edits do not change restarts
-    launcher = options.launcher or ("ssh" if options.hostfile else "srun")
+    if options.hostfile:
+        size = recipe.cluster.gpus_per_node
+        list_hosts = partial(read_hostfile, options.hostfile, processes=size)
+    else:
+        list_hosts = partial(slurm_hosts, os.environ)
     return Launcher(
         recipe,
         folder,
@@ -116,17 +119,77 @@ def prepare(options: argparse.Namespace) -> Launcher:
     )
 
 
-def check_host_count(cluster: Cluster, name: str, *, listed: int) -> None:
-    """Check that enough hosts are listed.
+def check_inputs(options: argparse.Namespace, *, shares_machine: bool) -> tuple[Recipe, list[str]]:
+    """Check the recipe and the list of hosts, both at once.
+
+    Returns:
+        The recipe, and its overrides. Without a [cluster] section, they describe the hosts.
 
     Raises:
-        UserError: there are fewer hosts than the run needs.
+        UserError: one of them is rejected, or both are.
     """
-    if listed < cluster.minimum_nodes:
-        raise UserError(
-            f"{listed} hosts are listed, and {name} needs cluster.minimum_nodes = "
-            f"{cluster.minimum_nodes}; list more hosts, or use --set cluster.minimum_nodes={listed}"
+    slots: Slots = {}
+    problems = []
+    try:
+        if options.hostfile:
+            slots = read_slots(options.hostfile)
+        else:
+            slots = dict.fromkeys(slurm_hosts(os.environ))
+    except UserError as problem:
+        problems.append(str(problem))
+    try:
+        recipe, overrides = recipe_on_hosts(options, slots, shares_machine=shares_machine)
+    except UserError as problem:
+        problems.append(str(problem))
+    if problems:
+        several = [f"{len(problems)} problems"] if len(problems) > 1 else []
+        raise UserError("\n  ".join([*several, *problems]))
+    return recipe, overrides
+
+
+def recipe_on_hosts(
+    options: argparse.Namespace, slots: Slots, *, shares_machine: bool
+) -> tuple[Recipe, list[str]]:
+    """Return the recipe and its overrides, checked on the hosts; print what the run does not use.
+
+    Args:
+        options: the options of launch.py
+        slots: the hosts; empty if they are unknown
+        shares_machine: all ranks run on this machine
+
+    Raises:
+        UserError: the recipe is rejected, or the hosts do not suffice for it.
+    """
+    recipe, overrides = load_recipe(options.recipe, options.set), list(options.set)
+    name = origin(options.recipe, options.set)
+    if recipe.cluster is None:
+        file = str(short(options.recipe))
+        keys = cluster_of_hosts(slots, recipe.layout, file, shares_machine=shares_machine)
+        nodes, gpus, gpu = keys
+        say(
+            f"{file} has no [cluster] section; using {nodes} and {gpus} as in {options.hostfile}, "
+            f"and {gpu} as on this machine"
         )
+        overrides += [f"cluster.{key}" for key in keys]
+        recipe = load_recipe(options.recipe, overrides)
+    assert recipe.cluster
+    try:
+        check_cluster(recipe.cluster, slots)
+        size = recipe.cluster.gpus_per_node
+        world = World(size=recipe.cluster.nodes * size, local_size=size)
+        has_gpu = not shares_machine or machine_has_gpu(os.environ)
+        check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
+        require_auto(recipe, "launch.py chooses the layout anew if a node is lost")
+    except UserError as problem:
+        raise UserError(f"{name}: {problem}") from None
+    for text in unused(recipe.cluster, slots) if slots else ():
+        say(text)
+    return recipe, overrides
+
+
+def say(text: str) -> None:
+    """Print a message."""
+    print(f"launch.py: {text}", file=sys.stderr, flush=True)
 
 
 def check_layouts(replanner: Replanner, cluster: Cluster, name: str) -> None:
@@ -221,7 +284,7 @@ def parse_command_line() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", type=Path, help="recipe to train, with a [cluster] section")
+    parser.add_argument("recipe", type=Path, help="recipe to train")
     parser.add_argument(
         "--hostfile",
         type=Path,
@@ -280,4 +343,5 @@ def parse_command_line() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    raise_at_interrupt()
     main()

@@ -24,6 +24,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes.training.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
 
 import argparse
 import json
@@ -58,6 +61,7 @@ from recipes.training.data.corpus_manifest import unused_rows
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.runtime.exits import raise_at_interrupt
 from recipes.training.runtime.streams import escape_output, stdout_for_json
 
 
@@ -309,4 +313,5 @@ def compare_tables(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    raise_at_interrupt()
     main()

@@ -31,6 +31,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # imports start in the root of the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes.training.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
 
 import argparse
 import os
@@ -51,6 +54,7 @@ from recipes.training.data.corpus_manifest import few_tokens
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.line_file import flush
+from recipes.training.runtime.exits import raise_at_interrupt
 from recipes.training.runtime.streams import escape_output
 
 if TYPE_CHECKING:
@@ -78,7 +82,8 @@ def main() -> None:
     except KeyboardInterrupt as interruption:
         nothing = "nothing is written yet; rerun the same command to start again"
         kept = getattr(interruption, "__notes__", [nothing] if command is prepare else [])
-        sys.exit("; ".join(["prepare_data.py: interrupted", *kept]))
+        print("; ".join(["prepare_data.py: interrupted", *kept]), file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def prepare(arguments: list[str]) -> None:
@@ -95,12 +100,14 @@ def prepare(arguments: list[str]) -> None:
     print(f"preparing {output} from {a_few(options.source)}", flush=True)
 
     # These imports take seconds, and the worker processes do not need most of them.
+    import recipes.preparing.tokenizer  # noqa: F401 (for `plan`)
     from recipes.preparing.formats.pieces import cut
     from recipes.preparing.prepared_corpus import join
     from recipes.preparing.source import SourceOptions, open_source, open_validation
     from recipes.preparing.tokenization import check_parts
     from recipes.preparing.workers import run_pieces
 
+    raise_at_interrupt()
     reading = SourceOptions(
         column=options.column,
         config=options.config,
@@ -230,6 +237,7 @@ def show(arguments: list[str]) -> None:
         )
     from recipes.preparing.ledger import ledger
 
+    raise_at_interrupt()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback in `| head`
     run = options.run_dir or REPOSITORY / "runs" / recipe.name
     for line in ledger(recipe, run, options.step, text=options.text):
@@ -243,6 +251,7 @@ def verify(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     from recipes.preparing.prepared_corpus import find_damages
 
+    raise_at_interrupt()
     corpus = repository_path(str(options.corpus))
     damages = list(find_damages(corpus, len(os.sched_getaffinity(0))))
     for damage in damages:
@@ -256,6 +265,7 @@ def tasks(arguments: list[str]) -> None:
     """Write a task for evaluation.tasks from a corpus, or from samples of another program."""
     from recipes.preparing.tasks.command import write_task
 
+    raise_at_interrupt()
     write_task(arguments)
 
 

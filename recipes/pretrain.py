@@ -13,6 +13,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes.training.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
 
 import argparse
 import os
@@ -28,7 +31,7 @@ from recipes.training.loop.run import Ending, Run
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import SECONDS_TO_WAIT
-from recipes.training.runtime.exits import FINISHED, REJECTED, leave
+from recipes.training.runtime.exits import FINISHED, REJECTED, leave, raise_at_interrupt
 from recipes.training.runtime.garbage import (
     collect_garbage,
     hold_garbage,
@@ -83,6 +86,7 @@ def pretrain(started: float | None = None) -> None:
     from recipes.training.preflight.run import check_nodes
 
     resume_collection()
+    raise_at_interrupt()
     startup.lap("imports")
 
     path = options.run_dir or REPOSITORY / "runs" / recipe.name

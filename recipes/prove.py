@@ -26,6 +26,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # imports start at the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes.training.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
 
 import argparse
 import contextlib
@@ -75,6 +78,9 @@ def main() -> None:
         except UserError as problem:
             print(f"prove.py: {problem}", file=sys.stderr)
             sys.exit(2)
+        except SystemExit:  # of the signal handler
+            print("prove.py: interrupted before anything was started", file=sys.stderr)
+            raise
         print(f"{recipe.name}: {counted(len(cases), 'layout')} of {size(small)}", file=sys.stderr)
         if options.relay:
             coming = run_relay(cases, folder=Path(folder) / "run")

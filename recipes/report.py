@@ -16,6 +16,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from recipes.training.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
 
 import argparse
 
@@ -26,6 +29,7 @@ from recipes.reporting.page.palette import MAX_RUNS
 from recipes.reporting.page.watch import Watcher, serve
 from recipes.reporting.record.run_record import names_of, read_run
 from recipes.training.run_folder.line_file import write_whole
+from recipes.training.runtime.exits import raise_at_interrupt
 from recipes.training.runtime.streams import escape_output
 
 
@@ -117,4 +121,5 @@ def parse_command_line() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    raise_at_interrupt()
     main()

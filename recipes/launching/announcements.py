@@ -2,11 +2,13 @@
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from recipes.launching.attempt import Attempt
 from recipes.launching.causes import Diagnosis, shown
 from recipes.launching.nodes import Nodes
+from recipes.nodes.connection import ADVICE
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 
@@ -103,6 +105,26 @@ class Announcements:
     def replace(self, hosts: list[str], ranks: list[int]) -> None:
         """Announce the replacement of slow hosts."""
         self._record("replace", nodes=hosts, ranks=ranks, reason="slow")
+
+    def wait(self, hosts: Sequence[str], *, seconds: float, is_short: bool) -> None:
+        """Announce the first wait for hosts that have not answered.
+
+        Args:
+            hosts: these hosts
+            seconds: longest time that launch.py waits for them
+            is_short: True if the run cannot start without them
+        """
+        if is_short:
+            what_follows = (
+                f"the run starts when cluster.minimum_nodes = {self.minimum_nodes} of "
+                f"{len(self.nodes.hosts)} nodes answer; waiting up to {seconds:.0f} s"
+            )
+        else:
+            what_follows = f"waiting up to {seconds:.0f} s before the run starts on the others"
+        advice = ADVICE.get(self.nodes.connections.connect, "")
+        self.say(
+            f"no answer from {shown(hosts)}: {what_follows}" + (f"; {advice}" if advice else "")
+        )
 
     def shortage(self) -> str:
         """Return the number of nodes that can be used, and why it is too small."""

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +23,7 @@ from recipes.launching.attempt_events import (
     trains,
     unfit_hosts,
 )
-from recipes.launching.causes import Outcome, diagnose, shown
+from recipes.launching.causes import diagnose, shown
 from recipes.launching.failures import Failures, GpuErrors
 from recipes.launching.nodes import SECONDS_BETWEEN_LISTS, SECONDS_TO_CONNECT, Nodes
 from recipes.launching.replanning import Placement, Replanner
@@ -30,10 +31,10 @@ from recipes.nodes.connection import AgentSettings, Connect, Connections
 from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lease import grant
-from recipes.training.runtime.exits import HUNG
+from recipes.training.runtime.exits import HUNG, INTERRUPTED
 
 SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start
-SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer
+SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer, including the waits at the start
 SECONDS_TO_SAVE = 300.0  # for ranks whose launch.py has ended, if supervision has no limit
 MAX_EXCLUDED_LAYOUTS = 3  # layouts of launch.py that ran out of memory
 ECHO_SECONDS = 2.0  # signals within this time are one request
@@ -71,6 +72,7 @@ class Launcher:
         self.failures = Failures(recipe.cluster.node_failures, recipe.cluster.failure_hours)
         self.failures.restore(folder.read_events())
         self.stop_requests = 0  # times that a user has asked to stop
+        self._asked_by = signal.SIGTERM
         self._asked_at = -ECHO_SECONDS
         self.connections = Connections(
             connect,
@@ -93,7 +95,7 @@ class Launcher:
         self._events: list[dict[str, Any]] = []
         self._events_read = ("", -1)  # attempt and size of the file
 
-    def request_stop(self, *_: object) -> None:
+    def request_stop(self, number: int = signal.SIGTERM, frame: object = None) -> None:
         """Ask the ranks to save and stop; the second time, kill them. A signal handler.
 
         A closed terminal, for example, sends a signal more than once.
@@ -101,18 +103,14 @@ class Launcher:
         now = time.monotonic()
         if now - self._asked_at >= ECHO_SECONDS:
             self.stop_requests += 1
-            self._asked_at = now
+            self._asked_at, self._asked_by = now, signal.Signals(number)
 
     def run(self) -> int:
         """Start attempts until the run ends; return the exit code of launch.py."""
         try:
-            number, reason = 1, "started"
-            for most, seconds in (
-                (len(self.nodes.hosts), SECONDS_FOR_SPARE_NODES),
-                (self.cluster.nodes, SECONDS_TO_CONNECT),
-            ):
-                self.nodes.wait_for_all(most, seconds=seconds, stop=self._is_asked)
-            while placement := self._find_placement():
+            number, reason, since = 1, "started", time.monotonic()
+            self._wait_at_the_start()
+            while placement := self._find_placement(since):
                 try:
                     attempt = self._start(number, placement, reason)
                 except OSError as error:  # the lease cannot be written
@@ -125,10 +123,26 @@ class Launcher:
                 code, reason = self._follow(attempt)
                 if code is not None:
                     return code
-                number += 1
-            return self._give_up(reason)
+                number, since = number + 1, time.monotonic()
+            return self._give_up(reason, has_started=number > 1)
         finally:
             self.connections.close_all(SECONDS_TO_KILL)
+
+    def _wait_at_the_start(self) -> None:
+        """Wait for all nodes that the run can use, but longer only for those that it needs."""
+        began = time.monotonic()
+        self.nodes.wait_for_answers(seconds=SECONDS_FOR_SPARE_NODES, stop=self._is_asked)
+        left = SECONDS_FOR_SPARE_NODES - (time.monotonic() - began)
+        missing, usable = self.nodes.missing(), len(self.nodes.usable())
+        if missing and usable < self.cluster.nodes and not self.stop_requests:
+            is_short = usable < self.cluster.minimum_nodes
+            seconds = SECONDS_FOR_NODES if is_short else left + SECONDS_TO_CONNECT
+            self.announcements.wait(missing, seconds=seconds, is_short=is_short)
+        for most, seconds in (
+            (len(self.nodes.hosts), left),
+            (self.cluster.nodes, SECONDS_TO_CONNECT),
+        ):
+            self.nodes.wait_for_all(most, seconds=seconds, stop=self._is_asked)
 
     def _start(self, number: int, placement: Placement, reason: str) -> Attempt:
         """Start an attempt, after giving it the run folder.
@@ -180,10 +194,13 @@ class Launcher:
             return next((end.code for end in attempt.ends if end.code > 0), 1), diagnosis.reason
         return diagnosis.exit_code, diagnosis.reason
 
-    def _find_placement(self) -> Placement | None:
-        """Return the layout on the usable hosts; wait for hosts if there are too few."""
+    def _find_placement(self, since: float) -> Placement | None:
+        """Return the layout on the usable hosts; wait for hosts if there are too few.
+
+        since: beginning of the wait, on the clock of time.monotonic
+        """
         minimum = self.cluster.minimum_nodes
-        deadline = time.monotonic() + SECONDS_FOR_NODES
+        deadline = since + SECONDS_FOR_NODES
         told = False
         while not self.stop_requests:
             self._handle_gpu_errors()
@@ -196,7 +213,8 @@ class Launcher:
             if not told:
                 told = True
                 self.announcements.say(
-                    f"{self.announcements.shortage()}; waiting up to {SECONDS_FOR_NODES:.0f} s"
+                    f"{self.announcements.shortage()}; waiting up to "
+                    f"{deadline - time.monotonic():.0f} s"
                 )
             left = min(SECONDS_BETWEEN_LISTS, deadline - time.monotonic())
             self.nodes.wait_for(usable + 1, seconds=left, stop=self._is_asked)
@@ -293,15 +311,22 @@ class Launcher:
     def _is_asked(self) -> bool:
         return self.stop_requests > 0
 
-    def _give_up(self, reason: str) -> int:
-        """Return the exit code of a run that cannot be started again on the usable nodes."""
-        if self.stop_requests:
-            return diagnose(Outcome(asked=True)).exit_code or 0
-        self.announcements.say(
-            f"{self.announcements.shortage()}; repair or add nodes, then rerun the same command "
-            f"to resume (the last attempt: {reason})"
-        )
-        return 1
+    def _give_up(self, reason: str, *, has_started: bool) -> int:
+        """Return the exit code of a run that is not started (again) on the usable nodes."""
+        name, rerun = self._asked_by.name, "rerun the same command"
+        if has_started:
+            rerun += f" to resume (the last attempt: {reason})"
+        if not self.stop_requests:
+            self.announcements.say(
+                f"{self.announcements.shortage()}; repair or add nodes, then {rerun}"
+            )
+            return 1
+        if has_started:
+            self.announcements.say(f"interrupted by {name} while no ranks were running; {rerun}")
+            return INTERRUPTED
+        self.announcements.say(f"interrupted by {name} before any ranks were started")
+        # For other signals, slurm/pretrain.slurm needs the code to requeue the job.
+        return 128 + signal.SIGINT if self._asked_by == signal.SIGINT else INTERRUPTED
 
 
 def agent_settings(recipe: Recipe, command: Command, token: str) -> AgentSettings:

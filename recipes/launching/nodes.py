@@ -104,6 +104,18 @@ class Nodes:
         while len(self.usable()) < count and time.monotonic() < deadline and not stop():
             self._poll()
 
+    def wait_for_answers(self, *, seconds: float, stop: Callable[[], bool]) -> None:
+        """Wait until every host has answered or could not be connected to, as `wait_for` does."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not stop():
+            if all(self._answers(host) or host in self._next_connect for host in self.hosts):
+                return
+            self._poll()
+
+    def missing(self) -> list[str]:
+        """Return the hosts that may be used and have not answered."""
+        return [host for host in self.hosts if self._may_be_used(host) and not self._answers(host)]
+
     def wait_for_all(self, most: int, *, seconds: float, stop: Callable[[], bool]) -> None:
         """Wait until all hosts, or `most` of them, can be used, as `wait_for` does."""
         deadline = time.monotonic() + seconds

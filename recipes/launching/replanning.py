@@ -2,13 +2,11 @@
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.errors import UserError
-from recipes.gpus.datasheet import device_names_of_machine, gpu_of_device, machine_has_gpu
 from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
 from recipes.planning.inputs.software import load_software
@@ -177,37 +175,3 @@ def _text(recipe: Recipe) -> str:
     axes = [f"{name} {size}" for name, size in sizes.items() if name != "context" or size > 1]
     schedule = f", {layout.schedule_name}" if layout.pipeline > 1 else ""
     return f"{' x '.join(axes)}{schedule}, {recipe.deepspeed}"
-
-
-def check_cluster(recipe: Recipe, origin: str) -> None:
-    """Check the [cluster] section for launch.py.
-
-    Raises:
-        UserError: it is missing, or needs more nodes than it has.
-    """
-    cluster = recipe.cluster
-    if cluster is None:
-        raise UserError(
-            f"{origin} has no [cluster] section, which launch.py needs to find layouts for fewer "
-            f"nodes; add one, for example {_example_cluster(recipe)}"
-        )
-    if cluster.minimum_nodes > cluster.nodes:
-        raise UserError(
-            f"{origin}: cluster.minimum_nodes = {cluster.minimum_nodes} is more than cluster.nodes "
-            f"= {cluster.nodes}; use cluster.minimum_nodes = {cluster.nodes} or less"
-        )
-
-
-def _example_cluster(recipe: Recipe) -> str:
-    """Return keys of a [cluster] section for two machines like this one, and the reason."""
-    names, layout = device_names_of_machine(), recipe.layout
-    known = gpu_of_device(names[0]) if names else None
-    if known:
-        return f'nodes = 2, gpus_per_node = {len(names)}, gpu = "{known.name}" (as on this machine)'
-    if names or machine_has_gpu(os.environ):
-        return 'nodes = 2, gpus_per_node = 8, gpu = "H100"'
-    size = layout.tensor * layout.context * layout.pipeline
-    return (
-        f'nodes = 2, gpus_per_node = {size}, gpu = "cpu" (this machine has no GPU; name that of '
-        f'the nodes if they have some, such as gpu = "H100")'
-    )

@@ -46,6 +46,14 @@ def on_this_machine(host: str, command: Sequence[str]) -> list[str]:
     return list(command)
 
 
+# Advice for users whose hosts do not answer.
+ADVICE: Mapping[Connect, str] = {
+    over_ssh: "check the names in the hostfile, that sshd runs on the hosts, and that ssh asks for "
+    "no password; to start all ranks on this machine instead, use --launcher local",
+    over_srun: "check the state of the nodes with sinfo -N",
+}
+
+
 @dataclass
 class Agent:
     """A connection to the agent of a node.

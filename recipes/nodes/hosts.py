@@ -1,11 +1,17 @@
-"""The hosts of a run: from a hostfile, as `deepspeed` reads it, or from a Slurm allocation."""
+"""The hosts of a run, and how they agree with the [cluster] section of its recipe.
 
+They come from a hostfile, as `deepspeed` reads it, or from a Slurm allocation.
+"""
+
+import os
 import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from models.errors import UserError
+from recipes.gpus.datasheet import device_names_of_machine, gpu_of_device, machine_has_gpu
+from recipes.training.recipe.sections.layout import Cluster, Layout
 
 # A name that begins with a hyphen, also after USER@, would be an option of ssh. deepspeed ignores
 # everything after slots=N, such as max_slots=N.
@@ -14,15 +20,15 @@ LINE = re.compile(
 )
 SECONDS_FOR_SCONTROL = 30.0  # it waits if the controller does not answer
 EXAMPLE = "for example: node1 slots=8"
+Slots = Mapping[str, int | None]  # host -> slots, which are None in a Slurm job
 
 
-def read_hostfile(file: Path, *, processes: int) -> list[str]:
-    """Return the names of the hosts in a hostfile, in its order.
+def read_slots(file: Path) -> dict[str, int]:
+    """Return the hosts of a hostfile and the number of slots of each, in its order.
 
     Args:
         file: a line "NAME slots=N" for each host; empty lines, comments after #, other settings
             such as max_slots=N and a byte order mark are ignored
-        processes: ranks of each host, `cluster.gpus_per_node`
 
     Raises:
         UserError: the file cannot be read, or a line is not valid.
@@ -34,7 +40,7 @@ def read_hostfile(file: Path, *, processes: int) -> list[str]:
         raise UserError(
             f"--hostfile {file}: {reason}; use a file with one line per host, {EXAMPLE}"
         ) from None
-    names: list[str] = []
+    slots: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -44,20 +50,49 @@ def read_hostfile(file: Path, *, processes: int) -> list[str]:
             is_option = re.match(r"(\S*@)?-", text)
             reason = " (a name cannot begin with a hyphen)" if is_option else ""
             raise UserError(f"{file}, line {number}: {text!r:.80} is not a host{reason}; {EXAMPLE}")
-        if found["name"] in names:
+        if found["name"] in slots:
             raise UserError(
                 f"{file}, line {number}: {found['name']} is listed twice; remove one of the lines"
             )
-        if int(found["slots"]) < processes:
+        if int(found["slots"]) == 0:
             raise UserError(
-                f"{file}, line {number}: {found['name']} has slots={found['slots']}, and "
-                f"cluster.gpus_per_node = {processes}; use slots={processes} or more, or "
-                f"--set cluster.gpus_per_node={found['slots']}"
+                f"{file}, line {number}: {found['name']} has slots=0; use slots=1 or more, or "
+                f"remove the line"
             )
-        names.append(found["name"])
-    if not names:
+        slots[found["name"]] = int(found["slots"])
+    if not slots:
         raise UserError(f"{file} lists no host; add a line per host, {EXAMPLE}")
-    return names
+    return slots
+
+
+def read_hostfile(file: Path, *, processes: int) -> list[str]:
+    """Return the names of the hosts in a hostfile, in its order.
+
+    Args:
+        file: see `read_slots`
+        processes: ranks of each host, `cluster.gpus_per_node`
+
+    Raises:
+        UserError: the file is not valid, or a host has fewer slots than ranks.
+    """
+    slots = read_slots(file)
+    check_slots(slots, processes)
+    return list(slots)
+
+
+def check_slots(slots: Slots, processes: int) -> None:
+    """Check that each host has a slot for each of its ranks.
+
+    Raises:
+        UserError: a host has fewer slots.
+    """
+    for host, count in slots.items():
+        if count is not None and count < processes:
+            raise UserError(
+                f"the hostfile has slots={count} for {host}, and cluster.gpus_per_node = "
+                f"{processes}; use slots={processes} or more, or "
+                f"--set cluster.gpus_per_node={count}"
+            )
 
 
 def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
@@ -88,3 +123,87 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
             f"nodes of the job"
         ) from None
     return shown.stdout.split()
+
+
+def cluster_of_hosts(slots: Slots, layout: Layout, name: str, *, shares_machine: bool) -> list[str]:
+    """Return the keys of a [cluster] section for the hosts, for a recipe without one.
+
+    Nodes and GPUs per node are those of the hostfile, and the GPU is that of this machine. A
+    machine without a GPU may be a login node, so the GPU is "cpu" only if all ranks run here.
+
+    Args:
+        slots: the hosts; empty if they are unknown
+        layout: the layout of the recipe
+        name: the recipe's file, for messages
+        shares_machine: all ranks run on this machine
+
+    Raises:
+        UserError: a key is unknown; the message has a section that a user can append to the recipe.
+    """
+    names = device_names_of_machine()
+    known = gpu_of_device(names[0]) if names else None
+    has_gpu = bool(names) or machine_has_gpu(os.environ)
+    counts = [count for count in slots.values() if count is not None]
+    ranks = layout.tensor * layout.context * layout.pipeline
+    size = min(counts, default=len(names) or (8 if has_gpu else ranks))
+    gpu = known.name if known else "H100" if has_gpu else "cpu"
+    keys = [f"nodes = {len(slots) or 2}", f"gpus_per_node = {size}", f'gpu = "{gpu}"']
+    if counts and (known or (shares_machine and not has_gpu)):
+        return keys
+    if known:
+        keys[-1] += "  # as on this machine"
+    elif has_gpu:
+        keys[-1] += "  # replace by the name of your GPU"
+    else:
+        keys[-1] += '  # replace by the GPU of the nodes if they have some, such as "H100"'
+    raise UserError(
+        f"{name} has no [cluster] section, which describes the nodes; append one, for example:\n"
+        + "\n".join(["[cluster]", *keys])
+    )
+
+
+def check_cluster(cluster: Cluster, slots: Slots) -> None:
+    """Check that the hosts suffice for a [cluster] section.
+
+    Args:
+        cluster: the section
+        slots: the hosts; empty if they are unknown
+
+    Raises:
+        UserError: they do not, or the section needs more nodes than it has.
+    """
+    minimum = cluster.minimum_nodes
+    if minimum > cluster.nodes:
+        raise UserError(
+            f"cluster.minimum_nodes = {minimum} is more than cluster.nodes = {cluster.nodes}; use "
+            f"cluster.minimum_nodes = {cluster.nodes} or less"
+        )
+    check_slots(slots, cluster.gpus_per_node)
+    if slots and len(slots) < minimum:
+        raise UserError(
+            f"{_listed(slots)}, and cluster.minimum_nodes = {minimum}; list more hosts, or use "
+            f"--set cluster.minimum_nodes={len(slots)}"
+        )
+
+
+def unused(cluster: Cluster, slots: Slots) -> list[str]:
+    """Return messages about nodes and slots that a run does not use.
+
+    Hosts beyond `cluster.nodes` are not included, because they are spare nodes.
+    """
+    texts = []
+    if len(slots) < cluster.nodes:
+        texts.append(
+            f"{_listed(slots)}, fewer than cluster.nodes = {cluster.nodes}; the run uses more as "
+            f"soon as you add them to the list"
+        )
+    size = cluster.gpus_per_node
+    larger = [f"{host} (slots={count})" for host, count in slots.items() if (count or 0) > size]
+    if larger:
+        others = f" and {len(larger) - 1} more" if larger[1:] else ""
+        texts.append(f"cluster.gpus_per_node = {size} leaves slots unused on {larger[0]}{others}")
+    return texts
+
+
+def _listed(slots: Slots) -> str:
+    return "1 host is listed" if len(slots) == 1 else f"{len(slots)} hosts are listed"

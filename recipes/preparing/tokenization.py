@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import shutil
-import signal
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -382,7 +381,6 @@ def start_worker(tokenization: Tokenization, progress: Queue) -> None:
     global _working
     _working = tokenization, progress
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from models.errors import UserError, counted
 from recipes.preparing.formats.format import NumberedPiece, Piece
 from recipes.preparing.tokenization import Tokenization, run_piece, start_worker
+from recipes.training.runtime.exits import interrupts_blocked
 
 SECONDS_BETWEEN_LINES = 10.0
 PIECES_IN_FLIGHT_PER_PROCESS = 2  # the running piece and the next one
@@ -65,7 +66,8 @@ def _run(
             item = next(coming, None)
             if item is None:
                 break
-            running[pool.submit(run_piece, *item)] = item[1]
+            with interrupts_blocked():  # the first call starts the processes
+                running[pool.submit(run_piece, *item)] = item[1]
         if not running:
             return
         done, _ = wait(running, timeout=1, return_when=FIRST_COMPLETED)

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from recipes.proving.compare import Leg, Outcome
 from recipes.proving.layouts import ProofCase
 from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.runtime.exits import interrupts_blocked
 from recipes.training.runtime.launchers import free_port
 
 RANK_ENVIRONMENT = {  # environment variables of every rank
@@ -78,7 +80,10 @@ class WorldOfRanks:
         context.set_forkserver_preload(PRELOADED_MODULES)
         port = free_port()
         self.deadline = time.monotonic() + self.seconds
+        resource_tracker.ensure_running()  # its start would unblock the signal
         with environment(RANK_ENVIRONMENT):
+            with interrupts_blocked():
+                forkserver.ensure_running()
             for rank in range(self.size):
                 ours, theirs = context.Pipe(duplex=False)
                 self.reports[rank] = ours
@@ -251,7 +256,10 @@ def _rank(
     rank, port, log, repository = settings
     size = cases[0].world_size
     os.environ |= RANK_ENVIRONMENT | rank_variables(rank, size, port)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except FileNotFoundError:  # the proof was interrupted while this process was being started
+        os._exit(0)
     os.dup2(output, 1)
     os.dup2(output, 2)
     from recipes.proving.relay import run_legs  # torch: only ranks need it

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import tomli_w
 
 from models.errors import UserError
 from recipes import launch
+from recipes.nodes import hosts
+from recipes.training.recipe.loading import load_recipe
+from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.runtime.exits import REJECTED
 from tests.conftest import changed
 
@@ -60,6 +64,51 @@ def test_a_json_that_the_ranks_would_reject_is_rejected_before_they_start(
     with pytest.raises(UserError, match=said):
         launch.prepare(options)
     assert not options.run_dir.exists()
+
+
+def test_a_recipe_without_a_cluster_runs_on_the_hosts_of_the_hostfile(
+    options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    table = tomllib.loads(options.recipe.read_text())
+    del table["cluster"]
+    options.recipe.write_text(tomli_w.dumps(table))
+    monkeypatch.setattr(hosts, "machine_has_gpu", lambda environment: False)
+    launcher = launch.prepare(options)
+    launcher.connections.close_all(0)
+    launcher.folder.release()
+    described = (
+        f"using nodes = 2 and gpus_per_node = 1 as in {options.hostfile}, and "
+        f'gpu = "cpu" as on this machine\n'
+    )
+    assert capsys.readouterr().err.endswith(f"has no [cluster] section; {described}")
+    assert launcher.nodes.hosts == ["node1", "node2"]
+    recipe = load_recipe(options.run_dir / "launched.toml")
+    assert recipe.cluster == launcher.cluster == Cluster(nodes=2, gpus_per_node=1, gpu="cpu")
+
+
+def test_nodes_and_slots_that_are_not_used_are_named(
+    options: argparse.Namespace, capsys: pytest.CaptureFixture
+) -> None:
+    options.hostfile.write_text("node1 slots=3\n")
+    launch.check_inputs(options, shares_machine=True)
+    said = capsys.readouterr().err
+    assert "launch.py: 1 host is listed, fewer than cluster.nodes = 2" in said
+    assert said.endswith("gpus_per_node = 1 leaves slots unused on node1 (slots=3)\n")
+
+
+@pytest.mark.parametrize("hostfile", ["absent", None])
+def test_mistakes_in_the_recipe_and_in_the_list_of_hosts_are_reported_together(
+    hostfile: str | None, options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    options.hostfile = hostfile and options.recipe.with_name(hostfile)
+    options.set = ["training.steps=0"]
+    with pytest.raises(UserError, match=r"(?s)^2 problems\n.*training.steps = 0") as raised:
+        launch.prepare(options)
+    assert ("absent: No such file" if hostfile else "use --hostfile FILE") in str(raised.value)
+    options.set = []
+    with pytest.raises(UserError, match=r"^(--hostfile|SLURM_JOB_NODELIST)"):
+        launch.prepare(options)
 
 
 def test_a_recipe_that_fits_on_no_number_of_nodes_is_rejected(

@@ -778,7 +778,78 @@ def test_too_few_nodes(
     assert running.wait() == 1
     said = capfd.readouterr().err
     assert "2 of 2 nodes can be used, and no layout fits on them" in said
-    assert "rerun the same command to resume" in said
+    assert "then rerun the same command\n" in said
+
+
+def does_not_answer(host: str, command: Any) -> list[str]:
+    return ["false"]
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 128 + signal.SIGINT), (signal.SIGUSR1, INTERRUPTED)]
+)
+def test_a_wait_for_hosts_is_announced_at_once_and_can_be_stopped(
+    number: signal.Signals, code: int, start: Any, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    advice = {does_not_answer: "check the names"}
+    monkeypatch.setattr(announcements, "ADVICE", advice)
+    running = start(hosts=["node1", "node2"], connect=does_not_answer)
+    said, deadline = "", time.monotonic() + 30
+    while "check the names\n" not in said and time.monotonic() < deadline:
+        said += capfd.readouterr().err
+        time.sleep(0.02)
+    running.launcher.request_stop(number)
+    assert running.wait() == code
+    said += capfd.readouterr().err
+    assert said == (
+        "launch.py: no answer from node1, node2: the run starts when cluster.minimum_nodes = "
+        "1 of 2 nodes answer; waiting up to 600 s; check the names\n"
+        f"launch.py: interrupted by {number.name} before any ranks were started\n"
+    )
+
+
+def test_a_run_that_can_start_without_a_host_says_how_long_it_waits_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    nodes: Any = SimpleNamespace(
+        hosts=["node1", "node2"],
+        connections=SimpleNamespace(connect=on_this_machine),
+        missing=lambda: ["node2"],
+        usable=lambda: ["node1"],
+        wait_for_answers=mock.Mock(),
+        wait_for_all=mock.Mock(),
+    )
+    launcher: Any = SimpleNamespace(
+        nodes=nodes,
+        cluster=SimpleNamespace(nodes=2, minimum_nodes=1),
+        stop_requests=0,
+        announcements=Announcements(RunFolder(tmp_path), nodes, 1),
+        _is_asked=lambda: False,
+    )
+    Launcher._wait_at_the_start(launcher)
+    assert capsys.readouterr().err == (
+        "launch.py: no answer from node2: waiting up to 70 s before the run starts on the others\n"
+    )
+    launcher.cluster.nodes = 1  # node2 is spare
+    Launcher._wait_at_the_start(launcher)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_user_stops_a_run_that_waits_for_a_node(start: Any, capfd: pytest.CaptureFixture) -> None:
+    running = start(hosts=["node1", "node2"], minimum_nodes=2)
+    running.wait_for_attempt(1, ranks=2)
+    find_unfit(running, broken=True)
+    said, deadline = "", time.monotonic() + 30
+    while "waiting up to" not in said and time.monotonic() < deadline:
+        said += capfd.readouterr().err
+        time.sleep(0.02)
+    running.launcher.request_stop(signal.SIGINT)
+    assert running.wait() == INTERRUPTED
+    assert capfd.readouterr().err == (
+        "launch.py: interrupted by SIGINT while no ranks were running; rerun the same command to "
+        "resume (the last attempt: preflight: node2: rank 1 (vm): the reason)\n"
+    )
 
 
 def test_a_layout_may_need_fewer_nodes_than_there_are(start: Any) -> None:

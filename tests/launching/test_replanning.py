@@ -1,12 +1,8 @@
 """Layouts for the nodes that are left."""
 
-from pathlib import Path
-
 import pytest
 
-from models.errors import UserError
-from recipes.launching import replanning
-from recipes.launching.replanning import Replanner, check_cluster
+from recipes.launching.replanning import Replanner
 from recipes.planning.memory.peak import limit_after_shortage
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
@@ -104,39 +100,3 @@ def test_layouts_that_need_as_much_memory_on_other_numbers_of_nodes_are_excluded
     for nodes in range(1, replanner.cluster.nodes):
         other = replanner.placement_on(nodes)
         assert other is None or other.memory.total <= limit_after_shortage(first.memory)
-
-
-@pytest.mark.parametrize(
-    ("model", "example"),
-    [
-        ("NVIDIA H100 80GB HBM3", 'gpus_per_node = 2, gpu = "H100" (as on this machine)'),
-        ("GeForce 256", 'gpus_per_node = 8, gpu = "H100"'),
-        (
-            None,
-            'gpus_per_node = 2, gpu = "cpu" (this machine has no GPU; name that of the '
-            'nodes if they have some, such as gpu = "H100")',
-        ),
-    ],
-)
-def test_the_example_of_a_cluster_section_is_this_machine(
-    model: str | None, example: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [model] * 2 if model else []
-    monkeypatch.setattr(replanning, "device_names_of_machine", lambda: names)
-    monkeypatch.setattr(replanning, "machine_has_gpu", lambda environment: bool(names))
-    tiny = REPOSITORY / "recipes/tiny.toml"
-    with pytest.raises(UserError) as raised:
-        check_cluster(load_recipe(tiny, []), "tiny.toml")
-    assert str(raised.value).endswith(f"add one, for example nodes = 2, {example}")
-    settings = str(raised.value).partition("for example ")[2].partition(" (")[0].split(", ")
-    proposed = Replanner(tiny, [f"cluster.{setting}" for setting in settings])
-    assert proposed.best(2, 2)
-
-
-def test_the_cluster_section_is_checked() -> None:
-    with pytest.raises(UserError, match=r"has no \[cluster\] section, which launch.py needs"):
-        check_cluster(load_recipe(REPOSITORY / "recipes/tiny.toml", []), "tiny.toml")
-    file = Path("recipes/llama/7b.toml")
-    recipe = load_recipe(SEVEN_B, ["cluster.minimum_nodes=1000"])
-    with pytest.raises(UserError, match=r"use cluster.minimum_nodes = \d+ or less"):
-        check_cluster(recipe, str(file))

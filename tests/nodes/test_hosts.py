@@ -6,14 +6,25 @@ import pytest
 from deepspeed.launcher.runner import _parse_hostfile
 
 from models.errors import UserError
+from recipes.launching.replanning import Replanner
 from recipes.nodes import hosts
-from recipes.nodes.hosts import read_hostfile, slurm_hosts
+from recipes.nodes.hosts import (
+    check_cluster,
+    cluster_of_hosts,
+    read_hostfile,
+    read_slots,
+    slurm_hosts,
+    unused,
+)
+from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
+from recipes.training.recipe.sections.layout import Cluster
 
 
 def test_hosts_are_read_in_order(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# the cluster\nnode2 slots=8\n\n  node1   slots=16  # larger\n")
     assert read_hostfile(file, processes=8) == ["node2", "node1"]
+    assert read_slots(file) == {"node2": 8, "node1": 16}
 
 
 @pytest.mark.parametrize(
@@ -44,8 +55,8 @@ def test_a_thousand_hosts(tmp_path: Path) -> None:
         ("node1\n", "line 1: 'node1' is not a host; for example: node1 slots=8"),
         ("node1 slots=eight\n", "'node1 slots=eight' is not a host"),
         ("node1 slots=8\nnode1 slots=8\n", "line 2: node1 is listed twice"),
-        ("node1 slots=4\n", "slots=4, and cluster.gpus_per_node = 8; use slots=8 or more"),
         ("# nothing\n", "lists no host"),
+        ("node1 slots=0\n", "line 1: node1 has slots=0; use slots=1 or more"),
         ("node1 slots=8 node2 slots=8\n", "'node1 slots=8 node2 slots=8' is not a host"),
         ("node1 slots=8 slots=4\n", "is not a host"),
         ("-oX slots=8\n", "'-oX slots=8' is not a host (a name cannot begin with a hyphen); for"),
@@ -60,6 +71,14 @@ def test_wrong_lines_are_rejected(text: str, said: str, tmp_path: Path) -> None:
         read_hostfile(file, processes=8)
     assert said in str(raised.value)
     assert str(file) in str(raised.value)
+
+
+def test_a_host_needs_a_slot_for_each_rank(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("node1 slots=8\nnode2 slots=4\n")
+    message = r"slots=4 for node2, and cluster.gpus_per_node = 8; use slots=8 or more, or --set"
+    with pytest.raises(UserError, match=message):
+        read_hostfile(file, processes=8)
 
 
 def test_a_missing_hostfile_is_rejected(tmp_path: Path) -> None:
@@ -84,3 +103,78 @@ def test_slurm_expands_its_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hosts, "SECONDS_FOR_SCONTROL", 0.3)
     with pytest.raises(UserError, match="timed out after"):
         slurm_hosts({"SLURM_JOB_NODELIST": "node[1-2]"})
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+HOSTS = {"node1": 2, "node2": 4, "node3": 2}
+
+
+def has_gpus(monkeypatch: pytest.MonkeyPatch, model: str | None) -> None:
+    """Let this machine have two GPUs of a model, or none."""
+    names = [model] * 2 if model else []
+    monkeypatch.setattr(hosts, "device_names_of_machine", lambda: names)
+    monkeypatch.setattr(hosts, "machine_has_gpu", lambda environment: bool(names))
+
+
+@pytest.mark.parametrize(
+    ("model", "shares_machine", "gpu"), [(H100, False, "H100"), (None, True, "cpu")]
+)
+def test_a_hostfile_describes_a_cluster(
+    model: str | None, shares_machine: bool, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_gpus(monkeypatch, model)
+    layout = load_recipe(DEFAULT_RECIPE).layout
+    keys = cluster_of_hosts(HOSTS, layout, "mine.toml", shares_machine=shares_machine)
+    recipe = load_recipe(DEFAULT_RECIPE, [f"cluster.{key}" for key in keys])
+    assert recipe.cluster == Cluster(nodes=3, gpus_per_node=2, gpu=gpu)
+
+
+@pytest.mark.parametrize(
+    ("model", "slots", "cluster"),
+    [
+        (None, HOSTS, {"nodes": 3, "gpus_per_node": 2, "gpu": "cpu"}),
+        ("GeForce 256", HOSTS, {"nodes": 3, "gpus_per_node": 2, "gpu": "H100"}),
+        (H100, {}, {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"}),
+        ("GeForce 256", {}, {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"}),
+        (None, {}, {"nodes": 2, "gpus_per_node": 2, "gpu": "cpu"}),
+        (None, {"node1": None}, {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}),
+    ],
+)
+def test_a_section_that_a_user_can_append_is_proposed_if_the_gpu_is_uncertain(
+    model: str | None, slots: hosts.Slots, cluster: dict, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    has_gpus(monkeypatch, model)
+    layout = load_recipe(DEFAULT_RECIPE).layout
+    with pytest.raises(UserError, match=r"mine.toml has no \[cluster\] section, which") as raised:
+        cluster_of_hosts(slots, layout, "mine.toml", shares_machine=False)
+    _, _, section = str(raised.value).partition("for example:\n")
+    mine = tmp_path / "mine.toml"
+    mine.write_text(DEFAULT_RECIPE.read_text() + section)
+    assert load_recipe(mine).cluster == Cluster(**cluster)
+    assert Replanner(mine).best(cluster["nodes"], cluster["nodes"])
+
+
+def test_a_cluster_is_checked_on_the_hosts() -> None:
+    cluster = Cluster(nodes=3, gpus_per_node=2, gpu="cpu", minimum_nodes=2)
+    check_cluster(cluster, HOSTS)
+    check_cluster(cluster, {})  # unknown
+    check_cluster(cluster, dict.fromkeys(("node1", "node2")))
+    with pytest.raises(UserError, match=r"slots=1 for node1, and cluster.gpus_per_node = 2; use"):
+        check_cluster(cluster, {"node1": 1, "node2": 2})
+    with pytest.raises(UserError, match=r"1 host is listed, and cluster.minimum_nodes = 2; list"):
+        check_cluster(cluster, {"node1": 2})
+    wrong = Cluster(nodes=3, gpus_per_node=2, gpu="cpu", minimum_nodes=4)
+    with pytest.raises(UserError, match=r"use cluster.minimum_nodes = 3 or less"):
+        check_cluster(wrong, {})
+
+
+def test_unused_nodes_and_slots_are_named() -> None:
+    cluster = Cluster(nodes=2, gpus_per_node=2, gpu="cpu")
+    assert unused(cluster, dict.fromkeys(("node1", "node2", "spare"))) == []
+    assert unused(cluster, {"node1": 2, "node2": 2}) == []
+    few, large = unused(cluster, {"node1": 3})
+    assert few.startswith("1 host is listed, fewer than cluster.nodes = 2; the run uses more as")
+    assert large == "cluster.gpus_per_node = 2 leaves slots unused on node1 (slots=3)"
+    (large,) = unused(cluster, HOSTS | {"node1": 8})
+    assert large.endswith("leaves slots unused on node1 (slots=8) and 1 more")

@@ -477,7 +477,7 @@ def test_an_interruption_says_what_stays(
     with mock.patch(f"recipes.preparing.{function}", side_effect=KeyboardInterrupt):
         done = prepare(*into(prepared, tmp_path / "out"), "--vocab-size", 300)
     assert done.stdout.startswith(f"preparing {tmp_path / 'out'} from {prepared / 'text.jsonl'}\n")
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.returncode == 130 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("prepare_data.py: interrupted; ") and kept in done.stderr
 
 

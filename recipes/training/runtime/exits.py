@@ -1,6 +1,13 @@
 """Exit codes of a run, for launchers and scripts, and the orderly end of a process."""
 
 import atexit
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
 from typing import NoReturn
 
 from models.errors import UserError
@@ -37,3 +44,59 @@ def leave_handlers_out(code: int) -> NoReturn:
     """Wait until the output of this process is read, then end it without further exit handlers."""
     finish_output(SECONDS_FOR_READER if code == FINISHED else SECONDS_FOR_READER_OF_FAILURE)
     end_process(code)
+
+
+def end_at_interrupt() -> None:
+    """Let Ctrl-C end this process with one line while a command imports its modules.
+
+    An exception would end in a long traceback of the import system, or in none: some libraries
+    catch every exception of an optional import, and would then continue without it. An ignored
+    signal stays ignored: nohup relies on it.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)
+
+
+def raise_at_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, so that a command can clean up.
+
+    If the command does not catch it, Python prints one line in place of the traceback. In both
+    cases the process ends by the signal, as without these functions: shells report exit code 130.
+    """
+    if signal.getsignal(signal.SIGINT) is _end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.excepthook = _print_uncaught
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach, because this process ends them.
+
+    The signal goes to all processes of a terminal. They would print tracebacks, of their imports if
+    they have just been started.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_at_once(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)  # also for a second signal, if the reader has stalled
+    with contextlib.suppress(OSError):
+        os.write(2, f"{_interrupted()} before anything was started\n".encode())
+    os.kill(os.getpid(), number)
+
+
+def _print_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print(_interrupted(), file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _interrupted() -> str:
+    return f"{Path(sys.argv[0]).name}: interrupted"

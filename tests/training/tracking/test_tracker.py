@@ -139,7 +139,9 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_a_wait_at_the_end_is_announced(small, folder: RunFolder, interrupted: bool) -> None:
+def test_a_wait_at_the_end_is_announced(
+    small, folder: RunFolder, interrupted: bool, monkeypatch
+) -> None:
     told: list[str] = []
     release = threading.Event()
     with (
@@ -152,8 +154,9 @@ def test_a_wait_at_the_end_is_announced(small, folder: RunFolder, interrupted: b
             recipe_with(small, "offline"), folder, tell=lambda status: told.append(str(status))
         )
         assert thread._thread
-        waits = [None, KeyboardInterrupt] if interrupted else [None, None]
-        with mock.patch.object(thread._thread, "join", side_effect=waits):
+        waits = [False, KeyboardInterrupt, False] if interrupted else [False, False]
+        monkeypatch.setattr(wandb_thread, "end_service", lambda: True)
+        with mock.patch.object(thread._ended, "wait", side_effect=waits):
             problem = thread.finish()
         release.set()
         thread._thread.join()

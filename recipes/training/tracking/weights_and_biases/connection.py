@@ -7,6 +7,7 @@ imported in these functions: that takes a second, for which the training thread 
 
 import contextlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,6 +107,8 @@ def start_wandb(
     Returns:
         The run, and its status.
     """
+    # At exit, W&B would wait 20 s to send reports about its own errors to a server without answer.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     mode, reason = choose_mode(*requested)
     if mode == "offline":
         return _init(arguments, mode), WandbStatus(mode, unsent(arguments), reason)
@@ -147,6 +150,20 @@ def tear_down() -> None:
         wandb.teardown()
 
 
+def end_service() -> bool:
+    """Kill W&B's service process, so that calls that wait for the server fail at once.
+
+    Returns:
+        False if it has not been started yet.
+    """
+    with contextlib.suppress(Exception):
+        from wandb.sdk import wandb_setup
+
+        wandb_setup.singleton().assert_service()._proc._process.kill()
+        return True
+    return False
+
+
 def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
     """Return the mode of a run, and the reason for it.
 
@@ -184,7 +201,10 @@ def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
 
 def short(error: Exception) -> str:
     """Return the first sentence or line of an error for a message."""
-    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    name = type(error).__name__
+    if name in ("HandleAbandonedError", "MailboxClosedError"):
+        return "its service process on this machine has ended"
+    line = next(iter(str(error).strip().splitlines()), "") or name
     return line.rstrip(".")[:MAX_REASON_CHARACTERS]
 
 

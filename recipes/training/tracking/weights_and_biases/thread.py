@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from recipes.training.runtime.exits import leave_handlers_out
 from recipes.training.tracking.weights_and_biases.alerts import Alert
 from recipes.training.tracking.weights_and_biases.connection import (
     WandbStatus,
+    end_service,
     restart_offline,
     short,
     start_wandb,
@@ -30,6 +32,7 @@ from recipes.training.tracking.weights_and_biases.settings import requested_mode
 Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
 ALL_FILES = "*run-*"  # of the offline and online runs in the run folder's wandb/
+INTERRUPTED = "was interrupted while it sent its data"
 PIXELS = 8  # width and height of an expert in the picture of loads
 
 
@@ -59,6 +62,7 @@ class WandbThread:
     MAX_QUEUED_STEPS = 100_000  # later steps are dropped while W&B does not respond
     SECONDS_TO_FINISH = 60.0
     SECONDS_BEFORE_NOTICE = 1.0  # a shorter wait at the end is not mentioned
+    SECONDS_TO_KEEP = 20.0  # after an interrupt
 
     def __init__(
         self,
@@ -72,7 +76,9 @@ class WandbThread:
     ):
         self._folder, self._facts = folder, dict(facts)
         self._predicted, self._plan = predicted, dict[str, float]()
-        self._tell, self._status, self._is_late = tell, WandbStatus("failed"), False
+        self._tell, self._status = tell, WandbStatus("failed")
+        self._is_late = self._is_interrupted = False
+        self._ended = threading.Event()
         self._queue: queue.Queue[Item | None] = queue.Queue(self.MAX_QUEUED_STEPS)
         self._task_table = TaskTable(metrics)
         self.exit_code = 0
@@ -103,25 +109,55 @@ class WandbThread:
             return None
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
-        self._thread.join(min(self.SECONDS_BEFORE_NOTICE, self.SECONDS_TO_FINISH))
-        left = max(0.0, self.SECONDS_TO_FINISH - self.SECONDS_BEFORE_NOTICE)
         problem = "did not finish in time"
-        if self._thread.is_alive() and left:
-            if not self.has_told_failure:
-                reason = f"for its data to be sent, for at most {left:g} s"
+        try:
+            self._wait()
+        except KeyboardInterrupt:  # only of this wait: the run has finished
+            problem = INTERRUPTED
+            self._interrupt()
+        if self._ended.is_set():
+            return self._problem
+        # The exit handler of W&B would wait longer. Handlers run in reverse order, so this one runs
+        # first; it ends the process, so no other one runs.
+        self._is_late = True
+        atexit.register(self._leave_behind)
+        self._fail(f"W&B {problem}")
+        return f"Weights & Biases {problem}"
+
+    def _wait(self) -> None:
+        """Wait a limited time for the end of the thread.
+
+        After a KeyboardInterrupt in `Thread.join`, Python 3.11 takes a running thread for ended.
+        """
+        notice = min(self.SECONDS_BEFORE_NOTICE, self.SECONDS_TO_FINISH)
+        left = self.SECONDS_TO_FINISH - notice
+        if self._ended.wait(notice) or not left:
+            return
+        if not self.has_told_failure:
+            reason = f"for its data to be sent, for at most {left:g} s"
+            self._tell(WandbStatus("waiting", reason=reason))
+        self._ended.wait(left)
+
+    def _interrupt(self) -> None:
+        """End the wait for the server, but keep unsent data; a second KeyboardInterrupt ends this.
+
+        Without a connection, no data has left this thread, which writes an offline run as soon as
+        the service process has ended. An online run's service process writes data into its files
+        about every 15 s only.
+        """
+        self._is_interrupted = True
+        with contextlib.suppress(KeyboardInterrupt):
+            if self._status.mode == "online":
+                reason = (
+                    f"for its unsent data to be written to files, for at most "
+                    f"{self.SECONDS_TO_KEEP:g} s; Ctrl-C ends this wait, too"
+                )
                 self._tell(WandbStatus("waiting", reason=reason))
-            try:
-                self._thread.join(left)
-            except KeyboardInterrupt:  # only of this wait: the run has finished
-                problem = "was interrupted while it sent its data"
-        if self._thread.is_alive():
-            # The exit handler of W&B would wait longer. Handlers run in reverse order, so this one
-            # runs first; it ends the process, so no other one runs.
-            self._is_late = True
-            atexit.register(self._leave_behind)
-            self._fail(f"W&B {problem}")
-            return f"Weights & Biases {problem}"
-        return self._problem
+            deadline = time.monotonic() + self.SECONDS_TO_KEEP
+            while self._status.mode == "failed" and time.monotonic() < deadline:  # not started yet
+                if end_service() or self._ended.wait(0.1):
+                    break
+            self._ended.wait(max(0.0, deadline - time.monotonic()))
 
     def _leave_behind(self) -> None:
         """End this process, after the work of those exit handlers that are still needed."""
@@ -150,15 +186,22 @@ class WandbThread:
             is_read = True
             run.finish()
         except Exception as error:
-            self._problem = f"Weights & Biases failed ({short(error)})"
-            self._fail(f"of an error ({short(error)})")
+            if self._is_interrupted:
+                self._problem = f"Weights & Biases {INTERRUPTED}"
+                self._fail(f"W&B {INTERRUPTED}")
+            else:
+                self._problem = f"Weights & Biases failed ({short(error)})"
+                self._fail(f"of an error ({short(error)})")
             while not is_read:
                 is_read = self._queue.get() is None
         finally:
             tear_down()
+            self._ended.set()
 
     def _started(self, run: Any, status: WandbStatus) -> Any:
         """Tell the mode of a run that has started, describe the run, and return it."""
+        if self._is_interrupted and status.mode == "offline":
+            status = replace(status, reason="the wait for its server was interrupted")
         self._plan = {}
         self._change(status)
         self._describe(run)

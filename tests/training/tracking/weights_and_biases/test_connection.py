@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from unittest import mock
 import psutil
 import pytest
 from typing_extensions import override
+from wandb.sdk import mailbox
 
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.recipe.topology import World
@@ -28,6 +30,7 @@ from recipes.training.tracking.weights_and_biases import thread as wandb_thread
 from recipes.training.tracking.weights_and_biases.connection import (
     WandbStatus,
     choose_mode,
+    short,
     tear_down,
 )
 from recipes.training.tracking.weights_and_biases.settings import requested_mode, wandb_arguments
@@ -354,6 +357,82 @@ def test_an_error_in_the_last_call_ends_the_thread(
     (warning,) = [event for event in folder.read_events() if event["event"] == "warning"]
     claim = "Weights & Biases failed (no answer); metrics.jsonl has every step"
     assert warning["message"] == claim
+
+
+def interrupt_after(event: threading.Event) -> None:
+    """Interrupt this process shortly after an event, as Ctrl-C does."""
+
+    def interrupt() -> None:
+        event.wait(60)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+
+
+def test_an_interrupted_wait_for_a_server_leaves_an_offline_run(
+    small: dict, folder: RunFolder, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, waits = list[WandbStatus](), threading.Event()
+
+    def tell(status: WandbStatus) -> None:
+        told.append(status)
+        if "data to be sent" in status.reason:
+            waits.set()
+
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    recipe = parse_recipe(changed(small, tracking__mode="online"), "test")
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 0.1)
+        monkeypatch.setattr(wandb_thread.WandbThread, "_leave_behind", lambda self: None)
+        thread = wandb_thread.WandbThread(recipe, folder, tell=tell)
+        thread.send(LINE | {"loss": 7000.125})
+        while not told:  # until it waits for the server
+            time.sleep(0.02)
+        interrupt_after(waits)
+        assert thread.finish() is None
+    assert os.environ["WANDB_ERROR_REPORTING"] == "false"  # or exits would wait for the server
+    (file,) = (folder.path / "wandb").glob("offline-run-*/*.wandb")
+    assert b"7000.125" in file.read_bytes()
+    status = WandbStatus.read(folder.path)
+    assert status == told[-1]
+    assert (status.mode, status.reason) == ("offline", "the wait for its server was interrupted")
+
+
+def test_an_interrupted_wait_of_an_online_run_is_announced(
+    small: dict, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, release = list[str](), threading.Event()
+    run = mock.Mock()
+    run.finish.side_effect = release.wait
+    started = (run, WandbStatus("online", "http://page"))
+    monkeypatch.setattr(wandb_thread, "start_wandb", lambda *_, **__: started)
+    monkeypatch.setattr(wandb_thread, "tear_down", lambda: None)
+    monkeypatch.setattr(wandb_thread.WandbThread, "_leave_behind", lambda self: None)
+    monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 0.01)
+    monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_TO_KEEP", 0.01)
+    recipe = parse_recipe(changed(small, tracking__mode="online"), "test")
+    thread = wandb_thread.WandbThread(recipe, folder, tell=lambda status: told.append(str(status)))
+    while not told:  # until it is online
+        time.sleep(0.02)
+    finishes = threading.Event()
+    finishes.set()
+    interrupt_after(finishes)
+    problem = "was interrupted while it sent its data"
+    assert thread.finish() == f"Weights & Biases {problem}"
+    release.set()
+    assert told[-2].startswith("waiting for its unsent data to be written to files, for at most")
+    assert told[-1].startswith(f"incomplete, because W&B {problem}; upload the rest with: wandb")
+
+
+@pytest.mark.parametrize("name", ["HandleAbandonedError", "MailboxClosedError"])
+def test_errors_without_a_text_are_explained(name: str) -> None:
+    error = getattr(mailbox, name)()
+    assert short(error) == "its service process on this machine has ended"
+    assert short(ValueError("wrong.\nmore")) == "wrong"
 
 
 def test_the_status_of_an_earlier_process_is_removed(small: dict, folder: RunFolder) -> None:

@@ -1,0 +1,68 @@
+"""Ctrl-C ends every command with one line in place of a traceback."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.training.recipe.loading import REPOSITORY
+from recipes.training.runtime.exits import interrupts_blocked
+
+COMMANDS = sorted(
+    path.name for path in (REPOSITORY / "recipes").glob("*.py") if path.stem[0] != "_"
+)
+INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+WORK = f"""
+from recipes.training.runtime.exits import end_at_interrupt, raise_at_interrupt
+end_at_interrupt()
+raise_at_interrupt()
+try:
+    exec({INTERRUPT!r})
+finally:
+    print("cleaned up")
+"""
+
+
+def run(*command: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=REPOSITORY,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_interrupt_during_the_imports_ends_a_command_with_one_line(
+    command: str, tmp_path: Path
+) -> None:
+    module = f"try: exec({INTERRUPT!r})\nexcept: pass"  # as libraries treat optional imports
+    (tmp_path / "argparse.py").write_text(module)
+    done = run(f"recipes/{command}", PYTHONPATH=str(tmp_path))
+    assert done.stderr == f"{command}: interrupted before anything was started\n"
+    assert done.returncode == -signal.SIGINT  # of which shells make 130
+
+
+def test_an_interrupt_after_the_imports_can_be_handled_and_prints_one_line() -> None:
+    done = run("-c", WORK)
+    assert (done.stdout, done.stderr) == ("cleaned up\n", "-c: interrupted\n")
+    assert done.returncode == -signal.SIGINT
+    failed = run("-c", WORK.replace("exec", "no_name"))
+    assert failed.returncode == 1 and "NameError" in failed.stderr
+
+
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    done = run("-c", ignored + WORK)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_processes_can_be_started_out_of_reach_of_an_interrupt() -> None:
+    with interrupts_blocked():
+        child = subprocess.Popen([sys.executable, "-c", INTERRUPT + "print('continues')"])
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert child.wait() == 0
