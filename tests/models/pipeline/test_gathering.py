@@ -137,8 +137,7 @@ def trained(
     folder, found = str(tmp_path_factory.mktemp("configs")), {}
     write_configs(folder)
     for size in (2, 4):
-        layouts = {name: each for name, (ranks, each) in LAYOUTS.items() if ranks == size}
-        layouts = {name: each for name, each in layouts.items() if name in names}
+        layouts = {name: LAYOUTS[name][1] for name in names if LAYOUTS[name][0] == size}
         if not layouts:
             continue
         results = run_ranks(size, gather_worker, str(corpus), folder, layouts, seconds=180)
