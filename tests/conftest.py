@@ -5,7 +5,7 @@ import subprocess
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,26 @@ def shipped_recipes() -> list[Path]:
 def shipped_configs() -> list[Path]:
     """Return the DeepSpeed JSON files of the repository, without a user's own."""
     return sorted(set((REPOSITORY / "ds_configs").glob("*.json")) - users_files())
+
+
+def selected(
+    request: pytest.FixtureRequest, test: Callable[..., None], parameter: str
+) -> list[Any]:
+    """Return the values of a parameter for which a test was selected, in order."""
+    values = (
+        item.callspec.params[parameter]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test
+    )
+    return list(dict.fromkeys(values))
+
+
+def quick_and_long(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Return the values of a parameter, those that are not quick marked as long."""
+    quick, values = list(quick), list(values)
+    assert all(value in values for value in quick)
+    marks = ([] if value in quick else [pytest.mark.long] for value in values)
+    return [pytest.param(value, marks=mark) for value, mark in zip(values, marks, strict=True)]
 
 
 VOCAB_SIZE = 250  # divisible by neither 64 nor any tensor size in the tests: padding is exercised

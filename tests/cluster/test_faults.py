@@ -44,6 +44,6 @@ def cluster() -> Iterator[Cluster]:
     ],
 )
 def test_a_run_ends_in_order(fault: Fault, kind: str, cluster: Cluster) -> None:
-    outcome = inject(cluster, fault, list(FAULTS.values()).index((fault, kind)), kind)
+    outcome = inject(cluster, fault, list(FAULTS.values()).index((fault, kind)), kind, patience=3)
     print(outcome)
     assert not outcome.wrong, str(outcome)

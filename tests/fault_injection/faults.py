@@ -27,7 +27,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import tomli_w
@@ -227,8 +227,14 @@ def faults() -> list[Fault]:
     ]  # fmt: skip
 
 
-def inject(cluster: Cluster, fault: Fault, number: int, kind: str = "pipe") -> Outcome:
-    """Start a run, spoil its output, inject a fault, and check how the run ends."""
+def inject(
+    cluster: Cluster, fault: Fault, number: int, kind: str = "pipe", *, patience: int = 1
+) -> Outcome:
+    """Start a run, spoil its output, inject a fault, and check how the run ends.
+
+    patience: factor of the time limit, for machines that are busy with other work
+    """
+    fault = replace(fault, seconds=patience * fault.seconds)
     with Output(kind) as output:
         job = start(cluster, fault, cluster.folder / f"run{number}", output)
         return end(cluster, fault, job)

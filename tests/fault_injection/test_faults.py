@@ -40,6 +40,6 @@ def cluster() -> Iterator[Cluster]:
     ],
 )
 def test_a_run_ends_as_if_its_output_were_read(fault: Fault, kind: str, cluster: Cluster) -> None:
-    outcome = inject(cluster, fault, list(CASES.values()).index((fault, kind)), kind)
+    outcome = inject(cluster, fault, list(CASES.values()).index((fault, kind)), kind, patience=3)
     print(outcome)
     assert not outcome.wrong, str(outcome)

@@ -13,7 +13,7 @@ from torch import Tensor
 from models.parallel import cross_entropy
 from recipes.proving.trial import gather, held_state, many_cases, start, train_step
 from recipes.training.recipe.loading import parse_recipe
-from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.conftest import GPT_SWITCHES, changed, quick_and_long, selected, small_recipe
 from tests.ranks import fp16_on_cpu, join_world, run_ranks
 
 STEPS = 4
@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ZeRO stage, change
     "gpt, tensor": (1, {"layout__tensor": 2, **GPT_SWITCHES}),
     "gpt, zero-3": (3, GPT_SWITCHES),
 }
+QUICK = ("zero-2", "zero-3", "zero bubble", "tensor, sequence parallel")
 SCALES = {  # loss scales, by DeepSpeed's keys
     "constant": {"initial_scale_power": 10, "loss_scale_window": 1000},
     "growing": {"initial_scale_power": 10, "loss_scale_window": 1},
@@ -69,11 +70,12 @@ def train(table: dict[str, Any], config: Path) -> Run:
     return Run(losses, norms, scales, factors, moments)
 
 
-def train_all(corpus: str, folder: str) -> dict[tuple[str, str], Run]:
+def train_all(corpus: str, folder: str, layouts: list[str]) -> dict[tuple[str, str], Run]:
     join_world()
     runs = {}
     with many_cases() as begin, fp16_on_cpu():
-        for layout, (stage, changes) in LAYOUTS.items():
+        for layout in layouts:
+            stage, changes = LAYOUTS[layout]
             table = changed(small_recipe(Path(corpus)), **changes)
             for name in ("fp32", *SCALES):
                 begin()
@@ -100,14 +102,15 @@ def write_configs(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(
-    corpus: Path, tmp_path_factory: pytest.TempPathFactory
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> list[dict[tuple[str, str], Run]]:
     folder = tmp_path_factory.mktemp("configs")
     write_configs(folder)
-    return run_ranks(2, train_all, str(corpus), str(folder))
+    layouts = selected(request, test_losses_and_norms_are_near_those_of_fp32, "layout")
+    return run_ranks(2, train_all, str(corpus), str(folder), layouts)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick_and_long(QUICK, LAYOUTS))
 def test_losses_and_norms_are_near_those_of_fp32(layout: str, ranks: list[dict]) -> None:
     exact, found = (ranks[0][layout, name] for name in ("fp32", "constant"))
     assert found.losses == pytest.approx(exact.losses, abs=3e-3)
@@ -116,7 +119,7 @@ def test_losses_and_norms_are_near_those_of_fp32(layout: str, ranks: list[dict])
     assert largest_difference(found.moments, exact.moments) < 0.03
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick_and_long(QUICK, LAYOUTS))
 def test_a_growing_loss_scale_leaves_the_update_as_it_is(layout: str, ranks: list[dict]) -> None:
     constant, growing = (ranks[0][layout, name] for name in ("constant", "growing"))
     assert constant.scales == [2**10] * STEPS
@@ -125,7 +128,7 @@ def test_a_growing_loss_scale_leaves_the_update_as_it_is(layout: str, ranks: lis
     assert largest_difference(growing.moments, constant.moments) < 3e-3
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick_and_long(QUICK, LAYOUTS))
 def test_an_overflow_skips_the_step(layout: str, ranks: list[dict]) -> None:
     found = ranks[0][layout, "too large"]
     assert found.scales == [2.0**power for power in range(28, 28 - STEPS, -1)]
@@ -136,7 +139,7 @@ def test_an_overflow_skips_the_step(layout: str, ranks: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("name", ["constant", "growing"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", quick_and_long(QUICK, LAYOUTS))
 def test_the_loss_knows_the_gradient_of_the_backward_pass(
     layout: str, name: str, ranks: list[dict]
 ) -> None:

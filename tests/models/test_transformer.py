@@ -1,6 +1,7 @@
 """The model against transformers, and two tensor ranks against one: logits, loss and gradients."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -88,6 +89,7 @@ VARIANTS = {  # of the model on two tensor ranks: recomputation, sequence parall
     "selective": ("selective", False),
     "full, sequence-parallel": ("full", True),
 }
+VARIANTS_WITH_DOCUMENTS = ("", "full, sequence-parallel")
 WITH_DROPOUT = replace(SHAPES["gpt2"], dropout=0.3, attention_dropout=0.2)
 GROUPED_WITH_DROPOUT = replace(LLAMA, dropout=0.3, attention_dropout=0.2)
 KEY = MaskKey(seed=7, samples=range(40, 42))
@@ -150,13 +152,15 @@ def two_rank_worker() -> dict[Any, Outcome]:
     """Run every shape in every variant, and every mutant, on two tensor ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    cost.MAX_LOGITS["cpu"] = 200  # of a few tokens at a time
+    cost.MAX_LOGITS["cpu"] = 1000  # of 12 tokens at a time
     outcomes: dict[Any, Outcome] = {}
     for shape, config in SHAPES.items():
         for variant, (recompute, split) in VARIANTS.items():
             axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, split)
             outcomes[shape, variant] = run_model(config, axis, recompute)
-            outcomes[shape, variant, "documents"] = run_model(config, axis, recompute, SEPARATE)
+            if variant in VARIANTS_WITH_DOCUMENTS:
+                separate = run_model(config, axis, recompute, SEPARATE)
+                outcomes[shape, variant, "documents"] = separate
     for config in (WITH_DROPOUT, GROUPED_WITH_DROPOUT):
         for variant, (recompute, split) in VARIANTS.items():
             axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, split)
@@ -209,6 +213,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
         yield
 
 
+@functools.cache
 def reference(config: ModelConfig, documents: Documents | None = None) -> Outcome:
     """Return the results of transformers with the same weights, with gradients under our names.
 
@@ -292,7 +297,7 @@ def test_separate_documents_are_as_if_each_were_alone(
 ) -> None:
     expected = reference(SHAPES[shape], DOCUMENTS)
     assert largest_difference(run_model(SHAPES[shape], info=SEPARATE), expected) < 1e-5
-    for variant in VARIANTS:
+    for variant in VARIANTS_WITH_DOCUMENTS:
         assert largest_difference(two_ranks[shape, variant, "documents"], expected) < 1e-5
     assert largest_difference(plain[shape], expected) > 1e-2
 

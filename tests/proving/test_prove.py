@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -152,9 +153,15 @@ def test_shrinking_keeps_a_head_size_of_its_own(corpus: Path, tmp_path: Path) ->
 # Valid layouts
 
 
-def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: Path) -> None:
-    small = made_small(recipe_of(corpus, {"model__layers": 4}), tmp_path, ranks=4)
-    cases = valid_cases(small, ranks=4, micro_sequences=(1, 2))
+@pytest.fixture(scope="module")
+def of_four_ranks(corpus: Path) -> list[ProofCase]:
+    """Return the layouts of a model of four layers on up to four ranks."""
+    small = made_small(recipe_of(corpus, {"model__layers": 4}), corpus, ranks=4)
+    return valid_cases(small, ranks=4, micro_sequences=(1, 2))
+
+
+def test_the_layouts_are_those_that_the_recipe_accepts(of_four_ranks: list[ProofCase]) -> None:
+    cases = of_four_ranks
     names = {f"{case.axes}: {case.method}" for case in cases}
     assert len(names) == len(cases) == 408 + 569  # counted by hand, without and with context
     for name in (
@@ -184,9 +191,8 @@ def test_the_layouts_are_those_that_the_recipe_accepts(corpus: Path, tmp_path: P
         assert "interleaved x 3" not in name
 
 
-def test_only_some_layouts_are_chosen(corpus: Path, tmp_path: Path) -> None:
-    small = made_small(recipe_of(corpus, {"model__layers": 4}), tmp_path, ranks=4)
-    cases = valid_cases(small, ranks=4, micro_sequences=(1, 2))
+def test_only_some_layouts_are_chosen(of_four_ranks: list[ProofCase]) -> None:
+    cases = of_four_ranks
 
     def chosen(*texts: str) -> list[ProofCase]:
         return only(cases, dict(prove.setting(text) for text in texts))
@@ -312,10 +318,8 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
         assert all(name.endswith(comparison.NOISE_SUFFIX) for name in quiet)
 
 
-def test_a_sample_has_every_pair_of_settings(corpus: Path) -> None:
-    cases = valid_cases(
-        made_small(recipe_of(corpus, {}), corpus, ranks=4), ranks=4, micro_sequences=(1, 2)
-    )
+def test_a_sample_has_every_pair_of_settings(of_four_ranks: list[ProofCase]) -> None:
+    cases = of_four_ranks[::2]
 
     def pairs(some: Iterable[ProofCase]) -> set[Any]:
         return {pair for case in some for pair in itertools.combinations(case.settings.items(), 2)}
@@ -394,10 +398,8 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
 QUICK_FAULTS = {  # one for each mechanism; the others are long
     "the tied gradients are not added up",
     "q, k and v are declared as one block",
-    "norms in the split region keep partial gradients",
     "data ranks read one place further",
     "the last deferred weight gradient is dropped",
-    "keys get no gradient from other context ranks",
     "experts count twice in the gradient norm",
     "a bucket does not count in the gradient norm",
     "each shard group counts in the gradient norm",
@@ -775,10 +777,13 @@ def test_a_layout_that_fails_is_a_finding_and_the_others_continue(
 def test_a_layout_that_hangs_is_a_finding(corpus: Path) -> None:
     good = reference(made_small(recipe_of(corpus, {}), corpus, steps=1))
     endless = reference(made_small(recipe_of(corpus, {}), corpus, steps=10**6))
+    started = time.monotonic()
+    list(run_cases([good], ranks=1, seconds=60))  # which also starts the fork server
+    limit = math.ceil(2 * (time.monotonic() - started))
     children = len(multiprocessing.active_children())
-    results = dict(run_cases([good, endless, good], ranks=1, seconds=12))
+    results = dict(run_cases([good, endless, good], ranks=1, seconds=limit))
     assert isinstance(results[good], Outcome)
-    assert results[endless].startswith("no result within 12 seconds")
+    assert results[endless].startswith(f"no result within {limit} seconds")
     assert len(multiprocessing.active_children()) == children
 
 
@@ -797,13 +802,13 @@ def command(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProc
 def test_the_command_runs_anywhere_draws_and_prints_one_json_object(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()  # which must not be taken for ours
     (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not this one')")
-    options = ("--ranks", "1", "--steps", "2", "--json", "--heatmap", "proof.png")
+    options = ("--ranks", "1", "--steps", "1", "--json", "--heatmap", "proof.png")
+    options += ("--only", "recompute=none", "--only", "micro_sequences=1")
     done = command(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
     proof = json.loads(done.stdout)
-    assert proof["passed"] and len(proof["layouts"]) == 12
-    assert {row["recompute"] for row in proof["layouts"]} == {"none", "selective", "full"}
+    assert proof["passed"] and len(proof["layouts"]) == 2
     assert {row["zero"] for row in proof["layouts"]} == {1, 3}
     assert max(row["loss"] for row in proof["layouts"]) <= proof["tolerances"]["loss"]
 
@@ -818,7 +823,7 @@ def test_a_failed_layout_is_black(corpus: Path) -> None:
 
 
 def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
-    arguments = ["prove.py", "--ranks", "1", "--steps", "1", "--layouts"]
+    arguments = ["prove.py", "--ranks", "1", "--steps", "1", "--layouts", "--only", "zero=3"]
     with (
         mock.patch.object(sys, "argv", arguments),
         mock.patch.object(comparison, "LOSS_TOLERANCE", -1.0),
@@ -828,7 +833,7 @@ def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
     assert ended.value.code == 1
     printed = capsys.readouterr().out
     assert "differs: tensor 1 x pipeline 1 x data 1, zero3, recompute full by 2" in printed
-    assert "0 of 12 layouts train like one process" in printed
+    assert "0 of 6 layouts train like one process" in printed
 
 
 @pytest.mark.parametrize("finished", [0, 5])

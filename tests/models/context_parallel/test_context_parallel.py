@@ -1,6 +1,7 @@
 """Context ranks against one rank: logits, loss and gradients; and seeded faults."""
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +26,7 @@ from models.parallel import rng
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import MaskKey
+from tests.conftest import quick_and_long, selected
 from tests.models.test_transformer import (
     DOCUMENTS,
     GROUPED_WITH_DROPOUT,
@@ -64,6 +66,12 @@ FAULTS = {  # seeded fault -> a case on which it must show
 ROTARY_TABLE, STREAM_ROWS = transformer.rotary_table, rng.stream_rows
 SIZES = (2, 4)
 ATTENTIONS = ("gather", "ring", "ulysses")
+QUICK = {  # number of ranks -> cases
+    2: ("qwen3", "documents", "gpt2, documents", "selective", "full, dropout"),
+    4: ("llama", "all heads", "dropout, documents"),
+}
+OF_A_WORLD = [(size, case) for size in SIZES for case in CASES]
+QUICK_OF_A_WORLD = [(size, case) for size in SIZES for case in QUICK[size]]
 
 
 def run_on_context_ranks(case: str, attention: str) -> Outcome:
@@ -105,18 +113,18 @@ def is_valid(case: str, attention: str, size: int) -> bool:
     return attention != "ulysses" or CASES[case][0].kv_heads % size == 0
 
 
-def worker() -> dict[Any, Outcome]:
+def worker(cases: list[str], faults: list[str]) -> dict[Any, Outcome]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     outcomes: dict[Any, Outcome] = {}
     size = dist.get_world_size()
     for attention in ATTENTIONS:
-        for case in CASES:
+        for case in cases:
             if is_valid(case, attention, size):
                 outcomes[case, attention] = run_on_context_ranks(case, attention)
-    for fault, case in FAULTS.items():
+    for fault in faults:
         with seeded_fault(fault):
-            outcomes["fault", fault] = run_on_context_ranks(case, "gather")
+            outcomes["fault", fault] = run_on_context_ranks(FAULTS[fault], "gather")
     dist.barrier()
     return outcomes if os.environ["RANK"] == "0" else {}
 
@@ -161,32 +169,39 @@ def seeded_fault(fault: str) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def outcomes(request: pytest.FixtureRequest) -> dict[Any, Outcome]:
-    return run_ranks(request.param, worker)[0] | {"size": request.param}
-
-
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Outcome]:
-    return {case: run_model(config, info=info) for case, (config, info, _) in CASES.items()}
+def outcomes(request: pytest.FixtureRequest) -> dict[int, dict[Any, Outcome]]:
+    """Return the outcomes of the selected cases by the number of ranks."""
+    chosen = selected(request, test_context_ranks_agree_with_one_rank, "of_a_world")
+    faults = selected(request, test_a_seeded_fault_is_noticed, "fault")
+    found = {}
+    for size in SIZES:
+        cases = [case for number, case in chosen if number == size]
+        found[size] = run_ranks(size, worker, cases, faults if size == 2 else [])[0]
+    return found
+
+
+@functools.cache
+def alone(case: str) -> Outcome:
+    config, info, _ = CASES[case]
+    return run_model(config, info=info)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("of_a_world", quick_and_long(QUICK_OF_A_WORLD, OF_A_WORLD), ids=str)
 def test_context_ranks_agree_with_one_rank(
-    case: str, attention: str, outcomes: dict[Any, Any], alone: dict[str, Outcome]
+    of_a_world: tuple[int, str], attention: str, outcomes: dict[int, dict[Any, Outcome]]
 ) -> None:
-    if not is_valid(case, attention, outcomes["size"]):
-        assert (case, attention) not in outcomes
+    size, case = of_a_world
+    if not is_valid(case, attention, size):
+        assert (case, attention) not in outcomes[size]
         return
-    assert largest_difference(outcomes[case, attention], alone[case]) < 1e-5
+    assert largest_difference(outcomes[size][case, attention], alone(case)) < 1e-5
 
 
-@pytest.mark.parametrize(("fault", "case"), FAULTS.items())
-def test_a_seeded_fault_is_noticed(
-    fault: str, case: str, outcomes: dict[Any, Any], alone: dict[str, Outcome]
-) -> None:
-    assert not largest_difference(outcomes["fault", fault], alone[case]) < 1e-3
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_seeded_fault_is_noticed(fault: str, outcomes: dict[int, dict[Any, Outcome]]) -> None:
+    assert not largest_difference(outcomes[2]["fault", fault], alone(FAULTS[fault])) < 1e-3
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -30,6 +30,7 @@ from models.parallel.process_groups import create_groups
 from models.sharding import Sharding, sharding_of
 from models.transformer import MLP
 from recipes.training.recipe.topology import Topology
+from tests.conftest import quick_and_long, selected
 from tests.models.test_transformer import LLAMA, RECOMPUTE, labels_of, relative
 from tests.ranks import run_ranks
 
@@ -133,18 +134,31 @@ LAYOUTS = {
         "context 2, tensor 2": layout_of(tensor=2, context=2),
     },
 }
+LONG_LAYOUTS = (  # several of the other layouts together have their settings
+    *("two micro-batches", "two blocks recomputed", "expert 2", "expert 2, recomputed"),
+    *("tensor 2, sequence-parallel", "expert 2, data 4", "expert 2, tensor 2"),
+    *("expert 2, tensor 2, recomputed", "expert 2, expert tensor 2", "data 2, expert tensor 2"),
+    *("expert 4, context 2", "context 2, tensor 2"),
+)
+QUICK_LAYOUTS_OF_ALL_MODELS = ("expert tensor 2", "context 2, expert 2")
 LAYOUTS_OF_ALL_MODELS = (
     *("four micro-batches", "expert 2", "tensor 2", "context 2, expert 2"),
     *("expert 2, tensor 2, sequence-parallel", "expert 2, context 2, tensor 2"),
     *("expert tensor 2", "expert 2, expert tensor 2, sequence-parallel"),
 )
-CASES = [
+Case = tuple[str, int, str]  # model or seeded fault, number of ranks, layout
+CASES: list[Case] = [
     (model, size, layout)
     for size, layouts in LAYOUTS.items()
     for layout in layouts
     for model in (MODELS if layout in LAYOUTS_OF_ALL_MODELS else [MODEL])
 ]
-FAULTS = [  # seeded fault, number of ranks and layout on which it must show
+QUICK_CASES = [
+    (model, size, layout)
+    for model, size, layout in CASES
+    if layout in QUICK_LAYOUTS_OF_ALL_MODELS or (model == MODEL and layout not in LONG_LAYOUTS)
+]
+FAULTS: list[Case] = [  # seeded fault, number of ranks and layout on which it must show
     ("outputs not returned to their tokens", 2, "expert 2"),
     ("outputs not returned to their tokens", 4, "expert 2, tensor 2"),
     ("gates not applied in the backward pass", 2, "expert 2"),
@@ -173,6 +187,7 @@ FAULTS = [  # seeded fault, number of ranks and layout on which it must show
     ("rows sorted by rank instead of by expert", 2, "expert tensor 2"),
     ("experts numbered from the last rank", 4, "expert 2, expert tensor 2"),
 ]
+QUICK_FAULTS = list({fault: (fault, size, layout) for fault, size, layout in FAULTS[::-1]}.values())
 
 
 @dataclass(frozen=True)
@@ -341,21 +356,21 @@ def largest_difference(found: Outcome, expected: Outcome) -> float:
     return float(torch.tensor(differences).max())  # NaN if one is NaN
 
 
-def worker() -> dict[Any, Outcome]:
+def worker(cases: list[Case], faults: list[Case]) -> dict[Any, Outcome]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    outcomes = run_cases(dist.get_rank(), dist.get_world_size())
+    outcomes = run_cases(cases, faults, dist.get_rank(), dist.get_world_size())
     dist.barrier()
     return outcomes
 
 
-def run_cases(rank: int, size: int) -> dict[Any, Outcome]:
-    """Run the layouts of a world with every model, and its seeded faults, on one rank."""
+def run_cases(cases: list[Case], faults: list[Case], rank: int, size: int) -> dict[Any, Outcome]:
+    """Run the cases and the seeded faults of a world on one rank."""
     outcomes: dict[Any, Outcome] = {}
-    for model, ranks, name in CASES:
+    for model, ranks, name in cases:
         if ranks == size:
             outcomes[model, name] = run_on_a_rank(MODELS[model], LAYOUTS[size][name], rank)
-    for fault, ranks, name in FAULTS:
+    for fault, ranks, name in faults:
         if ranks == size:
             with seeded_fault(fault):
                 found = run_on_a_rank(MODELS[MODEL], LAYOUTS[size][name], rank)
@@ -452,9 +467,12 @@ def seeded_fault(fault: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[int, list[dict[Any, Outcome]]]:
+def outcomes(request: pytest.FixtureRequest) -> dict[int, list[dict[Any, Outcome]]]:
     """Return the outcomes of each rank, by the size of the world."""
-    return {1: [run_cases(0, 1)]} | {size: run_ranks(size, worker) for size in (2, 4)}
+    cases = selected(request, test_every_layout_agrees_with_one_rank, "case")
+    faults = selected(request, test_a_seeded_fault_is_noticed, "case")
+    of_ranks = {size: run_ranks(size, worker, cases, faults) for size in (2, 4)}
+    return {1: [run_cases(cases, faults, 0, 1)]} | of_ranks
 
 
 @pytest.fixture(scope="module")
@@ -466,27 +484,25 @@ def alone() -> dict[str, Outcome]:
     }
 
 
-@pytest.mark.parametrize(("model", "size", "layout"), CASES)
+@pytest.mark.parametrize("case", quick_and_long(QUICK_CASES, CASES), ids=str)
 def test_every_layout_agrees_with_one_rank(
-    model: str,
-    size: int,
-    layout: str,
+    case: Case,
     outcomes: dict[int, list[dict[Any, Outcome]]],
     alone: dict[str, Outcome],
 ) -> None:
+    model, size, layout = case
     parts = [each[model, layout] for each in outcomes[size]]
     found = joined(MODELS[model], LAYOUTS[size][layout], parts)
     assert largest_difference(found, alone[model]) < 1e-5
 
 
-@pytest.mark.parametrize(("fault", "size", "layout"), FAULTS)
+@pytest.mark.parametrize("case", quick_and_long(QUICK_FAULTS, FAULTS), ids=str)
 def test_a_seeded_fault_is_noticed(
-    fault: str,
-    size: int,
-    layout: str,
+    case: Case,
     outcomes: dict[int, list[dict[Any, Outcome]]],
     alone: dict[str, Outcome],
 ) -> None:
+    fault, size, layout = case
     parts = [each["fault", fault, layout] for each in outcomes[size]]
     found = joined(MODELS[MODEL], LAYOUTS[size][layout], parts)
     assert not largest_difference(found, alone[MODEL]) < 1e-4

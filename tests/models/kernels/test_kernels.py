@@ -327,6 +327,11 @@ def model_outcome(config: ModelConfig, info: MicroBatchInfo, *, compile: bool) -
     return [loss.detach()] + [each.grad for each in model.parameters()]
 
 
+def graphs() -> int:
+    """Return the number of functions that were compiled in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 @pytest.fixture
 def compiled_everywhere() -> Iterator[None]:
     """Compile also the functions that a CPU otherwise runs eagerly."""
@@ -337,44 +342,38 @@ def compiled_everywhere() -> Iterator[None]:
         yield
 
 
-QUICK = ("qwen3",)  # the others are among the long tests
 needs_compiler = pytest.mark.skipif(
     shutil.which(compiler()) is None, reason="there is no C++ compiler"
 )
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=[] if each in QUICK else pytest.mark.long) for each in COMPILED],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_kernels_compute_the_same(name: str, compiled_everywhere: None) -> None:
     expected = model_outcome(*COMPILED[name], compile=False)
     assert difference(model_outcome(*COMPILED[name], compile=True), expected) < 1e-5
 
 
 @needs_compiler
-@pytest.mark.parametrize("columns", [33, 48])  # whole vectors only, and with a remainder
-def test_compiled_masks_are_the_same_bit_for_bit(columns: int, compiled_everywhere: None) -> None:
-    """Eager and compiled kernels drop the same elements, so that a job can mix them."""
-    x = torch.ones(7, 2, columns)
+@pytest.mark.long
+def test_compiled_masks_are_the_same_bit_for_bit(compiled_everywhere: None) -> None:
+    """Eager and compiled kernels drop the same elements, so that a job can mix them.
+
+    Samples change in every step, and each layer has its own name; neither compiles another kernel.
+    """
+    x = torch.ones(7, 2, 33)  # whole vectors and a remainder
     axis = TensorAxis(rank=1, size=2, sequence_parallel=True)
-    kept = [
-        dropout(x, 0.3, key=KEY, layer="blocks.1.mlp", axis=axis, fuse=fuse) != 0
-        for fuse in (as_written, compiled)
-    ]
-    assert torch.equal(*kept) and 0.6 < float(kept[0].float().mean()) < 0.8
-
-
-@needs_compiler
-def test_another_step_compiles_nothing(compiled_everywhere: None) -> None:
-    """Samples change in every step, and each layer has its own name."""
-    x, compilations = torch.ones(5, 2, 16), []
+    before, compiled_in = graphs(), []
     for step in range(4):
         key = MaskKey(1, range(2 * step, 2 * step + 2))
-        dropout(x, 0.3, key=key, layer=f"blocks.{step}.mlp", axis=TensorAxis(), fuse=compiled)
-        compilations.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert compilations[0] > 0 and len(set(compilations)) == 1
+        kept = [
+            dropout(x, 0.3, key=key, layer=f"blocks.{step}.mlp", axis=axis, fuse=fuse) != 0
+            for fuse in (as_written, compiled)
+        ]
+        assert torch.equal(*kept) and 0.6 < float(kept[0].float().mean()) < 0.8
+        compiled_in.append(graphs() - before)
+    assert compiled_in[0] > 0 and len(set(compiled_in)) == 1
 
 
 def test_a_cpu_runs_marked_functions_eagerly() -> None:

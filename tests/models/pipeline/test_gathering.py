@@ -17,7 +17,7 @@ from models.pipeline.gathering import WeightGathering
 from models.transformer import Block
 from recipes.proving.trial import many_cases, start, train_step
 from recipes.training.recipe.loading import parse_recipe
-from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.conftest import GPT_SWITCHES, changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
 
 TIED = GPT_SWITCHES | {"model__layers": 4}
@@ -29,6 +29,7 @@ LAYOUTS = {
     "tied, interleaved": (4, TIED | {"layout": {"pipeline": 2, "schedule": "interleaved"}}),
     "zb-v": (4, {"layout": {"pipeline": 2, "schedule": "zb-v"}}),
 }  # fmt: skip
+QUICK = ("1f1b", "recomputed", "tied, interleaved")
 BUCKET = 5000  # elements: several in each of the small model's layers
 STEPS = 4
 AVERAGE = PipelineEngine._aggregate_total_loss
@@ -128,18 +129,23 @@ def gather_worker(corpus: str, folder: str, layouts: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+def trained(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict:
     """Return (layout, variant) -> results of every rank."""
+    names = selected(request, test_no_layer_runs_before_its_weights_are_gathered, "name")
     folder, found = str(tmp_path_factory.mktemp("configs")), {}
     write_configs(folder)
     for size in (2, 4):
-        layouts = {name: each for name, (ranks, each) in LAYOUTS.items() if ranks == size}
+        layouts = {name: LAYOUTS[name][1] for name in names if LAYOUTS[name][0] == size}
+        if not layouts:
+            continue
         results = run_ranks(size, gather_worker, str(corpus), folder, layouts, seconds=180)
         found |= {key: [rank[key] for rank in results] for key in results[0]}
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", quick_and_long(QUICK, LAYOUTS))
 def test_no_layer_runs_before_its_weights_are_gathered(name: str, trained: dict) -> None:
     """If gathers complete only when they are waited for, all results are the same."""
     for now, late in zip(trained[name, "as it is"], trained[name, "late"], strict=True):
@@ -148,21 +154,21 @@ def test_no_layer_runs_before_its_weights_are_gathered(name: str, trained: dict)
         assert late["left"] == 0  # comparing replicas waits for all weights
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", quick_and_long(QUICK, LAYOUTS))
 def test_a_missing_wait_is_noticed(name: str, trained: dict) -> None:
     """The losses change on at least one rank if the wait for the last bucket is missing."""
     missing, late = trained[name, "missing wait"], trained[name, "late"]
     assert any(one["losses"] != other["losses"] for one, other in zip(missing, late, strict=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", quick_and_long(QUICK, LAYOUTS))
 def test_the_loss_does_not_wait_for_the_gathers(name: str, trained: dict) -> None:
     """The loss is averaged over the group that gathers, whose collectives run in order."""
     for rank in trained[name, "late"]:
         assert rank["at loss"] == STEPS * [0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", quick_and_long(QUICK, LAYOUTS))
 def test_layers_run_while_later_weights_are_gathered(name: str, trained: dict) -> None:
     for rank in trained[name, "late"]:
         (first, after), *later = rank["between"]

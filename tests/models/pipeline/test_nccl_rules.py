@@ -400,6 +400,7 @@ def post(
     return transfer(token.clone(), other, group=group, tag=tag)
 
 
+@pytest.mark.long
 def test_the_backend_enforces_each_rule() -> None:
     results = run_ranks(2, rules_worker)
     for rule, expected in (

@@ -1,8 +1,6 @@
 """training.deterministic: torch's mode is set, no operation of a step raises, results are equal."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,51 +30,28 @@ RAISING = (
     "_scaled_dot_product_cudnn_attention_backward",
 )  # fmt: skip
 
-TOLD = """
-import os, torch
-from recipes.training.runtime.processes import start_processes
-from recipes.training.recipe.topology import World
-start_processes(World(), deterministic={})
-enabled = torch.are_deterministic_algorithms_enabled()
-warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
-workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-print(enabled, warns_only, cudnn_attention, workspace, flush=True)
-os._exit(0)
-"""
-
-
-@pytest.mark.parametrize(
-    ("asked", "told"),
-    [
-        ("True", ["True", "False", "False", ":4096:8"]),
-        ("False", ["False", "False", "True", "None"]),
-    ],
-)
-def test_deterministic_mode_is_set_before_the_first_computation(
-    asked: str, told: list[str]
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TOLD.format(asked)], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert done.stdout.split()[-4:] == told, done.stderr
-
-
 # pretrain.py, which here prints the mode of each step
 WATCHED = """
-import torch
+import os, torch
 from recipes import pretrain
 from recipes.training.engine.engine import Engine
 
 train_step = Engine.train_step
 
 def watched(self, *arguments):
-    print("deterministic:", torch.are_deterministic_algorithms_enabled(), flush=True)
+    mode = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+    print("mode:", *mode, flush=True)
     return train_step(self, *arguments)
 
 Engine.train_step = watched
 pretrain.main()
 """
+MODES = {True: "mode: True False False :4096:8\n", False: "mode: False False True None\n"}
 
 
 def test_a_run_computes_deterministically_with_the_same_numbers(
@@ -89,9 +64,9 @@ def test_a_run_computes_deterministically_with_the_same_numbers(
         file.write_text(tomli_w.dumps(table))
         folder = tmp_path / str(mode)
         arguments = ["-c", WATCHED, str(file), "--run-dir", str(folder)]
-        codes, outputs = start_ranks(1, arguments, folder=tmp_path, seconds=120, forked=False)
+        codes, outputs = start_ranks(1, arguments, folder=tmp_path, seconds=120)
         assert codes == [0], outputs
-        assert outputs[0].count(f"deterministic: {mode}") == 3
+        assert outputs[0].count(MODES[mode]) == 3, outputs
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         found[mode] = [(line["loss"], line["grad_norm"]) for line in lines]
     assert found[True] == found[False] and len(found[True]) == 3

@@ -17,7 +17,7 @@ from recipes.training.run_folder.folder import RunFolder
 from tests.ranks import join_world, run_ranks
 from tests.training.evaluation.text_corpus import evaluating_recipe, write_text_corpus
 
-STEPS = 60
+STEPS = 40
 
 
 @dataclass(frozen=True)

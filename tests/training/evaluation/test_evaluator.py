@@ -23,6 +23,7 @@ from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.folder import RunFolder
+from tests.conftest import selected
 from tests.ranks import join_world, run_ranks
 from tests.training.engine.test_layouts import (
     COLUMNS2,
@@ -52,11 +53,12 @@ REFERENCES: dict[str, dict[str, Any]] = {
     "gpt": GPT,
     "experts": EXPERTS,
 }
-QUICK: dict[str, dict[str, Any]] = {  # a layout of 8 ranks for each engine
-    "pipeline 2 tensor 2 context 2": PIPELINE2 | TENSOR2 | CONTEXT2 | SEQUENCE,
+QUICK: dict[str, dict[str, Any]] = {  # a layout of 4 ranks for each engine
+    "pipeline 2 context 2": PIPELINE2 | CONTEXT2,
     "gpt zero3 tensor 2 context 2": GPT | ZERO3 | TENSOR2 | CONTEXT2 | SEQUENCE,
 }
-OTHERS: dict[str, dict[str, Any]] = {
+OTHERS: dict[str, dict[str, Any]] = {  # layouts of 8 ranks
+    "pipeline 2 tensor 2 context 2": PIPELINE2 | TENSOR2 | CONTEXT2 | SEQUENCE,
     "documents dualpipev ring 2 data 2": DOCUMENTS | FOLDED | CONTEXT2 | RING,
     "experts context 2 expert 2 expert tensor 2": EXPERTS | CONTEXT2 | EXPERT2 | COLUMNS2,
     "zero2 data 4 tensor 2": ZERO2 | TENSOR2 | SEQUENCE,
@@ -75,6 +77,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "experts zero3 tensor 2 context 2": EXPERTS | ZERO3 | TENSOR2 | CONTEXT2,
 }
 LONG = (  # the other layouts are exhaustive tests
+    "pipeline 2 tensor 2 context 2",
     "documents dualpipev ring 2 data 2",
     "experts context 2 expert 2 expert tensor 2",
     "zero2 zb-v context 4",
@@ -102,33 +105,37 @@ def evaluation(folder: str, changes: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def alone(text_corpus: Path) -> dict[str, Any]:
-    (found,) = run_ranks(1, evaluate_worker, str(text_corpus), REFERENCES)
+def alone(text_corpus: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return the evaluations of the selected tests on one rank, by the kind of model."""
+    names = selected(request, test_evaluations_do_not_depend_on_the_layout, "name")
+    names += selected(request, test_evaluations_do_not_depend_on_the_layout_either, "name")
+    kinds = {"", *map(kind_of, names)}
+    references = {kind: changes for kind, changes in REFERENCES.items() if kind in kinds}
+    (found,) = run_ranks(1, evaluate_worker, str(text_corpus), references)
     return found
 
 
 @pytest.fixture(scope="module")
 def of_quick_layouts(text_corpus: Path) -> list[dict[str, Any]]:
-    return run_ranks(8, evaluate_worker, str(text_corpus), QUICK)
+    return run_ranks(4, evaluate_worker, str(text_corpus), QUICK)
 
 
 @pytest.fixture(scope="module")
 def of_other_layouts(text_corpus: Path, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """Return the evaluations in the layouts of the selected tests."""
-    test_name = test_evaluations_do_not_depend_on_the_layout_either.__name__
-    selected = {
-        item.callspec.params["name"]
-        for item in request.session.items
-        if getattr(item, "originalname", "") == test_name
-    }
-    layouts = {name: each for name, each in OTHERS.items() if name in selected}
-    return run_ranks(8, evaluate_worker, str(text_corpus), layouts)
+    names = selected(request, test_evaluations_do_not_depend_on_the_layout_either, "name")
+    return run_ranks(8, evaluate_worker, str(text_corpus), {name: OTHERS[name] for name in names})
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of model of a layout."""
+    kind = name.partition(" ")[0]
+    return kind if kind in REFERENCES else ""
 
 
 def check_layout(name: str, alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
     """Compare the evaluation in a layout with the one in one process."""
-    kind = name.partition(" ")[0]
-    expected, *scores_alone = alone[kind if kind in REFERENCES else ""]
+    expected, *scores_alone = alone[kind_of(name)]
     metrics, *scores = of_ranks[0][name]
     assert all(str(each[name]) == str(of_ranks[0][name]) for each in of_ranks)
     assert metrics.keys() == expected.keys()
