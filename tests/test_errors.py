@@ -1,8 +1,9 @@
 """A user's mistake is a UserError and ends with a message; a defect keeps class and traceback."""
 
 import ast
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -93,21 +94,26 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
 }
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for folder in ("models", "recipes", "slurm"):
-        for path in sorted((REPOSITORY / folder).rglob("*.py")):
-            yield str(path.relative_to(REPOSITORY)), ast.parse(path.read_text())
+@functools.cache
+def sources() -> list[tuple[str, ast.Module]]:
+    """Return the path and the syntax tree of every module."""
+    folders = (REPOSITORY / folder for folder in ("models", "recipes", "slurm"))
+    paths = (path for folder in folders for path in sorted(folder.rglob("*.py")))
+    return [(str(path.relative_to(REPOSITORY)), ast.parse(path.read_text())) for path in paths]
 
 
-def functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Yield every node of a module with the qualified name of its innermost function."""
+@functools.cache
+def functions(tree: ast.Module) -> list[tuple[str, ast.AST]]:
+    """Return every node of a module with the qualified name of its innermost function."""
     waiting: list[tuple[str, ast.AST]] = [("", tree)]
+    nodes = []
     while waiting:
         name, node = waiting.pop()
-        yield name, node
+        nodes.append((name, node))
         for child in ast.iter_child_nodes(node):
             is_scope = isinstance(child, ast.FunctionDef | ast.ClassDef)
             waiting.append((f"{name}.{child.name}".lstrip(".") if is_scope else name, child))
+    return nodes
 
 
 def caught(handler: ast.ExceptHandler, tree: ast.Module) -> set[str]:

@@ -327,30 +327,39 @@ NESTED = json.loads("[" * 900 + "]" * 900)
 
 
 @pytest.mark.parametrize(
-    "line",
+    "lines",
     [
-        {"event": "start", "time": 10**400},
-        {"event": "end", "time": 10**30},
-        {"event": "stop", "reason": NESTED},
-        {"event": "slow", "ranks": NESTED, "ratio": 10**400},
-        {"event": "repeat", "seconds": 10**400},
-        {"event": "first_step", "seconds": {"imports": 10**400, "data": float("inf")}},
-        {"event": "rollback", "to": 3, "samples": 10**30},
-        {"event": "rollback", "to": -1, "samples": float("inf"), "read_parts": [[1, "a"]]},
-        {"event": "branch", "checkpoint": "x\0", "stamp": "y"},
-        {"event": "branch", "checkpoint": "x", "stamp": "y", "once": [], "resume": {}},
-        {"event": "resume", "samples": 0, "read_parts": float("inf")},
-        {"step": 10**30, "event": "resume"},
+        [
+            {"event": "start", "time": 10**400},
+            {"event": "repeat", "seconds": 10**400},
+            {"event": "branch", "checkpoint": "x\0", "stamp": "y"},
+        ],
+        [
+            {"event": "end", "time": 10**30},
+            {"event": "first_step", "seconds": {"imports": 10**400, "data": float("inf")}},
+            {"event": "branch", "checkpoint": "x", "stamp": "y", "once": [], "resume": {}},
+        ],
+        [
+            {"event": "stop", "reason": NESTED},
+            {"event": "rollback", "to": 3, "samples": 10**30},
+            {"event": "resume", "samples": 0, "read_parts": float("inf")},
+        ],
+        [
+            {"event": "slow", "ranks": NESTED, "ratio": 10**400},
+            {"event": "rollback", "to": -1, "samples": float("inf"), "read_parts": [[1, "a"]]},
+            {"step": 10**30, "event": "resume"},
+        ],
     ],
 )
-def test_an_event_with_a_value_that_no_run_writes(line: dict[str, Any], tmp_path: Path) -> None:
-    write_run(tmp_path, range(1, 9), events=[{"step": 4, "time": 1.8e9 + 9} | line])
+def test_events_with_values_that_no_run_writes(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    events = [{"step": 4, "time": 1.8e9 + 9} | line for line in lines]
+    write_run(tmp_path, range(1, 9), events=events)
     run = read_run(tmp_path, "run")
     assert "finished" in (page := render([run])) or "interrupted" in page or "stopped" in page
     assert RunFolder(tmp_path).history().progress_at(4, 8).step == 4
 
 
-@pytest.mark.parametrize("value", [10**400, float("inf"), "x", None, [], True, 1e308, -1])
+@pytest.mark.parametrize("value", [10**400, float("inf"), "x", None, [], -1])
 def test_a_metric_with_a_value_that_no_run_writes(value: Any, tmp_path: Path) -> None:
     def change(line: dict[str, Any]) -> None:
         line.update(dict.fromkeys(line.keys() - {"step"}, value) | {"slowest_rank": value})

@@ -235,7 +235,7 @@ def train_worker(corpus: str, layouts: dict[Key, dict[str, Any]]) -> dict[Key, T
         for key, changes in layouts.items():
             begin_case()
             this = case(Path(corpus), world.size, changes)
-            folders = [tempfile.mkdtemp()]
+            folders = [tempfile.mkdtemp() if world.rank == 0 else ""]
             dist.broadcast_object_list(folders)
             folder = RunFolder(Path(folders[0]))
 
