@@ -270,6 +270,7 @@ def test_every_package_of_training_is_explained() -> None:
 
 
 def test_the_proofs_are_counted_right() -> None:
+    from tests.planning.test_catalogue import COPIES
     from tests.training.engine.test_layouts import CASES, QUICK_KEYS
     from tests.training.recipe.test_schema import BAD
 
@@ -277,6 +278,7 @@ def test_the_proofs_are_counted_right() -> None:
     assert f"in {len(CASES)} layouts" in page
     assert f"({len(QUICK_KEYS)} of them in `make test`" in page
     assert len(BAD) > 50 and "More than 50 bad recipes" in page
+    assert f"small copies of {len(COPIES)} recipes" in " ".join(DOCS["catalogue.md"].split())
 
 
 def test_the_results_at_a_glance_are_those_of_the_pages() -> None:
