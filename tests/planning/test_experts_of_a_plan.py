@@ -11,6 +11,7 @@ from models.errors import UserError
 from recipes.plan import main
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.inputs.stage_contents import (
+    blocks_of_stages,
     dense_blocks,
     exchanged_rows,
     routed_rows,
@@ -18,7 +19,7 @@ from recipes.planning.inputs.stage_contents import (
     stage_parameters,
     table_parameters,
 )
-from recipes.planning.memory.peak import memory_of_stage, stage_memory
+from recipes.planning.memory.peak import first_chunk_parameters, memory_of_stage, stage_memory
 from recipes.planning.output.recipe_edits import in_layout
 from recipes.planning.search.layout_search import search
 from recipes.planning.time.step_time import step_time
@@ -65,6 +66,15 @@ def test_the_optimizer_state_of_experts_is_divided_among_fewer_ranks() -> None:
     }
     assert by_expert[8].optimizer == pytest.approx(by_expert[1].optimizer, rel=1e-3)
     assert by_expert[8].weights < 0.2 * by_expert[1].weights
+
+
+def test_a_first_chunk_has_its_blocks_and_the_embedding() -> None:
+    _, job = planned("layout.tensor=2", "layout.expert=4")
+    table = table_parameters(job.model, 2)
+    blocks = blocks_of_stages(job)[0]
+    assert len(blocks) == job.layout.chunks > 1
+    block = (stage_parameters(job)[0] - table) / sum(blocks)
+    assert first_chunk_parameters(job, 0) == table + blocks[0] * block
 
 
 def test_more_expert_ranks_exchange_more_and_reduce_less() -> None:
