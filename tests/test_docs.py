@@ -1,6 +1,6 @@
 """README, docs/ and BENCHMARKS.md are correct: links, paths, commands, outputs, keys, numbers."""
 
-import atexit
+import contextlib
 import importlib
 import json
 import os
@@ -21,6 +21,7 @@ from recipes.planning.output.catalogue import ZERO_STAGE_HEADER, ZERO_STAGE_ROWS
 from recipes.planning.output.recipe_reference import reference
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.runtime.exits import leave_handlers_out
 from tests.commands import run_here
 from tests.conftest import shipped_configs, shipped_recipes
 from tests.ranks import run_ranks
@@ -190,18 +191,14 @@ def print_usages() -> dict[str, str]:
                 os.dup2(file.fileno(), 1)
                 sys.argv = [script, "--help"]
                 sys.path[0] = os.path.dirname(script)
-                atexit.register(end_process)
-                runpy.run_path(script, run_name="__main__")
+                with contextlib.suppress(SystemExit):
+                    runpy.run_path(script, run_name="__main__")
+                sys.stdout.flush()
+                leave_handlers_out(0)  # before the interpreter frees its modules one by one
             os.waitpid(child, 0)
             file.seek(0)
             usages[script] = file.read().decode()
     return usages
-
-
-def end_process() -> None:
-    """End this process before the interpreter frees its modules one by one."""
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def test_commands_name_existing_files_and_options() -> None:
