@@ -1,23 +1,30 @@
 """README, docs/ and BENCHMARKS.md are correct: links, paths, commands, outputs, keys, numbers."""
 
-import functools
+import contextlib
+import importlib
 import json
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from models.cost import parameter_count
 from recipes import plan
 from recipes.planning.output import catalogue
+from recipes.planning.output.catalogue import ZERO_STAGE_HEADER, ZERO_STAGE_ROWS
 from recipes.planning.output.recipe_reference import reference
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.runtime.exits import leave_handlers_out
 from tests.commands import run_here
 from tests.conftest import shipped_configs, shipped_recipes
+from tests.ranks import run_ranks
 
 MAX_README_LINES = 200
 DOCS = {path.name: path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))}
@@ -85,52 +92,52 @@ COMMANDS = sorted({command for text in PAGES.values() for command in commands(te
 TREE = next(content for _, content in blocks(README) if content.startswith("recipes/"))
 
 
-@pytest.mark.parametrize(("page", "target"), list(links()))
-def test_a_relative_link_resolves(page: str, target: str) -> None:
-    path, _, anchor = target.partition("#")
-    file = (REPOSITORY / page).parent / path if path else REPOSITORY / page
-    assert file.exists(), target
-    if anchor:
-        assert anchor in anchors(file.read_text()), target
+def test_relative_links_resolve() -> None:
+    for page, target in links():
+        path, _, anchor = target.partition("#")
+        file = (REPOSITORY / page).parent / path if path else REPOSITORY / page
+        assert file.exists(), (page, target)
+        if anchor:
+            assert anchor in anchors(file.read_text()), (page, target)
 
 
-@pytest.mark.parametrize("name", DOCS)
-def test_the_readme_links_every_page(name: str) -> None:
-    assert f"](docs/{name})" in README
+def test_the_readme_links_every_page() -> None:
+    assert [name for name in DOCS if f"](docs/{name})" not in README] == []
 
 
 def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= MAX_README_LINES
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_path_in_inline_code_exists(page: str) -> None:
+def test_paths_in_inline_code_exist() -> None:
     path = rf"({'|'.join(SOURCE_FOLDERS)})/[\w./*-]*"
-    paths = {span for span in spans(PAGES[page]) if re.fullmatch(path, span)}
-    missing = [span for span in paths if not list(REPOSITORY.glob(span))]
-    assert set(missing) <= CREATED_BY_EXAMPLES
+    for page, text in PAGES.items():
+        paths = {span for span in spans(text) if re.fullmatch(path, span)}
+        missing = {span for span in paths if not list(REPOSITORY.glob(span))}
+        assert missing <= CREATED_BY_EXAMPLES, page
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_constant_is_in_the_file_that_is_named_with_it(page: str) -> None:
-    for name, file in re.findall(r"`([A-Z][A-Z_]{3,})`\s\(`([\w/]+\.py)`\)", PAGES[page]):
-        assert re.search(rf"^{name}\b", (REPOSITORY / file).read_text(), re.MULTILINE), (name, file)
+def test_constants_are_in_the_files_that_are_named_with_them() -> None:
+    for page, text in PAGES.items():
+        for name, file in re.findall(r"`([A-Z][A-Z_]{3,})`\s\(`([\w/]+\.py)`\)", text):
+            source = (REPOSITORY / file).read_text()
+            assert re.search(rf"^{name}\b", source, re.MULTILINE), (page, name, file)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_recipe_key_in_inline_code_exists(page: str) -> None:
+def test_recipe_keys_in_inline_code_exist() -> None:
     schema = Recipe.model_json_schema()
     sections = {
         name: schema["$defs"][name.capitalize() if name != "model" else "ModelConfig"]
         for name in schema["properties"]
         if name not in ("name", "seed", "deepspeed")
     }
-    keys = [span.split(" ")[0].split(".") for span in spans(PAGES[page])]
-    assert [
-        key
-        for key in keys
-        if key[0] in sections and len(key) == 2 and key[1] not in sections[key[0]]["properties"]
-    ] == []
+    for page, text in PAGES.items():
+        keys = [span.split(" ")[0].split(".") for span in spans(text)]
+        assert [
+            key
+            for key in keys
+            if key[0] in sections and len(key) == 2 and key[1] not in sections[key[0]]["properties"]
+        ] == [], page
 
 
 def tree_entries() -> dict[str, set[str]]:
@@ -169,88 +176,77 @@ def test_the_tree_equals_the_folders() -> None:
         assert names == tracked_entries(folder), folder
 
 
-@functools.cache
-def usages() -> dict[str, str]:
+def print_usages() -> dict[str, str]:
     """Return the help text of every script that a command names.
 
-    They run in forks of a single process, because the imports take seconds.
+    They run in forks of this process, because the imports take seconds.
     """
+    importlib.import_module("datasets")
     words = {word for command in COMMANDS for word in shlex.split(command)}
-    scripts = sorted(word for word in words if word.endswith(".py") and "/" in word)
-    done = subprocess.run(
-        [sys.executable, "-c", PRINT_USAGES, *scripts],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    usages = {}
+    for script in sorted(word for word in words if word.endswith(".py") and "/" in word):
+        with tempfile.TemporaryFile() as file:
+            child = os.fork()
+            if not child:
+                os.dup2(file.fileno(), 1)
+                sys.argv = [script, "--help"]
+                sys.path[0] = os.path.dirname(script)
+                with contextlib.suppress(SystemExit):
+                    runpy.run_path(script, run_name="__main__")
+                sys.stdout.flush()
+                leave_handlers_out(0)  # before the interpreter frees its modules one by one
+            os.waitpid(child, 0)
+            file.seek(0)
+            usages[script] = file.read().decode()
+    return usages
 
 
-PRINT_USAGES = '''
-import atexit, importlib, json, os, runpy, sys, tempfile
-from tests.ranks import FORK_SERVER_MODULES
-
-for name in ("datasets", *FORK_SERVER_MODULES):
-    importlib.import_module(name)
-
-def end():
-    """End this process before the interpreter frees its modules one by one."""
-    sys.stdout.flush()
-    os._exit(0)
-
-usages = {}
-for script in sys.argv[1:]:
-    with tempfile.TemporaryFile() as file:
-        child = os.fork()
-        if not child:
-            os.dup2(file.fileno(), 1)
-            sys.argv = [script, "--help"]
-            sys.path[0] = os.path.dirname(script)
-            atexit.register(end)
-            runpy.run_path(script, run_name="__main__")
-        os.waitpid(child, 0)
-        file.seek(0)
-        usages[script] = file.read().decode()
-print(json.dumps(usages))
-'''
+def test_commands_name_existing_files_and_options() -> None:
+    (usages,) = run_ranks(1, print_usages)
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for command in COMMANDS:
+        words = [word.strip("()") for word in shlex.split(command)]
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), command
+        for word in words:
+            if word.startswith(tuple(f"{folder}/" for folder in SOURCE_FOLDERS)):
+                assert word in CREATED_BY_EXAMPLES or (REPOSITORY / word).exists(), command
+        if "-m" in words:
+            module = words[words.index("-m") + 1].replace(".", "/")
+            files = [REPOSITORY / f"{module}{end}" for end in (".py", "/__main__.py")]
+            assert any(file.exists() for file in files), command
+        script = next((word for word in words if word.endswith(".py")), None)
+        if script:
+            after = words[words.index(script) + 1 :]
+            for option in (word for word in after if word.startswith("--")):
+                assert option in usages[script], command
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_names_existing_files_and_options(command: str) -> None:
-    words = [word.strip("()") for word in shlex.split(command)]
-    if words[0] == "make":
-        makefile = (REPOSITORY / "Makefile").read_text()
-        assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE)
-    for word in words:
-        if word.startswith(tuple(f"{folder}/" for folder in SOURCE_FOLDERS)):
-            assert word in CREATED_BY_EXAMPLES or (REPOSITORY / word).exists(), word
-    if "-m" in words:
-        module = words[words.index("-m") + 1].replace(".", "/")
-        assert any((REPOSITORY / f"{module}{end}").exists() for end in (".py", "/__main__.py"))
-    script = next((word for word in words if word.endswith(".py")), None)
-    if script:
-        after = words[words.index(script) + 1 :]
-        for option in (word for word in after if word.startswith("--")):
-            assert option in usages()[script], option
+def marks_of_shown(text: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of the test of a command: some search or simulate for seconds."""
+    return [pytest.mark.long] if re.search(r"--largest|communication_slots", text) else []
 
 
-@pytest.mark.parametrize("text", SHOWN)
+@pytest.mark.parametrize("text", [pytest.param(text, marks=marks_of_shown(text)) for text in SHOWN])
 def test_a_shown_command_prints_the_shown_output(text: str) -> None:
     command, expected = text.removeprefix("$ ").split("\n", 1)
-    words = shlex.split(command)
-    assert words[0] == "python"
-    done = subprocess.run(
-        [sys.executable, *words[1:]], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    python, script, *options = shlex.split(command)
+    assert python == "python"
+    if script == "recipes/plan.py":
+        done = run_here(plan.main, *options)
+    else:
+        done = subprocess.run(
+            [sys.executable, script, *options], cwd=REPOSITORY, capture_output=True, text=True
+        )
     assert done.stdout + done.stderr == expected
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_code_and_links_are_closed(page: str) -> None:
+def test_code_and_links_are_closed() -> None:
     """A backtick or a bracket without its partner would hide text from the other tests."""
-    prose = prose_without_code(PAGES[page])
-    assert "`" not in prose and "](" not in re.sub(r"\[[^\]]*\]\([^)]*\)", "", prose)
+    for page, text in PAGES.items():
+        prose = prose_without_code(text)
+        assert "`" not in prose, page
+        assert "](" not in re.sub(r"\[[^\]]*\]\([^)]*\)", "", prose), page
 
 
 def test_the_default_model_is_as_large_as_stated() -> None:
@@ -271,6 +267,7 @@ def test_every_package_of_training_is_explained() -> None:
 
 
 def test_the_proofs_are_counted_right() -> None:
+    from tests.planning.test_catalogue import COPIES
     from tests.training.engine.test_layouts import CASES, QUICK_KEYS
     from tests.training.recipe.test_schema import BAD
 
@@ -278,6 +275,7 @@ def test_the_proofs_are_counted_right() -> None:
     assert f"in {len(CASES)} layouts" in page
     assert f"({len(QUICK_KEYS)} of them in `make test`" in page
     assert len(BAD) > 50 and "More than 50 bad recipes" in page
+    assert f"small copies of {len(COPIES)} recipes" in " ".join(DOCS["catalogue.md"].split())
 
 
 def test_the_results_at_a_glance_are_those_of_the_pages() -> None:
@@ -295,11 +293,22 @@ def test_the_results_at_a_glance_are_those_of_the_pages() -> None:
         assert ratios in DOCS["performance.md"]
 
 
-def test_the_catalogue_is_the_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "rows",
+    [ZERO_STAGE_ROWS[:1], pytest.param(ZERO_STAGE_ROWS[1:], marks=pytest.mark.long)],
+    ids=["one search", "all other searches"],
+)
+def test_the_catalogue_is_the_planners(
+    rows: Sequence[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(catalogue, "recipes_in_repository", shipped_recipes)
+    monkeypatch.setattr(catalogue, "ZERO_STAGE_ROWS", rows)
     recipes, stages = run_here(plan.main, "--catalogue").stdout.split("\n\n")
-    assert recipes.count("\n") > 25 and stages.count("\n") == 7
-    assert recipes in DOCS["catalogue.md"] and stages in DOCS["catalogue.md"]
+    assert recipes.count("\n") > 25 and recipes in DOCS["catalogue.md"]
+    header = "\n".join(ZERO_STAGE_HEADER)
+    assert stages.startswith(header) and stages.count("\n") == header.count("\n") + len(rows) + 1
+    for line in stages.splitlines():
+        assert f"{line}\n" in DOCS["catalogue.md"], line
 
 
 def test_the_recipe_reference_is_current() -> None:
@@ -314,18 +323,7 @@ def test_every_recipe_key_has_a_meaning() -> None:
 
 
 def test_the_errors_of_published_tables_are_those_shown() -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "recipes/plan.py",
-            "--table",
-            "recipes/planning/measured/published",
-            "--json",
-        ],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
+    done = run_here(plan.main, "--table", "recipes/planning/measured/published", "--json")
     page = DOCS["planner.md"]
     shown = [
         line.split("|")[2:6] for line in page.splitlines() if re.match(r"\| \w.*A100 \|", line)

@@ -8,6 +8,7 @@ from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.topology import World
 
 SEVEN_B = REPOSITORY / "recipes/llama/7b.toml"
+SMALL_NODES = ["cluster.gpus_per_node=4"]  # whose layouts are found sooner
 TINY = ["cluster.nodes=4", "cluster.gpus_per_node=1", "cluster.gpu=cpu", "layout.pipeline=1"]
 
 
@@ -28,7 +29,7 @@ def test_the_recipes_own_nodes_have_its_own_layout() -> None:
     ],
 )
 def test_every_placement_is_a_valid_recipe(file: str) -> None:
-    replanner = Replanner(REPOSITORY / "recipes" / file, [])
+    replanner = Replanner(REPOSITORY / "recipes" / file, SMALL_NODES)
     size = replanner.cluster.gpus_per_node
     found = 0
     nodes = replanner.cluster.nodes
@@ -38,7 +39,7 @@ def test_every_placement_is_a_valid_recipe(file: str) -> None:
         if placement is None:
             continue
         found += 1
-        recipe = load_recipe(REPOSITORY / "recipes" / file, placement.overrides)
+        recipe = load_recipe(REPOSITORY / "recipes" / file, [*SMALL_NODES, *placement.overrides])
         assert recipe.cluster is not None
         assert recipe.cluster.nodes == placement.nodes <= available
         topology = recipe.topology(World(size=placement.nodes * size, local_size=size))
@@ -75,7 +76,7 @@ def test_numbers_of_nodes_without_a_layout_are_skipped() -> None:
 
 
 def test_after_memory_ran_out_the_next_layout_needs_less() -> None:
-    replanner = Replanner(REPOSITORY / "recipes/llama/7b.toml", [])
+    replanner = Replanner(SEVEN_B, SMALL_NODES)
     nodes = replanner.cluster.nodes
     own = replanner.placement_on(nodes)
     assert own is not None and not own.chosen
@@ -93,7 +94,7 @@ def test_after_memory_ran_out_the_next_layout_needs_less() -> None:
 
 
 def test_layouts_that_need_as_much_memory_on_other_numbers_of_nodes_are_excluded_too() -> None:
-    replanner = Replanner(REPOSITORY / "recipes/llama/7b.toml", [])
+    replanner = Replanner(SEVEN_B, SMALL_NODES)
     first = replanner.placement_on(replanner.cluster.nodes - 1)
     assert first is not None
     replanner.exclude(first)

@@ -2,16 +2,16 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from models.cost import active_parameter_count, parameter_count
 from models.errors import UserError
+from recipes.plan import main
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.inputs.stage_contents import (
+    blocks_of_stages,
     dense_blocks,
     exchanged_rows,
     routed_rows,
@@ -19,12 +19,13 @@ from recipes.planning.inputs.stage_contents import (
     stage_parameters,
     table_parameters,
 )
-from recipes.planning.memory.peak import memory_of_stage, stage_memory
+from recipes.planning.memory.peak import first_chunk_parameters, memory_of_stage, stage_memory
 from recipes.planning.output.recipe_edits import in_layout
 from recipes.planning.search.layout_search import search
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
+from tests.commands import run_here
 
 MIXTRAL = REPOSITORY / "recipes" / "mixtral" / "8x7b.toml"
 
@@ -67,6 +68,15 @@ def test_the_optimizer_state_of_experts_is_divided_among_fewer_ranks() -> None:
     assert by_expert[8].weights < 0.2 * by_expert[1].weights
 
 
+def test_a_first_chunk_has_its_blocks_and_the_embedding() -> None:
+    _, job = planned("layout.tensor=2", "layout.expert=4")
+    table = table_parameters(job.model, 2)
+    blocks = blocks_of_stages(job)[0]
+    assert len(blocks) == job.layout.chunks > 1
+    block = (stage_parameters(job)[0] - table) / sum(blocks)
+    assert first_chunk_parameters(job, 0) == table + blocks[0] * block
+
+
 def test_more_expert_ranks_exchange_more_and_reduce_less() -> None:
     times = {size: step_time(planned(f"layout.expert={size}")[1]) for size in (1, 2, 8)}
     assert times[1].expert == 0 < times[2].expert < times[8].expert
@@ -99,12 +109,14 @@ def test_imbalance_matters_only_to_ranks_with_different_experts() -> None:
 
 
 def test_a_search_divides_columns_only_if_there_are_too_few_experts() -> None:
-    """Mixtral has 8 experts: 8 expert ranks with 8 tensor ranks need a part of an expert each."""
-    recipe, job = planned("cluster.nodes=8")
+    """With 4 experts, 4 expert ranks with 4 tensor ranks need a part of an expert each."""
+    recipe, job = planned(
+        "model.experts.count=4", "layout.expert=4", "cluster.nodes=2", "batch.global_sequences=16"
+    )
     plans = search(job, 100_000).plans
     divided = [plan.job.layout for plan in plans if plan.job.layout.expert_tensor > 1]
-    assert {(each.tensor, each.expert) for each in divided} >= {(8, 8), (2, 8), (4, 4)}
-    assert all(8 % (each.tensor * each.expert) for each in divided)
+    assert {(each.tensor, each.expert) for each in divided} >= {(8, 2), (2, 4), (4, 4)}
+    assert all(4 % (each.tensor * each.expert) for each in divided)
     plan = next(plan for plan in plans if plan.job.layout.expert_tensor == 8)
     assert in_layout(recipe, plan, "test").layout.expert_tensor == 8
 
@@ -139,16 +151,15 @@ def test_a_busier_expert_rank_takes_longer_and_needs_more_memory() -> None:
 
 
 def test_the_layouts_of_a_search_are_valid() -> None:
-    recipe, job = planned("cluster.nodes=4", "layout.expert=4")
+    recipe, job = planned("cluster.nodes=2", "batch.global_sequences=32")
     plans = search(job, 40).plans
     assert {plan.job.layout.expert for plan in plans} > {8}
     for plan in plans:
         assert in_layout(recipe, plan, "test").layout.expert == plan.job.layout.expert
 
 
-def run_plan(*arguments: str) -> Any:
-    command = [sys.executable, "recipes/plan.py", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+def run_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_here(main, *arguments)
 
 
 def test_the_command_reads_the_imbalance() -> None:
@@ -188,7 +199,9 @@ def test_a_width_without_effect_rejects_no_layout() -> None:
 
 
 def test_a_search_leaves_out_lengths_that_tensor_ranks_cannot_divide() -> None:
-    recipe, job = planned("model.sequence_length=4098")
+    recipe, job = planned(
+        "model.sequence_length=4098", "cluster.nodes=2", "batch.global_sequences=32"
+    )
     result = search(job, 1000)
     assert {plan.job.layout.tensor for plan in result.plans} == {1, 2}
     assert result.rejected["tensor ranks that cannot divide the tokens among experts"] > 0

@@ -24,9 +24,10 @@ from recipes.training.recipe.sections.layout import Cluster
 from tests.commands import run_here
 from tests.conftest import shipped_recipes
 
-LLAMA_1B = REPOSITORY / "recipes" / "llama" / "1b.toml"
-LLAMA_7B = REPOSITORY / "recipes" / "llama" / "7b.toml"
-CLUSTER = Cluster(nodes=2, gpus_per_node=8, gpu="H100")
+LLAMA = REPOSITORY / "recipes" / "llama"
+LLAMA_7B = LLAMA / "7b.toml"
+CLUSTER = Cluster(nodes=1, gpus_per_node=4, gpu="H100")  # few layouts, which are found soon
+SIZE = ("--nodes", "1", "--gpus-per-node", "4", "--gpu", "H100")
 
 
 def plan_family(
@@ -54,6 +55,13 @@ def family() -> list[Member]:
     return plan_family()
 
 
+@pytest.fixture
+def few_relatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave one smaller and two larger relatives."""
+    kept = [LLAMA / f"{size}.toml" for size in ("1b", "13b", "405b")]
+    monkeypatch.setattr(family_search, "recipes_in_repository", lambda: kept)
+
+
 def test_members_have_the_plans_of_a_search_on_the_given_machine(family: list[Member]) -> None:
     assert [member.recipe.name for member in family] == [
         f"llama-{size}b" for size in (1, 3, 7, 8, 13, 70, 405)
@@ -63,7 +71,7 @@ def test_members_have_the_plans_of_a_search_on_the_given_machine(family: list[Me
         best = search(job_without_layout(recipe, Machine.of_cluster(CLUSTER)), 1).plans[0]
         assert member.plan and member.plan.job.layout == best.job.layout
         assert member.days == pytest.approx(recipe.training.steps * best.time.total / 86_400)
-    assert family[-1].plan is None and family[-1].days is None  # 405B on 16 GPUs
+    assert family[-1].plan is None and family[-1].days is None  # 405B on 4 GPUs
 
 
 def test_the_largest_model_in_time_is_named(family: list[Member]) -> None:
@@ -80,25 +88,28 @@ def test_the_largest_model_in_time_is_named(family: list[Member]) -> None:
     )
     assert "is llama-13b." in lines[-1]
     assert lines[-1].endswith(
-        "plan.py recipes/llama/13b.toml --nodes 2 --gpus-per-node 8 --gpu H100"
+        "plan.py recipes/llama/13b.toml --nodes 1 --gpus-per-node 4 --gpu H100"
     )
     assert any("llama-405b" in line and "no layout fits" in line for line in lines)
     assert list(family_lines(family, CLUSTER, 0.01))[-1].startswith("No model of the family fits")
     assert family_table(family, CLUSTER, 0.01)["largest"] is None
 
 
-def test_overrides_headroom_and_calibration_apply_to_all_models(family: list[Member]) -> None:
+@pytest.mark.usefixtures("few_relatives")
+def test_overrides_headroom_and_calibration_apply_to_all_models() -> None:
     short = plan_family("training.steps=1000")
+    assert len(short) == 4 and sum(member.plan is not None for member in short) == 3
     assert {member.recipe.training.steps for member in short} == {1000}
     slow = plan_family(factors=Calibration(compute=2.0))
     roomy = plan_family(headroom=0.5)
-    for before, after, small in zip(family, slow, roomy, strict=True):
+    for before, after, small in zip(short, slow, roomy, strict=True):
         if before.plan and after.plan:
             assert after.plan.time.total > 1.3 * before.plan.time.total
         if small.plan:
             assert small.plan.memory.total <= 0.5 * small.plan.job.machine.gpu.memory_gib * 2**30
 
 
+@pytest.mark.usefixtures("few_relatives")
 def test_a_relative_that_is_not_valid_with_the_overrides_has_the_reason() -> None:
     members_by_name = {each.recipe.name: each for each in plan_family("model.heads=32")}
     rejected = members_by_name["llama-13b"]
@@ -108,6 +119,7 @@ def test_a_relative_that_is_not_valid_with_the_overrides_has_the_reason() -> Non
         plan_family("model.heads=33")
 
 
+@pytest.mark.usefixtures("few_relatives")
 def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     largest_member = plan_family(headroom=0.9)[-1]
     assert largest_member.plan is None
@@ -139,8 +151,8 @@ def test_a_users_broken_recipe_is_left_out_of_its_family(
     broken.parent.mkdir()
     text = LLAMA_7B.read_text().replace("layers = 32", "layers = 32\nlayer = 5\nhead = 3")
     broken.write_text(text)
-    monkeypatch.setattr(family_search, "recipes_in_repository", lambda: [broken, LLAMA_1B])
-    done = run_plan(str(LLAMA_7B), "--nodes", "2", "--largest", "400", "--json")
+    monkeypatch.setattr(family_search, "recipes_in_repository", lambda: [broken, LLAMA / "1b.toml"])
+    done = run_plan(str(LLAMA_7B), *SIZE, "--largest", "2000", "--json")
     assert done.returncode == 0
     names = [model["name"] for model in json.loads(done.stdout)["models"]]
     assert names == ["llama-1b", "llama-7b"]
@@ -149,17 +161,19 @@ def test_a_users_broken_recipe_is_left_out_of_its_family(
     assert "; unknown key model.head = 3; " in line
 
 
+@pytest.mark.usefixtures("few_relatives")
 def test_the_command_lists_a_family() -> None:
-    done = run_plan(str(LLAMA_7B), "--nodes", "2", "--largest", "400", "--json")
+    done = run_plan(str(LLAMA_7B), *SIZE, "--largest", "2000", "--json")
     table = json.loads(done.stdout)
-    assert done.returncode == 0 and table["largest"] and table["days"] == 400
-    assert table["models"][2]["recipe"] == "recipes/llama/7b.toml"
+    assert done.returncode == 0 and table["largest"] and table["days"] == 2000
+    assert table["models"][1]["recipe"] == "recipes/llama/7b.toml"
     assert table["models"][-1] | {"best": None, "days": None} == table["models"][-1]
 
 
+@pytest.mark.usefixtures("few_relatives")
 def test_the_named_command_predicts_the_same_days() -> None:
     options = ["--software=megatron-core", "--headroom=0.3", "--set=training.steps=20000"]
-    done = run_plan(str(LLAMA_7B), "--nodes", "2", "--largest", "12", *options)
+    done = run_plan(str(LLAMA_7B), *SIZE, "--largest", "60", *options)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     name = re.search(r"days is (\S+)\. To plan it: python (.*)", last)
@@ -169,8 +183,9 @@ def test_the_named_command_predicts_the_same_days() -> None:
     assert planned["best"][0]["days"] == pytest.approx(float(days), abs=0.06)
 
 
+@pytest.mark.usefixtures("few_relatives")
 def test_no_model_in_time_is_exit_code_1() -> None:
-    done = run_plan(str(LLAMA_7B), "--nodes", "1", "--largest", "0.01")
+    done = run_plan(str(LLAMA_7B), *SIZE, "--largest", "0.01")
     assert done.returncode == 1 and "No model of the family fits" in done.stdout
 
 

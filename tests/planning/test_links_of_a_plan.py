@@ -2,30 +2,32 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from recipes import plan
 from recipes.gpus.datasheet import load_gpu
 from recipes.planning.inputs.job import LinkOverrides, Machine, job_of, links_text
 from recipes.planning.output.pictures.plan_picture import plan_on_nodes
+from recipes.planning.search import family
 from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
 from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.sections.layout import Cluster
+from tests.commands import run_here
 
 LLAMA_7B = "recipes/llama/7b.toml"
-CLUSTER = Cluster(nodes=2, gpus_per_node=8, gpu="H100")
-OPTIONS = ["--nodes", "2", "--node-link", "200", "--network", "2", "--network-latency", "80"]
+CLUSTER = Cluster(nodes=2, gpus_per_node=4, gpu="H100")
+BATCH = "batch.global_sequences=16"  # a small one, so that the network matters
+KEYS = ["cluster.nodes=2", "cluster.gpus_per_node=4", BATCH]
+SIZE = ["--nodes", "2", "--gpus-per-node", "4", "--set", BATCH]
+OPTIONS = [*SIZE, "--node-link", "200", "--network", "2", "--network-latency", "80"]
 
 
 def run_plan(*options: str, recipe: str | None = LLAMA_7B) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "recipes/plan.py", *([recipe] if recipe else []), *options],
-        capture_output=True, text=True, cwd=REPOSITORY, check=False,
-    )  # fmt: skip
+    return run_here(plan.main, *([recipe] if recipe else []), *options)
 
 
 def test_links_replace_those_of_the_datasheet() -> None:
@@ -41,14 +43,14 @@ def test_links_replace_those_of_the_datasheet() -> None:
     assert transfer_seconds(machine, 1e9, stride=8) - 1e-3 == pytest.approx(1e9 / bytes_per_second)
     inside = transfer_seconds(machine, 1e9, stride=1) - gpu.node_link_latency_seconds
     assert inside == pytest.approx(1e9 / (200e9 * gpu.node_link_efficiency))
-    small = {"ranks": 16, "stride": 1}
+    small = {"ranks": 8, "stride": 1}
     assert all_reduce_seconds(machine, 1.0, **small) > all_reduce_seconds(usual, 1.0, **small)
     assert Machine.of_cluster(CLUSTER, LinkOverrides()) == usual
     assert "latency" not in links_text(usual) and "1000 microseconds" in links_text(machine)
 
 
 def test_a_plan_uses_the_links_and_shows_them() -> None:
-    done, usual = run_plan(*OPTIONS, "--json"), run_plan("--nodes", "2", "--json")
+    done, usual = run_plan(*OPTIONS, "--json"), run_plan(*SIZE, "--json")
     table, before = json.loads(done.stdout), json.loads(usual.stdout)
     assert table["links"] == {
         "node_link_gigabytes_per_second": 200.0,
@@ -56,7 +58,7 @@ def test_a_plan_uses_the_links_and_shows_them() -> None:
         "network_latency_seconds": pytest.approx(80e-6),
     }
     assert before["links"]["network_gigabytes_per_second"] == 50.0
-    recipe = load_recipe(REPOSITORY / LLAMA_7B, ["cluster.nodes=2"])
+    recipe = load_recipe(REPOSITORY / LLAMA_7B, KEYS)
     job = job_of(recipe, Machine.of_cluster(CLUSTER, LinkOverrides(**table["links"])))
     assert table["own"]["step_seconds"]["total"] == pytest.approx(step_time(job).total)
     assert table["best"][0]["step_seconds"]["total"] > before["best"][0]["step_seconds"]["total"]
@@ -67,10 +69,12 @@ def test_a_plan_uses_the_links_and_shows_them() -> None:
     )
 
 
-def test_a_family_uses_the_links_and_shows_them() -> None:
-    options = ["--nodes", "2", "--network", "1", "--largest", "100"]
+def test_a_family_uses_the_links_and_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "recipes_in_repository", lambda: [])
+    family_of_one = [*SIZE, "--largest", "1000"]
+    options = [*family_of_one, "--network", "1"]
     slow = json.loads(run_plan(*options, "--json").stdout)
-    usual = json.loads(run_plan("--nodes", "2", "--largest", "100", "--json").stdout)
+    usual = json.loads(run_plan(*family_of_one, "--json").stdout)
     assert slow["links"]["network_gigabytes_per_second"] == 1.0
     seconds = [table["models"][0]["best"]["step_seconds"]["total"] for table in (slow, usual)]
     assert seconds[0] > 1.05 * seconds[1]
@@ -78,17 +82,19 @@ def test_a_family_uses_the_links_and_shows_them() -> None:
 
 
 def test_a_heat_map_uses_the_links_and_the_headroom(tmp_path: Path) -> None:
-    recipe = load_recipe(REPOSITORY / LLAMA_7B, ["cluster.nodes=2"])
+    recipe = load_recipe(REPOSITORY / LLAMA_7B, KEYS)
     machine = Machine.of_cluster(CLUSTER)
     slow = replace(machine, network_gigabytes_per_second=1.0)
     times = []
     for each in (machine, slow):
-        plan = plan_on_nodes(recipe, replace(job_of(recipe, machine), machine=each), 16)
-        assert plan
-        times.append(plan.time.total)
+        fastest = plan_on_nodes(recipe, replace(job_of(recipe, machine), machine=each), 2)
+        assert fastest
+        times.append(fastest.time.total)
     assert times[1] > times[0]
-    roomy = plan_on_nodes(recipe, job_of(recipe, machine), 16, headroom=0.7)
-    assert roomy and roomy.memory.total <= 0.3 * machine.gpu.memory_gib * 2**30 < plan.memory.total
+    roomy = plan_on_nodes(recipe, job_of(recipe, machine), 2, headroom=0.7)
+    assert (
+        roomy and roomy.memory.total <= 0.3 * machine.gpu.memory_gib * 2**30 < fastest.memory.total
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, stage_memory
 from recipes.planning.output.pictures import plan_picture
 from recipes.planning.output.pictures.pipeline_picture import timeline
+from recipes.planning.search import family
 from recipes.planning.search.layout_search import search
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
@@ -119,22 +120,25 @@ def test_picked_stages_are_spread_evenly() -> None:
 
 def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_picture, "MIN_LAST_NODES", 2)
-    recipe, job = load("llama/7b.toml", "cluster.nodes=3", "batch.global_sequences=768")
+    relatives = [RECIPES / "llama" / f"{size}.toml" for size in ("1b", "8b", "405b")]
+    monkeypatch.setattr(family, "recipes_in_repository", lambda: relatives)
+    size = ("cluster.nodes=3", "cluster.gpus_per_node=4", "batch.global_sequences=24")
+    recipe, job = load("llama/7b.toml", *size)
     axes, bar = plan_picture.heatmap(recipe, job).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "3"]
     names = [label.get_text().partition("\n")[0] for label in axes.get_yticklabels()]
-    assert names == [f"llama-{size}b" for size in (1, 3, 7, 8, 13, 70, 405)]
+    assert names == [f"llama-{size}b" for size in (1, 7, 8, 405)]
     cells = {
         (round(text.get_position()[1]), round(text.get_position()[0])): text.get_text()
         for text in axes.texts
     }
-    assert len(cells) == 7 * 3
+    assert len(cells) == 4 * 3
     own = search(job, 1).plans[0]
-    assert cells[2, 2] == plan_picture.cell_text(own)
-    assert f"{plan_picture.mfu(own):.0%}" in cells[2, 2]
-    assert cells[6, 0] == "-"  # 405B on one node
+    assert cells[1, 2] == plan_picture.cell_text(own)
+    assert f"{plan_picture.mfu(own):.0%}" in cells[1, 2]
+    assert cells[3, 0] == "-"  # 405B on one node
     (frame,) = [each for each in axes.patches if isinstance(each, Rectangle)]
-    assert frame.get_xy() == (1.5, 1.5)
+    assert frame.get_xy() == (1.5, 0.5)
     assert bar.get_ylabel() == "predicted MFU"
 
 

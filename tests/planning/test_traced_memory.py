@@ -34,7 +34,7 @@ EXPERTS = [
 MUON = ['optimizer.kind="muon"']
 VARIANTS = {
     "tensor": ["layout.tensor=4", "layout.pipeline=1"],
-    "tensor, stages": ["layout.tensor=2", "layout.pipeline=4"],
+    "tensor, stages": ["layout.tensor=2", "layout.pipeline=2", "model.layers=4"],
     "sequence parallel, stages": [
         "layout.tensor=4", "layout.pipeline=2", "layout.sequence_parallel=true",
     ],
@@ -74,7 +74,7 @@ VARIANTS = {
         "layout.sequence_parallel=true",
     ],
     "zb-v, full": ["layout.pipeline=4", "layout.schedule=zb-v", "layout.recompute=full"],
-    "fp16": ["deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=4"],
+    "fp16": ["deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=2", "model.layers=2"],
     "fp32": ["deepspeed=ds_configs/zero1_fp32.json", "layout.pipeline=2"],
     "dualpipev, uneven": [
         "layout.pipeline=4", "layout.schedule=dualpipev", "model.layers=13",
@@ -84,6 +84,7 @@ VARIANTS = {
     ],
     "zero-3, one micro-batch": [
         "deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "batch.global_sequences=8",
+        "model.layers=2",
     ],
     "zero-3, full, one micro-batch": [
         "deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "batch.global_sequences=8",
@@ -106,7 +107,7 @@ VARIANTS = {
     "zero-2, zb-v": [
         "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=4", "layout.schedule=zb-v",
     ],
-    "zero-2": ["deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1"],
+    "zero-2": ["deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1", "model.layers=3"],
     "zero-3": ["deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "model.layers=4"],
     "gpt, dropout": [*GPT, "model.dropout=0.1", "layout.tensor=2", "layout.pipeline=2"],
     "attention dropout": [*GPT, "model.attention_dropout=0.1", "layout.pipeline=1"],

@@ -15,14 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from recipes.report import main
 from recipes.reporting.page.facts import plan_rows
 from recipes.reporting.page.page import Watching, bokeh_script, render
 from recipes.reporting.page.panels import panels_of
 from recipes.reporting.record.run_record import read_run
 from recipes.training.recipe.loading import REPOSITORY
+from tests.commands import run_here
 from tests.reporting.synthetic import event, line_of, recipe_of, write_lines, write_run
 
 MAX_BYTES = 5_000_000
+MAX_BYTES_OF_ONE_RUN = 1_000_000  # without Bokeh's script
 MAX_SECONDS = 10.0
 EVIL = '</script><script>alert("x")</script><img src=x onerror=alert(1)>$$x$$'
 
@@ -57,8 +60,10 @@ def own_part(page: str) -> str:
     return page.replace(bokeh_script(), "")
 
 
-def run_of(folder: Path, **more: Any) -> str:
-    return render([read_run(write_run(folder, **more), folder.name)])
+@pytest.fixture(scope="module")
+def page_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = write_run(tmp_path_factory.mktemp("runs") / "run")
+    return render([read_run(folder, folder.name)])
 
 
 def titles(page: str) -> list[str]:
@@ -122,12 +127,12 @@ def test_a_comparison_shows_the_differences_of_the_recipes(tmp_path: Path) -> No
     assert "The recipes are equal." in render([runs[0], read_run(first, "again")])
 
 
-def test_the_plan_is_shown_and_drawn(tmp_path: Path) -> None:
+def test_the_plan_is_shown_and_drawn(tmp_path: Path, page_of_a_run: str) -> None:
     record = read_run(write_run(tmp_path / "run"), "run")
     page = Page(render([record], gpu="cpu"))
     assert "Planned for 2 ranks on cpu" in page.text
     assert "seconds per step" in page.text and "plan: " in page.text
-    assert "plan: " not in Page(render([record])).text
+    assert "plan: " not in Page(page_of_a_run).text
 
 
 def test_the_difference_is_positive_for_more_than_planned(tmp_path: Path) -> None:
@@ -158,19 +163,17 @@ def test_text_of_users_is_never_markup(tmp_path: Path) -> None:
     other = write_run(tmp_path / "other")
     (other / "recipe.toml").write_text(f"name = '''{EVIL}'''\n")
     records = [read_run(run, EVIL), read_run(other, f"2{EVIL}")]
-    for watching in (None, Watching("1", 5.0)):
-        page = render(records, watching=watching)
-        parsed = Page(page)
-        scripts = [attributes for tag, attributes in parsed.tags if tag == "script"]
-        assert [script.get("type") for script in scripts] == ["application/json"] * 2 + [None] * 2
-        assert not [tag for tag, _ in parsed.tags if tag == "img"]
-        assert not [name for _, attributes in parsed.tags for name in attributes
-                    if name.startswith("on")]  # fmt: skip
-        assert EVIL in parsed.text
+    parsed = Page(render(records, watching=Watching("1", 5.0)))
+    scripts = [attributes for tag, attributes in parsed.tags if tag == "script"]
+    assert [script.get("type") for script in scripts] == ["application/json"] * 2 + [None] * 2
+    assert not [tag for tag, _ in parsed.tags if tag == "img"]
+    assert not [name for _, attributes in parsed.tags for name in attributes
+                if name.startswith("on")]  # fmt: skip
+    assert EVIL in parsed.text
 
 
-def test_the_policy_allows_only_the_scripts_of_the_page(tmp_path: Path) -> None:
-    page = Page(run_of(tmp_path / "run"))
+def test_the_policy_allows_only_the_scripts_of_the_page(page_of_a_run: str) -> None:
+    page = Page(page_of_a_run)
     policy = next(attributes["content"] for tag, attributes in page.tags
                   if attributes.get("http-equiv") == "Content-Security-Policy")  # fmt: skip
     assert policy is not None
@@ -179,8 +182,8 @@ def test_the_policy_allows_only_the_scripts_of_the_page(tmp_path: Path) -> None:
     assert "unsafe-inline" not in policy.partition("script-src")[2].partition(";")[0]
 
 
-def test_the_page_names_no_other_site(tmp_path: Path) -> None:
-    page = own_part(run_of(tmp_path / "run"))
+def test_the_page_names_no_other_site(page_of_a_run: str) -> None:
+    page = own_part(page_of_a_run)
     assert re.findall(r"https?://[^\s\"'<)]+", page) == []
     loads = [
         value
@@ -249,19 +252,30 @@ def test_runs_without_an_mfu_are_compared_by_tflops(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_long_run_gives_a_small_page_quickly(tmp_path: Path) -> None:
-    recipe = recipe_of(steps=100_000)
-    spike = 77_777
+def write_long_run(folder: Path, steps: int) -> Path:
+    """Write a run of many steps, with a spike of a single step."""
+    recipe = recipe_of(steps=steps)
     lines = []
-    for step in range(1, 100_001):
+    for step in range(1, steps + 1):
         line = line_of(recipe, step)
-        line |= {"loss": 99.0} if step == spike else {}
+        line |= {"loss": 99.0} if step == 7777 else {}
         line |= {"validation_loss": 3.0, "tasks/piqa": 0.5} if step % 100 == 0 else {}
         lines.append(line)
-    events = [event("save", step, step) for step in range(500, 100_001, 500)]
-    folders = [write_run(tmp_path / name, [], recipe=recipe, events=events) for name in "ab"]
-    for folder in folders:
-        write_lines(folder / "metrics.jsonl", lines)
+    events = [event("save", step, step) for step in range(500, steps + 1, 500)]
+    write_run(folder, [], recipe=recipe, events=events)
+    write_lines(folder / "metrics.jsonl", lines)
+    return folder
+
+
+def test_a_page_does_not_grow_with_the_run(tmp_path: Path) -> None:
+    page = render([read_run(write_long_run(tmp_path / "run", 12_000), "run")])
+    assert len(own_part(page)) < MAX_BYTES_OF_ONE_RUN
+    assert 99.0 in largest_heights(Page(page).data["figures-data"])  # the spike of a single step
+
+
+@pytest.mark.long
+def test_a_long_run_gives_a_small_page_quickly(tmp_path: Path) -> None:
+    folders = [write_long_run(tmp_path / name, 100_000) for name in "ab"]
     before = time.process_time()
     page = render([read_run(folder, folder.name) for folder in folders])
     seconds = time.process_time() - before
@@ -294,26 +308,20 @@ def largest_heights(document: dict[str, Any]) -> set[float]:
     return found
 
 
-COMMAND = [sys.executable, "recipes/report.py"]
-
-
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], cwd=REPOSITORY, capture_output=True, text=True
-    )
-
-
 def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
     run, output = write_run(tmp_path / "run"), tmp_path / "new" / "report.html"
-    done = command(run, "--output", output)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)\n"
-    assert titles(output.read_text())
-    code = "import sys; import recipes.report; print({'torch', 'deepspeed'} & set(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
+    code = (
+        "import sys; from recipes.report import main; main();"
+        "print({'torch', 'deepspeed'} & set(sys.modules))"
     )
-    assert done.stdout == "set()\n", done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run), "--output", str(output)],
+        cwd=REPOSITORY, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    size = output.stat().st_size / 1e6
+    assert done.stdout == f"wrote {output} ({size:.1f} MB)\nset()\n"
+    assert titles(output.read_text())
 
 
 @pytest.mark.parametrize(
@@ -330,7 +338,7 @@ def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_mistake_ends_with_a_message(tmp_path: Path, arguments: list[str], message: str) -> None:
     write_run(tmp_path / "run", range(1, 4))
-    done = command(*(each.replace("{tmp}", str(tmp_path)) for each in arguments))
+    done = run_here(main, *(each.replace("{tmp}", str(tmp_path)) for each in arguments))
     assert done.returncode == 2
     assert done.stderr.startswith("report.py: ") and message in done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
+from recipes.report import main
 from recipes.reporting.page.watch import Watcher
 from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.run_folder.lock import FolderLock
+from tests.commands import run_here
 from tests.reporting.synthetic import line_of, recipe_of, write_lines, write_run
 
 EVERY = 0.2
@@ -81,10 +83,7 @@ def assert_only_for_this_machine(url: str) -> None:
 
 def test_a_run_that_has_ended_is_not_served(tmp_path: Path) -> None:
     run, output = write_run(tmp_path / "run", range(1, 4)), tmp_path / "report.html"
-    command = [sys.executable, "recipes/report.py", run, "--watch", "--output", output]
-    done = subprocess.run(
-        [*map(str, command)], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
-    )
+    done = run_here(main, run, "--watch", "--output", output)
     assert done.returncode == 0
     assert "there is nothing to watch" in done.stdout
     assert output.exists()

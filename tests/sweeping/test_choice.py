@@ -29,8 +29,8 @@ def write(path: Path, **changes: Any) -> Path:
 
 
 def test_the_planners_best_layouts_are_chosen() -> None:
-    trials = choose(Request(recipes=[LLAMA], top=7)).trials
-    recipe = load_recipe(LLAMA)
+    trials = choose(Request(recipes=[LLAMA], top=7, nodes=[1], gpus_per_node=[4])).trials
+    recipe = load_recipe(LLAMA, ["cluster.nodes=1", "cluster.gpus_per_node=4"])
     job = job_without_layout(recipe, Machine.of_cluster(recipe.cluster))
     plans = search(job, 7).plans
     planned = {plan.job.layout: plan for plan in plans}  # near-ties come in another order

@@ -157,6 +157,7 @@ def stage_and_chunk(schedule: str, stages: int, virtual_stage: int) -> tuple[int
     return (stages - 1 - stage if _leads_back(schedule, chunk) else stage), chunk
 
 
+@lru_cache(maxsize=1024)
 def last_stage(schedule: str, stages: int, chunks: int) -> int:
     """Return the stage that computes the logits and the loss."""
     return stage_and_chunk(schedule, stages, stages * chunks - 1)[0]

@@ -182,6 +182,19 @@ class Job:
     expert_imbalance: float = 1.0
     optimizer: str = "adamw"
 
+    def with_layout(self, layout: JobLayout) -> "Job":
+        """Return the same job in another layout; `dataclasses.replace` takes much longer."""
+        return Job(
+            model=self.model,
+            machine=self.machine,
+            layout=layout,
+            global_sequences=self.global_sequences,
+            precision=self.precision,
+            software=self.software,
+            expert_imbalance=self.expert_imbalance,
+            optimizer=self.optimizer,
+        )
+
     @cached_property
     def micro_batches(self) -> int:
         """Micro-batches per step of each data rank."""
@@ -249,10 +262,12 @@ def once_per_job(function: Callable[[Job], Value]) -> Callable[[Job], Value]:
 
     @wraps(function)
     def cached(job: Job) -> Value:
-        found = vars(job)
-        if name not in found:
-            found[name] = function(job)
-        return found[name]
+        known = job.__dict__
+        try:
+            return known[name]
+        except KeyError:
+            value = known[name] = function(job)
+            return value
 
     return cached
 

@@ -6,6 +6,7 @@ columns of all queries and of all keys, a heads, t tensor ranks; bytes.
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import mul, sub
 
 from models.config import ModelConfig
 from recipes.planning.inputs.footprint import Footprint
@@ -42,7 +43,14 @@ class InFlight:
 
 def micro_batches_in_flight(layout: JobLayout, stage: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches in flight on a stage."""
-    return max(each.count for each in in_flight(layout, stage, micro_batches))
+    full = layout.recompute == "full"
+    schedule, p, v = layout.schedule, layout.pipeline, layout.chunks
+    return _most_in_flight(schedule, p, v, stage, micro_batches, full)
+
+
+@lru_cache(maxsize=2**16)
+def _most_in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -> float:
+    return max(each.count for each in _in_flight(schedule, p, v, i, m, full))
 
 
 def in_flight(layout: JobLayout, stage: int, micro_batches: int) -> tuple[InFlight, ...]:
@@ -129,18 +137,18 @@ def most_activations(job: Job, stage: int, *, forward_of_zb_v: bool = False) -> 
 def held_activations(job: Job, stage: int, moment: InFlight) -> float:
     """Return the bytes of a stage's activations at a moment."""
     held = sum(moment.whole) * boundary_bytes(job, stage)
-    dense = dense_blocks(job)[stage]
-    others = [all_of - few for all_of, few in zip(blocks_of_stages(job)[stage], dense, strict=True)]
-    bytes_of_kinds = bytes_of_blocks(job)
-    for (kept, deferred), blocks in zip(bytes_of_kinds, (others, dense), strict=True):
-        if not any(blocks):
-            continue
-        held += kept * sum(n * micro for n, micro in zip(blocks, moment.whole, strict=True))
-        if any(moment.left):
-            left = sum(n * micro for n, micro in zip(blocks, moment.left, strict=True))
-            held += deferred * left
-    if any(moment.left):
-        held -= bytes_of_kinds[0][1] * moment.ends
+    dense, blocks = dense_blocks(job)[stage], blocks_of_stages(job)[stage]
+    with_experts, of_dense = bytes_of_blocks(job)
+    is_deferring = any(moment.left)
+    kinds = [(with_experts, blocks)]
+    if any(dense):
+        kinds = [(with_experts, tuple(map(sub, blocks, dense))), (of_dense, dense)]
+    for (kept, deferred), counts in kinds:
+        held += kept * sum(map(mul, counts, moment.whole))
+        if is_deferring:
+            held += deferred * sum(map(mul, counts, moment.left))
+    if is_deferring:
+        held -= with_experts[1] * moment.ends
     return held
 
 
@@ -153,17 +161,17 @@ def bytes_of_blocks(job: Job) -> tuple[tuple[float, float], tuple[float, float]]
     """
     layout, footprint = job.layout, job.footprint
     fused = not job.writes_scores
-    with_experts, dense = (
+    models = [job.model] if job.model.experts is None else [job.model, job.model.dense]
+    pairs = [
         (
             activation_bytes(model, layout, footprint, fused, job.expert_imbalance),
             deferred_bytes(model, layout, footprint),
         )
-        for model in (job.model, job.model.dense)
-    )
-    return with_experts, dense
+        for model in models
+    ]
+    return pairs[0], pairs[-1]
 
 
-@lru_cache(maxsize=4096)
 def block_bytes(
     model: ModelConfig,
     layout: JobLayout,

@@ -2,7 +2,7 @@
 
 from models.config import ModelConfig
 from recipes.planning.inputs.footprint import RUNNING_BUCKETS
-from recipes.planning.inputs.job import Job, JobLayout
+from recipes.planning.inputs.job import Job, JobLayout, once_per_job
 from recipes.planning.inputs.stage_contents import last_stage, stage_parameters, table_parameters
 from recipes.planning.memory.model_states import TransientBytes
 
@@ -18,9 +18,7 @@ def grouped_bytes(job: Job, stage: int) -> TransientBytes:
     layout, footprint, model = job.layout, job.footprint, job.model
     every, size = job.micro_batches_per_reduction, footprint.gradient
     if every == 1:
-        buckets = bucket_sizes(model, layout, footprint.group_bucket_elements)
-        several = range(len(buckets) - RUNNING_BUCKETS)
-        most = max(sum(buckets[n : n + RUNNING_BUCKETS + 1]) for n in several)
+        most = running_elements(job)
         # Tied gradients are summed over the stages first, at the end of the step.
         is_end = stage in (0, last_stage(layout))
         tied = model.tie_embeddings and is_end
@@ -30,6 +28,14 @@ def grouped_bytes(job: Job, stage: int) -> TransientBytes:
     if layout.schedule == "interleaved" and is_aligned(job, every):
         held *= min(1.0, 2 / layout.chunks)
     return TransientBytes(held, 0.0, 0.0, 0.0)
+
+
+@once_per_job
+def running_elements(job: Job) -> float:
+    """Return the most elements of a bucket that is filled and of those being sent."""
+    buckets = bucket_sizes(job.model, job.layout, job.footprint.group_bucket_elements)
+    several = range(len(buckets) - RUNNING_BUCKETS)
+    return max(sum(buckets[n : n + RUNNING_BUCKETS + 1]) for n in several)
 
 
 def is_aligned(job: Job, every: int) -> bool:

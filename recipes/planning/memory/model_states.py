@@ -3,7 +3,7 @@
 The model states are weights, gradients and optimizer state.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.job import JobLayout
@@ -39,8 +39,7 @@ def state_bytes(
     return weights, gradients, optimizer
 
 
-@dataclass(frozen=True)
-class TransientBytes:
+class TransientBytes(NamedTuple):
     """Bytes that DeepSpeed allocates only within a step.
 
     Attributes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from models.cost import block_parameters, position_parameters
-from recipes.planning.inputs.job import Job
+from recipes.planning.inputs.job import Job, once_per_job
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
     dense_blocks,
@@ -152,7 +152,8 @@ class Moment(NamedTuple):
 def memory_of_stage(job: Job, stage: int) -> StageMemory:
     """Return the peak memory of one stage."""
     footprint, parameters = job.footprint, stage_parameters(job)[stage]
-    weights, gradients, optimizer = state_of_stage(job, stage)
+    state = state_of_stage(job, stage) if stage else state_of_first_stage(job)
+    weights, gradients, optimizer = state
     moment = max(peak_candidates(job, stage, parameters), key=lambda each: each.total)
     wasted = footprint.fragmentation * (moment.activations + moment.working)
     return StageMemory(
@@ -171,6 +172,12 @@ def state_of_stage(job: Job, stage: int) -> tuple[float, float, float]:
     parameters, routed = stage_parameters(job)[stage], routed_stage_parameters(job)[stage]
     momentum = momentum_parameters(job, stage)
     return state_bytes(job.footprint, job.layout, parameters, routed, momentum)
+
+
+@once_per_job
+def state_of_first_stage(job: Job) -> tuple[float, float, float]:
+    """Return the bytes that `state_of_stage` returns for the first stage."""
+    return state_of_stage(job, 0)
 
 
 def context_gib(job: Job) -> float:
@@ -278,19 +285,26 @@ def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
 
 def first_chunk_parameters(job: Job, stage: int) -> int:
     """Return the parameters of a stage's first chunk."""
-    model, tensor, expert = job.model, job.layout.tensor, job.layout.expert
+    model, tensor = job.model, job.layout.tensor
     dense = dense_blocks(job)[stage][0]
-    found = (blocks_of_stages(job)[stage][0] - dense) * block_parameters(model, tensor, expert)
-    found += dense * block_parameters(model.dense, tensor)
+    found = (blocks_of_stages(job)[stage][0] - dense) * parameters_of_block(job)
+    if dense:
+        found += dense * block_parameters(model.dense, tensor)
     if stage == 0:
         found += table_parameters(model, tensor) + position_parameters(model)
     return found
 
 
+@once_per_job
+def parameters_of_block(job: Job) -> int:
+    """Return a rank's parameters of a block, which has experts if the model has them."""
+    return block_parameters(job.model, job.layout.tensor, job.layout.expert)
+
+
 def newest_parameters(job: Job, stage: int) -> float:
     """Return the parameters whose gradients exist during the first block's backward pass."""
     layout, model = job.layout, job.model
-    found = block_parameters(model, layout.tensor, layout.expert)
+    found = parameters_of_block(job)
     if stage == last_stage(layout):
         found += table_parameters(model, layout.tensor)
     return found

@@ -8,7 +8,7 @@ t tensor ranks; bytes.
 
 from models.cost import tokens_at_a_time
 from models.pipeline.schedule.order import SCHEDULES
-from recipes.planning.inputs.job import Job
+from recipes.planning.inputs.job import Job, once_per_job
 from recipes.planning.inputs.stage_contents import (
     last_stage,
     routed_rows,
@@ -21,6 +21,7 @@ from recipes.training.recipe.deepspeed_config import BYTES
 FORWARD_ROWS = 3  # at the end of a block: the outputs of its two halves, and their sum
 
 
+@once_per_job
 def forward_working_bytes(job: Job) -> float:
     """Return the bytes at the end of a block's forward pass, in addition to kept activations."""
     rows = FORWARD_ROWS * row_bytes(job) + routed_forward_bytes(job)
@@ -69,21 +70,43 @@ def block_working_bytes(job: Job, first_only: bool, *, reducing: bool = False) -
         reducing: True while gradients of weights are reduced, before or after the attention core's
             backward pass
     """
-    layout, model, footprint = job.layout, job.model, job.footprint
-    recomputed = 0.0
-    if layout.recompute == "full":
-        recomputed = layout.recompute_interval * block_bytes(
-            model, layout, footprint, not job.writes_scores, job.expert_imbalance
-        )
-        if not footprint.stock_pipeline:  # the input of the first block was kept
-            recomputed -= row_bytes(job) / layout.sequence_ranks
+    needs = _needs_of_first_pass(job) if first_only else _needs_of_later_pass(job)
+    if job.model.attention_dropout and not reducing:
+        needs = max(needs, dropout_core_bytes(job))
+    return _recomputed_bytes(job) + needs
+
+
+@once_per_job
+def _recomputed_bytes(job: Job) -> float:
+    """Return the bytes of the activations that a block's backward pass computes again."""
+    layout, footprint = job.layout, job.footprint
+    if layout.recompute != "full":
+        return 0.0
+    recomputed = layout.recompute_interval * block_bytes(
+        job.model, layout, footprint, not job.writes_scores, job.expert_imbalance
+    )
+    if not footprint.stock_pipeline:  # the input of the first block was kept
+        recomputed -= row_bytes(job) / layout.sequence_ranks
+    return recomputed
+
+
+@once_per_job
+def _needs_of_first_pass(job: Job) -> float:
+    return _needs_of_pass(job, first_only=True)
+
+
+@once_per_job
+def _needs_of_later_pass(job: Job) -> float:
+    return _needs_of_pass(job, first_only=False)
+
+
+def _needs_of_pass(job: Job, *, first_only: bool) -> float:
+    """Return the bytes of a block's backward pass, without its attention's dropout."""
+    footprint = job.footprint
     needs = footprint.rows * row_bytes(job)
     needs += footprint.weight * mlp_working_elements(job, first_only)
     needs += routed_working_bytes(job)
-    needs = max(needs, context_bytes(job, backward=True))
-    if model.attention_dropout and not reducing:
-        needs = max(needs, dropout_core_bytes(job))
-    return recomputed + needs
+    return max(needs, context_bytes(job, backward=True))
 
 
 def dropout_core_bytes(job: Job) -> float:

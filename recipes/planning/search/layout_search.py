@@ -17,7 +17,7 @@ from recipes.planning.memory.peak import (
     fullest_stage,
     host_bytes,
     memory_of_stage,
-    state_of_stage,
+    state_of_first_stage,
 )
 from recipes.planning.time.block_time import context_seconds
 from recipes.planning.time.step_time import StepTime, step_time
@@ -92,11 +92,11 @@ def search(
     state_limit = math.inf
     for layout in valid_layouts(job, result.rejected):
         result.tried += 1
-        candidate = replace(job, layout=layout)
+        candidate = job.with_layout(layout)
         if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
             result.rejected[TOO_LARGE_FOR_HOST] += 1
             continue
-        if layout.recompute == "none" and least_state(candidate) > state_limit:
+        if layout.recompute == "none" and state_exceeds(candidate, state_limit):
             fits, hopeless = False, True
         elif layout.recompute == "none":
             memory = memory_within(candidate, limit)
@@ -126,13 +126,15 @@ def search(
     return result
 
 
-def least_state(job: Job) -> float:
-    """Return the bytes of the first stage's state, with no or full recomputation: the smaller one.
+def state_exceeds(job: Job, limit: float) -> bool:
+    """Return True if the first stage's state exceeds a limit with no and with full recomputation.
 
-    They differ because the recomputation changes the division of the blocks over the stages.
+    The two differ because the recomputation changes the division of the blocks over the stages.
     """
-    full = replace(job, layout=replace(job.layout, recompute="full"))
-    return min(sum(state_of_stage(each, 0)) for each in (job, full))
+    if sum(state_of_first_stage(job)) <= limit:
+        return False
+    full = job.with_layout(replace(job.layout, recompute="full"))
+    return sum(state_of_first_stage(full)) > limit
 
 
 def order_of_plans(plans: Sequence[Plan]) -> Callable[[Plan], tuple[float, ...]]:
@@ -180,7 +182,7 @@ def with_full_recomputation(job: Job, limit: float) -> tuple[Job, StageMemory]:
     tried = []
     for interval in RECOMPUTE_INTERVALS:
         layout = replace(job.layout, recompute="full", recompute_interval=interval)
-        candidate = replace(job, layout=layout)
+        candidate = job.with_layout(layout)
         memory = memory_within(candidate, limit)
         if memory.total <= limit:
             return candidate, memory
@@ -270,7 +272,7 @@ def with_context_attention(job: Job, sizes: JobLayout) -> JobLayout:
         return replace(sizes, context_attention="gather")
     kinds = [kind for kind in CONTEXT_ATTENTIONS if context_attention_is_valid(job, sizes, kind)]
     layouts = [replace(sizes, context_attention=kind) for kind in kinds]
-    return min(layouts, key=lambda layout: sum(context_seconds(replace(job, layout=layout))))
+    return min(layouts, key=lambda layout: sum(context_seconds(job.with_layout(layout))))
 
 
 def context_attention_is_valid(job: Job, sizes: JobLayout, kind: str) -> bool:
@@ -304,7 +306,7 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
     Recomputation is the innermost loop, from none to full, as `search` expects. Selective
     recomputation is included only if attention scores are written; otherwise it saves nothing.
     """
-    micro_batches = replace(job, layout=sizes).micro_batches
+    micro_batches = job.with_layout(sizes).micro_batches
     schedules = []
     for schedule, chunks in schedules_of(sizes.pipeline, job.model.layers):
         if micro_batches >= min_micro_batches(schedule, sizes.pipeline):
@@ -329,16 +331,16 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
     variants = [(*each, overlap) for each in schedules for overlap in overlaps(job, sizes, *each)]
     for (schedule, chunks, overlap), (stage, group), split in product(variants, sharded, splits):
         for recompute in recomputations:
-            yield replace(
-                sizes,
-                schedule=schedule,
-                chunks=chunks,
-                expert_overlap=overlap,
-                zero_stage=stage,
-                shard_group=group,
-                sequence_parallel=split,
-                recompute=recompute,
-            )
+            settings = {
+                "schedule": schedule,
+                "chunks": chunks,
+                "expert_overlap": overlap,
+                "zero_stage": stage,
+                "shard_group": group,
+                "sequence_parallel": split,
+                "recompute": recompute,
+            }
+            yield JobLayout(**(vars(sizes) | settings))  # faster than `replace`
 
 
 def overlaps(job: Job, sizes: JobLayout, schedule: str, chunks: int) -> list[bool]:
@@ -349,7 +351,7 @@ def overlaps(job: Job, sizes: JobLayout, schedule: str, chunks: int) -> list[boo
         return [False]
     layout = replace(sizes, schedule=schedule, chunks=chunks)
     least = min_micro_batches(schedule, sizes.pipeline, paired=True)
-    return [False, True] if replace(job, layout=layout).micro_batches >= least else [False]
+    return [False, True] if job.with_layout(layout).micro_batches >= least else [False]
 
 
 def shard_group_of_node(job: Job, sizes: JobLayout) -> int:
