@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from models.errors import counted
 from recipes.launching.attempt import Attempt
 from recipes.launching.causes import Diagnosis, shown
 from recipes.launching.nodes import Nodes
@@ -116,8 +117,8 @@ class Announcements:
         """
         if is_short:
             what_follows = (
-                f"the run starts when cluster.minimum_nodes = {self.minimum_nodes} of "
-                f"{len(self.nodes.hosts)} nodes answer; waiting up to {seconds:.0f} s"
+                f"the run needs at least cluster.minimum_nodes = {self.minimum_nodes} of the "
+                f"{counted(len(self.nodes.hosts), 'listed node')}; waiting up to {seconds:.0f} s"
             )
         else:
             what_follows = f"waiting up to {seconds:.0f} s before the run starts on the others"

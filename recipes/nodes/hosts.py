@@ -194,8 +194,8 @@ def unused(cluster: Cluster, slots: Slots) -> list[str]:
     texts = []
     if len(slots) < cluster.nodes:
         texts.append(
-            f"{_listed(slots)}, fewer than cluster.nodes = {cluster.nodes}; the run uses more as "
-            f"soon as you add them to the list"
+            f"{_listed(slots)}, fewer than cluster.nodes = {cluster.nodes}; to use more, add them "
+            f"to the list, even while the run trains"
         )
     size = cluster.gpus_per_node
     larger = [f"{host} (slots={count})" for host, count in slots.items() if (count or 0) > size]

@@ -803,8 +803,8 @@ def test_a_wait_for_hosts_is_announced_at_once_and_can_be_stopped(
     assert running.wait() == code
     said += capfd.readouterr().err
     assert said == (
-        "launch.py: no answer from node1, node2: the run starts when cluster.minimum_nodes = "
-        "1 of 2 nodes answer; waiting up to 600 s; check the names\n"
+        "launch.py: no answer from node1, node2: the run needs at least cluster.minimum_nodes "
+        "= 1 of the 2 listed nodes; waiting up to 600 s; check the names\n"
         f"launch.py: interrupted by {number.name} before any ranks were started\n"
     )
 

@@ -174,7 +174,7 @@ def test_unused_nodes_and_slots_are_named() -> None:
     assert unused(cluster, dict.fromkeys(("node1", "node2", "spare"))) == []
     assert unused(cluster, {"node1": 2, "node2": 2}) == []
     few, large = unused(cluster, {"node1": 3})
-    assert few.startswith("1 host is listed, fewer than cluster.nodes = 2; the run uses more as")
+    assert few.startswith("1 host is listed, fewer than cluster.nodes = 2; to use more, add them")
     assert large == "cluster.gpus_per_node = 2 leaves slots unused on node1 (slots=3)"
     (large,) = unused(cluster, HOSTS | {"node1": 8})
     assert large.endswith("leaves slots unused on node1 (slots=8) and 1 more")

@@ -6,7 +6,6 @@ settings are "auto", equal to the recipe's, or left out.
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -160,7 +159,8 @@ def _read(
         proposal = owned | {key: value for key, value in config.items() if key in accepted}
         order = list(content)
         keys = sorted(proposal, key=lambda key: order.index(key) if key in order else len(order))
-        raise UserError(_rejection(name, review, {key: proposal[key] for key in keys}))
+        proposal = {key: proposal[key] for key in keys}
+        raise UserError(_rejection(name, review, proposal, is_complete=topology is not None))
     _leave_zero_3_out(config, review)
     return config, review
 
@@ -179,7 +179,7 @@ def tracking_of_wandb(block: Any, tracking: Tracking) -> str:
     """Return the [tracking] of a recipe with the values of a block "wandb", as TOML.
 
     Args:
-        block: DeepSpeed's block "wandb"; a value that [tracking] does not accept is left out
+        block: DeepSpeed's block "wandb"; a comment names a value that [tracking] does not accept
         tracking: the recipe's own [tracking], which has the other values
 
     Returns:
@@ -193,25 +193,33 @@ def tracking_of_wandb(block: Any, tracking: Tracking) -> str:
     elif block.get("enabled") is True and tracking.mode == "disabled":
         wanted["mode"] = "auto"
     table = tracking.model_dump(exclude_defaults=True)
+    comments = []
     for key, value in wanted.items():
         if value not in (None, "", "auto") or key == "mode":
-            with suppress(ValidationError):
+            try:
                 Tracking.model_validate({key: value})
                 table[key] = value
-    if Tracking.model_validate(table) == tracking:
+            except ValidationError:
+                comments.append(f"# {key} = {value_text(value)} is not valid in a recipe")
+    if Tracking.model_validate(table) == tracking and not comments:
         return ""
-    return "\n".join(["[tracking]", *(f"{key} = {toml_value(table[key])}" for key in table)])
+    lines = [f"{key} = {toml_value(table[key])}" for key in table]
+    return "\n".join(["[tracking]", *lines, *comments])
 
 
-def _rejection(name: str, review: Review, proposal: dict[str, Any]) -> str:
-    """Return the message about a file with findings, with a text that would be accepted."""
+def _rejection(name: str, review: Review, proposal: dict[str, Any], *, is_complete: bool) -> str:
+    """Return the message about a file with findings, with a text that would be accepted.
+
+    is_complete: False if the layout and the GPUs, with which a run compares the file, are not known
+    """
     notes = review.notes()
     if len(review.findings) + len(notes) == 1:
         about = f"{name}: {review.findings[0]}"
     else:
         count = counted(len(review.findings), "problem")
         about = "\n  ".join([f"{name}: {count}:", *review.findings, *notes])
-    return f"{about}\nThis file would be accepted:\n{value_text(proposal, indent=2)}"
+    rest = "" if is_complete else " (pretrain.py also compares it with the layout and the GPUs)"
+    return f"{about}\nThis file would be accepted{rest}:\n{value_text(proposal, indent=2)}"
 
 
 def _parse(name: str, review: Review) -> dict[str, Any]:
@@ -244,7 +252,10 @@ def _parse(name: str, review: Review) -> dict[str, Any]:
         parse_constant=partial(_reject_constant, name),
     )
     if not isinstance(content, dict):
-        raise UserError(f'deepspeed = "{name}": this is not a JSON object; use one of {SHIPPED}')
+        raise UserError(
+            f'deepspeed = "{name}": this is not a JSON object, which begins with {{; use one of '
+            f"{SHIPPED}"
+        )
     return content
 
 
@@ -423,8 +434,9 @@ def _resolve_stage(settings: dict[str, Any], review: Review) -> None:
     if stage == "auto":
         review.readings.append('zero_optimization.stage = "auto" is read as 1')
     elif stage == 0 and not isinstance(stage, bool):
+        setting = "stage = 0" if "stage" in zero else "stage is missing, which means 0"
         review.reject(
-            "zero_optimization.stage = 0: without ZeRO, DeepSpeed clips gradients wrongly in "
+            f"zero_optimization.{setting}: without ZeRO, DeepSpeed clips gradients wrongly in "
             "pipelines; use 1, which needs no more time or memory"
         )
     else:

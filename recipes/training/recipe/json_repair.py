@@ -42,6 +42,8 @@ def repair_json(text: str) -> tuple[list[str], str]:
             if repair is None or sum(map(len, problems.values())) == MAX_SYNTAX_ERRORS:
                 ends = error.pos >= len(text.rstrip())
                 reason = "the file ends too early" if ends else error.msg
+                if not text.strip():
+                    raise UserError("this is not valid JSON: the file is empty") from None
                 last = f"this is not valid JSON: {position}: {reason}"
                 raise UserError("; ".join([last, *_located(problems)])) from None
             start, end, replacement, message = repair

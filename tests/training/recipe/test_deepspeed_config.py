@@ -36,7 +36,7 @@ from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.messages import announce
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"
-PROPOSAL = "\nThis file would be accepted:\n"
+PROPOSAL = re.compile(r"\nThis file would be accepted( \(pretrain\.py also [^\n]*\))?:\n")
 PROFILER = {
     "enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True,
     "output_file": None,
@@ -160,7 +160,7 @@ def build(folder: Path, content: dict[str, Any] | str, *overrides: str) -> dict[
 
 def findings(said: str, file: Path) -> list[str]:
     """Return the findings of a message, without the notes."""
-    about = said.partition(PROPOSAL)[0].removeprefix(f"{file}: ").split("\n  ")
+    about = PROPOSAL.split(said)[0].removeprefix(f"{file}: ").split("\n  ")
     listed = about[1:] if about[1:] else about
     return [
         line
@@ -186,7 +186,7 @@ def test_a_public_file_needs_one_correction(project: str, pipeline: int, tmp_pat
     assert ("steps_per_print (every step is in metrics.jsonl)" in said) == (
         "steps_per_print" in content
     )
-    proposal = said.partition(PROPOSAL)[2]
+    proposal = PROPOSAL.split(said)[2]
     assert build(tmp_path, proposal, layout)
     assert deepspeed_notes(*setting(tmp_path / "ds.json", layout)) == []
 
@@ -224,12 +224,12 @@ def test_the_template_of_a_script_needs_one_correction(tmp_path: Path) -> None:
     lines = findings(str(raised.value), tmp_path / "ds.json")
     assert len(lines) == len(SYNTAX)
     assert all(line.startswith(start) for line, start in zip(lines, SYNTAX, strict=True)), lines
-    assert build(tmp_path, str(raised.value).partition(PROPOSAL)[2])["bf16"] == {"enabled": True}
+    assert build(tmp_path, PROPOSAL.split(str(raised.value))[2])["bf16"] == {"enabled": True}
 
 
 @pytest.mark.parametrize(
     ("text", "position"),
-    [("", "line 1, column 1"), ('{"a": 1', "line 1, column 8: the file ends too early"),
+    [("", "the file is empty"), ('{"a": 1', "line 1, column 8: the file ends too early"),
      ('{"a": 010}', "line 1, column 8"), ('{"a": "x"y"}', "line 1, column 10"),
      ('{"a": .5}', "line 1, column 7"),
      ('{"a": LR * 2}', "line 1, column 10"), ("{'a\"': 1}", "line 1, column 2"),
@@ -255,7 +255,7 @@ def test_a_missing_comma_is_located_where_it_is_missing(tmp_path: Path) -> None:
     comment, comma = lines
     assert comment.startswith("line 2, column 30: JSON has no comments")
     assert comma == "line 2, column 28 and line 3, column 34: a comma is missing here; add it"
-    assert build(tmp_path, str(raised.value).partition(PROPOSAL)[2])
+    assert build(tmp_path, PROPOSAL.split(str(raised.value))[2])
 
 
 def test_a_folder_is_not_a_deepspeed_config() -> None:
@@ -323,7 +323,7 @@ def test_a_block_about_wandb_becomes_a_table_of_the_recipe(
     with pytest.raises(UserError) as raised:
         build(tmp_path, content | {"other": 5}, *overrides)
     assert advice[0] in str(raised.value)
-    assert '"wandb"' not in str(raised.value).partition(PROPOSAL)[2]
+    assert '"wandb"' not in PROPOSAL.split(str(raised.value))[2]
 
 
 def test_the_proposed_file_has_the_values_of_the_findings(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_the_proposed_file_has_the_values_of_the_findings(tmp_path: Path) -> Non
     content = {"zero_optimization": {"stage": 1}, "scheduler": scheduler, "gradient_clipping": 1.0}
     with pytest.raises(UserError) as raised:
         build(tmp_path, content)
-    said, _, proposal = str(raised.value).partition(PROPOSAL)
+    said, _, proposal = PROPOSAL.split(str(raised.value))
     assert 'use "type": "auto"' in said and 'use "warmup_num_steps": "auto"' in said
     assert "last_batch_iteration = 5 belongs to the recipe; remove it" in said
     assert json.loads(proposal) == content | {
@@ -354,7 +354,7 @@ def test_fp16_without_a_gpu_is_among_the_first_findings(
         read_experiment(TINY, [f'deepspeed="{file}"', "layout.pipeline=1"])
     said = capsys.readouterr().err
     assert "stage = 0" in said and "fp16 needs a GPU and none was found" in said
-    proposal = json.loads(said.partition(PROPOSAL)[2])
+    proposal = json.loads(PROPOSAL.split(said)[2])
     assert proposal == {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     file = write(tmp_path, content | {"zero_optimization": {"stage": 1}})
@@ -389,7 +389,7 @@ def test_all_kinds_of_findings_come_at_once(tmp_path: Path) -> None:
     lines = findings(said, tmp_path / "ds.json")
     assert len(lines) == len(named)
     assert all(name in line for name, line in zip(named, lines, strict=True)), said
-    proposal = said.partition(PROPOSAL)[2]
+    proposal = PROPOSAL.split(said)[2]
     assert build(tmp_path, proposal, "layout.pipeline=2", "model.tie_embeddings=true")
 
 

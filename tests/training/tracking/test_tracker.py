@@ -162,7 +162,9 @@ def test_a_wait_at_the_end_is_announced(
         thread._thread.join()
     ended = "was interrupted while it sent its data" if interrupted else "did not finish in time"
     assert problem == f"Weights & Biases {ended}"
-    assert told[0] == "waiting for its data to be sent, for at most 0.04 s"
+    assert told[0] == (
+        "waiting for an answer, and to send its data, for at most 0.04 s; Ctrl-C ends this wait"
+    )
     assert told[1] == f"failed, because W&B {ended}"
 
 

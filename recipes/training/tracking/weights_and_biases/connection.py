@@ -134,7 +134,10 @@ def restart_offline(
         files: the files that have not been sent
     """
     server = _settings().base_url
-    reason = f"of an error of {server} ({short(error)}), with the same run id {arguments['id']}"
+    reason = f"{server} did not answer within {SECONDS_TO_CONNECT:g} s"
+    if "deadline exceeded" not in str(error):
+        reason = f"of an error of {server} ({short(error)})"
+    reason += f", with the same run id {arguments['id']}"
     tear_down()  # the failed run still holds its id
     return _init(arguments, "offline"), WandbStatus("offline", unsent(arguments, files), reason)
 

@@ -134,7 +134,9 @@ class WandbThread:
         if self._ended.wait(notice) or not left:
             return
         if not self.has_told_failure:
-            reason = f"for its data to be sent, for at most {left:g} s"
+            is_connected = self._status.mode == "online"
+            subject = "its data to be sent" if is_connected else "an answer, and to send its data"
+            reason = f"for {subject}, for at most {left:g} s; Ctrl-C ends this wait"
             self._tell(WandbStatus("waiting", reason=reason))
         self._ended.wait(left)
 

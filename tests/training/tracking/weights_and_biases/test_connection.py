@@ -377,7 +377,7 @@ def test_an_interrupted_wait_for_a_server_leaves_an_offline_run(
 
     def tell(status: WandbStatus) -> None:
         told.append(status)
-        if "data to be sent" in status.reason:
+        if "Ctrl-C ends this wait" in status.reason:
             waits.set()
 
     monkeypatch.setenv("WANDB_API_KEY", KEY)
