@@ -39,6 +39,7 @@ import argparse
 import os
 import re
 import signal
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from models.errors import UserError, a_few, counted
@@ -93,6 +94,9 @@ def prepare(arguments: list[str]) -> None:
     workspace = output.with_name(output.name + ".incomplete")
     if (output / "manifest.json").exists():
         check_same_options(options, output)
+        from recipes.preparing.prepared_corpus import find_damages
+
+        reject_damages(output, find_damages(output, 1, only_sizes=True))
         clear_workspace(workspace)  # it remains if a process was killed after the last step
         print(f"{output} already exists; delete it to prepare it again")
         return
@@ -253,12 +257,22 @@ def verify(arguments: list[str]) -> None:
 
     raise_at_interrupt()
     corpus = repository_path(str(options.corpus))
-    damages = list(find_damages(corpus, len(os.sched_getaffinity(0))))
+    reject_damages(corpus, find_damages(corpus, len(os.sched_getaffinity(0))))
+    print(f"{corpus} matches its manifest")
+
+
+def reject_damages(corpus: Path, damages: Iterable[str]) -> None:
+    """Print the damages of a corpus.
+
+    Raises:
+        UserError: There is at least one.
+    """
+    is_damaged = False
     for damage in damages:
         print(f"{corpus}: {damage}")
-    if damages:
-        raise UserError(f"{corpus} is damaged; prepare it again")
-    print(f"{corpus} matches its manifest")
+        is_damaged = True
+    if is_damaged:
+        raise UserError(f"{corpus} is damaged; delete it and prepare it again")
 
 
 def tasks(arguments: list[str]) -> None:

@@ -28,6 +28,7 @@ from recipes.preparing.tokenization import PARTS, Report, Tokenization, new_fold
 from recipes.training.checkpoint.manifest import sha256
 from recipes.training.data.corpus_manifest import folder_hash, read_manifest
 from recipes.training.data.token_file import (
+    HEADER,
     HashedFile,
     TokenFile,
     TokenFileWriter,
@@ -232,7 +233,8 @@ def read_pieces(file: Path) -> list[dict[str, Any]]:
             _check_piece(pieces[-1])
         except (ValueError, RecursionError, TypeError, KeyError) as error:
             raise UserError(
-                f"{file}, line {number}, is damaged ({reason_of(error)}); prepare the corpus again"
+                f"{file}, line {number}, is damaged ({reason_of(error)}); delete "
+                f"{file.parent} and prepare it again"
             ) from None
     return pieces
 
@@ -250,12 +252,13 @@ def _check_piece(piece: dict[str, Any]) -> None:
                 raise UserError(f"{part}.{key} = {count!r:.60}")
 
 
-def find_damages(corpus: Path, threads: int) -> Iterator[str]:
+def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Iterator[str]:
     """Compare a corpus with its manifest; yield a message for each difference.
 
     Args:
         corpus: folder of the corpus
         threads: number of threads that hash files
+        only_sizes: compare the sizes of the token files, and read no file but the manifest
 
     Raises:
         UserError: The folder is not a corpus.
@@ -274,12 +277,17 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
         parts = [part for part in PARTS if part == "train" or part in files]
         expected |= {f"{part}.idx": files[part]["idx_sha256"] for part in parts}
         counts = {part: {key: files[part][key] for key in COUNT_KEYS} for part in parts}
+        if any(type(count) is not int for part in parts for count in counts[part].values()):
+            raise TypeError
         token_bytes = token_type(manifest["vocab_size"]).itemsize
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{corpus} is not a corpus that prepare_data.py has written "
             f"({reason_of(error)} in manifest.json); {advice}"
         ) from None
+    if only_sizes:
+        yield from _wrong_sizes(corpus, counts, token_bytes)
+        return
     if folder_hash(corpus / "tokenizer") != tokenizer:
         yield "tokenizer/ differs from the tokenizer that made the corpus"
     wrong = {}
@@ -312,6 +320,24 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
                     end = start + piece[part]["tokens"] * token_bytes
                     origin = describe(*(piece[key] for key in LOCATION_KEYS))
                     yield f"{part}.bin, bytes {start} .. {end}, from {origin}: changed"
+
+
+def _wrong_sizes(
+    corpus: Path, counts: dict[str, dict[str, int]], token_bytes: int
+) -> Iterator[str]:
+    """Yield a message for each file of a corpus that is missing or has another size.
+
+    counts: part -> documents and tokens
+    """
+    sizes: dict[str, int | None] = {"pieces.jsonl": None, "tokenizer/tokenizer.json": None}
+    for part, count in counts.items():
+        sizes[f"{part}.bin"] = count["tokens"] * token_bytes
+        sizes[f"{part}.idx"] = HEADER.size + 12 * count["documents"] + 8 * (count["documents"] + 1)
+    for name, size in sizes.items():
+        if not (corpus / name).is_file():
+            yield f"{name} is missing"
+        elif size is not None and (actual := (corpus / name).stat().st_size) != size:
+            yield f"{name} has {actual} bytes instead of {size}"
 
 
 def sha256_of_range(file: Path, start: int, size: int) -> str:

@@ -544,7 +544,34 @@ def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:
         assert not list(find_damages(corpus, 2))
     (corpus / "train.bin").write_bytes((corpus / "train.bin").read_bytes()[:-2])
     done = prepare("verify", corpus)
-    assert done.returncode == 1 and "train.bin has" in done.stdout and "damaged" in done.stderr
+    assert done.returncode == 1 and "train.bin has" in done.stdout
+    assert f"{corpus} is damaged; delete it and prepare it again" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train.bin", "bytes instead of"),
+        ("validation.idx", "bytes instead of"),
+        ("pieces.jsonl", "is missing"),
+        ("tokenizer/tokenizer.json", "is missing"),
+    ],
+)
+def test_a_rerun_that_finds_a_damaged_corpus_fails(
+    name: str, said: str, prepared: Path, tmp_path: Path
+) -> None:
+    corpus = shutil.copytree(prepared / "out", tmp_path / "out")
+    options = [*into(prepared, corpus), "--vocab-size", 300]
+    assert prepare(*options).returncode == 0
+    if said == "is missing":
+        (corpus / name).unlink()
+    else:
+        shorter = (corpus / name).read_bytes()[:-2]
+        (corpus / name).write_bytes(shorter)
+        said = f"has {len(shorter)} bytes instead of {len(shorter) + 2}"
+    done = prepare(*options)
+    assert done.returncode == 1 and done.stdout == f"{corpus}: {name} {said}\n"
+    assert f"{corpus} is damaged; delete it and prepare it again" in done.stderr
 
 
 @pytest.mark.long

@@ -85,7 +85,7 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
     for key, count in wrong.items():
         raise UserError(
             f"{file.path} has {count} {key} and {manifest_file} says {counts[key]}; use the files "
-            f"that belong together, or prepare the corpus again"
+            f"that belong together, or delete the corpus and prepare it again"
         )
 
 
