@@ -40,6 +40,7 @@ import os
 import re
 import signal
 from collections.abc import Iterable
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from models.errors import UserError, a_few, counted
@@ -98,7 +99,11 @@ def prepare(arguments: list[str]) -> None:
 
         reject_damages(output, find_damages(output, 1, only_sizes=True))
         clear_workspace(workspace)  # it remains if a process was killed after the last step
-        print(f"{output} already exists; delete it to prepare it again")
+        prepared_at = datetime.fromtimestamp((output / "manifest.json").stat().st_mtime)
+        print(
+            f"{output} was prepared on {prepared_at:%Y-%m-%d %H:%M} and is complete; delete it to "
+            f"prepare it again, for example because its source has changed"
+        )
         return
     check_options(options, output, workspace)
     print(f"preparing {output} from {a_few(options.source)}", flush=True)

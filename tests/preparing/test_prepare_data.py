@@ -4,6 +4,7 @@ import random
 import re
 import shutil
 import subprocess
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -85,7 +86,12 @@ def test_the_manifest_describes_the_folder(prepared: Path) -> None:
 def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
     options = into(prepared, prepared / "out")
     done = prepare(*options, "--vocab-size", 300)
-    assert done.returncode == 0 and "already exists" in done.stdout
+    manifest = prepared / "out" / "manifest.json"
+    written = datetime.fromtimestamp(manifest.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+    assert done.returncode == 0 and done.stdout == (
+        f"{prepared / 'out'} was prepared on {written} and is complete; delete it to prepare it "
+        f"again, for example because its source has changed\n"
+    )
     done = prepare(*options, "--vocab-size", 301)
     assert done.returncode == 1 and "made with --vocab-size 300 (here 301)" in done.stderr
 
@@ -258,7 +264,7 @@ def test_files_of_an_official_split_are_the_parts(official: Path) -> None:
     assert not list(find_damages(official / "out", 1))
     vocabulary = AutoTokenizer.from_pretrained(official / "out" / "tokenizer").get_vocab()
     assert not any("held" in token for token in vocabulary)  # it is trained on the training part
-    assert "already exists" in prepare(*options).stdout
+    assert "is complete; delete it to prepare it again" in prepare(*options).stdout
     other = prepare(*options[:2], *options[4:])
     assert "made with --validation-fraction 0.0 (here 0.1), --validation-source [" in other.stderr
 
