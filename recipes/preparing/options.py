@@ -7,7 +7,7 @@ from typing import Any
 
 from models.config import MAX_SIZE
 from models.errors import UserError
-from recipes.training.data.corpus_manifest import read_manifest
+from recipes.training.data.corpus_manifest import lost_manifest, read_manifest
 
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token
 CONTENT_OPTIONS = ("source", "config", "split", "column", "text_is", "tokenizer", "vocab_size",
@@ -52,6 +52,8 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
     Raises:
         UserError: An option has an invalid value.
     """
+    if lost := lost_manifest(output):
+        raise UserError(lost)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {options.output} contains other files; use an empty folder")
     if os.path.ismount(output):

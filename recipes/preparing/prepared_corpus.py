@@ -26,7 +26,7 @@ from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.formats.format import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization, new_folder
 from recipes.training.checkpoint.manifest import sha256
-from recipes.training.data.corpus_manifest import folder_hash, read_manifest
+from recipes.training.data.corpus_manifest import folder_hash, lost_manifest, read_manifest
 from recipes.training.data.token_file import (
     HEADER,
     HashedFile,
@@ -265,9 +265,11 @@ def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Ite
     """
     advice = "use the folder that --output named"
     if not (corpus / "manifest.json").is_file():
+        if lost := lost_manifest(corpus):
+            raise UserError(lost)
         others = sorted(file.parent for file in corpus.parent.glob("*/manifest.json"))
         problem = "has no manifest.json" if corpus.is_dir() else "does not exist"
-        if others:
+        if others and not corpus.is_dir():
             advice = suggestion(str(corpus), [str(other) for other in others])
         raise UserError(f"{corpus} {problem}, so it cannot be verified; {advice}")
     manifest = read_manifest(corpus, advice=advice)

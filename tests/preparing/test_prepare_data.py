@@ -533,6 +533,31 @@ def test_a_corpus_that_does_not_exist_is_not_verified(prepared: Path) -> None:
     assert f"{prepared} has no manifest.json, so it cannot be verified" in done.stderr
 
 
+def test_a_corpus_without_its_manifest_is_named_by_every_command(
+    prepared: Path, tmp_path: Path
+) -> None:
+    corpus = shutil.copytree(prepared / "out", tmp_path / "out")
+    shutil.copytree(corpus, tmp_path / "other")  # must not be suggested
+    table = changed(small_recipe(corpus), model__vocab_size=300, training__evaluate_every=0)
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
+    show = ["show", tmp_path / "recipe.toml", "--step", 1]
+    assert "warning" not in prepare(*show).stdout
+    (corpus / "manifest.json").unlink()
+    lost = (
+        f"{corpus} has token files but no manifest.json; delete the folder and prepare the corpus "
+        f"again\n"
+    )
+    for arguments in (["verify", corpus], into(prepared, corpus)):
+        done = prepare(*arguments)
+        assert done.returncode == 1 and done.stderr == f"prepare_data.py: {lost}"
+    shown = prepare(*show)
+    assert shown.returncode == 0 and shown.stdout.count(f"warning: {lost}") == 1
+    (corpus / "pieces.jsonl").unlink()  # as a corpus of Megatron's tools
+    assert "warning" not in prepare(*show).stdout
+    done = prepare("verify", corpus)
+    assert "has no manifest.json, so it cannot be verified; use the folder that" in done.stderr
+
+
 def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:
     corpus = shutil.copytree(prepared / "out", tmp_path / "out")
     assert prepare("verify", corpus).returncode == 0

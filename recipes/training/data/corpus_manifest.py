@@ -38,6 +38,21 @@ def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> 
     return manifest
 
 
+def lost_manifest(folder: Path) -> str:
+    """Return a message about a corpus of prepare_data.py without its manifest; "" for others.
+
+    Corpora of Megatron's tools have neither manifest.json nor pieces.jsonl.
+    """
+    if (folder / "manifest.json").exists() or not (folder / "pieces.jsonl").is_file():
+        return ""
+    if not any(folder.glob("*.bin")):
+        return ""
+    return (
+        f"{folder} has token files but no manifest.json; delete the folder and prepare the corpus "
+        f"again"
+    )
+
+
 def _wrong_type(manifest: Any) -> str | None:
     """Return the first value of a manifest with another type than prepare_data.py writes."""
     if not isinstance(manifest, dict):
