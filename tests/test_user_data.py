@@ -199,10 +199,12 @@ def test_the_files_of_a_corpus(content: bytes, tmp_path: Path) -> None:
     for name in ("manifest.json", "pieces.jsonl", "report.json"):
         (tmp_path / name).write_bytes(content)
     options = parse_command_line(["--output", str(tmp_path)])
-    assert f"{tmp_path}/manifest.json is not a man" in rejection(
-        check_same_options, options, tmp_path
-    )
-    assert "is not a " in rejection(lambda: list(find_damages(tmp_path, 1)))
+    begins = (f"{tmp_path}/manifest.json is damaged (", f"{tmp_path}/manifest.json is not a man")
+    rejected = rejection(check_same_options, options, tmp_path)
+    assert rejected.startswith(begins) and f"or delete {tmp_path} to prep" in rejected
+    rejected = rejection(lambda: list(find_damages(tmp_path, 1)))
+    assert rejected.startswith(begins)
+    assert rejected.endswith("; delete the folder and prepare the corpus again")
     assert f"{tmp_path}/pieces.jsonl, line 1, is damaged" in rejection(Origins, tmp_path / "train")
     assert f"delete {tmp_path}" in rejection(read_report, tmp_path / "report.json")
 

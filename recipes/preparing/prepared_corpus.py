@@ -272,7 +272,7 @@ def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Ite
         if others and not corpus.is_dir():
             advice = suggestion(str(corpus), [str(other) for other in others])
         raise UserError(f"{corpus} {problem}, so it cannot be verified; {advice}")
-    manifest = read_manifest(corpus, advice=advice)
+    manifest = read_manifest(corpus)
     try:
         files, tokenizer = manifest["files"], manifest["tokenizer_folder_sha256"]
         expected = {"pieces.jsonl": manifest["pieces_sha256"]}

@@ -558,6 +558,16 @@ def test_a_corpus_without_its_manifest_is_named_by_every_command(
     assert "has no manifest.json, so it cannot be verified; use the folder that" in done.stderr
 
 
+def test_a_truncated_manifest_is_damaged(prepared: Path, tmp_path: Path) -> None:
+    corpus = shutil.copytree(prepared / "out", tmp_path / "out")
+    text = (corpus / "manifest.json").read_text()
+    (corpus / "manifest.json").write_text(text[: text.index("tokenizer_sha256")])
+    done = prepare("verify", corpus)
+    assert done.returncode == 1
+    assert f"{corpus}/manifest.json is damaged (line " in done.stderr
+    assert done.stderr.endswith("; delete the folder and prepare the corpus again\n")
+
+
 def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:
     corpus = shutil.copytree(prepared / "out", tmp_path / "out")
     assert prepare("verify", corpus).returncode == 0

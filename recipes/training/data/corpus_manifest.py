@@ -12,9 +12,10 @@ from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 
 MAX_PADDING = 1024  # the largest multiple, a power of two, to which a vocabulary is padded
+DELETE = "delete the folder and prepare the corpus again"  # remedy for a damaged corpus
 
 
-def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> dict[str, Any]:
+def read_manifest(folder: Path, *, advice: str = DELETE) -> dict[str, Any]:
     """Return the manifest of a corpus; empty for a corpus that Megatron's tools prepared.
 
     Args:
@@ -30,9 +31,7 @@ def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> 
     try:
         manifest = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file} is not a manifest of prepare_data.py ({reason_of(error)}); {advice}"
-        ) from None
+        raise UserError(f"{file} is damaged ({reason_of(error)}); {advice}") from None
     if (reason := _wrong_type(manifest)) is not None:
         raise UserError(f"{file} is not a manifest of prepare_data.py ({reason}); {advice}")
     return manifest
@@ -47,10 +46,7 @@ def lost_manifest(folder: Path) -> str:
         return ""
     if not any(folder.glob("*.bin")):
         return ""
-    return (
-        f"{folder} has token files but no manifest.json; delete the folder and prepare the corpus "
-        f"again"
-    )
+    return f"{folder} has token files but no manifest.json; {DELETE}"
 
 
 def _wrong_type(manifest: Any) -> str | None:
