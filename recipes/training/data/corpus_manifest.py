@@ -37,14 +37,17 @@ def read_manifest(folder: Path, *, advice: str = DELETE) -> dict[str, Any]:
     return manifest
 
 
-def lost_manifest(folder: Path) -> str:
-    """Return a message about a corpus of prepare_data.py without its manifest; "" for others.
+def is_corpus(folder: Path) -> bool:
+    """Return whether prepare_data.py has written a folder, even if its manifest is missing.
 
-    Corpora of Megatron's tools have neither manifest.json nor pieces.jsonl.
+    Neither checkpoints nor corpora of Megatron's tools have a pieces.jsonl.
     """
-    if (folder / "manifest.json").exists() or not (folder / "pieces.jsonl").is_file():
-        return ""
-    if not any(folder.glob("*.bin")):
+    return (folder / "pieces.jsonl").is_file()
+
+
+def lost_manifest(folder: Path) -> str:
+    """Return a message about a corpus of prepare_data.py without its manifest; "" for others."""
+    if (folder / "manifest.json").exists() or not is_corpus(folder):
         return ""
     return f"{folder} has token files but no manifest.json; {DELETE}"
 
