@@ -49,7 +49,7 @@ from recipes.preparing.options import (
     check_options,
     check_same_options,
     content_options,
-    has_own_validation,
+    validation_option,
 )
 from recipes.preparing.workspace import clear_workspace, lock_workspace
 from recipes.training.data.corpus_manifest import few_tokens
@@ -128,9 +128,9 @@ def prepare(arguments: list[str]) -> None:
     pieces = cut(formats, f"--source {' '.join(options.source)}")
     held_out = range(len(formats), len(formats))
     if validation := open_validation(options, reading, formats):
-        names = f"--validation-source {' '.join(options.validation_source or options.source)}"
         held_out = range(len(formats), len(formats) + len(validation))
-        pieces += [(held_out[number], piece) for number, piece in cut(validation, names)]
+        cut_validation = cut(validation, validation_option(options))
+        pieces += [(held_out[number], piece) for number, piece in cut_validation]
         formats += validation
     if options.shard is None or options.shard[0] == 0:  # one of the shards checks for all of them
         check_parts(
@@ -138,6 +138,7 @@ def prepare(arguments: list[str]) -> None:
             pieces,
             fraction=options.validation_fraction,
             held_out=held_out,
+            validation_option=validation_option(options),
             skip=frozenset(options.skip),
         )
     with lock_workspace(workspace, shared=options.shard is not None):
@@ -307,7 +308,7 @@ def parse_command_line(arguments: list[str]) -> argparse.Namespace:
     add_corpus_options(parser)
     options = parser.parse_args(arguments)
     if options.validation_fraction is None:
-        options.validation_fraction = 0.0 if has_own_validation(options) else VALIDATION_FRACTION
+        options.validation_fraction = 0.0 if validation_option(options) else VALIDATION_FRACTION
     return options
 
 

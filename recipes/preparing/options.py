@@ -84,17 +84,22 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
         )
 
 
-def has_own_validation(options: argparse.Namespace) -> bool:
-    """Return True if options name the documents of the validation part."""
-    return bool(options.validation_source or options.validation_split)
+def validation_option(options: argparse.Namespace) -> str:
+    """Return the option that names the documents of the validation part, with its value.
+
+    Returns:
+        "" if the validation part is a share of the documents
+    """
+    if options.validation_source:
+        return f"--validation-source {' '.join(options.validation_source)}"
+    return f"--validation-split {options.validation_split}" if options.validation_split else ""
 
 
 def _check_validation(options: argparse.Namespace) -> None:
     """Raise a UserError if the options of the validation part contradict each other."""
-    if has_own_validation(options) and options.validation_fraction:
+    if (own := validation_option(options)) and options.validation_fraction:
         raise UserError(
-            f"--validation-fraction {options.validation_fraction} has no effect with "
-            f"--validation-source or --validation-split; omit it"
+            f"--validation-fraction {options.validation_fraction} has no effect with {own}; omit it"
         )
     if options.validation_split == options.split and not options.validation_source:
         raise UserError(

@@ -83,12 +83,13 @@ def join(
         files[part] = {key: sum(c[key] for c in counts) for key in ("documents", "tokens")}
         if not files[part]["tokens"]:
             rows = sum(each["rows"] for each in skipped.values())
+            own_source = "the source of the validation part"  # check_parts names the option
             raise EmptyPart(
                 part,
                 documents=sum_documents(reports),
                 rows=rows,
                 fraction=fraction,
-                has_held_out=bool(tokenization.held_out),
+                validation_option=own_source if tokenization.held_out else "",
             )
         files[part] |= {
             "bin_sha256": digest_of(count["sha256"] for count in counts),

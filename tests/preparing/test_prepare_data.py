@@ -278,6 +278,16 @@ def test_splits_of_a_dataset_are_the_parts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in parts:
         assert words(tmp_path / "out", name) == [f"{name} {text}" for text in TEXTS]
+    blank = Dataset.from_dict({"text": [""] * 3})
+    DatasetDict({"train": parts["train"], "validation": blank}).save_to_disk(tmp_path / "blank")
+    options[1] = tmp_path / "blank"
+    wrong = prepare(*options[:-1], tmp_path / "bad", "--validation-split", "validation",
+                    "--skip", "empty")  # fmt: skip
+    assert wrong.stderr == (
+        "prepare_data.py: --validation-split validation has no documents, so the validation part "
+        "would be empty (3 rows skipped)\n"
+    )
+    options[1] = tmp_path / "saved"
     wrong = prepare(*options[:-1], tmp_path / "bad", "--validation-split", "valid")
     assert f"--validation-split valid: {tmp_path}/saved has the splits train" in wrong.stderr
 
