@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,26 @@ def check_same_options(options: argparse.Namespace, output: Path) -> None:
         )
     wanted = content_options(options)
     different = [
-        f"--{key.replace('_', '-')} {made.get(key)} (here {wanted.get(key)})"
+        key
         for key in dict.fromkeys((*wanted, *VALIDATION_OPTIONS))
         if (key in made or key in VALIDATION_OPTIONS) and made.get(key) != wanted.get(key)
     ]
+    if not set(VALIDATION_OPTIONS).isdisjoint(different):  # they change the fraction's default
+        different = [key for key in different if key != "validation_fraction"]
     if different:
-        raise UserError(f"{output} already exists, made with {', '.join(different)}; {advice}")
+        before, here = (
+            " and ".join(_typed(key, chosen.get(key)) for key in different)
+            for chosen in (made, wanted)
+        )
+        raise UserError(f"{output} already exists, made with {before}; here {here}; {advice}")
+
+
+def _typed(key: str, value: Any) -> str:
+    """Return an option as it is typed on a command line, or say that it is not used."""
+    option = f"--{key.replace('_', '-')}"
+    if value is None:
+        return f"no {option}"
+    return f"{option} {shlex.join(map(str, value if isinstance(value, list) else [value]))}"
 
 
 def check_options(options: argparse.Namespace, output: Path, workspace: Path) -> None:

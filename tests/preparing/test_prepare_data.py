@@ -93,7 +93,10 @@ def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
         f"again, for example because its source has changed\n"
     )
     done = prepare(*options, "--vocab-size", 301)
-    assert done.returncode == 1 and "made with --vocab-size 300 (here 301)" in done.stderr
+    assert (
+        done.returncode == 1
+        and "made with --vocab-size 300; here --vocab-size 301; use" in done.stderr
+    )
 
 
 def test_user_files_in_the_workspace_stay(prepared: Path, tmp_path: Path) -> None:
@@ -266,7 +269,15 @@ def test_files_of_an_official_split_are_the_parts(official: Path) -> None:
     assert not any("held" in token for token in vocabulary)  # it is trained on the training part
     assert "is complete; delete it to prepare it again" in prepare(*options).stdout
     other = prepare(*options[:2], *options[4:])
-    assert "made with --validation-fraction 0.0 (here 0.1), --validation-source [" in other.stderr
+    validation = f"--validation-source {official / 'valid.txt'}"
+    assert f"made with {validation}; here no --validation-source; use another" in other.stderr
+    other = prepare(*options[:2], *options[4:6], "--vocab-size", 301)
+    assert (
+        f"made with --vocab-size 300 and {validation}; here --vocab-size 301 and no "
+        f"--validation-source; use another"
+    ) in other.stderr
+    other = prepare(*options, "--source", official / "a b.txt", "c.txt")
+    assert f"; here --source '{official / 'a b.txt'}' c.txt; use" in other.stderr
 
 
 def test_splits_of_a_dataset_are_the_parts(tmp_path: Path) -> None:
