@@ -223,7 +223,13 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
     if manifest["document_start"]:
         start = manifest["document_start"]
         print(f"each document begins with the tokens {start}, which the tokenizer adds")
-    print(f"written to {output}, vocabulary {manifest['vocab_size']:,}")
+    size, wanted = manifest["vocab_size"], manifest["options"].get("vocab_size", 0)
+    print(f"written to {output}, vocabulary {size:,}")
+    if size < wanted:  # training ends when every word is one token
+        print(
+            f"the text has too few different words for a tokenizer of {wanted:,} tokens; set "
+            f"model.vocab_size = {size} in the recipe"
+        )
 
 
 def show(arguments: list[str]) -> None:

@@ -99,6 +99,19 @@ def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("wanted", [259, 1234])
+def test_a_vocabulary_that_is_smaller_than_the_option_is_explained(
+    wanted: int, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("abc abc\nabc\n" * 2)
+    done = prepare("--source", tmp_path / "text.txt", "--output", tmp_path / "out",
+                   "--validation-fraction", 0, "--vocab-size", wanted)  # fmt: skip
+    size = json.loads((tmp_path / "out" / "manifest.json").read_text())["vocab_size"]
+    assert (size < wanted) == (wanted == 1234)
+    reason = f"words for a tokenizer of 1,234 tokens; set model.vocab_size = {size} in the recipe"
+    assert (reason in done.stdout) == ("too few different words" in done.stdout) == (size < wanted)
+
+
 def test_user_files_in_the_workspace_stay(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "out.incomplete").mkdir()
     (tmp_path / "out.incomplete" / "thesis.txt").write_text("precious")
