@@ -204,7 +204,8 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
         if tokens < FEW_TOKENS:
             print(
                 f"warning: with {counted(tokens, 'token')}, the {part} part is shorter than a "
-                f"window of most recipes; {few_tokens(part, tokens)}"
+                f"window of most recipes; "
+                f"{few_tokens(part, tokens, manifest['options'])}"
             )
     if manifest.get("divided_document"):
         tokens = manifest["files"]["validation"]["tokens"] - len(manifest["document_start"])

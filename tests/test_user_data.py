@@ -270,6 +270,15 @@ def test_the_vocabulary_in_the_manifest_of_a_corpus(value: str, tmp_path: Path) 
     assert "vocab_size = " in message and "is not a whole number" in message
 
 
+def test_the_options_in_the_manifest_of_a_corpus(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"options": ["--vocab-size"]}')
+    for call in (
+        lambda: check_same_options(parse_command_line([]), tmp_path),
+        lambda: list(find_damages(tmp_path, 1)),
+    ):
+        assert "options = ['--vocab-size'] is not a table of options" in rejection(call)
+
+
 @pytest.mark.parametrize("field", [{"files": []}, {"stop": "9"}, {"train": 5}, {"start": None}])
 def test_a_value_in_pieces(field: dict[str, Any], tmp_path: Path) -> None:
     part = {"documents": 1, "tokens": 9}

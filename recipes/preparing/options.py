@@ -32,11 +32,6 @@ def check_same_options(options: argparse.Namespace, output: Path) -> None:
     """
     advice = f"use another --output, or delete {output} to prepare it again"
     made = read_manifest(output, advice=advice).get("options", {})
-    if not isinstance(made, dict):
-        raise UserError(
-            f"{output / 'manifest.json'} is not a manifest of prepare_data.py (options = "
-            f"{made!r}); {advice}"
-        )
     wanted = content_options(options)
     different = [
         key

@@ -26,7 +26,7 @@ from recipes.preparing.ledger import samples_of
 from recipes.preparing.own_files import LOCK_TEXT
 from recipes.preparing.prepared_corpus import find_damages
 from recipes.preparing.tokenization import Tokenization
-from recipes.training.data.corpus_manifest import tokenizer_hash
+from recipes.training.data.corpus_manifest import few_tokens, tokenizer_hash
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
@@ -500,6 +500,32 @@ def test_a_part_that_is_shorter_than_a_window_is_announced(prepared: Path, tmp_p
     with pytest.raises(UserError, match=re.escape(named)) as raised:
         TrainingData(longer, one, 0)
     assert remedy in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "tokens", "made_with", "remedy"),
+    [
+        ("train", 31, {}, "too little text to train on; use more text"),
+        (
+            "train", 32, {},
+            "use model.sequence_length = 31 or less, or prepare the corpus again with more text",
+        ),
+        ("validation", 9, {}, "too little text to validate on; prepare the corpus again with more "
+         "text, or leave"),
+        ("validation", 40, {"validation_fraction": 0.1}, "use model.sequence_length = 39 or less, "
+         "or prepare the corpus again with more text or a larger --validation-fraction, or leave"),
+        ("validation", 40, {"validation_fraction": 0.0, "validation_source": ["a.txt"]},
+         "again with more text in --validation-source, or leave"),
+        ("validation", 40, {"validation_split": "test"}, "again with a longer --validation-split"),
+    ],
+)  # fmt: skip
+def test_the_remedy_for_a_short_part_names_options_that_help(
+    part: str, tokens: int, made_with: dict[str, Any], remedy: str
+) -> None:
+    said = few_tokens(part, tokens, made_with)
+    assert remedy in said and ("model.sequence_length" in said) == (tokens >= 32)
+    named = set(re.findall("--[a-z-]+", said))
+    assert named <= {f"--{key.replace('_', '-')}" for key in made_with}
 
 
 @pytest.mark.parametrize(
