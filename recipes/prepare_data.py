@@ -51,7 +51,7 @@ from recipes.preparing.options import (
     content_options,
     validation_option,
 )
-from recipes.preparing.workspace import clear_workspace, lock_workspace
+from recipes.preparing.workspace import clear_workspace, full_disk_explained, lock_workspace
 from recipes.training.data.corpus_manifest import few_tokens
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.repository import repository_path
@@ -141,7 +141,10 @@ def prepare(arguments: list[str]) -> None:
             validation_option=validation_option(options),
             skip=frozenset(options.skip),
         )
-    with lock_workspace(workspace, shared=options.shard is not None):
+    with (
+        full_disk_explained(workspace),
+        lock_workspace(workspace, shared=options.shard is not None),
+    ):
         if output.exists() and any(output.iterdir()):
             raise UserError(f"another process has just written {output}")
         tokenization = plan(formats, pieces, options, workspace, held_out=held_out)

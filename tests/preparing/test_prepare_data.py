@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import json
 import random
@@ -427,6 +428,28 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     assert (workspace / "lock").read_text() == LOCK_TEXT
     assert f"{workspace} keeps 1 finished piece; rerun the same command to resume" in done.stderr
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
+
+
+@pytest.mark.parametrize("filename", [None, "copy/tokenizer.json"])
+def test_a_full_disk_is_named_with_what_stays(
+    filename: str | None, prepared: Path, tmp_path: Path
+) -> None:
+    filename = filename and str(tmp_path / filename)
+    full = OSError(errno.ENOSPC, "No space left on device", filename)
+    options = into(prepared, tmp_path / "out")
+    with mock.patch.object(prepared_corpus, "join", side_effect=full):
+        done = prepare(*options, "--vocab-size", 300)
+    folder, workspace = tmp_path / "copy" if filename else tmp_path, tmp_path / "out.incomplete"
+    kept, said = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert kept == f"{workspace} keeps 1 finished piece; rerun the same command to resume"
+    assert said.startswith(f"prepare_data.py: {folder} is on a full disk (No space left on dev")
+    assert f"rerun the same command, which uses the finished work in {workspace}, or" in said
+    with mock.patch.object(prepared_corpus, "join", side_effect=OSError(errno.EIO, "I/O")):
+        done = prepare(*options, "--vocab-size", 300)
+    assert (
+        "a file cannot be read or written (I/O)" in done.stderr and "full disk" not in done.stderr
+    )
 
 
 def test_a_fraction_that_leaves_a_part_empty_is_rejected_before_the_work(
