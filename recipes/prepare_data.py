@@ -39,6 +39,8 @@ import argparse
 import os
 import re
 import signal
+from collections.abc import Iterable
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from models.errors import UserError, a_few, counted
@@ -47,9 +49,9 @@ from recipes.preparing.options import (
     check_options,
     check_same_options,
     content_options,
-    has_own_validation,
+    validation_option,
 )
-from recipes.preparing.workspace import clear_workspace, lock_workspace
+from recipes.preparing.workspace import clear_workspace, full_disk_explained, lock_workspace
 from recipes.training.data.corpus_manifest import few_tokens
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.repository import repository_path
@@ -93,8 +95,15 @@ def prepare(arguments: list[str]) -> None:
     workspace = output.with_name(output.name + ".incomplete")
     if (output / "manifest.json").exists():
         check_same_options(options, output)
+        from recipes.preparing.prepared_corpus import find_damages
+
+        reject_damages(output, find_damages(output, 1, only_sizes=True))
         clear_workspace(workspace)  # it remains if a process was killed after the last step
-        print(f"{output} already exists; delete it to prepare it again")
+        prepared_at = datetime.fromtimestamp((output / "manifest.json").stat().st_mtime)
+        print(
+            f"{output} was prepared on {prepared_at:%Y-%m-%d %H:%M} and is complete; delete it to "
+            f"prepare it again, for example because its source has changed"
+        )
         return
     check_options(options, output, workspace)
     print(f"preparing {output} from {a_few(options.source)}", flush=True)
@@ -119,9 +128,9 @@ def prepare(arguments: list[str]) -> None:
     pieces = cut(formats, f"--source {' '.join(options.source)}")
     held_out = range(len(formats), len(formats))
     if validation := open_validation(options, reading, formats):
-        names = f"--validation-source {' '.join(options.validation_source or options.source)}"
         held_out = range(len(formats), len(formats) + len(validation))
-        pieces += [(held_out[number], piece) for number, piece in cut(validation, names)]
+        cut_validation = cut(validation, validation_option(options))
+        pieces += [(held_out[number], piece) for number, piece in cut_validation]
         formats += validation
     if options.shard is None or options.shard[0] == 0:  # one of the shards checks for all of them
         check_parts(
@@ -129,9 +138,13 @@ def prepare(arguments: list[str]) -> None:
             pieces,
             fraction=options.validation_fraction,
             held_out=held_out,
+            validation_option=validation_option(options),
             skip=frozenset(options.skip),
         )
-    with lock_workspace(workspace, shared=options.shard is not None):
+    with (
+        full_disk_explained(workspace),
+        lock_workspace(workspace, shared=options.shard is not None),
+    ):
         if output.exists() and any(output.iterdir()):
             raise UserError(f"another process has just written {output}")
         tokenization = plan(formats, pieces, options, workspace, held_out=held_out)
@@ -194,7 +207,8 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
         if tokens < FEW_TOKENS:
             print(
                 f"warning: with {counted(tokens, 'token')}, the {part} part is shorter than a "
-                f"window of most recipes; {few_tokens(part, tokens)}"
+                f"window of most recipes; "
+                f"{few_tokens(part, tokens, manifest['options'])}"
             )
     if manifest.get("divided_document"):
         tokens = manifest["files"]["validation"]["tokens"] - len(manifest["document_start"])
@@ -213,7 +227,13 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
     if manifest["document_start"]:
         start = manifest["document_start"]
         print(f"each document begins with the tokens {start}, which the tokenizer adds")
-    print(f"written to {output}, vocabulary {manifest['vocab_size']:,}")
+    size, wanted = manifest["vocab_size"], manifest["options"].get("vocab_size", 0)
+    print(f"written to {output}, vocabulary {size:,}")
+    if size < wanted:  # training ends when every word is one token
+        print(
+            f"the text has too few different words for a tokenizer of {wanted:,} tokens; set "
+            f"model.vocab_size = {size} in the recipe"
+        )
 
 
 def show(arguments: list[str]) -> None:
@@ -253,12 +273,22 @@ def verify(arguments: list[str]) -> None:
 
     raise_at_interrupt()
     corpus = repository_path(str(options.corpus))
-    damages = list(find_damages(corpus, len(os.sched_getaffinity(0))))
+    reject_damages(corpus, find_damages(corpus, len(os.sched_getaffinity(0))))
+    print(f"{corpus} matches its manifest")
+
+
+def reject_damages(corpus: Path, damages: Iterable[str]) -> None:
+    """Print the damages of a corpus.
+
+    Raises:
+        UserError: There is at least one.
+    """
+    is_damaged = False
     for damage in damages:
         print(f"{corpus}: {damage}")
-    if damages:
-        raise UserError(f"{corpus} is damaged; prepare it again")
-    print(f"{corpus} matches its manifest")
+        is_damaged = True
+    if is_damaged:
+        raise UserError(f"{corpus} is damaged; delete it and prepare it again")
 
 
 def tasks(arguments: list[str]) -> None:
@@ -288,7 +318,7 @@ def parse_command_line(arguments: list[str]) -> argparse.Namespace:
     add_corpus_options(parser)
     options = parser.parse_args(arguments)
     if options.validation_fraction is None:
-        options.validation_fraction = 0.0 if has_own_validation(options) else VALIDATION_FRACTION
+        options.validation_fraction = 0.0 if validation_option(options) else VALIDATION_FRACTION
     return options
 
 

@@ -199,10 +199,12 @@ def test_the_files_of_a_corpus(content: bytes, tmp_path: Path) -> None:
     for name in ("manifest.json", "pieces.jsonl", "report.json"):
         (tmp_path / name).write_bytes(content)
     options = parse_command_line(["--output", str(tmp_path)])
-    assert f"{tmp_path}/manifest.json is not a man" in rejection(
-        check_same_options, options, tmp_path
-    )
-    assert "is not a " in rejection(lambda: list(find_damages(tmp_path, 1)))
+    begins = (f"{tmp_path}/manifest.json is damaged (", f"{tmp_path}/manifest.json is not a man")
+    rejected = rejection(check_same_options, options, tmp_path)
+    assert rejected.startswith(begins) and f"or delete {tmp_path} to prep" in rejected
+    rejected = rejection(lambda: list(find_damages(tmp_path, 1)))
+    assert rejected.startswith(begins)
+    assert rejected.endswith("; delete the folder and prepare the corpus again")
     assert f"{tmp_path}/pieces.jsonl, line 1, is damaged" in rejection(Origins, tmp_path / "train")
     assert f"delete {tmp_path}" in rejection(read_report, tmp_path / "report.json")
 
@@ -266,6 +268,15 @@ def test_the_vocabulary_in_the_manifest_of_a_corpus(value: str, tmp_path: Path) 
     (tmp_path / "manifest.json").write_text(f'{{"vocab_size": {value}}}')
     message = rejection(lambda: list(find_damages(tmp_path, 1)))
     assert "vocab_size = " in message and "is not a whole number" in message
+
+
+def test_the_options_in_the_manifest_of_a_corpus(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"options": ["--vocab-size"]}')
+    for call in (
+        lambda: check_same_options(parse_command_line([]), tmp_path),
+        lambda: list(find_damages(tmp_path, 1)),
+    ):
+        assert "options = ['--vocab-size'] is not a table of options" in rejection(call)
 
 
 @pytest.mark.parametrize("field", [{"files": []}, {"stop": "9"}, {"train": 5}, {"start": None}])

@@ -6,6 +6,7 @@ from models.config import ModelConfig
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
+from recipes.training.data.corpus_manifest import is_corpus
 from recipes.training.recipe.repository import short
 from recipes.training.recipe.stages.plan import table_at
 from recipes.training.run_folder.checkpoint_folders import no_checkpoint, published
@@ -17,6 +18,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     Raises:
         UserError: The path has no checkpoint, or only damaged ones.
     """
+    _reject_corpus(path)
     if (path / "manifest.json").is_file():
         damage = next(find_damages(path), None)
         if damage:
@@ -37,6 +39,15 @@ def saved_in(path: Path) -> list[Path]:
     return published(path / "checkpoints") or published(path)
 
 
+def _reject_corpus(path: Path) -> None:
+    """Raise a UserError if the path is a corpus, which also has a manifest.json."""
+    if is_corpus(path):
+        raise UserError(
+            f"{path} is a corpus of prepare_data.py, not a checkpoint; use a run folder such as "
+            f"runs/tiny"
+        )
+
+
 def _remedy(damaged: Path) -> str:
     """Return what to do about a damaged checkpoint."""
     folder = damaged.absolute().parent
@@ -52,6 +63,7 @@ def undamaged(run: Path, count: int) -> list[CheckpointReader]:
     Raises:
         UserError: The folder has no checkpoint.
     """
+    _reject_corpus(run)
     if not (saves := saved_in(run)):
         raise UserError(no_checkpoint(run))
     found: list[CheckpointReader] = []

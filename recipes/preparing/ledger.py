@@ -10,6 +10,7 @@ import numpy as np
 
 from recipes.preparing.prepared_corpus import Origins
 from recipes.preparing.tokenizer import load_tokenizer
+from recipes.training.data.corpus_manifest import lost_manifest
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import document_starts
 from recipes.training.recipe.repository import repository_path
@@ -48,6 +49,9 @@ def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]
     setting = f'data.tokenizer = "{recipe.data.tokenizer}"'
     tokenizer = load_tokenizer(folder, setting) if text else None
     train = span.recipe.data.train
+    for corpus_folder in dict.fromkeys(repository_path(source.path).parent for source in train):
+        if lost := lost_manifest(corpus_folder):
+            yield f"warning: {lost}"
     for corpus_of_recipe, start in zip(train, document_starts(span.recipe), strict=True):
         if start:
             yield f"documents of {corpus_of_recipe.path} begin with the tokens {start}"

@@ -2,12 +2,13 @@
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 from models.config import MAX_SIZE
 from models.errors import UserError
-from recipes.training.data.corpus_manifest import read_manifest
+from recipes.training.data.corpus_manifest import lost_manifest, read_manifest
 
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token
 CONTENT_OPTIONS = ("source", "config", "split", "column", "text_is", "tokenizer", "vocab_size",
@@ -31,19 +32,28 @@ def check_same_options(options: argparse.Namespace, output: Path) -> None:
     """
     advice = f"use another --output, or delete {output} to prepare it again"
     made = read_manifest(output, advice=advice).get("options", {})
-    if not isinstance(made, dict):
-        raise UserError(
-            f"{output / 'manifest.json'} is not a manifest of prepare_data.py (options = "
-            f"{made!r}); {advice}"
-        )
     wanted = content_options(options)
     different = [
-        f"--{key.replace('_', '-')} {made.get(key)} (here {wanted.get(key)})"
+        key
         for key in dict.fromkeys((*wanted, *VALIDATION_OPTIONS))
         if (key in made or key in VALIDATION_OPTIONS) and made.get(key) != wanted.get(key)
     ]
+    if not set(VALIDATION_OPTIONS).isdisjoint(different):  # they change the fraction's default
+        different = [key for key in different if key != "validation_fraction"]
     if different:
-        raise UserError(f"{output} already exists, made with {', '.join(different)}; {advice}")
+        before, here = (
+            " and ".join(_typed(key, chosen.get(key)) for key in different)
+            for chosen in (made, wanted)
+        )
+        raise UserError(f"{output} already exists, made with {before}; here {here}; {advice}")
+
+
+def _typed(key: str, value: Any) -> str:
+    """Return an option as it is typed on a command line, or say that it is not used."""
+    option = f"--{key.replace('_', '-')}"
+    if value is None:
+        return f"no {option}"
+    return f"{option} {shlex.join(map(str, value if isinstance(value, list) else [value]))}"
 
 
 def check_options(options: argparse.Namespace, output: Path, workspace: Path) -> None:
@@ -52,6 +62,8 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
     Raises:
         UserError: An option has an invalid value.
     """
+    if lost := lost_manifest(output):
+        raise UserError(lost)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {options.output} contains other files; use an empty folder")
     if os.path.ismount(output):
@@ -82,17 +94,22 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
         )
 
 
-def has_own_validation(options: argparse.Namespace) -> bool:
-    """Return True if options name the documents of the validation part."""
-    return bool(options.validation_source or options.validation_split)
+def validation_option(options: argparse.Namespace) -> str:
+    """Return the option that names the documents of the validation part, with its value.
+
+    Returns:
+        "" if the validation part is a share of the documents
+    """
+    if options.validation_source:
+        return f"--validation-source {' '.join(options.validation_source)}"
+    return f"--validation-split {options.validation_split}" if options.validation_split else ""
 
 
 def _check_validation(options: argparse.Namespace) -> None:
     """Raise a UserError if the options of the validation part contradict each other."""
-    if has_own_validation(options) and options.validation_fraction:
+    if (own := validation_option(options)) and options.validation_fraction:
         raise UserError(
-            f"--validation-fraction {options.validation_fraction} has no effect with "
-            f"--validation-source or --validation-split; omit it"
+            f"--validation-fraction {options.validation_fraction} has no effect with {own}; omit it"
         )
     if options.validation_split == options.split and not options.validation_source:
         raise UserError(

@@ -26,8 +26,9 @@ from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.formats.format import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization, new_folder
 from recipes.training.checkpoint.manifest import sha256
-from recipes.training.data.corpus_manifest import folder_hash, read_manifest
+from recipes.training.data.corpus_manifest import folder_hash, lost_manifest, read_manifest
 from recipes.training.data.token_file import (
+    HEADER,
     HashedFile,
     TokenFile,
     TokenFileWriter,
@@ -82,12 +83,13 @@ def join(
         files[part] = {key: sum(c[key] for c in counts) for key in ("documents", "tokens")}
         if not files[part]["tokens"]:
             rows = sum(each["rows"] for each in skipped.values())
+            own_source = "the source of the validation part"  # check_parts names the option
             raise EmptyPart(
                 part,
                 documents=sum_documents(reports),
                 rows=rows,
                 fraction=fraction,
-                has_held_out=bool(tokenization.held_out),
+                validation_option=own_source if tokenization.held_out else "",
             )
         files[part] |= {
             "bin_sha256": digest_of(count["sha256"] for count in counts),
@@ -232,7 +234,8 @@ def read_pieces(file: Path) -> list[dict[str, Any]]:
             _check_piece(pieces[-1])
         except (ValueError, RecursionError, TypeError, KeyError) as error:
             raise UserError(
-                f"{file}, line {number}, is damaged ({reason_of(error)}); prepare the corpus again"
+                f"{file}, line {number}, is damaged ({reason_of(error)}); delete "
+                f"{file.parent} and prepare it again"
             ) from None
     return pieces
 
@@ -250,36 +253,44 @@ def _check_piece(piece: dict[str, Any]) -> None:
                 raise UserError(f"{part}.{key} = {count!r:.60}")
 
 
-def find_damages(corpus: Path, threads: int) -> Iterator[str]:
+def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Iterator[str]:
     """Compare a corpus with its manifest; yield a message for each difference.
 
     Args:
         corpus: folder of the corpus
         threads: number of threads that hash files
+        only_sizes: compare the sizes of the token files, and read no file but the manifest
 
     Raises:
         UserError: The folder is not a corpus.
     """
     advice = "use the folder that --output named"
     if not (corpus / "manifest.json").is_file():
+        if lost := lost_manifest(corpus):
+            raise UserError(lost)
         others = sorted(file.parent for file in corpus.parent.glob("*/manifest.json"))
         problem = "has no manifest.json" if corpus.is_dir() else "does not exist"
-        if others:
+        if others and not corpus.is_dir():
             advice = suggestion(str(corpus), [str(other) for other in others])
         raise UserError(f"{corpus} {problem}, so it cannot be verified; {advice}")
-    manifest = read_manifest(corpus, advice=advice)
+    manifest = read_manifest(corpus)
     try:
         files, tokenizer = manifest["files"], manifest["tokenizer_folder_sha256"]
         expected = {"pieces.jsonl": manifest["pieces_sha256"]}
         parts = [part for part in PARTS if part == "train" or part in files]
         expected |= {f"{part}.idx": files[part]["idx_sha256"] for part in parts}
         counts = {part: {key: files[part][key] for key in COUNT_KEYS} for part in parts}
+        if any(type(count) is not int for part in parts for count in counts[part].values()):
+            raise TypeError
         token_bytes = token_type(manifest["vocab_size"]).itemsize
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{corpus} is not a corpus that prepare_data.py has written "
             f"({reason_of(error)} in manifest.json); {advice}"
         ) from None
+    if only_sizes:
+        yield from _wrong_sizes(corpus, counts, token_bytes)
+        return
     if folder_hash(corpus / "tokenizer") != tokenizer:
         yield "tokenizer/ differs from the tokenizer that made the corpus"
     wrong = {}
@@ -312,6 +323,24 @@ def find_damages(corpus: Path, threads: int) -> Iterator[str]:
                     end = start + piece[part]["tokens"] * token_bytes
                     origin = describe(*(piece[key] for key in LOCATION_KEYS))
                     yield f"{part}.bin, bytes {start} .. {end}, from {origin}: changed"
+
+
+def _wrong_sizes(
+    corpus: Path, counts: dict[str, dict[str, int]], token_bytes: int
+) -> Iterator[str]:
+    """Yield a message for each file of a corpus that is missing or has another size.
+
+    counts: part -> documents and tokens
+    """
+    sizes: dict[str, int | None] = {"pieces.jsonl": None, "tokenizer/tokenizer.json": None}
+    for part, count in counts.items():
+        sizes[f"{part}.bin"] = count["tokens"] * token_bytes
+        sizes[f"{part}.idx"] = HEADER.size + 12 * count["documents"] + 8 * (count["documents"] + 1)
+    for name, size in sizes.items():
+        if not (corpus / name).is_file():
+            yield f"{name} is missing"
+        elif size is not None and (actual := (corpus / name).stat().st_size) != size:
+            yield f"{name} has {actual} bytes instead of {size}"
 
 
 def sha256_of_range(file: Path, start: int, size: int) -> str:

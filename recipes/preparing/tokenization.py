@@ -249,6 +249,7 @@ def check_parts(
     *,
     fraction: float,
     held_out: Collection[int],
+    validation_option: str = "",
     skip: frozenset[str],
 ) -> None:
     """Check before the tokenization that no part is empty.
@@ -262,6 +263,7 @@ def check_parts(
         pieces: all pieces, in order
         fraction: share of the documents that is held out
         held_out: numbers of the formats whose documents are the validation part
+        validation_option: the option that names these documents, for a message
         skip: kinds of problems whose rows are skipped
 
     Raises:
@@ -294,7 +296,7 @@ def check_parts(
                 documents=documents,
                 rows=sum(kind["rows"] for kind in report.skipped.values()),
                 fraction=fraction,
-                has_held_out=bool(held_out),
+                validation_option=validation_option,
                 proposal=_fraction_that_works(nearest, lacking, fraction, characters),
                 are_equal=len(nearest) == 1,
             )

@@ -1,6 +1,7 @@
 """The workspace of a preparation: a folder with its lock, its tokenizer and its finished pieces."""
 
 import contextlib
+import errno
 import fcntl
 import shutil
 import sys
@@ -12,6 +13,28 @@ from models.errors import UserError, counted
 from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.own_files import mark_workspace
 from recipes.training.run_folder.lock import NO_FLOCK
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def full_disk_explained(workspace: Path) -> Iterator[None]:
+    """Turn the error of a full disk into a message; `lock_workspace` prints what is kept.
+
+    Raises:
+        UserError: A disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        folder = Path(error.filename or workspace).parent
+        kept = f", which uses the finished work in {workspace}" if workspace.is_dir() else ""
+        raise UserError(
+            f"{folder} is on a full disk ({error.strerror}); free space there and rerun the same "
+            f"command{kept}, or use an --output on another disk"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -39,7 +39,11 @@ from recipes.converting.weight_files import IMPORTED, RESHAPED
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
-from recipes.training.checkpoint.compatibility import changed_positions, check_same_model
+from recipes.training.checkpoint.compatibility import (
+    changed_positions,
+    check_initial_weights,
+    check_same_model,
+)
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.resume_point import find_initial_weights
@@ -718,6 +722,22 @@ def test_a_damaged_or_missing_source_is_rejected(
         read_config(tmp_path)
     with pytest.raises(UserError, match="nowhere does not exist; use a folder written by"):
         read_config(tmp_path / "nowhere")
+
+
+def test_a_corpus_is_not_a_checkpoint(tmp_path: Path) -> None:
+    for name in ("manifest.json", "pieces.jsonl"):
+        (tmp_path / name).write_text("{}")
+    said = f"{tmp_path} is a corpus of prepare_data.py, not a checkpoint; use a run folder such"
+    for last in (None, 2):
+        with pytest.raises(UserError, match=re.escape(said)):
+            sources_of([tmp_path], last=last)
+    done = run_here(main, "to-hf", tmp_path, tmp_path / "new")
+    assert done.returncode == 1 and said in done.stderr
+    recipe = parse_recipe(
+        changed(small_recipe(tmp_path), training__initial_weights=str(tmp_path)), "test"
+    )
+    with pytest.raises(UserError, match="the path is a corpus of prepare_data"):
+        check_initial_weights(recipe)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
+import errno
 import fcntl
 import json
 import random
 import re
 import shutil
 import subprocess
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +27,7 @@ from recipes.preparing.ledger import samples_of
 from recipes.preparing.own_files import LOCK_TEXT
 from recipes.preparing.prepared_corpus import find_damages
 from recipes.preparing.tokenization import Tokenization
-from recipes.training.data.corpus_manifest import tokenizer_hash
+from recipes.training.data.corpus_manifest import few_tokens, tokenizer_hash
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
@@ -85,9 +87,30 @@ def test_the_manifest_describes_the_folder(prepared: Path) -> None:
 def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
     options = into(prepared, prepared / "out")
     done = prepare(*options, "--vocab-size", 300)
-    assert done.returncode == 0 and "already exists" in done.stdout
+    manifest = prepared / "out" / "manifest.json"
+    written = datetime.fromtimestamp(manifest.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
+    assert done.returncode == 0 and done.stdout == (
+        f"{prepared / 'out'} was prepared on {written} and is complete; delete it to prepare it "
+        f"again, for example because its source has changed\n"
+    )
     done = prepare(*options, "--vocab-size", 301)
-    assert done.returncode == 1 and "made with --vocab-size 300 (here 301)" in done.stderr
+    assert (
+        done.returncode == 1
+        and "made with --vocab-size 300; here --vocab-size 301; use" in done.stderr
+    )
+
+
+@pytest.mark.parametrize("wanted", [259, 1234])
+def test_a_vocabulary_that_is_smaller_than_the_option_is_explained(
+    wanted: int, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("abc abc\nabc\n" * 2)
+    done = prepare("--source", tmp_path / "text.txt", "--output", tmp_path / "out",
+                   "--validation-fraction", 0, "--vocab-size", wanted)  # fmt: skip
+    size = json.loads((tmp_path / "out" / "manifest.json").read_text())["vocab_size"]
+    assert (size < wanted) == (wanted == 1234)
+    reason = f"words for a tokenizer of 1,234 tokens; set model.vocab_size = {size} in the recipe"
+    assert (reason in done.stdout) == ("too few different words" in done.stdout) == (size < wanted)
 
 
 def test_user_files_in_the_workspace_stay(prepared: Path, tmp_path: Path) -> None:
@@ -258,9 +281,17 @@ def test_files_of_an_official_split_are_the_parts(official: Path) -> None:
     assert not list(find_damages(official / "out", 1))
     vocabulary = AutoTokenizer.from_pretrained(official / "out" / "tokenizer").get_vocab()
     assert not any("held" in token for token in vocabulary)  # it is trained on the training part
-    assert "already exists" in prepare(*options).stdout
+    assert "is complete; delete it to prepare it again" in prepare(*options).stdout
     other = prepare(*options[:2], *options[4:])
-    assert "made with --validation-fraction 0.0 (here 0.1), --validation-source [" in other.stderr
+    validation = f"--validation-source {official / 'valid.txt'}"
+    assert f"made with {validation}; here no --validation-source; use another" in other.stderr
+    other = prepare(*options[:2], *options[4:6], "--vocab-size", 301)
+    assert (
+        f"made with --vocab-size 300 and {validation}; here --vocab-size 301 and no "
+        f"--validation-source; use another"
+    ) in other.stderr
+    other = prepare(*options, "--source", official / "a b.txt", "c.txt")
+    assert f"; here --source '{official / 'a b.txt'}' c.txt; use" in other.stderr
 
 
 def test_splits_of_a_dataset_are_the_parts(tmp_path: Path) -> None:
@@ -272,6 +303,16 @@ def test_splits_of_a_dataset_are_the_parts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for name in parts:
         assert words(tmp_path / "out", name) == [f"{name} {text}" for text in TEXTS]
+    blank = Dataset.from_dict({"text": [""] * 3})
+    DatasetDict({"train": parts["train"], "validation": blank}).save_to_disk(tmp_path / "blank")
+    options[1] = tmp_path / "blank"
+    wrong = prepare(*options[:-1], tmp_path / "bad", "--validation-split", "validation",
+                    "--skip", "empty")  # fmt: skip
+    assert wrong.stderr == (
+        "prepare_data.py: --validation-split validation has no documents, so the validation part "
+        "would be empty (3 rows skipped)\n"
+    )
+    options[1] = tmp_path / "saved"
     wrong = prepare(*options[:-1], tmp_path / "bad", "--validation-split", "valid")
     assert f"--validation-split valid: {tmp_path}/saved has the splits train" in wrong.stderr
 
@@ -389,6 +430,28 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
 
 
+@pytest.mark.parametrize("filename", [None, "copy/tokenizer.json"])
+def test_a_full_disk_is_named_with_what_stays(
+    filename: str | None, prepared: Path, tmp_path: Path
+) -> None:
+    filename = filename and str(tmp_path / filename)
+    full = OSError(errno.ENOSPC, "No space left on device", filename)
+    options = into(prepared, tmp_path / "out")
+    with mock.patch.object(prepared_corpus, "join", side_effect=full):
+        done = prepare(*options, "--vocab-size", 300)
+    folder, workspace = tmp_path / "copy" if filename else tmp_path, tmp_path / "out.incomplete"
+    kept, said = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert kept == f"{workspace} keeps 1 finished piece; rerun the same command to resume"
+    assert said.startswith(f"prepare_data.py: {folder} is on a full disk (No space left on dev")
+    assert f"rerun the same command, which uses the finished work in {workspace}, or" in said
+    with mock.patch.object(prepared_corpus, "join", side_effect=OSError(errno.EIO, "I/O")):
+        done = prepare(*options, "--vocab-size", 300)
+    assert (
+        "a file cannot be read or written (I/O)" in done.stderr and "full disk" not in done.stderr
+    )
+
+
 def test_a_fraction_that_leaves_a_part_empty_is_rejected_before_the_work(
     prepared: Path, tmp_path: Path
 ) -> None:
@@ -463,6 +526,32 @@ def test_a_part_that_is_shorter_than_a_window_is_announced(prepared: Path, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("part", "tokens", "made_with", "remedy"),
+    [
+        ("train", 31, {}, "too little text to train on; use more text"),
+        (
+            "train", 32, {},
+            "use model.sequence_length = 31 or less, or prepare the corpus again with more text",
+        ),
+        ("validation", 9, {}, "too little text to validate on; prepare the corpus again with more "
+         "text, or leave"),
+        ("validation", 40, {"validation_fraction": 0.1}, "use model.sequence_length = 39 or less, "
+         "or prepare the corpus again with more text or a larger --validation-fraction, or leave"),
+        ("validation", 40, {"validation_fraction": 0.0, "validation_source": ["a.txt"]},
+         "again with more text in --validation-source, or leave"),
+        ("validation", 40, {"validation_split": "test"}, "again with a longer --validation-split"),
+    ],
+)  # fmt: skip
+def test_the_remedy_for_a_short_part_names_options_that_help(
+    part: str, tokens: int, made_with: dict[str, Any], remedy: str
+) -> None:
+    said = few_tokens(part, tokens, made_with)
+    assert remedy in said and ("model.sequence_length" in said) == (tokens >= 32)
+    named = set(re.findall("--[a-z-]+", said))
+    assert named <= {f"--{key.replace('_', '-')}" for key in made_with}
+
+
+@pytest.mark.parametrize(
     ("function", "kept"),
     [
         ("prepared_corpus.join", "out.incomplete keeps 1 finished piece; rerun the same command"),
@@ -527,6 +616,41 @@ def test_a_corpus_that_does_not_exist_is_not_verified(prepared: Path) -> None:
     assert f"{prepared} has no manifest.json, so it cannot be verified" in done.stderr
 
 
+def test_a_corpus_without_its_manifest_is_named_by_every_command(
+    prepared: Path, tmp_path: Path
+) -> None:
+    corpus = shutil.copytree(prepared / "out", tmp_path / "out")
+    shutil.copytree(corpus, tmp_path / "other")  # must not be suggested
+    table = changed(small_recipe(corpus), model__vocab_size=300, training__evaluate_every=0)
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
+    show = ["show", tmp_path / "recipe.toml", "--step", 1]
+    assert "warning" not in prepare(*show).stdout
+    (corpus / "manifest.json").unlink()
+    lost = (
+        f"{corpus} has token files but no manifest.json; delete the folder and prepare the corpus "
+        f"again\n"
+    )
+    for arguments in (["verify", corpus], into(prepared, corpus)):
+        done = prepare(*arguments)
+        assert done.returncode == 1 and done.stderr == f"prepare_data.py: {lost}"
+    shown = prepare(*show)
+    assert shown.returncode == 0 and shown.stdout.count(f"warning: {lost}") == 1
+    (corpus / "pieces.jsonl").unlink()  # as a corpus of Megatron's tools
+    assert "warning" not in prepare(*show).stdout
+    done = prepare("verify", corpus)
+    assert "has no manifest.json, so it cannot be verified; use the folder that" in done.stderr
+
+
+def test_a_truncated_manifest_is_damaged(prepared: Path, tmp_path: Path) -> None:
+    corpus = shutil.copytree(prepared / "out", tmp_path / "out")
+    text = (corpus / "manifest.json").read_text()
+    (corpus / "manifest.json").write_text(text[: text.index("tokenizer_sha256")])
+    done = prepare("verify", corpus)
+    assert done.returncode == 1
+    assert f"{corpus}/manifest.json is damaged (line " in done.stderr
+    assert done.stderr.endswith("; delete the folder and prepare the corpus again\n")
+
+
 def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:
     corpus = shutil.copytree(prepared / "out", tmp_path / "out")
     assert prepare("verify", corpus).returncode == 0
@@ -544,7 +668,34 @@ def test_a_corpus_is_verified(prepared: Path, tmp_path: Path) -> None:
         assert not list(find_damages(corpus, 2))
     (corpus / "train.bin").write_bytes((corpus / "train.bin").read_bytes()[:-2])
     done = prepare("verify", corpus)
-    assert done.returncode == 1 and "train.bin has" in done.stdout and "damaged" in done.stderr
+    assert done.returncode == 1 and "train.bin has" in done.stdout
+    assert f"{corpus} is damaged; delete it and prepare it again" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("train.bin", "bytes instead of"),
+        ("validation.idx", "bytes instead of"),
+        ("pieces.jsonl", "is missing"),
+        ("tokenizer/tokenizer.json", "is missing"),
+    ],
+)
+def test_a_rerun_that_finds_a_damaged_corpus_fails(
+    name: str, said: str, prepared: Path, tmp_path: Path
+) -> None:
+    corpus = shutil.copytree(prepared / "out", tmp_path / "out")
+    options = [*into(prepared, corpus), "--vocab-size", 300]
+    assert prepare(*options).returncode == 0
+    if said == "is missing":
+        (corpus / name).unlink()
+    else:
+        shorter = (corpus / name).read_bytes()[:-2]
+        (corpus / name).write_bytes(shorter)
+        said = f"has {len(shorter)} bytes instead of {len(shorter) + 2}"
+    done = prepare(*options)
+    assert done.returncode == 1 and done.stdout == f"{corpus}: {name} {said}\n"
+    assert f"{corpus} is damaged; delete it and prepare it again" in done.stderr
 
 
 @pytest.mark.long

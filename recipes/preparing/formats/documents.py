@@ -45,7 +45,7 @@ class EmptyPart(UserError):
         documents: number of documents in both parts
         rows: number of skipped rows
         fraction: the option --validation-fraction
-        has_held_out: True if the validation part has a source of its own
+        validation_option: the option that names the source of the validation part, if it has one
         proposal: a fraction that leaves documents for both parts, if one is known
         are_equal: True if all documents are equal
     """
@@ -57,13 +57,13 @@ class EmptyPart(UserError):
         documents: int,
         rows: int,
         fraction: float,
-        has_held_out: bool = False,
+        validation_option: str = "",
         proposal: str = "",
         are_equal: bool = False,
     ):
         skipped = f" ({counted(rows, 'row')} skipped)" if rows else ""
-        if has_held_out and (documents or part == "validation"):
-            option = "--source" if part == "train" else "--validation-source"
+        if validation_option and (documents or part == "validation"):
+            option = "--source" if part == "train" else validation_option
             message = f"{option} has no documents, so the {part} part would be empty{skipped}"
         elif not documents:
             message = f"the source has no documents{skipped}"

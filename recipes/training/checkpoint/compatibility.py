@@ -8,6 +8,7 @@ from models.config import ModelConfig
 from models.errors import UserError
 from models.rope_scaling import SCALING_KEYS
 from recipes.training.checkpoint.manifest import Manifest, manifest_damage
+from recipes.training.data.corpus_manifest import is_corpus
 from recipes.training.recipe.deepspeed_config import leaves
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
@@ -197,6 +198,11 @@ def initial_weights(recipe: Recipe, run: Path | None = None) -> Path | None:
     if setting is None:
         return None
     path, key = repository_path(setting), key_of_initial_weights(recipe)
+    if is_corpus(path):
+        raise UserError(
+            f"{key}: the path is a corpus of prepare_data.py, not a checkpoint; use a run's "
+            f"checkpoint (runs/NAME/checkpoints/step-...)"
+        )
     if not (path / "manifest.json").is_file():
         raise UserError(
             f"{key}: the path has no checkpoint; use a run's checkpoint "

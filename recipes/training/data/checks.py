@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from models.errors import UserError, reason_of
-from recipes.training.data.corpus_manifest import read_manifest, tokenizer_hash
+from recipes.training.data.corpus_manifest import DELETE, read_manifest, tokenizer_hash
 from recipes.training.data.token_file import TokenFile
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
@@ -67,8 +67,7 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
         counts = dict(manifest.get("files", {}).get(file.path.name, {}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{manifest_file} is not a manifest of prepare_data.py ({reason_of(error)}); prepare "
-            f"the corpus again"
+            f"{manifest_file} is not a manifest of prepare_data.py ({reason_of(error)}); {DELETE}"
         ) from None
     found = {"tokens": file.count, "documents": max(0, file.boundaries - 1)}
     wrong = {key: n for key, n in found.items() if counts.get(key, n) != n}
@@ -85,7 +84,7 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
     for key, count in wrong.items():
         raise UserError(
             f"{file.path} has {count} {key} and {manifest_file} says {counts[key]}; use the files "
-            f"that belong together, or prepare the corpus again"
+            f"that belong together, or delete the corpus and prepare it again"
         )
 
 

@@ -12,9 +12,11 @@ from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 
 MAX_PADDING = 1024  # the largest multiple, a power of two, to which a vocabulary is padded
+MIN_TRAINABLE_TOKENS = 32  # of a part; a shorter window is no advice for any recipe
+DELETE = "delete the folder and prepare the corpus again"  # remedy for a damaged corpus
 
 
-def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> dict[str, Any]:
+def read_manifest(folder: Path, *, advice: str = DELETE) -> dict[str, Any]:
     """Return the manifest of a corpus; empty for a corpus that Megatron's tools prepared.
 
     Args:
@@ -30,12 +32,25 @@ def read_manifest(folder: Path, *, advice: str = "prepare the corpus again") -> 
     try:
         manifest = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{file} is not a manifest of prepare_data.py ({reason_of(error)}); {advice}"
-        ) from None
+        raise UserError(f"{file} is damaged ({reason_of(error)}); {advice}") from None
     if (reason := _wrong_type(manifest)) is not None:
         raise UserError(f"{file} is not a manifest of prepare_data.py ({reason}); {advice}")
     return manifest
+
+
+def is_corpus(folder: Path) -> bool:
+    """Return whether prepare_data.py has written a folder, even if its manifest is missing.
+
+    Neither checkpoints nor corpora of Megatron's tools have a pieces.jsonl.
+    """
+    return (folder / "pieces.jsonl").is_file()
+
+
+def lost_manifest(folder: Path) -> str:
+    """Return a message about a corpus of prepare_data.py without its manifest; "" for others."""
+    if (folder / "manifest.json").exists() or not is_corpus(folder):
+        return ""
+    return f"{folder} has token files but no manifest.json; {DELETE}"
 
 
 def _wrong_type(manifest: Any) -> str | None:
@@ -50,22 +65,37 @@ def _wrong_type(manifest: Any) -> str | None:
     files = manifest.get("files", {})
     if not isinstance(files, dict) or not all(isinstance(each, dict) for each in files.values()):
         return f"files = {files!r:.60} is not a table of files"
+    if not isinstance(options := manifest.get("options", {}), dict):
+        return f"options = {options!r:.60} is not a table of options"
     return None
 
 
-def few_tokens(part: str, tokens: int) -> str:
+def few_tokens(part: str, tokens: int, options: dict[str, Any]) -> str:
     """Return what to do about a part of a corpus that is shorter than a window of a recipe.
 
     Args:
         part: train or validation
         tokens: number of tokens of the part
+        options: the options with which prepare_data.py made the corpus, as the manifest records
+            them; empty for a corpus of Megatron's tools
     """
-    remedy = f"use model.sequence_length = {tokens - 1} or less, or " if tokens > 1 else ""
+    purpose = "validate" if part == "validation" else "train"
+    remedy = f"too little text to {purpose} on; "
+    if tokens >= MIN_TRAINABLE_TOKENS:
+        remedy = f"use model.sequence_length = {tokens - 1} or less, or "
     if part != "validation":
-        return f"{remedy}prepare the corpus again with more text"
+        again = "prepare the corpus again with more text"
+        return remedy + (again if tokens >= MIN_TRAINABLE_TOKENS else "use more text")
+    source = "more text"
+    if options.get("validation_source"):
+        source = "more text in --validation-source"
+    elif options.get("validation_split"):
+        source = "a longer --validation-split"
+    elif options.get("validation_fraction"):
+        source = "more text or a larger --validation-fraction"
     return (
-        f"{remedy}prepare the corpus again with a larger --validation-fraction or more text in "
-        f"--validation-source, or leave data.validation out and set training.evaluate_every = 0"
+        f"{remedy}prepare the corpus again with {source}, or leave data.validation out and set "
+        f"training.evaluate_every = 0"
     )
 
 

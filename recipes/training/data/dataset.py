@@ -25,7 +25,7 @@ from models.errors import UserError, counted
 from models.parallel.micro_batch_info import Documents, MicroBatchInfo
 from models.parallel.rng import MaskKey
 from recipes.training.data.checks import check_document_starts, open_corpus
-from recipes.training.data.corpus_manifest import few_tokens
+from recipes.training.data.corpus_manifest import few_tokens, read_manifest
 from recipes.training.data.evaluation.tasks import Tasks, open_tasks
 from recipes.training.data.evaluation.token_bytes import token_bytes
 from recipes.training.data.fingerprint import fingerprint
@@ -46,10 +46,11 @@ class Windows:
         self.file, self.sequence_length = file, sequence_length
         self.count = (file.count - 1) // sequence_length
         if self.count < 1:
+            options = read_manifest(file.path.parent).get("options", {})
             raise UserError(
                 f"{file.path}.bin has {counted(file.count, 'token')}, and a window of "
                 f"model.sequence_length = {sequence_length} needs {sequence_length + 1}; "
-                f"{few_tokens(file.path.name, file.count)}"
+                f"{few_tokens(file.path.name, file.count, options)}"
             )
 
     def read(self, index: int, positions: range | None = None) -> np.ndarray:

@@ -204,8 +204,9 @@ class TokenFile:
 
     def _damaged(self, reason: str) -> UserError:
         return UserError(
-            f"{self._index} is damaged: {reason}; restore it from a copy, or prepare the corpus "
-            f"again (recipes/prepare_data.py verify {self.path.parent} compares its checksum)"
+            f"{self._index} is damaged: {reason}; restore it from a copy, or delete the corpus "
+            f"and prepare it again (recipes/prepare_data.py verify {self.path.parent} compares its "
+            f"checksum)"
         )
 
     @property
@@ -244,8 +245,8 @@ class TokenFile:
 
     def _shorter(self, size: int) -> UserError:
         return UserError(
-            f"{self._index} has become shorter: {size} bytes of {self._index_size}; make it "
-            f"again with recipes/prepare_data.py"
+            f"{self._index} has become shorter: {size} bytes of {self._index_size}; restore it "
+            f"from a copy, or delete the corpus and prepare it again"
         )
 
 
@@ -259,7 +260,7 @@ def _check_size(file: Path, expected: int) -> None:
     if file.stat().st_size != expected:
         raise UserError(
             f"{file} has {file.stat().st_size} bytes instead of {expected}: truncated? "
-            f"Make it again with recipes/prepare_data.py"
+            f"Restore it from a copy, or delete the corpus and prepare it again"
         )
 
 

@@ -365,13 +365,21 @@ def test_the_start_of_documents_is_recorded_or_found(
         assert document_starts(recipe) == [[1] if first else []]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "[" * 10**5, '"text"'])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "damaged"),
+        ("[" * 10**5, "damaged"),
+        ("[]", "not a manifest of prepare_data.py"),
+        ('"text"', "not a manifest of prepare_data.py"),
+    ],
+)
 def test_a_manifest_that_is_not_an_object_is_an_error_of_the_user(
-    content: str, own_corpus: dict[str, Any], tmp_path: Path
+    content: str, problem: str, own_corpus: dict[str, Any], tmp_path: Path
 ) -> None:
     file = tmp_path / "data" / "manifest.json"
     file.write_text(content)
-    named = re.escape(f"{file} is not a manifest of prepare_data.py (")
+    named = re.escape(f"{file} is {problem} (") + ".*delete the folder and prepare the corpus again"
     with pytest.raises(UserError, match=named):
         document_starts(parse_recipe(own_corpus, "test"))
     with pytest.raises(UserError, match=named):
@@ -416,7 +424,7 @@ REJECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         lambda folder: write_manifest(folder, files={"train": {"tokens": 7}}), {},
         r"train has \d+ tokens and .*manifest\.json says 7"),
     "a broken manifest": (
-        lambda folder: (folder / "manifest.json").write_text("{"), {}, r"json is not a manifest"),
+        lambda folder: (folder / "manifest.json").write_text("{"), {}, r"json is damaged \("),
     "a manifest without what it is for": (
         lambda folder: (folder / "manifest.json").write_text("{}"), {}, r"json is not a manifest"),
     "a vocabulary that is too small": (
