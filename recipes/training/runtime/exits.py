@@ -35,8 +35,8 @@ def leave(code: int) -> NoReturn:
     """Run the exit handlers and end this process, without tearing down the libraries' threads.
 
     Some threads of torch occasionally abort during teardown ("terminate called without an active
-    exception"), and the launcher would then report a finished run as failed. Torch would also remove
-    each operator that it has defined, which takes a tenth of a second.
+    exception"), and the launcher would then report a finished run as failed. Torch's exit handlers
+    would remove all operators that torch has defined, which takes a tenth of a second.
     """
     for finalizer in list(vars(weakref.finalize)["_registry"]):
         alive = finalizer.peek()
