@@ -46,6 +46,22 @@ def copy_of_code(folder: Path) -> Path:
     return folder
 
 
+def rejection_of(*words: str) -> str:
+    """Return the error message of a command line that is rejected before a process starts."""
+    errors = io.StringIO()
+    try:
+        with (
+            mock.patch.object(sys, "argv", list(words)),
+            mock.patch.object(subprocess, "Popen", side_effect=AssertionError("a process")),
+            contextlib.redirect_stderr(errors),
+        ):
+            given = sweep_command.parse_command_line("")
+            sweep_command.command_of(given)(given)
+    except (UserError, SystemExit) as problem:
+        return f"{errors.getvalue()}{problem}"
+    raise AssertionError(f"{words} are not rejected")
+
+
 class Sweep:
     """A sweep folder, the faults of its trials, and the commands that work on it."""
 
@@ -61,20 +77,27 @@ class Sweep:
     def inject(self, faults: dict[str, str]) -> None:
         self.faults.write_text(json.dumps(faults))
 
-    def start(self, *options: str) -> subprocess.Popen:
-        environment = os.environ | {
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables of a command and its ranks."""
+        variables = {
             "FAULTS": str(self.faults),
             "DONE": str(self.done),
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
         }
-        if self.fake:
-            environment["FAKE_RANKS"] = "1"
-        command = [sys.executable, str(PROGRAM), str(self.recipe), "--sweep-dir", str(self.folder)]
+        return os.environ | variables | ({"FAKE_RANKS": "1"} if self.fake else {})
+
+    def words(self, *options: str) -> list[str]:
+        """Return the words of a command line, from the program on."""
+        command = [str(PROGRAM), str(self.recipe), "--sweep-dir", str(self.folder)]
+        return [*command, *self.options, *options]
+
+    def start(self, *options: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [*command, *self.options, *options],
+            [sys.executable, *self.words(*options)],
             cwd=REPOSITORY,
-            env=environment,
+            env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -89,21 +112,22 @@ class Sweep:
             process.kill()
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 
+    def run_here(self, *options: str) -> subprocess.CompletedProcess[str]:
+        """Run the command in this process, which saves its imports. Its ranks are processes."""
+        words, output = self.words(*options), io.StringIO()
+        with (
+            mock.patch.object(sys, "argv", words),
+            mock.patch.dict(os.environ, self.environment),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+        ):
+            given = sweep_command.parse_command_line("")
+            code = sweep_command.command_of(given)(given)
+        return subprocess.CompletedProcess(words, code, output.getvalue())
+
     def rejection(self, *options: str) -> str:
         """Return the error message of a command line that is rejected before a process starts."""
-        words = ["sweep.py", str(self.recipe), "--sweep-dir", str(self.folder)]
-        errors = io.StringIO()
-        try:
-            with (
-                mock.patch.object(sys, "argv", [*words, *self.options, *options]),
-                mock.patch.object(subprocess, "Popen", side_effect=AssertionError("a process")),
-                contextlib.redirect_stderr(errors),
-            ):
-                given = sweep_command.parse_command_line("")
-                sweep_command.command_of(given)(given)
-        except (UserError, SystemExit) as problem:
-            return f"{errors.getvalue()}{problem}"
-        raise AssertionError(f"{options} are not rejected")
+        return rejection_of(*self.words(*options))
 
     def kill(self, process: subprocess.Popen) -> None:
         """Kill a scheduler, and check that its ranks end."""
