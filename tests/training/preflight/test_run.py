@@ -10,7 +10,7 @@ import tomli_w
 from recipes.training.preflight.measures import SPARE_NODES
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import FINISHED, HUNG, UNFIT
-from tests.conftest import changed, small_recipe
+from tests.conftest import changed, quick_and_long, small_recipe
 from tests.ranks import start_ranks
 
 # One rank per node, in an otherwise ordinary run. Every node but one has the same rates, so that
@@ -97,7 +97,7 @@ def test_healthy_ranks_train(corpus: Path, tmp_path: Path) -> None:
     assert 0 < started[0]["seconds"]["preflight"] < 10
 
 
-@pytest.mark.parametrize("spares", [None, 0, 1])
+@pytest.mark.parametrize("spares", quick_and_long([None, 1], [None, 0, 1]))
 def test_a_slow_rank_is_named_and_left_out_if_there_is_a_spare_node(
     spares: int | None, corpus: Path, tmp_path: Path
 ) -> None:
