@@ -124,7 +124,7 @@ def supervise(path, what):
     if what == "hang, and so does the disk":
         os.mkfifo(folder.events)
         pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
-    hang_seconds = {"hang": 1, "twice": 5}.get(what, 2)
+    hang_seconds = {"hang": 1, "patient": 3, "twice": 5}.get(what, 2)
     own = Supervisor(folder, crumb, hang_seconds=hang_seconds, startup_seconds=4).start()
 
     def agree(severity):
@@ -146,7 +146,7 @@ def supervise(path, what):
             time.sleep(60)
         if what == "patient":
             with crumb.waiting_for_disk("saving"):
-                time.sleep(4)
+                time.sleep(5)
         for _ in range({"twice": 2, "echo": 2, "once": 1}.get(what, 0)):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(2.5 if what == "twice" else 0.5)
@@ -444,7 +444,7 @@ def beat():
 @pytest.fixture
 def watched() -> subprocess.Popen:
     """Return a process with a watchdog, which sends heartbeats as long as it runs."""
-    beating = "print(watchdog.pid, flush=True)\nwhile True:\n    beat(); time.sleep(0.1)\n"
+    beating = "print(watchdog.pid, flush=True)\nwhile True:\n    beat(); time.sleep(0.3)\n"
     process = subprocess.Popen(
         [sys.executable, "-c", WATCHED + beating],
         cwd=REPOSITORY,
