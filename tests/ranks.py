@@ -29,9 +29,12 @@ from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import start_processes
 
 # The fork server imports these modules before it forks ranks, because most test files import
-# pytest, and some matplotlib or transformers.
+# pytest, and some matplotlib, transformers or what a run of pretrain.py imports.
 FORK_SERVER_MODULES = [
     *PRELOADED_MODULES,
+    "recipes.pretrain",
+    "recipes.training.loop.opening",
+    "recipes.training.preflight.run",
     "pytest",
     "matplotlib.pyplot",
     "transformers.models.auto.modeling_auto",

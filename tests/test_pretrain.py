@@ -80,6 +80,15 @@ def jump(self, progress, *layout):
 TrainingData.resume = jump
 pretrain.main()
 """
+LONG = pytest.mark.long
+# Without waiting for the message of rank 0.
+IMPATIENT = """
+from recipes import pretrain
+from recipes.training.loop import rejection
+
+rejection.SECONDS_FOR_RANK_0_TO_SPEAK = 0
+pretrain.main()
+"""
 OFFLINE = "tracking.mode=offline"  # W&B takes 1.5 seconds of a core per start
 TIMED = (
     "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
@@ -105,16 +114,16 @@ def recipe_file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return the run folder and the output of an undisturbed run under the `deepspeed` launcher."""
+    """Return the run folder and the output of an undisturbed run."""
     folder = tmp_path_factory.mktemp("runs") / "small"
-    return folder, deepspeed(recipe_file, "--run-dir", str(folder), "--set", OFFLINE)
+    return folder, two_ranks(recipe_file, "--run-dir", str(folder), "--set", OFFLINE)
 
 
-def deepspeed(*arguments: object, code: int = 0) -> str:
-    """Run `deepspeed` with two CPU ranks; return its output."""
+def deepspeed(ranks: int, *arguments: object, code: int = 0) -> str:
+    """Run `deepspeed` with CPU ranks; return its output."""
     command = [
         str(Path(sys.executable).with_name("deepspeed")),
-        *("--num_gpus", "2", "--master_port", str(free_port())),
+        *("--num_gpus", str(ranks), "--master_port", str(free_port())),
         *("recipes/pretrain.py", *map(str, arguments)),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -178,7 +187,16 @@ def test_a_run_writes_metrics_events_and_checkpoints(
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step-0000004", "step-0000008"]
     assert "small is finished: 8 steps" in output
+    assert "started in " in output
+
+
+def test_the_deepspeed_launcher_starts_a_run(recipe_file: Path, tmp_path: Path) -> None:
+    settings = ["layout.pipeline=1", "training.steps=1", "training.evaluate_every=0"]
+    options = [word for setting in settings for word in ("--set", setting)]
+    output = deepspeed(1, recipe_file, "--run-dir", tmp_path / "small", *options)
     assert "started in " in output and " s: launcher " in output
+    assert "small is finished: 1 step" in output
+    assert (tmp_path / "small" / "checkpoints" / "step-0000001").is_dir()
 
 
 def test_weights_and_biases_runs_on_one_rank_with_the_resolved_recipe(
@@ -300,8 +318,8 @@ def shorten(file: Path) -> None:
     ("name", "damage", "named"),
     [
         ("weights-00001.safetensors", flip_a_bit, "has changed since the save"),
-        ("moments-00000.safetensors", shorten, "bytes instead of"),
-        ("manifest.json", Path.unlink, "is missing"),
+        pytest.param("moments-00000.safetensors", shorten, "bytes instead of", marks=LONG),
+        pytest.param("manifest.json", Path.unlink, "is missing", marks=LONG),
     ],
 )
 def test_a_damaged_checkpoint_is_skipped(
@@ -411,7 +429,9 @@ def test_a_run_whose_gradients_are_not_finite_stops(recipe_file: Path, tmp_path:
     assert events(tmp_path / "x") == told
 
 
-def test_a_run_rolls_back_and_skips_the_bad_data(recipe_file: Path, tmp_path: Path) -> None:
+def test_a_run_rolls_back_and_skips_the_bad_data(
+    finished: tuple[Path, str], recipe_file: Path, tmp_path: Path
+) -> None:
     def run(folder: str, script: str, *options: str) -> list[dict[str, Any]]:
         arguments = ["-c", script, str(recipe_file), "--run-dir", str(tmp_path / folder)]
         codes, outputs = start_ranks(2, [*arguments, *options], folder=tmp_path, seconds=300)
@@ -424,7 +444,8 @@ def test_a_run_rolls_back_and_skips_the_bad_data(recipe_file: Path, tmp_path: Pa
     found_events = sorted(events(tmp_path / "x"), key=itemgetter(1))  # saves end at any time
     begun = [("start", 0), ("first_step", 1), ("save", 4), ("repeat", 4)]
     assert found_events == begun + told
-    run("y", POISONED, "--set", "training.steps=4")
+    shutil.copytree(finished[0], tmp_path / "y")
+    shutil.rmtree(tmp_path / "y/checkpoints/step-0000008")
     expected = run("y", JUMPING)  # resumes with the samples after those
     assert [line["step"] for line in found] == list(range(1, 9))
     for ours, plain in zip(found, expected, strict=True):
@@ -457,6 +478,7 @@ def poisoned(recipe_file: Path, folder: Path, samples: tuple[int, ...], *setting
     return outputs[0]
 
 
+@pytest.mark.long
 def test_rollbacks_with_a_save_in_between_do_not_stop_a_run(
     recipe_file: Path, tmp_path: Path
 ) -> None:
@@ -469,6 +491,7 @@ def test_rollbacks_with_a_save_in_between_do_not_stop_a_run(
     assert ends == [8, 16, 24, 32, 56, 64, 72, 80, 96, 104, 112, 120]
 
 
+@pytest.mark.long
 def test_a_bad_last_step_is_rolled_back(recipe_file: Path, tmp_path: Path) -> None:
     poisoned(recipe_file, tmp_path / "x", (56,))
     assert ("rollback", 8) in events(tmp_path / "x") and events(tmp_path / "x")[-1] == ("end", 8)
@@ -505,7 +528,8 @@ def test_a_folder_without_flock_is_a_warning(recipe_file: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("every", "stopped"),
-    [(3, 3), (100, 4), (0, None)],  # at its interval; before a save; never
+    # Before a save; at its interval; never.
+    [(100, 4), pytest.param(3, 3, marks=LONG), pytest.param(0, None, marks=LONG)],
 )
 def test_a_run_whose_replicas_diverge_stops(
     every: int, stopped: int | None, recipe_file: Path, tmp_path: Path
@@ -524,16 +548,21 @@ def test_a_run_whose_replicas_diverge_stops(
         assert events(tmp_path / "x") == told
 
 
+@pytest.mark.long
 def test_a_bad_recipe_is_rejected_once_under_the_launcher() -> None:
-    output = deepspeed("--set", "layout.pipeline=9", code=2)
+    output = deepspeed(2, "--set", "layout.pipeline=9", code=2)
     assert output.count("layout.pipeline = 9 has more stages than model.layers") == 1
     assert "Traceback" not in output
 
 
-def test_a_missing_corpus_is_rejected(recipe_file: Path, tmp_path: Path) -> None:
-    arguments = ["--set", "data.validation=nowhere/x", "--run-dir", tmp_path / "x"]
-    output = two_ranks(recipe_file, *arguments, code=2)
-    assert "nowhere/x.idx is missing; make it with recipes/prepare_data.py" in output
+def test_a_missing_corpus_is_rejected_on_each_rank(recipe_file: Path, tmp_path: Path) -> None:
+    words = ["-c", IMPATIENT, str(recipe_file), "--run-dir", str(tmp_path / "x")]
+    words += ["--set", "data.validation=nowhere/x"]
+    codes, outputs = start_ranks(2, words, folder=tmp_path, seconds=300)
+    assert codes == [2, 2], outputs
+    missing = "nowhere/x.idx is missing; make it with recipes/prepare_data.py"
+    for output, who in zip(outputs, ("pretrain.py: ", "pretrain.py: rank 1: "), strict=True):
+        assert output.count("\n") == 1 and missing in output and f" {who}{recipe_file}" in output
 
 
 CROWDED = """
@@ -611,6 +640,6 @@ def test_a_damaged_wandb_id_is_rejected_before_the_run_begins(
     run_id = tmp_path / "run" / "wandb" / "run_id"
     run_id.parent.mkdir(parents=True)
     run_id.write_bytes(bytes(8))
-    output = two_ranks(recipe_file, "--run-dir", tmp_path / "run", "--set", OFFLINE, code=2)
-    assert f"{run_id} holds" in output and "Traceback" not in output
+    output = rejected(recipe_file, "--run-dir", tmp_path / "run", "--set", OFFLINE)
+    assert f"{run_id} holds" in output
     assert not (tmp_path / "run" / "events.jsonl").exists()

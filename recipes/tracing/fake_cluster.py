@@ -45,7 +45,7 @@ def one_rank_of(world_size: int, rank: int) -> Iterator[None]:
     assert not dist.is_initialized()
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
     remembered = {name: value for name, value in vars(groups).items() if name.isupper()}
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.ops.__compatible_ops__ = {}  # as `start_processes` does
     with empty_tables(), entries_replaced(os.environ, environment), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

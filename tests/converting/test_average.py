@@ -1,8 +1,6 @@
 """The mean of the weights of several checkpoints: exact, verified, and usable as any other."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,8 @@ from recipes.training.checkpoint.compatibility import check_same_model, check_sa
 from recipes.training.checkpoint.manifest import Manifest, find_damages, tensor_key
 from recipes.training.checkpoint.state import KINDS
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
-from recipes.training.recipe.loading import REPOSITORY, parse_recipe
+from recipes.training.recipe.loading import parse_recipe
+from tests.commands import run_here
 from tests.conftest import changed, small_recipe
 
 STEPS = (10, 20, 30)
@@ -63,13 +62,8 @@ def run(tmp_path: Path, corpus: Path) -> Path:
     return tmp_path / "run"
 
 
-def convert(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, REPOSITORY / "recipes" / "convert.py", *arguments]
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True)
-
-
 def test_the_mean_is_exact_and_starts_runs(run: Path, corpus: Path, tmp_path: Path) -> None:
-    done = convert("average", run, "--last", 2, "--output", tmp_path / "mean")
+    done = run_here(main, "average", run, "--last", 2, "--output", tmp_path / "mean")
     assert done.returncode == 0, done.stderr
     assert "averaged 2 checkpoints, steps 20, 30, into" in done.stdout
     assert list(find_damages(tmp_path / "mean")) == []
@@ -93,7 +87,7 @@ def test_the_mean_is_exported(run: Path, tmp_path: Path) -> None:
     source = open_checkpoint(tmp_path / "mean")
     model_only = {"model": source.manifest.recipe["model"]}  # the tokenizer of the run is a dummy
     replace(source.manifest, recipe=model_only).write(tmp_path / "mean")
-    done = convert("to-hf", tmp_path / "mean", tmp_path / "hf")
+    done = run_here(main, "to-hf", tmp_path / "mean", tmp_path / "hf")
     assert done.returncode == 0, done.stderr
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert torch.equal(theirs["lm_head.weight"], source.tensor("weights", "head.weight"))
@@ -162,17 +156,7 @@ def test_different_tokenizers_are_rejected(run: Path) -> None:
         sources_of(paths, None)
 
 
-def mistake(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
-    """Return the message with which the command ends, run in this process, which is faster."""
-    monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return str(ended.value.code)
-
-
-def test_mistakes_on_the_command_line_are_named(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_on_the_command_line_are_named(run: Path, tmp_path: Path) -> None:
     checkpoint = run / "checkpoints" / "step-0000030"
     for words, message in {
         (run,): "a mean needs two or more different checkpoints",
@@ -181,8 +165,9 @@ def test_mistakes_on_the_command_line_are_named(
         (run, "--last", 1): "a mean needs two or more different checkpoints",
         (run, "--last", 4): "--last 4: ",
     }.items():
-        assert message in mistake(monkeypatch, "average", *words, "--output", tmp_path / "mean")
-    done = convert("average", run, "--last", 2, "--output", checkpoint / "mean")
+        done = run_here(main, "average", *words, "--output", tmp_path / "mean")
+        assert done.returncode == 1 and message in done.stderr
+    done = run_here(main, "average", run, "--last", 2, "--output", checkpoint / "mean")
     assert done.returncode == 1 and "would overwrite the input" in done.stderr
     assert not (tmp_path / "mean").exists()
 

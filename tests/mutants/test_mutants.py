@@ -148,7 +148,7 @@ def test_mutants_are_noticed_survive_or_are_broken(
 def test_a_hang_is_not_noticed_and_leaves_no_process(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(mutants, "SECONDS_PER_MUTANT", 8.0)
+    monkeypatch.setattr(mutants, "SECONDS_PER_MUTANT", 5.0)
     assert run([mutant("3 * number", "test_three")], repository=repository, jobs=1) == 1
     assert capsys.readouterr().out.count(f"\n{HUNG} ") == 1
     pid = repository.with_name("pid")

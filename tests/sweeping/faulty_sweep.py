@@ -22,7 +22,6 @@ from typing import Any
 if __name__ == "__main__":  # the repository is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from recipes.sweeping.splitting.parts import PARTS
 from recipes.sweeping.worlds import rank_watch
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
 
@@ -112,6 +111,8 @@ def fake_rank(folder: Path) -> None:
             if "kind" in request:
                 result["training"] = fake_training(recipe)
             if request["split"]:
+                from recipes.sweeping.splitting.parts import PARTS  # imports the whole planner
+
                 parts = dict.fromkeys(PARTS, seconds[0] / len(PARTS))
                 result["split"] = parts | {"rank": 1, "instrumented_seconds": 2.0}
             note_end(key, rank)

@@ -17,7 +17,7 @@ from recipes.sweeping.splitting.parts import PARTS, PLANNED_PARTS, Split, split_
 from recipes.sweeping.sweep_folder import SweepFolder
 from recipes.sweeping.table import row_of_result, row_of_trial, table_text
 from recipes.sweeping.trial import Result, Trial
-from tests.conftest import changed, small_recipe
+from tests.conftest import changed, quick_and_long, small_recipe
 from tests.sweeping.sweeps import Sweep
 from tests.sweeping.test_table import trial_of
 
@@ -179,16 +179,16 @@ def test_another_command_sees_the_new_row(tmp_path: Path) -> None:
 
 def test_a_sweep_measures_again_to_get_the_split(recipe: Path, tmp_path: Path) -> None:
     sweep = Sweep(tmp_path, recipe, "--top", "3", "--seconds-per-trial", "5")
-    assert sweep.run().returncode == 0
+    assert sweep.run_here().returncode == 0
     keys = sorted(sweep.finished())
     assert len(keys) == 3 and all(row["compute_s"] == "" for row in sweep.rows())
-    done = sweep.run("--split")
+    done = sweep.run_here("--split")
     assert done.returncode == 0 and "already measured" not in done.stdout
     assert sorted(sweep.finished()) == sorted(2 * keys)
     assert all(float(row["compute_s"]) > 0 for row in sweep.rows())
     assert "layout 1, s" in done.stdout
     for options in (["--split"], []):
-        again = sweep.run(*options)
+        again = sweep.run_here(*options)
         assert again.returncode == 0 and "3 are already measured" in again.stdout
         assert sorted(sweep.finished()) == sorted(2 * keys)
         assert all(float(row["compute_s"]) > 0 for row in sweep.rows())
@@ -196,22 +196,23 @@ def test_a_sweep_measures_again_to_get_the_split(recipe: Path, tmp_path: Path) -
 
 def test_halving_measures_the_split_in_every_round(recipe: Path, tmp_path: Path) -> None:
     sweep = Sweep(tmp_path, recipe, "--top", "4", "--halving", "--split")
-    assert sweep.run().returncode == 0
+    assert sweep.run_here().returncode == 0
     rows = sweep.rows()
     assert {row["steps"] for row in rows} == {"2", "4"}
     assert all(float(row["compute_s"]) > 0 for row in rows)
 
 
-def test_real_ranks_measure_the_split(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pipeline", quick_and_long([2], [1, 2]))
+def test_real_ranks_measure_the_split(pipeline: int, recipe: Path, tmp_path: Path) -> None:
     recipe.write_text(tomli_w.dumps(changed(small_recipe(Path("absent")), name="real")))
-    sweep = Sweep(tmp_path, recipe, "--set", "layout.pipeline=1,2", "--split", fake=False)
-    done = sweep.run("--steps", "3", "--warm-up", "1")
+    layout = ["--layouts", "own", "--set", f"layout.pipeline={pipeline}"]
+    sweep = Sweep(tmp_path, recipe, *layout, "--split", fake=False)
+    done = sweep.run_here("--steps", "3", "--warm-up", "1")
     assert done.returncode == 0, done.stdout
-    rows = {row["pp"]: row for row in sweep.rows()}
-    for row in rows.values():
-        parts = [float(row[f"{part}_s"]) for part in PARTS]
-        assert sum(parts) == pytest.approx(float(row["step_time_s"]), rel=1e-3)
-        assert float(row["compute_s"]) > 0 and float(row["optimizer_s"]) > 0
-        assert float(row["tensor_s"]) == 0
-    assert float(rows["1"]["data_s"]) > 0 and float(rows["1"]["bubble_s"]) == 0
-    assert float(rows["2"]["data_s"]) == 0 and float(rows["2"]["bubble_s"]) > 0
+    (row,) = sweep.rows()
+    parts = [float(row[f"{part}_s"]) for part in PARTS]
+    assert sum(parts) == pytest.approx(float(row["step_time_s"]), rel=1e-3)
+    assert float(row["compute_s"]) > 0 and float(row["optimizer_s"]) > 0
+    assert float(row["tensor_s"]) == 0
+    assert (float(row["data_s"]) > 0) == (pipeline == 1)
+    assert (float(row["bubble_s"]) > 0) == (pipeline == 2)

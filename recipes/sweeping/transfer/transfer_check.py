@@ -11,7 +11,6 @@ from pathlib import Path
 
 from models.errors import UserError
 from recipes.sweeping.scheduler import Scheduler, measure_all
-from recipes.sweeping.transfer import transfer_picture as picture
 from recipes.sweeping.transfer import transfer_report as report
 from recipes.sweeping.transfer.coordinates import Check, CoordinateCheck
 from recipes.sweeping.transfer.curves import Curve, Models, by_family, curves_of
@@ -230,6 +229,9 @@ def summary(outcomes: list[Outcome], checks: list[CoordinateCheck]) -> Iterator[
 
 def draw(folder: Path, outcomes: list[Outcome], checks: list[CoordinateCheck], say: Say) -> None:
     """Write the pictures into the folder."""
+    # Imported only here: matplotlib takes half a second to import, and most sweeps draw no picture.
+    from recipes.sweeping.transfer import transfer_picture as picture
+
     if checks and all(each.sizes for each in checks):
         file = folder / SIZE_PICTURE
         picture.draw_coordinates(checks, title=f"Coordinate check of {names(folder)}", file=file)

@@ -205,8 +205,8 @@ def start_processes(
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     # Building DeepSpeed's shared-memory operations needs a compiler and a minute, and their
-    # all-reduce supports only one group.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # all-reduce supports only one group. Reading this table would probe each operation.
+    deepspeed.ops.__compatible_ops__ = {}
     if on_gpu():
         torch.cuda.set_device(local_rank)
     else:

@@ -22,6 +22,7 @@ if __name__ == "__main__":  # import from the repository's root
 from recipes.training.runtime.launchers import Process
 from recipes.training.runtime.streams import line_label
 
+SECONDS_OF_TICK = 1.0  # without a heartbeat, to count as a second of silence
 SECONDS_TO_SPEAK = 5.0
 
 
@@ -48,7 +49,7 @@ def wait_for_silence() -> int:
     patience = silent = 0
     unread = b""
     while not patience or silent < patience:
-        ready, _, _ = select.select([0], [], [], 1)
+        ready, _, _ = select.select([0], [], [], SECONDS_OF_TICK)
         if not ready:
             silent += 1
             continue

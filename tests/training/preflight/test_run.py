@@ -10,7 +10,7 @@ import tomli_w
 from recipes.training.preflight.measures import SPARE_NODES
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import FINISHED, HUNG, UNFIT
-from tests.conftest import changed, small_recipe
+from tests.conftest import changed, quick_and_long, small_recipe
 from tests.ranks import start_ranks
 
 # One rank per node, in an otherwise ordinary run. Every node but one has the same rates, so that
@@ -33,7 +33,7 @@ def matmul_tflops(*_, **__):
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
     return 0.2 if fault == "slow" or (fault == "disturbed" and len(measured) == 1) else 1.0
 measuring.matmul_tflops = matmul_tflops
-run.SECONDS_WITHOUT_PROGRESS = 6
+run.SECONDS_WITHOUT_PROGRESS = 4
 def release_memory(device):
     if fault == "error":
         raise RuntimeError("CUDA error")
@@ -97,7 +97,7 @@ def test_healthy_ranks_train(corpus: Path, tmp_path: Path) -> None:
     assert 0 < started[0]["seconds"]["preflight"] < 10
 
 
-@pytest.mark.parametrize("spares", [None, 0, 1])
+@pytest.mark.parametrize("spares", quick_and_long([None, 1], [None, 0, 1]))
 def test_a_slow_rank_is_named_and_left_out_if_there_is_a_spare_node(
     spares: int | None, corpus: Path, tmp_path: Path
 ) -> None:
@@ -133,8 +133,9 @@ def test_a_disturbance_is_not_a_slow_node(corpus: Path, tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_respond_is_named_soon(corpus: Path, tmp_path: Path) -> None:
     codes, outputs, _ = run(corpus, tmp_path, "hang")
-    assert codes == [HUNG] * 4
-    assert "no progress for 6 s: rank 2 (" in outputs[0]
+    # On a busy machine, a rank may notice the end of another one before it ends by itself.
+    assert codes[0] == HUNG and set(codes) <= {HUNG, 1}, outputs
+    assert "no progress for 4 s: rank 2 (" in outputs[0]
     assert "preflight: matmuls" in outputs[0]
     (stop,) = [e for e in RunFolder(tmp_path / "run").read_events() if e["event"] == "stop"]
     assert stop["exit_code"] == HUNG and stop["behind"] == [2]

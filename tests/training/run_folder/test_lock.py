@@ -177,13 +177,20 @@ def test_a_run_does_not_wait_for_a_live_run(tmp_path: Path, holders, world: None
     assert time.monotonic() - started < 5_000
 
 
+# Without waiting for the message of rank 0.
+IMPATIENT = """
+from recipes.training.loop import rejection
+rejection.SECONDS_FOR_RANK_0_TO_SPEAK = 0
+"""
+
+
 def test_a_folder_in_use_has_its_own_exit_code(
     small: dict[str, Any], tmp_path: Path, holders
 ) -> None:
     holders(tmp_path / "run")
     (tmp_path / "small.toml").write_text(tomli_w.dumps(small))
-    command = ["recipes/pretrain.py", str(tmp_path / "small.toml")]
-    command += ["--run-dir", str(tmp_path / "run")]
+    script = f"{IMPATIENT}\nfrom recipes import pretrain\npretrain.main()"
+    command = ["-c", script, str(tmp_path / "small.toml"), "--run-dir", str(tmp_path / "run")]
     codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=300)
     assert codes == [BUSY, BUSY] and "Traceback" not in outputs[0]
     assert "is in use by process" in outputs[0] and "--run-dir" in outputs[0]
@@ -265,7 +272,7 @@ def test_a_folder_taken_by_another_run_during_the_move_is_busy(
     small: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "small.toml").write_text(tomli_w.dumps(small))
-    command = ["-c", LATE, str(tmp_path / "small.toml"), "--resume", "never"]
+    command = ["-c", IMPATIENT + LATE, str(tmp_path / "small.toml"), "--resume", "never"]
     command += ["--run-dir", str(tmp_path / "run")]
     codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=300)
     assert codes == [BUSY, BUSY] and "Traceback" not in outputs[0] + outputs[1]

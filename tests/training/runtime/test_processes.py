@@ -1,16 +1,17 @@
-"""Joining the process group: a port that another process uses."""
+"""Joining the process group: a port that another process uses, and DeepSpeed's operations."""
 
 import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import deepspeed
 import pytest
 import tomli_w
 
 from recipes.training.runtime.exits import BUSY
 from recipes.training.runtime.launchers import free_port
-from tests.ranks import start_ranks
+from tests.ranks import join_world, run_ranks, start_ranks
 
 # Rank 0 of two ranks; the other one is not needed, because rank 0 ends first.
 RANK_0 = """
@@ -63,3 +64,12 @@ def test_a_free_port_is_free_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) 
         ports = iter([server.getsockname()[1], other := free_port()])
         monkeypatch.setattr("recipes.training.runtime.launchers.random_port", lambda: next(ports))
         assert free_port() == other
+
+
+def operations_after_joining() -> dict[str, bool]:
+    join_world()
+    return deepspeed.ops.__compatible_ops__
+
+
+def test_no_operation_of_deepspeed_is_probed() -> None:
+    assert run_ranks(1, operations_after_joining) == [{}]

@@ -21,6 +21,11 @@ streams.outlive_output()
 """
 
 
+def everything(seconds: float = 2.0) -> str:
+    """Return a program that waits this long without progress for a reader of its output."""
+    return EVERYTHING.replace("{seconds}", str(seconds))
+
+
 def start(body: str, output: Output) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", PRINTING.format(body=body)],
@@ -40,8 +45,8 @@ try:
 except RuntimeError:
     traceback.print_exc()
 print("the last line", end="")
-streams.finish_output(2)
-streams.end_process(7)
+streams.finish_output({seconds})
+streams.end_process(7, seconds=0.2)
 """
 
 
@@ -49,7 +54,8 @@ streams.end_process(7)
 def test_a_process_prints_and_ends(kind: str) -> None:
     with Output(kind) as output:
         output.spoil()
-        assert start(EVERYTHING, output).wait(timeout=60) == 7
+        program = everything(2.0 if kind == "pipe" else 0.2)
+        assert start(program, output).wait(timeout=60) == 7
         text = output.text()
     if kind in ("pipe", "full pipe"):
         places = [text.index(part) for part in ("a line\n", "a part of another", "RuntimeError: a")]
@@ -59,7 +65,7 @@ def test_a_process_prints_and_ends(kind: str) -> None:
 def test_a_pipe_of_one_page_that_cannot_be_enlarged_takes_output() -> None:
     with Output("pipe") as output:
         assert fcntl.fcntl(output.descriptor, fcntl.F_SETPIPE_SZ, 4096) == 4096
-        body = f"streams.fcntl.F_SETPIPE_SZ = -1  # as at the limit of the user\n{EVERYTHING}"
+        body = f"streams.fcntl.F_SETPIPE_SZ = -1  # as at the limit of the user\n{everything()}"
         assert start(body, output).wait(timeout=60) == 7
         text = output.text()
     assert text.startswith("a line\n") and text.endswith("the last line")
@@ -72,7 +78,7 @@ def test_the_output_of_a_process_without_end_process_is_printed() -> None:
 
 
 def test_a_closed_descriptor_is_not_an_error() -> None:
-    command = [sys.executable, "-c", PRINTING.format(body=EVERYTHING)]
+    command = [sys.executable, "-c", PRINTING.format(body=everything())]
     script = 'exec "$@" <&- >&- 2>&-'
     done = subprocess.run(["bash", "-c", script, "bash", *command], cwd=REPOSITORY, timeout=60)
     assert done.returncode == 7
@@ -130,11 +136,13 @@ streams.end_process(0)
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_launcher_can_print_when_the_ranks_have_filled_the_pipe(grows: bool) -> None:
     body = f"""
+import os
 if not {grows}:
     streams.fcntl.F_SETPIPE_SZ = -1  # as at the limit of pipe-max-size
 for number in range(10_000):
     print("line", number, "x" * 50)
-streams.finish_output(3)
+streams.finish_output(0.3)
+os.write(2, b"filled")
 open("/dev/stdin").read()
 """
     with Output("pipe") as output:
@@ -146,8 +154,9 @@ open("/dev/stdin").read()
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=output.descriptor,
+            stderr=subprocess.PIPE,
         )
-        time.sleep(4)
+        assert process.stderr.read(6) == b"filled"
         launcher = subprocess.Popen(
             [sys.executable, "-c", "print('Killing subprocess', 'x' * 3000, flush=True)"],
             stdout=output.descriptor,
@@ -159,6 +168,7 @@ open("/dev/stdin").read()
                 each.kill()
                 each.wait()
             process.stdin.close()
+            process.stderr.close()
         assert "Killing subprocess" in output.text()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from recipes.training.runtime.exits import HUNG
+from recipes.training.runtime.launchers import free_port
 from recipes.training.supervision.background import within
 from recipes.training.supervision.flight_recorder import (
     Launched,
@@ -155,6 +156,7 @@ def test_a_recorder_that_fails_or_hangs_is_ignored(capsys: pytest.CaptureFixture
     assert within(5, lambda: "a dump") == "a dump"
 
 
+# Each pair of ranks is a world of its own, with another recorder.
 HANGING = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -165,18 +167,22 @@ from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.recipe.topology import World
 
-world = World.from_environment(os.environ)
-if sys.argv[2] != "off":
+folder, *cases = sys.argv[1:]
+pair_number, rank = divmod(int(os.environ["RANK"]), 2)
+recorder, port = cases[pair_number].split(":")
+world = World(rank=rank, size=2, local_rank=rank, local_size=2)
+os.environ["MASTER_PORT"] = port
+if recorder != "off":
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
 start_processes(world)
 pair = dist.new_group([0, 1], group_desc="tensor")
 dist.all_reduce(torch.ones(2), group=pair)
-if sys.argv[2] == "broken":
+if recorder == "broken":
     from recipes.training.supervision import supervisor
     supervisor.launched_collectives = lambda: time.sleep(60)
 hosts = ["here", "there"]
 supervisor = Supervisor(
-    RunFolder(Path(sys.argv[1])), Breadcrumb(), hang_seconds=4, startup_seconds=60
+    RunFolder(Path(folder) / recorder), Breadcrumb(), hang_seconds=4, startup_seconds=60
 ).start()
 supervisor.name_hosts(hosts)
 with supervisor:
@@ -187,18 +193,33 @@ with supervisor:
 """
 
 
-@pytest.mark.parametrize("recorder", ["works", "broken", "off"])
-def test_a_hang_on_gloo_names_the_collective(recorder: str, tmp_path: Path) -> None:
-    script = tmp_path / "hanging.py"
-    script.write_text(HANGING)
-    arguments = ["-c", f"exec(open({str(script)!r}).read())", str(tmp_path / "run"), recorder]
-    (tmp_path / "run").mkdir()
-    codes, outputs = start_ranks(2, arguments, folder=tmp_path, seconds=60, forked=False)
-    assert HUNG in codes, outputs
+RECORDERS = ("works", "broken", "off")
+
+
+@pytest.fixture(scope="module")
+def hangs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[int], str]]:
+    """Return the exit codes and the output of a hanging world with each recorder."""
+    folder = tmp_path_factory.mktemp("hanging")
+    for recorder in RECORDERS:
+        (folder / recorder).mkdir()
+    cases = [f"{recorder}:{free_port()}" for recorder in RECORDERS]
+    words = ["-c", HANGING, str(folder), *cases]
+    codes, outputs = start_ranks(2 * len(cases), words, folder=folder, seconds=60)
+    pairs = [slice(2 * number, 2 * number + 2) for number in range(len(RECORDERS))]
+    ends = [(codes[pair], "".join(outputs[pair])) for pair in pairs]
+    return dict(zip(RECORDERS, ends, strict=True))
+
+
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_a_hang_on_gloo_names_the_collective(
+    recorder: str, hangs: dict[str, tuple[list[int], str]]
+) -> None:
+    codes, output = hangs[recorder]
+    assert HUNG in codes, output
     waiting = (
         "rank 0 (here) waits in all_reduce, number 2, of [7] Float, on group 1 (tensor) of ranks "
         "0, 1; rank 1 (there) has not joined"
     )
-    assert (waiting in "".join(outputs)) == (recorder == "works"), outputs
-    assert "no progress for 4 s: rank 1 (there) is behind" in "".join(outputs)
-    assert "rank 0 (here): start-up, starting to train; it waits in all_reduce" in "".join(outputs)
+    assert (waiting in output) == (recorder == "works"), output
+    assert "no progress for 4 s: rank 1 (there) is behind" in output
+    assert "rank 0 (here): start-up, starting to train; it waits in all_reduce" in output

@@ -31,7 +31,7 @@ from recipes.training.supervision.hang_report import (
     describe_hang,
     take_sighting,
 )
-from recipes.training.supervision.supervisor import WATCHDOG, Supervisor
+from recipes.training.supervision.supervisor import Supervisor
 from tests.conftest import changed
 from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
@@ -98,13 +98,13 @@ def test_launchers_are_recognized(command: str, expected: bool, tmp_path: Path) 
     assert is_launcher(tmp_path / "cmdline") is expected
 
 
+# Each of several processes is the only rank of a run of its own.
 SUPERVISED = """
 import os, pathlib, signal, sys, time
-from recipes.training.runtime.streams import outlive_output
-outlive_output()  # before libraries are imported, which print
 import torch
 from recipes.training.supervision import supervisor
 from recipes.training.runtime.processes import start_processes
+from recipes.training.runtime.streams import outlive_output
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.loss_watch import Severity
 from recipes.training.supervision.supervisor import Supervisor
@@ -112,73 +112,97 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.recipe.topology import World
 from pathlib import Path
 
-supervisor.SECONDS_BEFORE_WATCHDOG, supervisor.REPORT_SECONDS = 3, 2
-start_processes(World())
-crumb, folder, what = Breadcrumb(), RunFolder(Path(sys.argv[1])), sys.argv[2]
-if what == "hang, and no folder":
-    folder = RunFolder(Path(sys.argv[1]) / "absent")
-if what == "hang, and so does the disk":
-    os.mkfifo(folder.events)
-    pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
-def agree(severity):
-    reason, worst, _ = supervisor.agree(Severity(severity), torch.device("cpu"))
-    print((reason, int(worst)), flush=True)
+def supervise(path, what):
+    outlive_output()
+    supervisor.SECONDS_BEFORE_WATCHDOG, supervisor.REPORT_SECONDS = 3, 2
+    os.environ.pop("MASTER_PORT", None)  # another process of the test uses it
+    start_processes(World())
+    path.mkdir()
+    crumb, folder = Breadcrumb(), RunFolder(path)
+    if what == "hang, and no folder":
+        folder = RunFolder(path / "absent")
+    if what == "hang, and so does the disk":
+        os.mkfifo(folder.events)
+        pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
+    hang_seconds = {"hang": 1, "patient": 3, "twice": 5}.get(what, 2)
+    own = Supervisor(folder, crumb, hang_seconds=hang_seconds, startup_seconds=4).start()
 
-hang_seconds = {"hang": 1, "twice": 5}.get(what, 2)
-supervisor = Supervisor(folder, crumb, hang_seconds=hang_seconds, startup_seconds=4).start()
-if what == "hang at start":
-    crumb.note("building the engine")
-    time.sleep(60)
-if what == "slow start":
-    time.sleep(3)
-supervisor.name_hosts(["here"])
-with supervisor:
-    supervisor.expect_steps()
-    agree(2)
-    if what == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if what.startswith("hang"):
+    def agree(severity):
+        reason, worst, _ = own.agree(Severity(severity), torch.device("cpu"))
+        print((reason, int(worst)), flush=True)
+
+    if what == "hang at start":
+        crumb.note("building the engine")
         time.sleep(60)
-    if what == "patient":
-        with crumb.waiting_for_disk("saving"):
-            time.sleep(4)
-    for _ in range({"twice": 2, "echo": 2, "once": 1}.get(what, 0)):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(2.5 if what == "twice" else 0.5)
-    agree(0)
-print("the end of the run", flush=True)
-sys.stdout.finish(5)
-os._exit(0)
+    if what == "slow start":
+        time.sleep(3)
+    own.name_hosts(["here"])
+    with own:
+        own.expect_steps()
+        agree(2)
+        if what == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if what.startswith("hang"):
+            time.sleep(60)
+        if what == "patient":
+            with crumb.waiting_for_disk("saving"):
+                time.sleep(5)
+        for _ in range({"twice": 2, "echo": 2, "once": 1}.get(what, 0)):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2.5 if what == "twice" else 0.5)
+        agree(0)
+    print("the end of the run", flush=True)
+    sys.stdout.finish(5)
+    os._exit(0)
 """
+RANKS = """
+what = sys.argv[2 + int(os.environ["RANK"])]
+supervise(Path(sys.argv[1]) / what, what)
+"""
+FORKS = """
+folder, output, *cases = sys.argv[1:]
+processes = {}
+for what in cases:
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(int(output), 1)
+        os.dup2(int(output), 2)
+        supervise(Path(folder) / what, what)
+    processes[what] = pid
+print({what: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for what, pid in processes.items()})
+"""
+CASES = {
+    "once": (0, "('rank 0 (here): SIGTERM', 0)"),
+    "echo": (0, "('rank 0 (here): SIGTERM', 0)"),
+    "twice": (128 + signal.SIGTERM, "rank 0 (here): received SIGTERM again; exiting at once"),
+    "hang": (HUNG, "no progress for 1 s: all ranks are in start-up and wait for the device"),
+    "hang, and no folder": (HUNG, "no progress for 2 s: rank 0 (here): start-up, starting to"),
+    "hang, and so does the disk": (HUNG, "the run folder does not answer"),
+    "hang at start": (HUNG, "no progress for 4 s: all ranks are in start-up"),
+    "slow start": (0, "('', 0)"),
+    "patient": (0, "('', 0)"),
+}
 
 
-@pytest.mark.parametrize(
-    ("what", "code", "said"),
-    [
-        ("once", 0, "('rank 0 (here): SIGTERM', 0)"),
-        ("echo", 0, "('rank 0 (here): SIGTERM', 0)"),
-        ("twice", 128 + signal.SIGTERM, "rank 0 (here): received SIGTERM again; exiting at once"),
-        ("hang", HUNG, "no progress for 1 s: all ranks are in start-up and wait for the device"),
-        ("hang, and no folder", HUNG, "no progress for 2 s: rank 0 (here): start-up, starting to"),
-        ("hang, and so does the disk", HUNG, "the run folder does not answer"),
-        ("hang at start", HUNG, "no progress for 4 s: all ranks are in start-up"),
-        ("slow start", 0, "('', 0)"),
-        ("patient", 0, "('', 0)"),
-    ],
-)
-def test_a_supervisor(what: str, code: int, said: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SUPERVISED, str(tmp_path), what],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == code, done.stderr
-    assert said in done.stdout + done.stderr
-    assert what == "hang at start" or "('', 2)" in done.stdout
+@pytest.fixture(scope="module")
+def supervised(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, Path]]:
+    """Return the exit code, the output and the run folder of each case."""
+    folder = tmp_path_factory.mktemp("supervised")
+    words = ["-c", SUPERVISED + RANKS, str(folder), *CASES]
+    codes, outputs = start_ranks(len(CASES), words, folder=folder, seconds=60)
+    folders = [folder / what for what in CASES]
+    return dict(zip(CASES, zip(codes, outputs, folders, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_a_supervisor(what: str, supervised: dict[str, tuple[int, str, Path]]) -> None:
+    code, output, folder = supervised[what]
+    expected, said = CASES[what]
+    assert code == expected, output
+    assert said in output
+    assert what == "hang at start" or "('', 2)" in output
     # Before the hosts are named, the folder may be another run's.
-    assert (tmp_path / "events.jsonl").is_file() == (what == "hang")
+    assert (folder / "events.jsonl").is_file() == (what == "hang")
 
 
 @pytest.mark.parametrize(
@@ -190,21 +214,21 @@ def test_a_supervisor_ends_its_rank_even_if_output_is_unread(kind: str, tmp_path
              "hang, and so does the disk": HUNG}  # fmt: skip
     with Output(kind) as output:
         output.spoil()
-        processes = {}
-        for what in codes:
-            (tmp_path / what).mkdir()
-            processes[what] = subprocess.Popen(
-                [sys.executable, "-c", SUPERVISED, str(tmp_path / what), what],
-                cwd=REPOSITORY,
-                stdout=output.descriptor,
-                stderr=output.descriptor,
-            )
+        descriptor = output.descriptor
+        process = subprocess.Popen(
+            [sys.executable, "-c", SUPERVISED + FORKS, str(tmp_path), str(descriptor), *codes],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+            pass_fds=[descriptor],
+            start_new_session=True,
+        )
         try:
-            found = {what: process.wait(timeout=60) for what, process in processes.items()}
+            found, _ = process.communicate(timeout=60)
         finally:
-            for process in processes.values():
-                process.kill()
-        assert found == codes
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        assert found.splitlines()[-1] == str(codes)
         if kind == "full pipe":
             text = output.text()
             assert "no progress for 1 s" in text and "has not answered for 5 s" in text
@@ -227,7 +251,7 @@ start_processes(world, patience_seconds=5000)
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
 assert backend.options._timeout > timedelta(seconds=5000), backend.options._timeout
 crumb = Breadcrumb()
-Supervisor(RunFolder(Path(sys.argv[1])), crumb, hang_seconds=9, startup_seconds=3).start()
+Supervisor(RunFolder(Path(sys.argv[1])), crumb, hang_seconds=9, startup_seconds=2).start()
 pid = [os.getpid()]
 dist.broadcast_object_list(pid)
 if world.rank == 1:
@@ -236,7 +260,7 @@ if world.rank == 1:
         while peer.state() not in ("", "Z"):
             time.sleep(0.5)
     os._exit(7)
-for _ in range(12):  # longer than rank 1's first report is recent
+for _ in range(8):  # longer than rank 1's first report is recent
     crumb.note("building the engine")
     time.sleep(0.5)
 dist.barrier()
@@ -251,7 +275,7 @@ def test_the_rank_that_waits_for_a_disk_is_named_by_those_that_wait_for_it(tmp_p
     said = "".join(outputs)
     assert codes == [HUNG, 7], said
     assert re.search(
-        r"no progress for 3 s: rank 1 is behind: start-up, waiting for data; it waits in no "
+        r"no progress for 2 s: rank 1 is behind: start-up, waiting for data; it waits in no "
         r"collective, .*rank 0 \(.*\): start-up, building the engine; it waits in barrier", said
     ), said  # fmt: skip
 
@@ -270,7 +294,7 @@ def test_a_run_is_supervised_while_it_starts(
 ) -> None:
     recipe, script = tmp_path / "recipe.toml", tmp_path / "stuck.py"
     recipe.write_text(
-        tomli_w.dumps(changed(small, layout__tensor=2, supervision={"startup_seconds": 6}))
+        tomli_w.dumps(changed(small, layout__tensor=2, supervision={"startup_seconds": 4}))
     )
     script.write_text(
         "import sys, time\n"
@@ -402,19 +426,28 @@ def test_a_rank_that_waits_for_its_tensor_peers_is_in_a_collective() -> None:
     assert running.seen == "all_reduced"
 
 
+# A process with a watchdog that ticks five times per second and lets it be silent for a second.
+WATCHED = """
+import os, subprocess, sys, time
+FAST = (
+    "import os; from recipes.training.supervision import watchdog; "
+    "watchdog.SECONDS_OF_TICK = 0.2; watchdog.main(); os._exit(0)"
+)
+command = [sys.executable, "-c", FAST, str(os.getpid()), "rank 5 (node1)"]
+watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
+def beat():
+    watchdog.stdin.write(b"5\\n")
+    watchdog.stdin.flush()
+"""
+
+
 @pytest.fixture
 def watched() -> subprocess.Popen:
-    """A process with a watchdog of two seconds, which sends heartbeats as long as it runs."""
-    script = (
-        "import os, subprocess, sys, time\n"
-        f"watchdog = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
-        " 'rank 5 (node1)'],"
-        " stdin=subprocess.PIPE)\n"
-        "print(watchdog.pid, flush=True)\n"
-        "while True:\n    watchdog.stdin.write(b'2\\n'); watchdog.stdin.flush(); time.sleep(0.3)\n"
-    )
+    """Return a process with a watchdog, which sends heartbeats as long as it runs."""
+    beating = "print(watchdog.pid, flush=True)\nwhile True:\n    beat(); time.sleep(0.3)\n"
     process = subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", WATCHED + beating],
+        cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -427,31 +460,28 @@ def watched() -> subprocess.Popen:
 
 def test_a_watchdog_ends_a_stopped_rank_and_nothing_else(watched: subprocess.Popen) -> None:
     assert watched.stdout.readline()
-    time.sleep(3)
+    time.sleep(1.5)
     assert watched.poll() is None  # it sends heartbeats
     os.killpg(watched.pid, signal.SIGSTOP)  # all of the job, watchdog included, as Ctrl-Z does
-    time.sleep(3)
+    time.sleep(1.5)
     os.killpg(watched.pid, signal.SIGCONT)
-    time.sleep(1)
+    time.sleep(0.5)
     assert watched.poll() is None
     os.kill(watched.pid, signal.SIGSTOP)
     assert watched.wait(timeout=10) == -signal.SIGKILL
     words = watched.communicate(timeout=10)[1]  # read until the watchdog has ended, too
-    assert "rank 5 (node1) has not answered for 2 s and was killed" in words
+    assert "rank 5 (node1) has not answered for 5 s and was killed" in words
 
 
 def test_a_watchdog_leaves_a_rank_alone_that_has_ended_by_itself() -> None:
-    script = (
-        "import os, subprocess, sys, time\n"
-        f"watchdog = subprocess.Popen([sys.executable, {str(WATCHDOG)!r}, str(os.getpid()),"
-        " 'rank 5 (node1)'], stdin=subprocess.PIPE)\n"
-        "watchdog.stdin.write(b'2\\n'); watchdog.stdin.flush()\n"
-        "time.sleep(1)\n"
+    ending = (
+        "beat()\ntime.sleep(0.5)\n"
         "if os.fork() == 0:\n"  # keeps the pipe to the watchdog open
-        "    os.close(1); os.close(2); time.sleep(5)\n"
+        "    os.close(1); os.close(2); time.sleep(3)\n"
         "os._exit(0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    command = [sys.executable, "-c", WATCHED + ending]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("", "")  # read until the watchdog has ended, too
 
 

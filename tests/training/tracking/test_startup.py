@@ -96,6 +96,7 @@ def test_the_first_step_is_reported(
     tracker.close()
 
 
+@pytest.mark.long
 def test_an_optimizer_that_no_recipe_has_brings_no_compiler() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TORCHDYNAMO_DISABLE"}
     command = [sys.executable, "-c", WITHOUT_COMPILER]
