@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -35,13 +34,8 @@ def leave(code: int) -> NoReturn:
     """Run the exit handlers and end this process, without tearing down the libraries' threads.
 
     Some threads of torch occasionally abort during teardown ("terminate called without an active
-    exception"), and the launcher would then report a finished run as failed. Torch's exit handlers
-    would remove all operators that torch has defined, which takes a tenth of a second.
+    exception"), and the launcher would then report a finished run as failed.
     """
-    for finalizer in list(vars(weakref.finalize)["_registry"]):
-        alive = finalizer.peek()
-        if alive and alive[1].__module__ == "torch.library":
-            finalizer.detach()
     atexit._run_exitfuncs()
     leave_handlers_out(code)
 
