@@ -21,7 +21,8 @@ from recipes.training.recipe.sections.run_control import Checkpoint
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 
 RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
-RESERVED_BYTES_AT_THE_END = 2**20  # likewise, during the save after the last step
+RESERVED_BYTES_AT_THE_END = 2**20  # likewise, during a save after which no step follows
+LACK_OF_ROOM = "GB free, but a checkpoint needs"
 
 
 def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection[Path]) -> None:
@@ -83,7 +84,7 @@ def lack_of_room(folder: Path, recipe: Recipe, *, reserve: int = RESERVED_DISK_B
     if free >= size + reserve:
         return None
     return (
-        f"{folder} has {free / 1e9:.3f} GB free, but a checkpoint needs {size / 1e9:.3f} GB, and "
+        f"{folder} has {free / 1e9:.3f} {LACK_OF_ROOM} {size / 1e9:.3f} GB, and "
         f"{reserve / 1e9:.3f} GB are reserved for metrics and logs; free at least "
         f"{_gigabytes(size + reserve - free)} GB"
     )
