@@ -10,7 +10,6 @@ when a save begins; then point-to-point messages within the stage, and two broad
 over a tree of all ranks.
 """
 
-import errno
 import os
 import secrets
 import shutil
@@ -50,12 +49,12 @@ from recipes.training.run_folder.checkpoint_folders import (
     step_of,
 )
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import FULL_DISK_ERRORS
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import layout_of, versions
 from recipes.training.runtime.host_memory import host_copy
 from recipes.training.runtime.rank_tree import RankTree
 
-FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 FULL_DISK_MESSAGES = tuple(map(os.strerror, FULL_DISK_ERRORS))  # in the messages of failed saves
 SECONDS_BETWEEN_TRIES = 10.0  # of the last save, while the disk is full
 EXCHANGE_TIMEOUT = timedelta(hours=1)  # long, because ranks wait for each other's disks

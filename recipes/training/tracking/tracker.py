@@ -292,3 +292,5 @@ class RunTracker(Tracker):
             self.folder.event("warning", self.last_step, message=problem)
             if not self.wandb.has_told_failure:
                 print(problem, file=sys.stderr)
+        for missing in self.folder.missing_lines():
+            print(f"warning: {missing}", file=sys.stderr)

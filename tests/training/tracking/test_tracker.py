@@ -133,6 +133,13 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
     assert warning["message"].startswith("Weights & Biases failed (no disk)")
     assert ("; metrics.jsonl has every step" in warning["message"]) == (state == "written")
     printed = capsys.readouterr()
+    missing = [line for line in printed.err.splitlines() if " lacks " in line]
+    if state == "full disk":
+        begin = f"warning: {folder.metrics} lacks the metrics of 1 step, from step 2 on, which"
+        assert missing[0].startswith(begin)
+        assert missing[1] == f"warning: {folder.events} lacks 1 event, which could not be written"
+    else:
+        assert not missing
     lines = [line for line in (printed.out + printed.err).splitlines() if "step" not in line]
     assert lines.count("W&B: failed, because of an error (no disk)") == 1
     assert not [line for line in lines if "Weights & Biases" in line or "waiting" in line]
