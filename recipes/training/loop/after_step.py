@@ -159,5 +159,5 @@ def stop(run: Run, step: int, request: str, metrics: dict[str, Any]) -> Ending |
     if step == run.last_step:
         return None
     ending = None if run.is_save_due(step) else save(run, step, metrics, ends_process=True)
-    reason = f"step {step}: {request}; rerun the same command to resume"
+    reason = f"saved at step {step} ({request}); rerun the same command to resume"
     return ending or Ending(INTERRUPTED, reason)

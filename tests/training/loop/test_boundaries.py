@@ -13,12 +13,13 @@ import pytest
 from recipes.training.loop.after_step import after_step
 from recipes.training.loop.boundaries import replacement
 from recipes.training.loop.rollback import roll_back
+from recipes.training.loop.run import Ending
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
 from recipes.training.run_folder.progress import Progress
-from recipes.training.runtime.exits import STOPPED
+from recipes.training.runtime.exits import INTERRUPTED, STOPPED
 from recipes.training.supervision.loss_watch import Severity
 from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
@@ -107,14 +108,16 @@ def test_a_save_after_which_no_step_follows_may_fill_the_disk(
     run.supervisor.agree.return_value = (asked, Severity.GOOD, False)
     run.snapshots, run.writer.save.return_value = None, None
     run.engine.differing_replicas.return_value = []
-    after_step(run, step, {"loss": 1.0, "grad_norm": 1.0})
+    ending = after_step(run, step, {"loss": 1.0, "grad_norm": 1.0}).ending
+    if asked:
+        reason = f"saved at step {step} (SIGTERM); rerun the same command to resume"
+        assert ending == Ending(INTERRUPTED, reason)
     ((_, _), options) = run.writer.save.call_args
     assert options == {"ends_process": ends}
 
 
 def test_a_failed_save_at_a_boundary_stops_the_run(plan: StagePlan) -> None:
     from recipes.training.loop.opening import close_run
-    from recipes.training.loop.run import Ending
 
     run = run_at(plan, 8, checkpoint=0)
     run.writer.wait.return_value = "step 8 is not saved: the disk is full"

@@ -155,8 +155,8 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("what", "code", "said"),
     [
-        ("once", 0, "('rank 0 (here): SIGTERM', 0)"),
-        ("echo", 0, "('rank 0 (here): SIGTERM', 0)"),
+        ("once", 0, "('SIGTERM to rank 0 on here', 0)"),
+        ("echo", 0, "('SIGTERM to rank 0 on here', 0)"),
         ("twice", 128 + signal.SIGTERM, "rank 0 (here): received SIGTERM again; exiting at once"),
         ("hang", HUNG, "no progress for 1 s: all ranks are in start-up and wait for the device"),
         ("hang, and no folder", HUNG, "no progress for 2 s: rank 0 (here): start-up, starting to"),
