@@ -198,8 +198,9 @@ def initial_weights(recipe: Recipe, run: Path | None = None) -> Path | None:
         return None
     path, key = repository_path(setting), key_of_initial_weights(recipe)
     if not (path / "manifest.json").is_file():
+        problem = "has no checkpoint" if path.exists() else "does not exist"
         raise UserError(
-            f"{key}: the path has no checkpoint; use a run's checkpoint "
+            f"{key}: the path {problem}; use a run's checkpoint "
             f"(runs/NAME/checkpoints/step-...) or the output of recipes/convert.py from-hf"
         )
     if run is not None and path.is_relative_to(run.resolve()):
