@@ -119,6 +119,8 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace, *, whole
         options: the options of the command
         whole: all stages, of which a table is printed if there are several
     """
+    if options.write:  # before the search, which takes seconds
+        recipe_edits.check_file(options.write)
     machine = Machine.of_cluster(cluster, links_of(options))
     software = load_software(options.software)
     fit = fit_table(options.calibrate, cluster.gpu)

@@ -61,6 +61,14 @@ def report(options: argparse.Namespace) -> None:
 
     def page(version: str = "") -> str:
         runs = [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+        if not version:  # once, not at each update of a watched page
+            for run in runs:
+                if not len(run.steps):
+                    print(
+                        f"warning: {run.path / 'metrics.jsonl'} has no complete step yet; the "
+                        f"report has no curves of this run",
+                        file=sys.stderr,
+                    )
         watching = Watching(version, options.every) if version else None
         return render(runs, gpu=options.gpu, watching=watching)
 

@@ -265,7 +265,8 @@ def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
             ["--set", "model.layers=3", "--set", "model.rope_theta=5e5"],
             "model.layers = 2 (here 3), model.rope_theta = 10000.0 (here 500000.0)",
         ),
-        (["--resume", "nowhere"], "--resume nowhere: the path has no checkpoint"),
+        (["--resume", "nowhere"], "--resume nowhere: the path does not exist"),
+        (["--resume", "."], "--resume .: the path has no checkpoint"),
     ],
 )
 def test_a_different_experiment_is_not_resumed(

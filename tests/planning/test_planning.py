@@ -1,6 +1,7 @@
 """The planner: formulas, search, tables, calibration and the command."""
 
 import csv
+import errno
 import json
 import re
 import subprocess
@@ -10,6 +11,7 @@ from dataclasses import replace
 from itertools import product
 from math import gcd
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -47,6 +49,7 @@ from recipes.planning.memory.peak import (
     stage_memory,
     state_of_stage,
 )
+from recipes.planning.output import recipe_edits
 from recipes.planning.output.plan_report import rates
 from recipes.planning.output.recipe_edits import changes
 from recipes.planning.search import layout_search
@@ -836,6 +839,16 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
     assert again["own"]["layout"] == again["best"][0]["layout"]
     rejected = run_plan("recipes/llama/7b.toml", "--write", str(file))
     assert rejected.returncode == 2 and "the file exists; use another name" in rejected.stderr
+    with pytest.raises(UserError, match=r"folder .*/none does not exist; create it"):
+        recipe_edits.check_file(tmp_path / "none" / "mine.toml")
+    result = layout_search.SearchResult(plans=[mock.Mock()])
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(recipe_edits, "in_layout", return_value=recipe),
+        mock.patch.object(Path, "open", side_effect=full),
+        pytest.raises(UserError, match=r"No space left on device\); free disk space, or use"),
+    ):
+        recipe_edits.write_recipe(recipe, result, tmp_path / "full.toml")
 
 
 def test_the_exit_code_reports_the_fit() -> None:

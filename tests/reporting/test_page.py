@@ -342,3 +342,15 @@ def test_a_mistake_ends_with_a_message(tmp_path: Path, arguments: list[str], mes
     assert done.returncode == 2
     assert done.stderr.startswith("report.py: ") and message in done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_run_without_a_complete_step_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, output = write_run(tmp_path / "run", ()), tmp_path / "report.html"
+    (run / "metrics.jsonl").write_text('{"step": 1, "lo')
+    whole = write_run(tmp_path / "whole", range(1, 4))
+    monkeypatch.setattr(sys, "argv", ["report.py", str(run), str(whole), "--output", str(output)])
+    main()
+    warning = f"warning: {run / 'metrics.jsonl'} has no complete step yet; the report has no curves"
+    assert capsys.readouterr().err == f"{warning} of this run\n" and output.exists()

@@ -12,6 +12,7 @@ from recipes.planning.search.layout_search import Plan, SearchResult
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json, shipped_json, zero_stage
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
+from recipes.training.run_folder.line_file import FULL_DISK_ERRORS
 
 
 def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
@@ -89,6 +90,16 @@ def value_of(recipe: Recipe, key: str) -> Any:
     return getattr(getattr(recipe, section) if section else recipe, name)
 
 
+def check_file(path: Path) -> None:
+    """Raise a UserError if a recipe cannot be written to a file because of its name."""
+    if path.exists() or path.is_symlink():
+        raise UserError(f"--write {path}: the file exists; use another name")
+    if not path.absolute().parent.is_dir():
+        raise UserError(
+            f"--write {path}: folder {path.absolute().parent} does not exist; create it"
+        )
+
+
 def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
     """Write a copy of the recipe with the fastest layout.
 
@@ -115,4 +126,7 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
         raise UserError(f"--write {path}: the file exists; use another name") from None
     except OSError as error:
         path.unlink(missing_ok=True)  # leaves no incomplete file behind
-        raise UserError(f"--write {path}: {error.strerror}; use another name") from None
+        remedy = "free disk space" if error.errno in FULL_DISK_ERRORS else "make it writable"
+        raise UserError(
+            f"--write {path} cannot be written ({error.strerror}); {remedy}, or use another folder"
+        ) from None

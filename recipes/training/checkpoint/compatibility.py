@@ -204,8 +204,9 @@ def initial_weights(recipe: Recipe, run: Path | None = None) -> Path | None:
             f"checkpoint (runs/NAME/checkpoints/step-...)"
         )
     if not (path / "manifest.json").is_file():
+        problem = "has no checkpoint" if path.exists() else "does not exist"
         raise UserError(
-            f"{key}: the path has no checkpoint; use a run's checkpoint "
+            f"{key}: the path {problem}; use a run's checkpoint "
             f"(runs/NAME/checkpoints/step-...) or the output of recipes/convert.py from-hf"
         )
     if run is not None and path.is_relative_to(run.resolve()):

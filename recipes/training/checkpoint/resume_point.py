@@ -184,9 +184,8 @@ def find(
     else:
         if not (Path(resume) / "manifest.json").is_file():
             choices = ", ".join(map(str, published(folder))) or "none here"
-            raise UserError(
-                f"--resume {resume}: the path has no checkpoint; use auto, never or {choices}"
-            )
+            problem = "has no checkpoint" if Path(resume).exists() else "does not exist"
+            raise UserError(f"--resume {resume}: the path {problem}; use auto, never or {choices}")
         candidates = [Path(resume)]
     _agree(candidates)
     skipped: dict[Path, str] = {}

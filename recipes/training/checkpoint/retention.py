@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from models.cost import checkpoint_elements
-from models.errors import UserError
+from models.errors import UserError, counted
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.tensor_file import BYTES
 from recipes.training.recipe.schema import Recipe
@@ -21,7 +21,8 @@ from recipes.training.recipe.sections.run_control import Checkpoint
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 
 RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
-RESERVED_BYTES_AT_THE_END = 2**20  # likewise, during the save after the last step
+RESERVED_BYTES_AT_THE_END = 2**20  # likewise, during a save after which no step follows
+LACK_OF_ROOM = "GB free, but a checkpoint needs"
 
 
 def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection[Path]) -> None:
@@ -83,7 +84,7 @@ def lack_of_room(folder: Path, recipe: Recipe, *, reserve: int = RESERVED_DISK_B
     if free >= size + reserve:
         return None
     return (
-        f"{folder} has {free / 1e9:.3f} GB free, but a checkpoint needs {size / 1e9:.3f} GB, and "
+        f"{folder} has {free / 1e9:.3f} {LACK_OF_ROOM} {size / 1e9:.3f} GB, and "
         f"{reserve / 1e9:.3f} GB are reserved for metrics and logs; free at least "
         f"{_gigabytes(size + reserve - free)} GB"
     )
@@ -117,20 +118,35 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
         return None
     size = checkpoint_bytes(recipe)
     present = sum(step_of(path) <= step for path in published(folder))
-    needed = min(max(1, most_checkpoints(recipe) - present), most_saves(recipe, step))
+    kept, saves = most_checkpoints(recipe) - present, most_saves(recipe, step)
+    needed = min(max(1, kept), saves)
     if needed * size <= free:
         return None
-    keys = "".join(
-        f", {key} = {json.dumps(value)}"
-        for key in ("keep_best", "keep_every", "also_at")
-        if (value := getattr(recipe.checkpoint, key)) not in (0, ())
-    )
+    reason = _summands(recipe, present) if kept <= saves else f"it saves at most {saves} more"
     return (
-        f"{folder} has room for {free // size} more checkpoints of {size / 1e9:.3f} GB, and the "
-        f"run needs room for {needed} (checkpoint.keep = {recipe.checkpoint.keep}{keys}, plus one "
-        f"that is being written); free at least {_gigabytes(needed * size - free)} GB, or use "
-        f"--run-dir with a folder on a larger disk"
+        f"{folder} has room for {counted(free // size, 'more checkpoint')} of {size / 1e9:.3f} GB, "
+        f"and the run needs room for {needed} ({reason}); free at least "
+        f"{_gigabytes(needed * size - free)} GB, or use --run-dir with a folder on a larger disk"
     )
+
+
+def _summands(recipe: Recipe, present: int) -> str:
+    """Return the numbers whose sum is `most_checkpoints`, less the checkpoints on the disk."""
+    settings, always = recipe.checkpoint, _always_kept(recipe)
+    keys = [
+        f"{key} = {json.dumps(value)}"
+        for key in ("keep_every", "also_at")
+        if (value := getattr(settings, key)) not in (0, ())
+    ]
+    summands = [f"checkpoint.keep = {settings.keep}"]
+    if settings.keep_best:
+        summands.append(f"keep_best = {settings.keep_best}")
+    if always:
+        summands.append(f"{always} because of {' and '.join(keys)}")
+    summands.append("plus one that is being written")
+    if present:
+        summands.append(f"minus {present} on the disk")
+    return ", ".join(summands)
 
 
 def most_checkpoints(recipe: Recipe) -> int:
@@ -138,11 +154,15 @@ def most_checkpoints(recipe: Recipe) -> int:
 
     A checkpoint that is kept for two reasons may be counted twice.
     """
+    return _always_kept(recipe) + recipe.checkpoint.keep_best + recipe.checkpoint.keep + 1
+
+
+def _always_kept(recipe: Recipe) -> int:
+    """Return the number of checkpoints that `keep_every` and `also_at` keep until the end."""
     settings, steps = recipe.checkpoint, recipe.training.steps
     common = math.lcm(settings.every, settings.keep_every) or steps + 1  # of no step
     others = {step for step in (*settings.also_at, steps) if step <= steps and step % common}
-    always = steps // common + sum(map(settings.is_always_kept, others))
-    return always + settings.keep_best + settings.keep + 1
+    return steps // common + sum(map(settings.is_always_kept, others))
 
 
 def most_saves(recipe: Recipe, step: int) -> int:

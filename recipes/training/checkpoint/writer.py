@@ -10,7 +10,6 @@ when a save begins; then point-to-point messages within the stage, and two broad
 over a tree of all ranks.
 """
 
-import errno
 import os
 import secrets
 import shutil
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from models.parallel.process_groups import create_host_groups
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.retention import (
+    LACK_OF_ROOM,
     RESERVED_BYTES_AT_THE_END,
     RESERVED_DISK_BYTES,
     lack_of_room,
@@ -44,15 +44,17 @@ from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.checkpoint_folders import (
     checkpoint_name,
     publish,
+    published,
     remove_debris,
+    step_of,
 )
 from recipes.training.run_folder.folder import RunFolder
+from recipes.training.run_folder.line_file import FULL_DISK_ERRORS
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import layout_of, versions
 from recipes.training.runtime.host_memory import host_copy
 from recipes.training.runtime.rank_tree import RankTree
 
-FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 FULL_DISK_MESSAGES = tuple(map(os.strerror, FULL_DISK_ERRORS))  # in the messages of failed saves
 SECONDS_BETWEEN_TRIES = 10.0  # of the last save, while the disk is full
 EXCHANGE_TIMEOUT = timedelta(hours=1)  # long, because ranks wait for each other's disks
@@ -140,6 +142,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._is_snapshot = False  # what the thread writes
         self._problem: str | None = None  # of the newest save to the disk
+        self._saving = 0  # the step of the newest save to the disk
         self._broken: Exception | None = None
 
     def __enter__(self) -> "CheckpointWriter":
@@ -153,7 +156,13 @@ class CheckpointWriter:
         self.wait()  # the save in flight reads the staged copies
         self.staged.clear()
 
-    def save(self, progress: Progress, validation_loss: float | None = None) -> str | None:
+    def save(
+        self,
+        progress: Progress,
+        validation_loss: float | None = None,
+        *,
+        ends_process: bool = False,
+    ) -> str | None:
         """Wait for the previous save, then begin to save the current state; collective.
 
         The save after the last step of the run waits in its thread while the disk is full.
@@ -162,6 +171,8 @@ class CheckpointWriter:
             progress: the progress of the run
             validation_loss: mean loss of the validation sets with the current weights, for the
                 manifest
+            ends_process: True if no step of this process follows; the checkpoint may then fill the
+                disk almost completely
 
         Returns:
             A message, the same on all ranks, if the previous save failed or the disk has no room
@@ -172,9 +183,9 @@ class CheckpointWriter:
         """
         earlier = self.wait() if self._thread else None
         patience = self._patience(progress.step)
-        self.reserve = RESERVED_BYTES_AT_THE_END if patience else RESERVED_DISK_BYTES
+        self.reserve = RESERVED_BYTES_AT_THE_END if ends_process else RESERVED_DISK_BYTES
         no_room, _ = (None, False) if patience else self._no_room_on_rank_0()
-        self._problem = _unsaved(progress.step, no_room)
+        self._problem, self._saving = _unsaved(progress.step, no_room), progress.step
         if no_room:
             return "; ".join(filter(None, [earlier, self._problem]))
         write = self._write_patiently if patience else self._write_checkpoint
@@ -214,6 +225,22 @@ class CheckpointWriter:
         if self._broken:  # if this rank continued, the other ranks would wait for it
             raise RuntimeError("a save has lost contact with the other ranks") from self._broken
         return self._problem
+
+    def remedy(self) -> str:
+        """Return the newest checkpoint and how to resume from it, for a run whose save failed."""
+        is_full = any(text in (self._problem or "") for text in (*FULL_DISK_MESSAGES, LACK_OF_ROOM))
+        rerun = "free space, then rerun the same command" if is_full else "rerun the same command"
+        try:
+            steps = [
+                step_of(path)
+                for path in published(self.folder.checkpoints)
+                if path not in self.damaged and step_of(path) < self._saving
+            ]
+        except OSError:
+            return rerun
+        if not steps:
+            return f"no checkpoint exists; {rerun} to start again"
+        return f"the newest checkpoint is step {steps[-1]}; {rerun} to resume from it"
 
     def _no_room_on_rank_0(self) -> tuple[str | None, bool]:
         """Return `_lack_of_room` of rank 0 on all ranks; collective."""

@@ -45,7 +45,7 @@ def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
     ending = find_diverged_replicas(run, step, snapshot_due=snapshot_due)
     # 3. Save: begin to write a checkpoint, or a snapshot in memory, in the background.
     if not ending and run.is_save_due(step):
-        ending = save(run, step, metrics)
+        ending = save(run, step, metrics, ends_process=bool(stop_request))
     elif not ending and not stop_request and snapshots and snapshot_due:
         take_snapshot(run, snapshots, step)
     # 4. Stop: after a signal or the death of a launcher, save and end.
@@ -125,11 +125,19 @@ def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> Ending
     return Ending(STOPPED, stopped_without_save(step, shown))
 
 
-def save(run: Run, step: int, metrics: dict[str, Any]) -> Ending | None:
-    """Begin to save; return the end of the run if an earlier save has failed; collective."""
+def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) -> Ending | None:
+    """Begin to save; return the end of the run if this or an earlier save fails; collective.
+
+    Args:
+        run: the objects of the run
+        step: the step that is done
+        metrics: the metrics of the step
+        ends_process: True if a rank was asked to stop, so that no step follows
+    """
+    ends_process = ends_process or step == run.last_step_of_engine
     with run.supervisor.crumb.waiting_for_disk("saving"):
-        progress = run.data.progress_after(step)
-        problem = run.writer.save(progress, mean_validation_loss(metrics))
+        progress, loss = run.data.progress_after(step), mean_validation_loss(metrics)
+        problem = run.writer.save(progress, loss, ends_process=ends_process)
     if run.snapshots:
         run.snapshots.last = step
     if problem and run.recipe.checkpoint.on_failure == "continue":
@@ -150,6 +158,6 @@ def stop(run: Run, step: int, request: str, metrics: dict[str, Any]) -> Ending |
     """End the run because a rank was asked to stop; first save, unless already saved."""
     if step == run.last_step:
         return None
-    ending = None if run.is_save_due(step) else save(run, step, metrics)
-    reason = f"step {step}: {request}; rerun the same command to resume"
+    ending = None if run.is_save_due(step) else save(run, step, metrics, ends_process=True)
+    reason = f"saved at step {step} ({request}); rerun the same command to resume"
     return ending or Ending(INTERRUPTED, reason)

@@ -174,8 +174,10 @@ def close_run(run: Run, ending: Ending) -> Ending:
     run.engine.finish_communication()
     with run.supervisor.crumb.waiting_for_disk("saving"):
         unsaved = run.writer.wait()
-    if unsaved and (ending.code in (FINISHED, INTERRUPTED) or ending.is_boundary):
-        ending = Ending(STOPPED, unsaved)
+    ends_well = ending.code in (FINISHED, INTERRUPTED) or ending.is_boundary
+    if unsaved and (ends_well or unsaved in ending.reason):
+        reason = unsaved if ends_well else ending.reason
+        ending = Ending(STOPPED, f"{reason}; {run.writer.remedy()}")
     if ending.is_boundary:
         run.tracker.replace_ranks(ending.step, run.plan.at(ending.step + 1).stage)
     elif ending.code == FINISHED:

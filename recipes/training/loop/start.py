@@ -42,6 +42,7 @@ from recipes.training.tracking.messages import (
     summarize,
     tell_changes,
     tell_skipped,
+    tell_unsaved_attempt,
     thread_excess,
     warn,
 )
@@ -230,6 +231,7 @@ def begin(
         announce(recipe, experiment.topology, hosts, folder, start.found, imbalance)
         if excess:
             print(f"  {excess}", flush=True)
+        tell_unsaved_attempt(folder, start.found)
         tell_changes(folder, start.found, experiment.whole_recipe)
         for warning in (little_room, saves_after_the_end(experiment.whole_recipe)):
             if warning:

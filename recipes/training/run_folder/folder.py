@@ -1,6 +1,5 @@
 """The folder of one run: its lock, its recipe, its metrics and its events."""
 
-import errno
 import json
 import os
 import time
@@ -8,13 +7,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError
+from models.errors import UserError, counted
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.checkpoint_folders import time_stamp
 from recipes.training.run_folder.history import History, replay
 from recipes.training.run_folder.lease import Lease, revoke
-from recipes.training.run_folder.line_file import LineFile, flush, number, write_whole
+from recipes.training.run_folder.line_file import (
+    FULL_DISK_ERRORS,
+    LineFile,
+    flush,
+    number,
+    write_whole,
+)
 from recipes.training.run_folder.lock import FolderLock
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.wall_time import seconds_of
@@ -227,6 +232,25 @@ class RunFolder:
         """True if metrics.jsonl has lines, and no line waits in memory for room on the disk."""
         return self._metric_lines.is_written
 
+    def missing_lines(self) -> list[str]:
+        """Try to write the lines that wait in memory; return a message for each file without room.
+
+        A checkpoint is published only after all earlier lines are on the disk, so the missing steps
+        are always later than the newest checkpoint.
+        """
+        messages: list[str] = []
+        if lines := self._metric_lines.write_waiting():
+            messages.append(
+                f"{self.metrics} lacks the metrics of {counted(len(lines), 'step')}, from step "
+                f"{min(line['step'] for line in lines)} on, which could not be written; resuming "
+                f"the run repeats every step since its newest checkpoint"
+            )
+        if lines := self._event_lines.write_waiting():
+            messages.append(
+                f"{self.events} lacks {counted(len(lines), 'event')}, which could not be written"
+            )
+        return messages
+
     def check_lease(self) -> None:
         """End this process if launch.py has given the folder to a later attempt."""
         if self._lease is not None:
@@ -286,7 +310,7 @@ def _read(lines: LineFile) -> list[dict[str, Any]]:
 
 
 def _cannot_write(file: Path | str, error: OSError) -> UserError:
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_full = error.errno in FULL_DISK_ERRORS
     remedy = "free disk space" if is_full else "make it writable"
     return UserError(
         f"{file} cannot be written ({error.strerror}); {remedy}, or use --run-dir with another "

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 MAX_INTEGER_IN_LINE = 2**53  # of steps, samples and tokens in a line
 
 
@@ -18,7 +19,7 @@ class LineFile:
 
     A power loss can leave half a line or a block of NUL bytes. Readers skip such lines, and the
     next write starts on a new line. Lines that cannot be written to a full disk are kept in memory
-    and written together with the next line.
+    and written together with the next line. They are lost if the process ends first.
 
     Args:
         path: the file, which need not exist
@@ -40,8 +41,9 @@ class LineFile:
             except OSError as error:
                 if not self._has_told:  # only for the first of several failures in a row
                     self._has_told = True
-                    print(f"{self.path} cannot be written ({error.strerror}); its lines stay "
-                          f"in memory until they can be written", file=sys.stderr)  # fmt: skip
+                    since = f" from step {line['step']} on" if "step" in line else ""
+                    print(f"warning: {_problem(self.path, error)}; the lines{since} stay in "
+                          f"memory until they can be written", file=sys.stderr)  # fmt: skip
 
     def append_durably(self, line: dict[str, Any]) -> None:
         """Write a line, and wait until it is on the disk.
@@ -70,6 +72,14 @@ class LineFile:
                 self._write_waiting()
             if self.path.exists():
                 flush(self.path)
+
+    def write_waiting(self) -> list[dict[str, Any]]:
+        """Try to write the waiting lines; return those that cannot be written."""
+        with self._lock:
+            if self._waiting:
+                with contextlib.suppress(OSError):
+                    self._write_waiting()
+            return [json.loads(line) for line in self._waiting]
 
     @property
     def is_written(self) -> bool:
@@ -149,6 +159,12 @@ class LineFile:
             if written < len(content):
                 stream.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+
+def _problem(path: Path, error: OSError) -> str:
+    if error.errno in FULL_DISK_ERRORS:
+        return f"the disk is full ({path})"
+    return f"{path} cannot be written ({error.strerror})"
 
 
 def number(value: Any) -> float | None:

@@ -159,8 +159,16 @@ class Supervisor:
         worst = torch.tensor([asked, severity, saving], dtype=torch.int32, device=device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         asked, severity, is_saving = worst.tolist()
-        reason = f"{self.names[asked - 1]}: {self.asked or 'was asked to stop'}" if asked else ""
-        return Agreement(reason, Severity(severity), bool(is_saving))
+        return Agreement(
+            self._request(asked - 1) if asked else "", Severity(severity), bool(is_saving)
+        )
+
+    def _request(self, rank: int) -> str:
+        """Return the request to stop that a rank has received, as far as this rank knows it."""
+        name = f"rank {rank} on {self.hosts[rank]}"
+        if self.asked in signal.Signals.__members__:
+            return f"{self.asked} to {name}"
+        return f"{name}: {self.asked}" if self.asked else f"{name} was asked to stop"
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:

@@ -33,6 +33,27 @@ def tell_skipped(folder: RunFolder, found: "ResumePoint") -> None:
         print(f"{path} is damaged and skipped: {damage}", file=sys.stderr)
 
 
+def tell_unsaved_attempt(folder: RunFolder, found: "ResumePoint") -> None:
+    """Say that an earlier attempt on this branch has done steps, if it has saved none of them."""
+    events = folder.read_events()
+    branches = [index for index, event in enumerate(events) if event["event"] == "branch"]
+    own = events[branches[-1] :] if branches else events
+    # A "repeat" event counts the steps in the metrics, and other events may record later ones.
+    reached = max(
+        (
+            event["step"] + int(number(event.get("steps")) or 0) * (event["event"] == "repeat")
+            for event in own
+        ),
+        default=0,
+    )
+    if not found.progress.step and reached and not folder.history().saved:
+        print(
+            f"  an earlier attempt reached step {reached} and saved no checkpoint; the run starts "
+            f"again at step 1",
+            flush=True,
+        )
+
+
 NOT_COMPILED = (
     'training.compile = "auto": a node lacks a C compiler or the headers of Python, so no kernel '
     "is compiled; steps are slower, need more memory than planned and round differently; install "

@@ -17,6 +17,7 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import code_version
 from recipes.training.run_folder.wall_time import WallTime
+from recipes.training.runtime.exits import INTERRUPTED
 from recipes.training.tracking.display import Display
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.weights_and_biases.alerts import (
@@ -250,7 +251,8 @@ class RunTracker(Tracker):
         self.wandb.exit_code = exit_code
         shares = self.wall_time.shares(time.time())
         self._record("stop", self.last_step, reason=reason, exit_code=exit_code, wall_time=shares)
-        print(f"stopped: {reason}", file=sys.stderr)
+        link = " and" if exit_code == INTERRUPTED else ":"  # "stopped and saved at step 35"
+        print(f"stopped{link} {reason}", file=sys.stderr)
 
     @override
     def end(self) -> None:
@@ -292,3 +294,5 @@ class RunTracker(Tracker):
             self.folder.event("warning", self.last_step, message=problem)
             if not self.wandb.has_told_failure:
                 print(problem, file=sys.stderr)
+        for missing in self.folder.missing_lines():
+            print(f"warning: {missing}", file=sys.stderr)

@@ -104,7 +104,7 @@ def test_a_failed_trial_has_no_loss_until_it_is_retried(tmp_path: Path, corpus: 
         (("--learning-rate", "auto", "--set", "layout.tensor=4"), "tensor"),
         (("--learning-rate", "auto", "--set", "data.tokenizer=x"), "has no tokenizer.json"),
         (("--learning-rate", "auto", "--set", "model.vocab_size=99"), "and model.vocab_size is 99"),
-        (("--learning-rate", "auto", "--set", "training.initial_weights=x"), "has no checkpoint"),
+        (("--learning-rate", "auto", "--set", "training.initial_weights=x"), "does not exist"),
         (("--learning-rate", "auto", "--steps", "4"), "the training has 4 steps; use --steps 25"),
         (("--learning-rate", "0"), "0 is not a learning rate; use auto, or for example"),
         (("--learning-rate", "1e-3,1e-3"), "1e-3 is given twice"),

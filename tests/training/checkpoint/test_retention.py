@@ -144,17 +144,26 @@ def test_a_disk_is_compared_with_the_checkpoints_to_come(
     assert check_disk(folder, recipe, step=0) is None
     with_free(RESERVED_DISK_BYTES + 3 * size - 1)
     warning = check_disk(folder, recipe, step=0)
-    assert warning and "room for 2 more checkpoints" in warning and "room for 3 (" in warning
+    assert warning and "room for 2 more checkpoints of" in warning
+    assert "room for 3 (checkpoint.keep = 2, plus one that is being written);" in warning
     assert check_disk(folder, recipe, step=60) is None  # only two more will be saved
     for step in (20, 40, 60):
         (folder / checkpoint_name(step)).mkdir(parents=True)
     with_free(RESERVED_DISK_BYTES + size)
     assert check_disk(folder, recipe, step=60) is None  # the older ones will be deleted
     warning = check_disk(folder, recipe, step=20)  # those of an abandoned branch stay
-    assert warning and "room for 2 (checkpoint.keep = 2, plus one" in warning
+    assert warning and "room for 1 more checkpoint of" in warning
+    assert "2 (checkpoint.keep = 2, plus one that is being written, minus 1 on the disk)" in warning
     listed = recipe_of(small, every=20, keep=2, also_at=[1, 2])
     warning = check_disk(folder, listed, step=20)
-    assert warning and ", also_at = [1, 2], plus one" in warning
+    kept = "checkpoint.keep = 2, 2 because of also_at = [1, 2], plus one that is being written"
+    assert warning and f"room for 4 ({kept}, minus 1 on the disk)" in warning
+    many = recipe_of(small, every=20, keep=1, keep_best=1, keep_every=80)
+    warning = check_disk(folder, many, step=20)
+    kept = "checkpoint.keep = 1, keep_best = 1, 1 because of keep_every = 80, plus one"
+    assert warning and f"room for 3 ({kept}" in warning
+    warning = check_disk(tmp_path / "other", recipe, step=60)
+    assert warning and "room for 2 (it saves at most 2 more); free" in warning
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_rejected(

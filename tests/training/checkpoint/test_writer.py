@@ -6,20 +6,23 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tomli_w
 
 from recipes.proving.trial import start, train_step
+from recipes.training.checkpoint import retention
 from recipes.training.checkpoint import writer as checkpoint_writer
 from recipes.training.checkpoint.manifest import find_damages
+from recipes.training.checkpoint.retention import RESERVED_BYTES_AT_THE_END, checkpoint_bytes
 from recipes.training.checkpoint.tensor_file import FileRecord
 from recipes.training.checkpoint.writer import CheckpointWriter, Counters
 from recipes.training.checkpoint.writing.rank_files import Written, united
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
-from recipes.training.run_folder.checkpoint_folders import published, step_of
+from recipes.training.run_folder.checkpoint_folders import checkpoint_name, published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
 from recipes.training.run_folder.progress import Progress
@@ -241,6 +244,29 @@ def test_unfinished_saves_are_deleted_before_the_disk_counts_as_full(
         checkpoint_writer, "lack_of_room", lambda *_, **__: "no room" if debris.exists() else None
     )
     assert lone_writer._lack_of_room() == (None, False) and not debris.exists()
+
+
+def test_a_save_at_the_end_of_a_process_needs_a_smaller_reserve(
+    lone_writer: CheckpointWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = checkpoint_bytes(lone_writer.recipe)
+    free = size + RESERVED_BYTES_AT_THE_END
+    monkeypatch.setattr(retention.shutil, "disk_usage", lambda _: mock.Mock(free=free))
+    lone_writer._thread, lone_writer._begin = None, mock.Mock()  # type: ignore[method-assign]
+    problem = lone_writer.save(Progress(13))
+    assert problem and "0.067 GB are reserved" in problem and not lone_writer._begin.called
+    assert lone_writer.save(Progress(13), ends_process=True) is None and lone_writer._begin.called
+    free -= 1
+    problem = lone_writer.save(Progress(13), ends_process=True)
+    assert problem and "0.001 GB are reserved" in problem
+    rerun = "free space, then rerun the same command to"
+    assert lone_writer.remedy() == f"no checkpoint exists; {rerun} start again"
+    for step in (9, 10, 11, 15):  # 11 is damaged, 15 belongs to an abandoned branch
+        (lone_writer.folder.checkpoints / checkpoint_name(step)).mkdir(parents=True)
+    lone_writer.damaged = [lone_writer.folder.checkpoints / checkpoint_name(11)]
+    assert lone_writer.remedy() == f"the newest checkpoint is step 10; {rerun} resume from it"
+    lone_writer._problem = "step 13 is not saved: weights-0: Input/output error"
+    assert lone_writer.remedy().endswith("step 10; rerun the same command to resume from it")
 
 
 def test_the_last_save_waits_only_for_space_and_until_a_request_to_stop(

@@ -13,12 +13,13 @@ import pytest
 from recipes.training.loop.after_step import after_step
 from recipes.training.loop.boundaries import replacement
 from recipes.training.loop.rollback import roll_back
+from recipes.training.loop.run import Ending
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
 from recipes.training.run_folder.progress import Progress
-from recipes.training.runtime.exits import STOPPED
+from recipes.training.runtime.exits import INTERRUPTED, STOPPED
 from recipes.training.supervision.loss_watch import Severity
 from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
@@ -94,13 +95,38 @@ def test_the_steps_of_an_engine_end_before_the_next_stage(
     assert run.writer.save.called == (step == 8)
 
 
+@pytest.mark.parametrize(
+    ("step", "asked", "ends"),
+    [(6, "SIGTERM", True), (7, "SIGTERM", True), (6, "", False), (8, "", True), (20, "", True)],
+)
+def test_a_save_after_which_no_step_follows_may_fill_the_disk(
+    plan: StagePlan, step: int, asked: str, ends: bool
+) -> None:
+    run = run_at(plan, step, checkpoint=0)
+    run.is_save_due = lambda step: step in (6, 8, 20)
+    run.watch.judge.return_value = None
+    run.supervisor.agree.return_value = (asked, Severity.GOOD, False)
+    run.snapshots, run.writer.save.return_value = None, None
+    run.engine.differing_replicas.return_value = []
+    ending = after_step(run, step, {"loss": 1.0, "grad_norm": 1.0}).ending
+    if asked:
+        reason = f"saved at step {step} (SIGTERM); rerun the same command to resume"
+        assert ending == Ending(INTERRUPTED, reason)
+    ((_, _), options) = run.writer.save.call_args
+    assert options == {"ends_process": ends}
+
+
 def test_a_failed_save_at_a_boundary_stops_the_run(plan: StagePlan) -> None:
     from recipes.training.loop.opening import close_run
-    from recipes.training.loop.run import Ending
 
     run = run_at(plan, 8, checkpoint=0)
     run.writer.wait.return_value = "step 8 is not saved: the disk is full"
-    assert close_run(run, Ending(0, step=8)).code == STOPPED
+    run.writer.remedy.return_value = "the newest checkpoint is step 6"
+    expected = Ending(STOPPED, f"{run.writer.wait()}; the newest checkpoint is step 6")
+    assert close_run(run, Ending(0, step=8)) == expected
+    earlier = f"step 7 is not saved; {run.writer.wait()}"  # a save has failed before the last one
+    assert close_run(run, Ending(STOPPED, earlier)).reason == f"{earlier}; {run.writer.remedy()}"
+    assert close_run(run, Ending(STOPPED, "step 8: bad")).reason == "step 8: bad"
 
 
 def test_an_event_keeps_the_parts_of_the_data(plan: StagePlan, tmp_path: Path) -> None:

@@ -78,6 +78,29 @@ def test_the_disk_is_compared_with_the_saves_of_all_stages(
     assert "needs room for 2 (" in warning["message"]
 
 
+def test_an_earlier_attempt_without_a_checkpoint_is_mentioned(
+    experiment: Experiment, world: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    for event, step in [("start", 0), ("warning", 70), ("branch", 0), ("start", 0)]:
+        folder.event(event, step, checkpoint="", stamp="20260101T000000")
+    begin(experiment, folder, 0)
+    assert "earlier attempt" not in capsys.readouterr().out  # the branch has no steps yet
+    for step in range(1, 5):
+        folder.metric({"step": step, "tokens": 0})
+    begin(experiment, folder, 0)
+    said = "  an earlier attempt reached step {} and saved no checkpoint; the run starts again at"
+    assert said.format(4) in capsys.readouterr().out
+    folder.event("warning", 6, message="the disk is full")
+    begin(experiment, folder, 0)
+    assert said.format(6) in capsys.readouterr().out
+    begin(experiment, folder, 5)
+    assert "earlier attempt" not in capsys.readouterr().out
+    folder.event("save", 5)
+    begin(experiment, folder, 0)
+    assert "earlier attempt" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("also_at", "named"),
     [

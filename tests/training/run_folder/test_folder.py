@@ -118,6 +118,8 @@ def test_waiting_lines_of_discarded_steps_are_copied_and_dropped(
     monkeypatch.setattr(LineFile, "_write", full)
     for step in (2, 3):
         folder.metric({"step": step})
+    (missing,) = folder.missing_lines()
+    assert f"{folder.metrics} lacks the metrics of 2 steps, from step 2 on" in missing
     monkeypatch.setattr(LineFile, "_write", write)
     folder.prepare(parse_recipe(small, "test"), Progress(2, 16), branching=True)
     folder.metric({"step": 3})

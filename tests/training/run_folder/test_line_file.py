@@ -91,7 +91,8 @@ def test_the_end_of_a_full_disk_is_reported_once(
             lines.append({"step": number})
             lines.append({"step": number})
         (full,) = capsys.readouterr().err.splitlines()
-        assert full.startswith(f"{lines.path} cannot be written (full); its lines stay in memory")
+        waiting = f"the lines from step {number} on stay in memory until they can be written"
+        assert full == f"warning: the disk is full ({lines.path}); {waiting}"
         getattr(lines, how)(*([] if how == "flush" else [{"step": number}]))
         (again,) = capsys.readouterr().err.splitlines()
         assert (

@@ -172,8 +172,8 @@ for what in cases:
 print({what: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for what, pid in processes.items()})
 """
 CASES = {
-    "once": (0, "('rank 0 (here): SIGTERM', 0)"),
-    "echo": (0, "('rank 0 (here): SIGTERM', 0)"),
+    "once": (0, "('SIGTERM to rank 0 on here', 0)"),
+    "echo": (0, "('SIGTERM to rank 0 on here', 0)"),
     "twice": (128 + signal.SIGTERM, "rank 0 (here): received SIGTERM again; exiting at once"),
     "hang": (HUNG, "no progress for 1 s: all ranks are in start-up and wait for the device"),
     "hang, and no folder": (HUNG, "no progress for 2 s: rank 0 (here): start-up, starting to"),

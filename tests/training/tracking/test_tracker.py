@@ -16,6 +16,7 @@ from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
 from recipes.training.run_folder.progress import Progress
+from recipes.training.runtime.exits import INTERRUPTED, STOPPED
 from recipes.training.tracking.display import Display
 from recipes.training.tracking.meter import Meter
 from recipes.training.tracking.tracker import open_tracker
@@ -133,6 +134,13 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
     assert warning["message"].startswith("Weights & Biases failed (no disk)")
     assert ("; metrics.jsonl has every step" in warning["message"]) == (state == "written")
     printed = capsys.readouterr()
+    missing = [line for line in printed.err.splitlines() if " lacks " in line]
+    if state == "full disk":
+        begin = f"warning: {folder.metrics} lacks the metrics of 1 step, from step 2 on, which"
+        assert missing[0].startswith(begin)
+        assert missing[1] == f"warning: {folder.events} lacks 1 event, which could not be written"
+    else:
+        assert not missing
     lines = [line for line in (printed.out + printed.err).splitlines() if "step" not in line]
     assert lines.count("W&B: failed, because of an error (no disk)") == 1
     assert not [line for line in lines if "Weights & Biases" in line or "waiting" in line]
@@ -313,3 +321,22 @@ def test_the_meter_counts_flops_of_the_whole_world(small) -> None:
     gpu = Meter(recipe, 1, precision="bf16", device_name="NVIDIA A100-SXM4-80GB")
     assert gpu.peak_tflops == 312.0
     assert one["memory_gb"] > 0.05
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "line"),
+    [
+        (INTERRUPTED, "saved at step 3 (SIGINT to rank 1 on vm); rerun the same command", " and "),
+        (STOPPED, "step 3 is not saved: the disk is full", ": "),
+    ],
+)
+def test_the_end_of_an_interrupted_run_says_that_it_is_saved(
+    code: int, reason: str, line: str, small, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open_tracker(
+        recipe_with(small, "disabled"), folder, 0, start=Progress(), changed={}
+    ) as tracker:
+        tracker.stop(reason, code)
+    assert f"stopped{line}{reason}\n" == capsys.readouterr().err
+    (stop,) = [event for event in folder.read_events() if event["event"] == "stop"]
+    assert stop["reason"] == reason
