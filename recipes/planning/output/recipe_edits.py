@@ -1,5 +1,6 @@
 """Edits of a recipe that select a plan's layout, as options or in a copy of the recipe."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from recipes.planning.search.layout_search import Plan, SearchResult
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json, shipped_json, zero_stage
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
-from recipes.training.run_folder.line_file import FULL_DISK_ERRORS
 
 
 def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
@@ -126,7 +126,8 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
         raise UserError(f"--write {path}: the file exists; use another name") from None
     except OSError as error:
         path.unlink(missing_ok=True)  # leaves no incomplete file behind
-        remedy = "free disk space" if error.errno in FULL_DISK_ERRORS else "make it writable"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free disk space" if is_full else "make the folder writable"
         raise UserError(
             f"--write {path} cannot be written ({error.strerror}); {remedy}, or use another folder"
         ) from None
