@@ -21,26 +21,25 @@ from tests.core_seconds import seconds_of_tree
 # The longest files, longest first. `make test` gives each of its two processes one file at a time:
 # if a long file came last, the other process would be idle meanwhile.
 LONGEST_FILES = (
+    "training/engine/test_layouts.py",
+    "launching/test_launcher.py",
     "proving/test_prove.py",
     "test_pretrain.py",
-    "training/engine/test_layouts.py",
     "training/supervision/test_supervisor.py",
-    "planning/test_planning.py",
-    "sweeping/test_sweep.py",
     "tracing/test_trace.py",
-    "training/evaluation/test_evaluator.py",
-    "test_docs.py",
-    "launching/test_launcher.py",
-    "sweeping/test_split.py",
     "converting/test_convert.py",
+    "sweeping/test_sweep.py",
+    "training/evaluation/test_evaluator.py",
     "gpu/test_gpu_checks.py",
+    "planning/test_planning.py",
+    "test_docs.py",
+    "sweeping/test_split.py",
     "training/preflight/test_run.py",
-    "sweeping/test_links.py",
-    "planning/test_family.py",
-    "models/pipeline/test_nccl_rules.py",
-    "models/test_activation_memory.py",
-    "sweeping/transfer/test_transfer_check.py",
     "test_stages.py",
+    "models/pipeline/test_nccl_rules.py",
+    "models/test_transformer.py",
+    "sweeping/test_links.py",
+    "sweeping/transfer/test_transfer_check.py",
 )
 TESTS = Path(__file__).resolve().parent
 USER_FOLDERS = ("recipes", "ds_configs")  # in which users put files of their own
