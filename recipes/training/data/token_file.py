@@ -246,7 +246,7 @@ class TokenFile:
     def _shorter(self, size: int) -> UserError:
         return UserError(
             f"{self._index} has become shorter: {size} bytes of {self._index_size}; restore it "
-            f"from a copy, or delete the corpus and prepare it again"
+            f"from a copy, or delete the corpus and make it again with recipes/prepare_data.py"
         )
 
 
@@ -260,7 +260,8 @@ def _check_size(file: Path, expected: int) -> None:
     if file.stat().st_size != expected:
         raise UserError(
             f"{file} has {file.stat().st_size} bytes instead of {expected}: truncated? "
-            f"Restore it from a copy, or delete the corpus and prepare it again"
+            f"Restore it from a copy, or delete the corpus and make it again with "
+            f"recipes/prepare_data.py"
         )
 
 
