@@ -84,7 +84,7 @@ PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 # Compiled kernels are kept, because compiling them takes half a minute.
 test long: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
-test: $(READY) ## run the fast tests, ten minutes on two cores
+test: $(READY) ## run the fast tests, eight minutes on two cores
 	@$(BIN)/python -m tests.core_seconds $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 fuzz: $(READY) ## fuzz every parser of files and options for five minutes
