@@ -1,7 +1,6 @@
 """The workspace of a preparation: a folder with its lock, its tokenizer and its finished pieces."""
 
 import contextlib
-import errno
 import fcntl
 import shutil
 import sys
@@ -12,9 +11,8 @@ from typing import IO
 from models.errors import UserError, counted
 from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.own_files import mark_workspace
+from recipes.training.run_folder.line_file import FULL_DISK_ERRORS
 from recipes.training.run_folder.lock import NO_FLOCK
-
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
@@ -27,7 +25,7 @@ def full_disk_explained(workspace: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL_DISK:
+        if error.errno not in FULL_DISK_ERRORS:
             raise
         folder = Path(error.filename or workspace).parent
         kept = f", which uses the finished work in {workspace}" if workspace.is_dir() else ""

@@ -474,7 +474,7 @@ def test_a_fraction_that_leaves_a_part_empty_is_rejected_before_the_work(
 
 @pytest.mark.parametrize(("lacking", "fraction"), [("validation", 0.25), ("train", 0.75)])
 def test_a_proposed_fraction_gives_a_part_its_share(lacking: str, fraction: float) -> None:
-    """Of 20 documents of equal length, a quarter belongs to the part that lacks documents."""
+    """The part without documents is to get a quarter of 20 documents of equal length."""
     texts = [f"document {n:02}"[-10:] for n in range(20)]
     lengths = {tokenization._hash_of(text): len(text) for text in texts}
     proposal = tokenization._fraction_that_works(lengths, lacking, fraction, 200)

@@ -12,7 +12,7 @@ from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 
 MAX_PADDING = 1024  # the largest multiple, a power of two, to which a vocabulary is padded
-MIN_TRAINABLE_TOKENS = 32  # of a part; a shorter window is no advice for any recipe
+MIN_TRAINABLE_TOKENS = 32  # of a part; no recipe has windows that are shorter
 DELETE = "delete the folder and prepare the corpus again"  # remedy for a damaged corpus
 
 

@@ -35,6 +35,8 @@ def tell_skipped(folder: RunFolder, found: "ResumePoint") -> None:
 
 def tell_unsaved_attempt(folder: RunFolder, found: "ResumePoint") -> None:
     """Say that an earlier attempt on this branch has done steps, if it has saved none of them."""
+    if found.progress.step:
+        return
     events = folder.read_events()
     branches = [index for index, event in enumerate(events) if event["event"] == "branch"]
     own = events[branches[-1] :] if branches else events
@@ -46,7 +48,7 @@ def tell_unsaved_attempt(folder: RunFolder, found: "ResumePoint") -> None:
         ),
         default=0,
     )
-    if not found.progress.step and reached and not folder.history().saved:
+    if reached and not folder.history().saved:
         print(
             f"  an earlier attempt reached step {reached} and saved no checkpoint; the run starts "
             f"again at step 1",
