@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ def run_here(main: Callable[[], None], *arguments: object) -> subprocess.Complet
     """Run the `main` of a command; return its exit code and what it printed.
 
     A new interpreter would need seconds for the imports. The output of child processes is not
-    captured, and signal handlers that the command changes are restored.
+    captured.
 
     Args:
         main: function that reads sys.argv
@@ -21,7 +20,6 @@ def run_here(main: Callable[[], None], *arguments: object) -> subprocess.Complet
     """
     words = [f"{main.__module__.rpartition('.')[2]}.py", *map(str, arguments)]
     output, errors, code = io.StringIO(), io.StringIO(), 0
-    handler = signal.getsignal(signal.SIGPIPE)
     with (
         mock.patch.object(sys, "argv", words),
         contextlib.redirect_stdout(output),
@@ -33,6 +31,4 @@ def run_here(main: Callable[[], None], *arguments: object) -> subprocess.Complet
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
-        finally:
-            signal.signal(signal.SIGPIPE, handler)
     return subprocess.CompletedProcess(words, code, output.getvalue(), errors.getvalue())

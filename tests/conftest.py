@@ -1,6 +1,7 @@
 """Fixtures for several test files: a small corpus, a small recipe and the shipped files."""
 
 import functools
+import signal
 import subprocess
 import time
 import tomllib
@@ -81,6 +82,16 @@ def quick_and_long(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     assert all(value in values for value in quick)
     marks = ([] if value in quick else [pytest.mark.long] for value in values)
     return [pytest.param(value, marks=mark) for value, mark in zip(values, marks, strict=True)]
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers_restored() -> Iterator[None]:
+    """Restore the signal handlers that a command changes in the tests' process."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 VOCAB_SIZE = 250  # divisible by neither 64 nor any tensor size in the tests: padding is exercised
