@@ -86,7 +86,11 @@ def quick_and_long(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def signal_handlers_restored() -> Iterator[None]:
-    """Restore the signal handlers that a command changes in the tests' process."""
+    """Restore the signal handlers that a command changes in the tests' process.
+
+    A suite that a script starts with "&" ignores SIGINT, and so would the processes of the tests.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
