@@ -23,7 +23,17 @@ TINY = REPOSITORY / "recipes" / "tiny.toml"
 # --set overrides of tiny.toml, number of ranks, and two parts of the message: key, working value
 BAD: list[tuple[str, int, str, str]] = [
     # the model
-    ("model.heads=7", 2, "model.hidden_size = 192 is not divisible by heads = 7", "189 or 196"),
+    (
+        "model.heads=7", 2,
+        "model.heads = 7 does not divide hidden_size = 192, and is not a multiple of kv_heads = 2",
+        "use heads = 6 or 8",
+    ),
+    ("model.heads=7;model.kv_heads=7", 2, "192 is not divisible by heads = 7", "182 or 196"),
+    ("model.heads=50;model.kv_heads=4", 2, "heads = 50 does not", "use heads = 48 or 96"),  # even head sizes
+    (  # no number of heads fits
+        "model.heads=7;model.kv_heads=5", 2, "model.heads = 7 does not divide hidden_size = 192",
+        "use hidden_size = 182 or 196 and kv_heads = 1 or 7",
+    ),
     ("model.kv_heads=4", 2, "model.kv_heads = 4", "use kv_heads = 3 or 6"),
     ("model.layers=0", 2, "model.layers = 0", "use layers = 1"),
     ("model.layers=99999999999999", 2, "model.layers = 99999999999999", "use layers = 1"),
@@ -299,8 +309,10 @@ def test_a_bad_recipe_is_rejected(overrides: str, ranks: int, key: str, works: s
 
 
 def test_no_size_above_the_limit_is_suggested() -> None:
-    message = rejection(TINY, ["model.hidden_size=16777216", "model.heads=3"], 2)
-    assert message.endswith("is not divisible by heads = 3; use hidden_size = 16777215")
+    message = rejection(
+        TINY, ["model.hidden_size=16777216", "model.heads=3", "model.kv_heads=1"], 2
+    )
+    assert message.endswith("is not divisible by heads = 3; use hidden_size = 16777212")
     batch = ["batch.global_sequences=999999999", "batch.micro_sequences=2"]
     assert rejection(TINY, batch, 2).endswith("= 999999998 or 1000000000")
     batch = ["batch.global_sequences=1000000000", "batch.micro_sequences=3"]
@@ -627,7 +639,7 @@ def test_two_ranks_print_one_message_and_no_traceback(tmp_path: Path) -> None:
     command = ["recipes/pretrain.py", "--set", "model.heads=7"]
     codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=60, forked=False)
     assert codes == [2, 2]
-    assert outputs[0].count("model.hidden_size = 192 is not divisible by heads = 7") == 1
+    assert outputs[0].count("model.heads = 7 does not divide hidden_size = 192") == 1
     assert outputs[0].count("\n") == 1
     assert outputs[1].startswith("pretrain.py: rank 1: ") or "heads = 7" in outputs[1]
 
