@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError, counted
+from models.errors import FULL_DISK_ERRORS, UserError, counted
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.checkpoint_folders import time_stamp
 from recipes.training.run_folder.history import History, replay
 from recipes.training.run_folder.lease import Lease, revoke
 from recipes.training.run_folder.line_file import (
-    FULL_DISK_ERRORS,
     LineFile,
     flush,
     number,
