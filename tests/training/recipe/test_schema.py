@@ -29,7 +29,7 @@ BAD: list[tuple[str, int, str, str]] = [
         "use heads = 6 or 8",
     ),
     ("model.heads=7;model.kv_heads=7", 2, "192 is not divisible by heads = 7", "182 or 196"),
-    ("model.heads=50;model.kv_heads=4", 2, "heads = 50 does not", "use heads = 48 or 96"),  # even head sizes
+    ("model.heads=50;model.kv_heads=4", 2, "heads = 50 does not", "use heads = 48 or 96"),
     (  # no number of heads fits
         "model.heads=7;model.kv_heads=5", 2, "model.heads = 7 does not divide hidden_size = 192",
         "use hidden_size = 182 or 196 and kv_heads = 1 or 7",
@@ -442,6 +442,20 @@ def test_all_problems_are_reported_at_once() -> None:
         ("\x00", "this is not valid TOML"),
         (None, "no such recipe; use for example "),
         ('name = "x', "this is not valid TOML: "),
+        ("a = 1\n\n# b\na = 2", "line 4: a is given twice, first in line 1; remove one of them"),
+        ("[a]\nb = 1\n[c]\nb = 1\n[a]", "line 5: [a] is given twice, first in line 1; remove"),
+        (
+            "[a]\nb = 1\n'c=#' = [\n2]\nb = [\n1,\n2]",
+            "line 5: a.b is given twice, first in line 2; ",
+        ),
+        (
+            "[[a]]\nb = 1\n[[a]]\nb = 1\nb = 2",
+            "line 5: a.b is given twice, first in line 4; remove",
+        ),
+        ("[[a]]\n[a.b]\n[[a]]\nb.c = 1\n[a.b]", "line 5: [a.b] is given twice; remove one of them"),
+        ("[a]\nb = { c = 1, c = 2 }", "line 2: a.b.c is given twice; remove one of them"),
+        ("a = 1\n[a]", "line 2: [a] is given twice; remove one of them"),
+        ("'#' = 1\n'#' = 1", "line 2: '#' is given twice, first in line 1; remove one of them"),
     ],
 )
 def test_a_file_that_is_not_a_recipe_is_rejected(tmp_path: Path, text: str, named: str) -> None:
