@@ -131,7 +131,7 @@ def test_checkpoints_are_named_in_any_order(run: Path) -> None:
         ({"model__norm_epsilon": 1e-6}, r"model\.norm_epsilon = 1e-05 and 1e-06"),
         (
             {"model__parametrization": "mup", "model__base_hidden_size": 32},
-            r"model\.parametrization = 'standard' and 'mup'",
+            r'model\.parametrization = "standard" and "mup"',
         ),
         ({"model__dropout": 0.1}, ""),  # only in training
     ],

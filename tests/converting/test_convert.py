@@ -843,7 +843,7 @@ def test_the_command_prints_the_section_of_experts(tmp_path: Path) -> None:
     [
         ({"balance_loss": 0.5, "z_loss": 0.1}, None),
         ({"per_token": 3}, "model.experts.per_token = 2 (here 3)"),
-        ({"router": "softmax"}, "model.experts.router = 'softmax-after-topk' (here 'softmax')"),
+        ({"router": "softmax"}, 'model.experts.router = "softmax-after-topk" (here "softmax")'),
     ],
 )
 def test_initial_weights_of_other_experts_are_rejected(

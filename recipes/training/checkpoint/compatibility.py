@@ -10,6 +10,7 @@ from models.rope_scaling import SCALING_KEYS
 from recipes.training.checkpoint.manifest import Manifest, manifest_damage
 from recipes.training.data.corpus_manifest import is_corpus
 from recipes.training.recipe.deepspeed_config import leaves
+from recipes.training.recipe.errors import value_text
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import table_at
@@ -265,5 +266,6 @@ def spelled_out(model: dict[str, Any]) -> dict[str, Any]:
 
 def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:
     return ", ".join(
-        f"{prefix}{key} = {before!r} (here {now!r})" for key, (before, now) in different.items()
+        f"{prefix}{key} = {value_text(before)} (here {value_text(now)})"
+        for key, (before, now) in different.items()
     )
