@@ -61,12 +61,15 @@ class RunFolder:
         try:
             self._lock = self._lock or FolderLock(self.path, self._inherited)
             self._inherited = None
+            if isinstance(self._lock, FolderLock) and not self.path.exists():
+                self._lock.creates_folder = True
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_checkpoints()
             self._lock.acquire()
             if self._lease is None:
                 revoke(self.path)  # ranks may have outlived the launch.py that held the lock
         except OSError as error:
+            self.release()
             raise _cannot_write(error.filename or self.path, error) from None
 
     def _check_checkpoints(self) -> None:
