@@ -166,9 +166,9 @@ def test_mistakes_on_the_command_line_are_named(run: Path, tmp_path: Path) -> No
         (run, "--last", 4): "--last 4: ",
     }.items():
         done = run_here(main, "average", *words, "--output", tmp_path / "mean")
-        assert done.returncode == 1 and message in done.stderr
+        assert done.returncode == 2 and message in done.stderr
     done = run_here(main, "average", run, "--last", 2, "--output", checkpoint / "mean")
-    assert done.returncode == 1 and "would overwrite the input" in done.stderr
+    assert done.returncode == 2 and "would overwrite the input" in done.stderr
     assert not (tmp_path / "mean").exists()
 
 

@@ -266,6 +266,7 @@ def spelled_out(model: dict[str, Any]) -> dict[str, Any]:
 
 def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:
     return ", ".join(
-        f"{prefix}{key} = {value_text(before)} (here {value_text(now)})"
-        for key, (before, now) in different.items()
+        f"{prefix}{key} = {before} (here {now})"
+        for key, values in different.items()
+        for before, now in [("not set" if value is None else value_text(value) for value in values)]
     )
