@@ -125,6 +125,7 @@ def prepare(arguments: list[str]) -> None:
         split=options.split,
         streaming=options.streaming,
         text_is=options.text_is,
+        suggests_split=not validation_option(options),
     )
     formats = open_source(options.source, reading)
     pieces = cut(formats, f"--source {' '.join(options.source)}")

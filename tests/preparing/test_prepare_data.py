@@ -300,7 +300,12 @@ def test_splits_of_a_dataset_are_the_parts(tmp_path: Path) -> None:
     DatasetDict(parts).save_to_disk(tmp_path / "saved")
     options = ["--source", tmp_path / "saved", "--vocab-size", 300, "--output", tmp_path / "out"]
     done = prepare(*options, "--validation-split", "validation")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "has the splits" not in done.stdout, done.stderr
+    hint = (
+        f"{tmp_path}/saved has the splits train, validation, of which only train is read; with "
+        f"--validation-split validation, that split becomes the validation part\n"
+    )
+    assert prepare(*options[:-1], tmp_path / "share").stdout.count(hint) == 1
     for name in parts:
         assert words(tmp_path / "out", name) == [f"{name} {text}" for text in TEXTS]
     blank = Dataset.from_dict({"text": [""] * 3})
