@@ -1,9 +1,11 @@
 """The exception class of mistakes that a user can correct, and parts of its messages."""
 
 import difflib
+import errno
 import json
 from collections.abc import Sequence
 
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 MAX_NAMES_IN_MESSAGE = 4  # of a list of existing files
 
 

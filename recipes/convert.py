@@ -12,6 +12,7 @@ folder appears when it is complete; --overwrite replaces an earlier output of th
 its files have not changed. To start a run in any layout from the weights that `from-hf` or
 `average` writes, name them in training.initial_weights. You never need `reshape` to resume: use it
 to check that another layout is valid, and to distribute the tensors over one set of files per rank.
+Exit code 0: done; 2: a file or an option is rejected.
 """
 
 import sys
@@ -48,7 +49,7 @@ from recipes.converting.reshape import new_recipe, reshape
 from recipes.converting.verified_source import open_checkpoint
 from recipes.converting.weight_files import AVERAGED, IMPORTED, RESHAPED
 from recipes.planning.inputs.option_types import count
-from recipes.training.runtime.exits import raise_at_interrupt
+from recipes.training.runtime.exits import REJECTED, raise_at_interrupt
 from recipes.training.runtime.streams import escape_output
 
 NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text generated after --prompt
@@ -61,7 +62,8 @@ def main() -> None:
     try:
         options.command(options)
     except UserError as problem:
-        sys.exit(f"convert.py: {problem}")
+        print(f"convert.py: {problem}", file=sys.stderr)
+        sys.exit(REJECTED)
 
 
 def to_hf(options: argparse.Namespace) -> None:

@@ -24,6 +24,8 @@ List the documents and tokens that a step of a recipe reads, and compare a corpu
 Make a task for evaluation.tasks from the validation documents of a corpus (`tasks --help`):
 
     python recipes/prepare_data.py tasks next-line data/stdlib --output data/tasks/next_line.jsonl
+
+Exit code 0: done; 1: a corpus is damaged; 2: a source, a file or an option is rejected.
 """
 
 import sys
@@ -56,7 +58,7 @@ from recipes.training.data.corpus_manifest import few_tokens
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.line_file import flush
-from recipes.training.runtime.exits import raise_at_interrupt
+from recipes.training.runtime.exits import REJECTED, raise_at_interrupt
 from recipes.training.runtime.streams import escape_output
 
 if TYPE_CHECKING:
@@ -75,12 +77,12 @@ def main() -> None:
     try:
         command(sys.argv[1:] if command is prepare else sys.argv[2:])
     except UserError as problem:
-        sys.exit(f"prepare_data.py: {problem}")
+        print(f"prepare_data.py: {problem}", file=sys.stderr)
+        sys.exit(REJECTED)
     except OSError as problem:
-        where = problem.filename or "a file"
-        sys.exit(
-            f"prepare_data.py: {where} cannot be read or written ({problem.strerror or problem})"
-        )
+        reason = f"cannot be read or written ({problem.strerror or problem})"
+        print(f"prepare_data.py: {problem.filename or 'a file'} {reason}", file=sys.stderr)
+        sys.exit(REJECTED)
     except KeyboardInterrupt as interruption:
         nothing = "nothing is written yet; rerun the same command to start again"
         kept = getattr(interruption, "__notes__", [nothing] if command is prepare else [])
@@ -123,6 +125,7 @@ def prepare(arguments: list[str]) -> None:
         split=options.split,
         streaming=options.streaming,
         text_is=options.text_is,
+        suggests_split=not validation_option(options),
     )
     formats = open_source(options.source, reading)
     pieces = cut(formats, f"--source {' '.join(options.source)}")
@@ -252,8 +255,8 @@ def show(arguments: list[str]) -> None:
     recipe = load_recipe(options.recipe, options.set)
     if not 1 <= options.step <= recipe.training.steps:
         raise UserError(
-            f"--step {options.step} is not in 1 .. {recipe.training.steps}, the steps of "
-            f"{options.recipe}; use --step 1"
+            f"--step {options.step}: {options.recipe} has the steps 1 to {recipe.training.steps}; "
+            f"use --step {max(1, min(options.step, recipe.training.steps))}"
         )
     from recipes.preparing.ledger import ledger
 
@@ -278,17 +281,13 @@ def verify(arguments: list[str]) -> None:
 
 
 def reject_damages(corpus: Path, damages: Iterable[str]) -> None:
-    """Print the damages of a corpus.
-
-    Raises:
-        UserError: There is at least one.
-    """
+    """Print the damages of a corpus, and end the command with exit code 1 if there are any."""
     is_damaged = False
     for damage in damages:
         print(f"{corpus}: {damage}")
         is_damaged = True
     if is_damaged:
-        raise UserError(f"{corpus} is damaged; delete it and prepare it again")
+        sys.exit(f"prepare_data.py: {corpus} is damaged; delete it and prepare it again")
 
 
 def tasks(arguments: list[str]) -> None:

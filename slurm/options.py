@@ -16,6 +16,7 @@ import argparse
 from models.errors import UserError
 from recipes.training.recipe.loading import load_recipe, origin
 from recipes.training.recipe.topology import World
+from recipes.training.runtime.exits import REJECTED
 
 
 def main() -> None:
@@ -38,7 +39,8 @@ def main() -> None:
     try:
         print(" ".join(sbatch_options(options.recipe, options.set, elastic=options.elastic)))
     except UserError as problem:
-        sys.exit(f"options.py: {problem}")
+        print(f"options.py: {problem}", file=sys.stderr)
+        sys.exit(REJECTED)
 
 
 def sbatch_options(path: Path, overrides: list[str], *, elastic: bool = False) -> list[str]:

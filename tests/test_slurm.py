@@ -58,10 +58,10 @@ def test_an_elastic_job_requests_the_spare_nodes(recipe: Path) -> None:
 
 def test_a_recipe_that_does_not_fit_its_cluster_is_rejected(recipe: Path) -> None:
     crossing = ["--set", "layout.tensor=4", "--set", "model.kv_heads=4"]
-    said = python("slurm/options.py", recipe, *crossing, code=1)
+    said = python("slurm/options.py", recipe, *crossing, code=2)
     assert "layout.tensor = 4 does not divide the 2 ranks of a node" in said
     assert "use layout.tensor = 2" in said
-    assert "has no [cluster] section" in python("slurm/options.py", "recipes/tiny.toml", code=1)
+    assert "has no [cluster] section" in python("slurm/options.py", "recipes/tiny.toml", code=2)
 
 
 def test_a_job_is_requeued_until_it_fails_twice_at_the_same_step(

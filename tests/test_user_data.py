@@ -144,9 +144,9 @@ def test_a_deepspeed_json(content: bytes, tmp_path: Path) -> None:
     [
         ("memory_gib = 79.1", "memory_gib = ", "this is not valid TOML"),
         ("memory_gib = 79.1", f"memory_gib = {DIGITS}", "this is not valid TOML"),
-        ("memory_gib = 79.1", 'memory_gib = "80"', "memory_gib = '80' has the wrong type"),
-        ("memory_gib = 79.1", "memory_gib = true", "memory_gib = True has the wrong type"),
-        ('["H100"]', '"H100"', "device_names = 'H100' has the wrong type"),
+        ("memory_gib = 79.1", 'memory_gib = "80"', 'memory_gib = "80" has the wrong type'),
+        ("memory_gib = 79.1", "memory_gib = true", "memory_gib = true has the wrong type"),
+        ('["H100"]', '"H100"', 'device_names = "H100" has the wrong type'),
         ('["H100"]', "[100]", "device_names = [100] has the wrong type"),
         ("{ bf16 = 989.4, fp16 = 989.4, fp32 = 66.9 }", '{ bf16 = "x" }', "peak_tflops = "),
         ("multiprocessors = 132", "multiprocessors = 132.5", "multiprocessors = 132.5"),
@@ -312,7 +312,7 @@ def test_dotted_keys_of_a_recipe_that_are_nested_deeply(tmp_path: Path) -> None:
 
 def test_an_empty_snapshot_folder() -> None:
     message = rejection(load_recipe, DEFAULT_RECIPE, ['checkpoint.snapshot_folder=""'])
-    assert "checkpoint.snapshot_folder = ''" in message and "/dev/shm" in message
+    assert 'checkpoint.snapshot_folder = ""' in message and "/dev/shm" in message
 
 
 @pytest.mark.parametrize("name", ["-oProxyCommand=x", "-", "a\0b"])

@@ -22,6 +22,7 @@ from recipes.training.checkpoint.compatibility import (
 )
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
+from recipes.training.recipe.errors import value_text
 from recipes.training.recipe.stages.plan import table_at
 from recipes.training.run_folder.provenance import versions
 
@@ -117,6 +118,6 @@ def _check_same_model(first: CheckpointReader, other: CheckpointReader) -> None:
         key = min(changed, key=lambda name: name != "model.parametrization")  # or the first one
         before, now = changed[key]
         raise UserError(
-            f"{first.path} and {other.path} have different models: {key} = {before!r} and {now!r}; "
-            f"average checkpoints of one run"
+            f"{first.path} and {other.path} have different models: {key} = {value_text(before)} "
+            f"and {value_text(now)}; average checkpoints of one run"
         )

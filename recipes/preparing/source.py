@@ -29,6 +29,7 @@ from recipes.preparing.own_files import OwnFiles
 STANDARD_LIBRARY = "stdlib"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".arrow", ".csv")
 UNKNOWN_SPLIT = re.compile("Unknown split|Bad split")  # errors of load_dataset
+VALIDATION_SPLITS = ("valid", "dev", "val", "test")  # beginnings of names, the best first
 PLAIN_TEXT = (".tokens", ".raw")  # as the files of WikiText are named
 COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".txt")
 
@@ -44,6 +45,7 @@ class SourceOptions:
     text_is: unit that is a document in a .txt file, "line" or "file"
     option: the option that names the sources, for messages
     only_splits: reject sources that have no splits
+    suggests_split: print a split of a dataset that could be the validation part
     """
 
     column: str = "text"
@@ -53,6 +55,7 @@ class SourceOptions:
     text_is: str = "line"
     option: str = "--source"
     only_splits: bool = False
+    suggests_split: bool = False
 
 
 def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
@@ -330,16 +333,32 @@ def open_dataset(name: str, reading: SourceOptions) -> Format:
             f"{reading.option} {name} is not a file, and cannot be loaded as a dataset: "
             f"{reason_of(error)}"
         ) from None
+    splits: list[str] = []
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
             raise UserError(f"{split_option} {split}: {name} has the splits {', '.join(dataset)}")
-        dataset = dataset[split]
-    elif reading.only_splits and Path(name).is_dir():
+        splits, dataset = list(dataset), dataset[split]
+    elif not Path(name).is_dir():
+        splits = list(dataset.info.splits or ()) if dataset.info else []
+    elif reading.only_splits:
         raise without_splits(name, reading)
+    if reading.suggests_split and split == "train":
+        suggest_split(name, splits)
     if isinstance(dataset, Dataset):
         return Rows(name, dataset, column)
     version = dataset.info.version if dataset.info else None
     return Stream(name, dataset, column, f"{reading.config}/{split}/{version}")
+
+
+def suggest_split(name: str, splits: Sequence[str]) -> None:
+    """Print which split of a dataset could be the validation part, if its name says so."""
+    for start in VALIDATION_SPLITS:
+        if official := [split for split in splits if split.startswith(start)]:
+            print(
+                f"{name} has the splits {', '.join(splits)}, of which only train is read; with "
+                f"--validation-split {official[0]}, that split becomes the validation part"
+            )
+            return
 
 
 def standard_library() -> list[Path]:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from models.errors import UserError, counted
+from models.errors import FULL_DISK_ERRORS, UserError, counted
 from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.own_files import mark_workspace
-from recipes.training.run_folder.line_file import FULL_DISK_ERRORS
 from recipes.training.run_folder.lock import NO_FLOCK
 
 

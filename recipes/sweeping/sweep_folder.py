@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError
+from models.errors import FULL_DISK_ERRORS, UserError
 from recipes.proving.proof_corpus import write_corpus
 from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
 from recipes.sweeping.trial import FAULTS, Rejection, Result, Trial, preference
@@ -30,7 +30,6 @@ from recipes.training.recipe.errors import value_text
 from recipes.training.run_folder.line_file import flush, write_whole
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 PROBE_BYTES = 2**16
 
 
@@ -196,7 +195,7 @@ class SweepFolder:
         try:
             yield
         except OSError as problem:
-            if problem.errno not in NO_SPACE:
+            if problem.errno not in FULL_DISK_ERRORS:
                 raise
             raise SweepStopped(
                 f"{self.path} cannot be written ({problem.strerror}); free disk space and rerun "
@@ -236,7 +235,7 @@ class SweepFolder:
                 (self.path / name).mkdir(parents=True, exist_ok=True)
             self._own_worlds.create()
         except OSError as problem:
-            if problem.errno in NO_SPACE:
+            if problem.errno in FULL_DISK_ERRORS:
                 raise
             raise UserError(
                 f"{self.path} cannot be written ({problem.strerror}); use another --sweep-dir"

@@ -131,7 +131,7 @@ def test_checkpoints_are_named_in_any_order(run: Path) -> None:
         ({"model__norm_epsilon": 1e-6}, r"model\.norm_epsilon = 1e-05 and 1e-06"),
         (
             {"model__parametrization": "mup", "model__base_hidden_size": 32},
-            r"model\.parametrization = 'standard' and 'mup'",
+            r'model\.parametrization = "standard" and "mup"',
         ),
         ({"model__dropout": 0.1}, ""),  # only in training
     ],
@@ -166,9 +166,9 @@ def test_mistakes_on_the_command_line_are_named(run: Path, tmp_path: Path) -> No
         (run, "--last", 4): "--last 4: ",
     }.items():
         done = run_here(main, "average", *words, "--output", tmp_path / "mean")
-        assert done.returncode == 1 and message in done.stderr
+        assert done.returncode == 2 and message in done.stderr
     done = run_here(main, "average", run, "--last", 2, "--output", checkpoint / "mean")
-    assert done.returncode == 1 and "would overwrite the input" in done.stderr
+    assert done.returncode == 2 and "would overwrite the input" in done.stderr
     assert not (tmp_path / "mean").exists()
 
 

@@ -416,7 +416,7 @@ def test_the_command_exports_and_writes_a_text(
     output = convert("to-hf", run, tmp_path / "hf", "--dtype", "bf16", "--prompt", "t5")
     assert "text generated after 't5'" in output and "t5 t" in output
     assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
-    assert "already exists" in convert("to-hf", run, tmp_path / "hf", code=1)
+    assert "already exists" in convert("to-hf", run, tmp_path / "hf", code=2)
     convert("to-hf", run, tmp_path / "hf", "--overwrite")
     assert AutoConfig.from_pretrained(tmp_path / "hf").dtype == torch.float32
     output = convert("from-hf", tmp_path / "hf", tmp_path / "weights")
@@ -619,7 +619,7 @@ def test_overwrite_replaces_only_outputs_of_the_same_command(
     before = files_below(tmp_path)
     for target in targets:
         done = run_convert(commands[name], target)
-        assert done.returncode == 1 and f"does not replace {target}" in done.stderr, done
+        assert done.returncode == 2 and f"does not replace {target}" in done.stderr, done
         assert len(done.stderr.splitlines()) == 1
     assert files_below(tmp_path) == before
 
@@ -670,7 +670,7 @@ def test_overwrite_keeps_what_a_user_has_changed(
     before = files_below(tmp_path)
     for folder, reason in expected.items():
         done = run_convert(commands[name], folder)
-        assert done.returncode == 1 and reason in done.stderr, done
+        assert done.returncode == 2 and reason in done.stderr, done
         assert len(done.stderr.splitlines()) == 1
     assert files_below(tmp_path) == before
     weights_file = mine / weights
@@ -733,7 +733,7 @@ def test_a_corpus_is_not_a_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=re.escape(said)):
             sources_of([tmp_path], last=last)
     done = run_here(main, "to-hf", tmp_path, tmp_path / "new")
-    assert done.returncode == 1 and said in done.stderr
+    assert done.returncode == 2 and said in done.stderr
     recipe = parse_recipe(
         changed(small_recipe(tmp_path), training__initial_weights=str(tmp_path)), "test"
     )
@@ -803,7 +803,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     with mock.patch("recipes.convert.parse_command_line", return_value=options):
         done = run_here(main)
     assert f"convert.py: the tokenizer in {tmp_path} cannot be loaded: " in done.stderr
-    assert done.returncode == 1
+    assert done.returncode == 2
 
 
 def test_another_tokenizer_is_rejected(
@@ -843,7 +843,7 @@ def test_the_command_prints_the_section_of_experts(tmp_path: Path) -> None:
     [
         ({"balance_loss": 0.5, "z_loss": 0.1}, None),
         ({"per_token": 3}, "model.experts.per_token = 2 (here 3)"),
-        ({"router": "softmax"}, "model.experts.router = 'softmax-after-topk' (here 'softmax')"),
+        ({"router": "softmax"}, 'model.experts.router = "softmax-after-topk" (here "softmax")'),
     ],
 )
 def test_initial_weights_of_other_experts_are_rejected(
@@ -878,7 +878,7 @@ def test_changed_positions_are_described(real_corpus: Path, tmp_path: Path) -> N
     same = start | {"model__rope_theta": 5e5, "model__rope_scaling": settings(model.rope_scaling)}
     for changes, expected in (
         (same, ""),
-        (start | {"model__rope_theta": 1e4}, "rope_scaling.factor = 8.0 (here None)"),
+        (start | {"model__rope_theta": 1e4}, "rope_scaling.factor = 8.0 (here not set)"),
         (same | {"model__sequence_length": 64}, "model.sequence_length = 32 (here 64)"),
         (same | {"model__rope_theta": 1e6}, "model.rope_theta = 500000.0 (here 1000000.0)"),
     ):

@@ -184,7 +184,7 @@ def test_results_do_not_enter_predictions(tmp_path: Path) -> None:
         ({"layers": ""}, "layers is empty"),
         ({"pp": "unstated"}, "pp is unstated"),
         ({"dp": "7"}, "tp x pp x cp x dp = 7 and gpus = 32"),
-        ({"heads": "23"}, "hidden_size = 2304 is not divisible by heads = 23"),
+        ({"heads": "23"}, "heads = 23 does not divide hidden_size = 2304"),
         ({"precision": "fp8 (bf16 rest)"}, "precision fp8 (bf16 rest) is not modelled"),
         ({"gpu": "H100 PCIe"}, "gpu H100 PCIe is another board"),
         ({"gpu": "A100-SXM4-64GB"}, "A100-SXM4-64GB with 64 GB has no datasheet"),

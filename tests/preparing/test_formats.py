@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, SplitDict, SplitInfo
 from pyarrow import parquet
 
 from models.errors import UserError
@@ -325,6 +325,30 @@ def test_the_training_part_is_not_the_validation_part(
         assert len(open_parts(source, "splits", "validation")) == 1
     else:
         assert len(open_parts("hub", "", "validation")) == 1
+
+
+@pytest.mark.parametrize(
+    ("splits", "proposed"),
+    [
+        (["train", "test", "validation"], "validation"),
+        (["test", "train"], "test"),
+        (["train", "unsupervised"], ""),
+        ([], ""),
+    ],
+)
+def test_a_split_of_a_hub_dataset_is_proposed(
+    splits: list[str],
+    proposed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dataset = table()
+    dataset.info.splits = SplitDict({name: SplitInfo(name) for name in splits}) or None
+    monkeypatch.setattr("recipes.preparing.source.load_dataset", lambda *_, **__: dataset)
+    open_source(["hub"], SourceOptions(column="body", suggests_split=True))
+    said = capsys.readouterr().out
+    assert (f"--validation-split {proposed}, that split" in said) == bool(proposed)
+    assert bool(said) == bool(proposed)
 
 
 def test_a_long_line_before_a_piece_is_skipped_in_blocks(

@@ -95,7 +95,7 @@ def test_a_corpus_is_not_prepared_twice(prepared: Path) -> None:
     )
     done = prepare(*options, "--vocab-size", 301)
     assert (
-        done.returncode == 1
+        done.returncode == 2
         and "made with --vocab-size 300; here --vocab-size 301; use" in done.stderr
     )
 
@@ -117,7 +117,7 @@ def test_user_files_in_the_workspace_stay(prepared: Path, tmp_path: Path) -> Non
     (tmp_path / "out.incomplete").mkdir()
     (tmp_path / "out.incomplete" / "thesis.txt").write_text("precious")
     done = prepare("--source", prepared / "text.jsonl", "--output", tmp_path / "out")
-    assert done.returncode == 1 and "out.incomplete, the working folder" in done.stderr
+    assert done.returncode == 2 and "out.incomplete, the working folder" in done.stderr
     assert (tmp_path / "out.incomplete" / "thesis.txt").read_text() == "precious"
 
 
@@ -244,7 +244,7 @@ def test_bad_input_is_rejected_in_one_line(
     source = [] if "--source" in arguments else ["--source", prepared / "text.jsonl"]
     column = ["--column", "body", "--output", tmp_path / "bad"]
     done = prepare(*source, *column, *arguments)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert named in done.stderr and done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("bad*"))
 
@@ -300,7 +300,12 @@ def test_splits_of_a_dataset_are_the_parts(tmp_path: Path) -> None:
     DatasetDict(parts).save_to_disk(tmp_path / "saved")
     options = ["--source", tmp_path / "saved", "--vocab-size", 300, "--output", tmp_path / "out"]
     done = prepare(*options, "--validation-split", "validation")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "has the splits" not in done.stdout, done.stderr
+    hint = (
+        f"{tmp_path}/saved has the splits train, validation, of which only train is read; with "
+        f"--validation-split validation, that split becomes the validation part\n"
+    )
+    assert prepare(*options[:-1], tmp_path / "share").stdout.count(hint) == 1
     for name in parts:
         assert words(tmp_path / "out", name) == [f"{name} {text}" for text in TEXTS]
     blank = Dataset.from_dict({"text": [""] * 3})
@@ -369,7 +374,7 @@ def test_a_corpus_without_a_validation_part(prepared: Path, tmp_path: Path) -> N
     without = parse_recipe(changed(table, data__validation=None), "test")
     assert TrainingData(without, Topology(pipeline=1, data=1, tensor=1), 0).validation == {}
     tasks = prepare("tasks", "next-line", tmp_path / "out", "--output", tmp_path / "task.jsonl")
-    assert tasks.returncode == 1 and reason in tasks.stderr
+    assert tasks.returncode == 2 and reason in tasks.stderr
 
 
 def test_a_manifest_that_lost_its_validation_part_is_damaged(
@@ -392,7 +397,7 @@ def test_one_process_at_a_time_joins(prepared: Path, tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_SH)  # as a running shard does
         options = ["--source", prepared / "text.jsonl", "--column", "body"]
         done = prepare(*options, "--output", tmp_path / "out")
-    assert done.returncode == 1 and "out.incomplete is in use by another process" in done.stderr
+    assert done.returncode == 2 and "out.incomplete is in use by another process" in done.stderr
 
 
 def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> None:
@@ -403,7 +408,7 @@ def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> No
     options = ["--column", "body", "--tokenizer", prepared / "out" / "tokenizer"]
     options += ["--source", tmp_path / "mixed.jsonl", "--output", tmp_path / "out"]
     rejected = prepare(*options, "--skip", "empty", "--skip", "json", "--skip", "utf-8")
-    assert rejected.returncode == 1
+    assert rejected.returncode == 2
     assert "mixed.jsonl, line 6: body = 7 is not a text; correct it, or skip" in rejected.stderr
     skip = [word for kind in PROBLEM_KINDS for word in ("--skip", kind)]
     done = prepare(*options, *skip)
@@ -423,7 +428,7 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     options = into(prepared, tmp_path / "out")
     with mock.patch.object(prepared_corpus, "join", side_effect=UserError("no room")):
         done = prepare(*options, "--vocab-size", 300)
-    assert done.returncode == 1
+    assert done.returncode == 2
     workspace = tmp_path / "out.incomplete"
     assert (workspace / "lock").read_text() == LOCK_TEXT
     assert f"{workspace} keeps 1 finished piece; rerun the same command to resume" in done.stderr
@@ -441,7 +446,7 @@ def test_a_full_disk_is_named_with_what_stays(
         done = prepare(*options, "--vocab-size", 300)
     folder, workspace = tmp_path / "copy" if filename else tmp_path, tmp_path / "out.incomplete"
     kept, said = done.stderr.splitlines()
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert kept == f"{workspace} keeps 1 finished piece; rerun the same command to resume"
     assert said.startswith(f"prepare_data.py: {folder} is on a full disk (No space left on dev")
     assert f"rerun the same command, which uses the finished work in {workspace}, or" in said
@@ -459,7 +464,7 @@ def test_a_fraction_that_leaves_a_part_empty_is_rejected_before_the_work(
     for fraction, part in (("0.0001", "validation"), ("0.9999", "train")):
         options = [*into(prepared, tmp_path / part), "--vocab-size", 300]
         done = prepare(*options, "--validation-fraction", fraction)
-        assert done.returncode == 1 and done.stderr.count("\n") == 1
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
         reason = f"the {part} part has no tokens: --validation-fraction {fraction} leaves none of "
         assert reason + "the 60 documents for it; use --validation-fraction 0." in done.stderr
         assert not list(tmp_path.glob(f"{part}*"))
@@ -577,7 +582,7 @@ def test_a_part_that_turns_out_to_be_empty_keeps_the_pieces_for_more_documents(
     options += ["--validation-fraction", "0.0001"]
     with mock.patch.object(tokenization, "MAX_CHECKED_CHARACTERS", 0):
         done = prepare(*options)
-        assert done.returncode == 1 and "leaves none of the 60 documents" in done.stderr
+        assert done.returncode == 2 and "leaves none of the 60 documents" in done.stderr
         kept = "keeps 1 finished piece; add documents and rerun the command to use them, or delete"
         assert kept in done.stderr and "to resume" not in done.stderr
         lines = [json.dumps({"body": f"{number}"}) + "\n" for number in range(20_000)]
@@ -632,7 +637,7 @@ def test_a_corpus_without_its_manifest_is_named_by_every_command(
     )
     for arguments in (["verify", corpus], into(prepared, corpus)):
         done = prepare(*arguments)
-        assert done.returncode == 1 and done.stderr == f"prepare_data.py: {lost}"
+        assert done.returncode == 2 and done.stderr == f"prepare_data.py: {lost}"
     shown = prepare(*show)
     assert shown.returncode == 0 and shown.stdout.count(f"warning: {lost}") == 1
     (corpus / "pieces.jsonl").unlink()  # as a corpus of Megatron's tools
@@ -646,7 +651,7 @@ def test_a_truncated_manifest_is_damaged(prepared: Path, tmp_path: Path) -> None
     text = (corpus / "manifest.json").read_text()
     (corpus / "manifest.json").write_text(text[: text.index("tokenizer_sha256")])
     done = prepare("verify", corpus)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"{corpus}/manifest.json is damaged (line " in done.stderr
     assert done.stderr.endswith("; delete the folder and prepare the corpus again\n")
 
@@ -723,4 +728,4 @@ def test_the_ledger_lists_the_samples_of_a_step(prepared: Path, tmp_path: Path) 
         assert f" of {prepared / 'text.jsonl'} (0 .. " in sample
         assert text.startswith(tokenizer.decode(row)[:30])
     rejected = prepare("show", tmp_path / "recipe.toml", "--step", 21)
-    assert rejected.returncode == 1 and "--step 21 is not in 1 .. 20" in rejected.stderr
+    assert rejected.returncode == 2 and "has the steps 1 to 20; use --step 20\n" in rejected.stderr

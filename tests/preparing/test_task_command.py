@@ -62,11 +62,11 @@ def test_the_command_writes_a_task_once(corpus: Path, tmp_path: Path) -> None:
     assert f'tasks = [{{ name = "lines", path = "{output}" }}]' in done.stdout
     assert len(read_items(output)) == 10
     done = command("next-line", corpus, "--output", output)
-    assert done.returncode == 1 and "already exists; use another file" in done.stderr
+    assert done.returncode == 2 and "already exists; use another file" in done.stderr
     done = command("next-line", corpus, "--output", tmp_path / "a", "--items", 100_000)
-    assert done.returncode == 1 and "--items 100000: the validation documents" in done.stderr
+    assert done.returncode == 2 and "--items 100000: the validation documents" in done.stderr
     done = command("last-word", tmp_path, "--output", tmp_path / "a")
-    assert done.returncode == 1 and "is missing; make it with" in done.stderr
+    assert done.returncode == 2 and "is missing; make it with" in done.stderr
 
 
 def sample(number: int, context: str, *continuations: str, target: Any) -> dict[str, Any]:

@@ -874,7 +874,7 @@ def test_an_interrupted_proof_reports_what_is_finished(
     ("arguments", "message"),
     [
         (["recipes/none.toml"], "recipes/none.toml: no such recipe"),
-        (["--set", "model.heads=7"], "use hidden_size = 189 or 196"),
+        (["--set", "model.heads=7"], "use heads = 6 or 8"),
         (["--ranks", "0"], "invalid number 0: expected 1 to 1024"),
         (["--steps", "many"], "many"),
     ],

@@ -1,13 +1,12 @@
 """Edits of a recipe that select a plan's layout, as options or in a copy of the recipe."""
 
-import errno
 import json
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
-from models.errors import UserError
+from models.errors import FULL_DISK_ERRORS, UserError
 from models.pipeline.schedule.order import SCHEDULES
 from recipes.planning.search.layout_search import Plan, SearchResult
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json, shipped_json, zero_stage
@@ -126,7 +125,7 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
         raise UserError(f"--write {path}: the file exists; use another name") from None
     except OSError as error:
         path.unlink(missing_ok=True)  # leaves no incomplete file behind
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_full = error.errno in FULL_DISK_ERRORS
         remedy = "free disk space" if is_full else "make the folder writable"
         raise UserError(
             f"--write {path} cannot be written ({error.strerror}); {remedy}, or use another folder"

@@ -10,6 +10,7 @@ from models.rope_scaling import SCALING_KEYS
 from recipes.training.checkpoint.manifest import Manifest, manifest_damage
 from recipes.training.data.corpus_manifest import is_corpus
 from recipes.training.recipe.deepspeed_config import leaves
+from recipes.training.recipe.errors import value_text
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import table_at
@@ -265,5 +266,7 @@ def spelled_out(model: dict[str, Any]) -> dict[str, Any]:
 
 def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:
     return ", ".join(
-        f"{prefix}{key} = {before!r} (here {now!r})" for key, (before, now) in different.items()
+        f"{prefix}{key} = {before} (here {now})"
+        for key, values in different.items()
+        for before, now in [("not set" if value is None else value_text(value) for value in values)]
     )

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from models.errors import FULL_DISK_ERRORS
 from models.parallel.process_groups import create_host_groups
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.retention import (
@@ -49,7 +50,6 @@ from recipes.training.run_folder.checkpoint_folders import (
     step_of,
 )
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import FULL_DISK_ERRORS
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import layout_of, versions
 from recipes.training.runtime.host_memory import host_copy

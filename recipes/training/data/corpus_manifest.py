@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError, counted, reason_of
+from models.errors import UserError, a_few, counted, reason_of
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.schema import Recipe
 
@@ -118,6 +118,18 @@ def unused_rows(recipe: Recipe) -> str:
                 f"used, which is harmless; in a new run, model.vocab_size = {tokens} saves memory"
             )
     return ""
+
+
+def unchecked_tokenizer(recipe: Recipe) -> str:
+    """Return a note about corpora without a manifest, such as Megatron's; "" if all have one."""
+    paths = [*(source.path for source in recipe.data.train), *recipe.data.validation_sets.values()]
+    missing = [path for path in paths if not read_manifest(repository_path(path).parent)]
+    if not missing:
+        return ""
+    return (
+        f"no manifest.json next to {a_few(missing)}: the run cannot check that data.tokenizer made "
+        f"these tokens"
+    )
 
 
 def tokenizer_hash(folder: Path) -> str:

@@ -67,7 +67,9 @@ def explain(
     if not location:
         return f'{problem["msg"]}; write lines such as name = "tiny"'
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        return f"unknown key {key} = {problem['input']!r}; {_suggestion(location, recipe)}"
+        name = "section" if isinstance(problem["input"], dict) else "key"
+        line = as_written(key, problem["input"])
+        return f"unknown {name} {line}; {_suggestion(location, recipe)}"
     works = _example(location, recipe, example)
     if kind.startswith("missing"):
         return f"{key} is missing; for example {works}"
@@ -78,7 +80,9 @@ def explain(
         if name := _name_that_fits(problem["input"], pattern):
             works = f"{location[-1]} = {toml_value(name)}"
     complaint = complaint.replace("True", "true").replace("False", "false")  # in TOML's spelling
-    return f"{key} = {_look_up(table, location)!r}: {complaint}; for example {works}"
+    value = _look_up(table, location)  # a validator may have changed the input
+    written = as_written(key, problem["input"] if value is None else value)
+    return f"{written}: {complaint}; for example {works}"
 
 
 def root_causes(error: ValidationError) -> list[ErrorDetails]:
@@ -138,6 +142,11 @@ def _name_that_fits(name: str, pattern: str) -> str:
     fitting = (letter if re.search(pattern, f"a{letter}") else "-" for letter in plain)
     shortened = "".join(fitting).strip("-._")[:MAX_NAME_CHARACTERS]
     return shortened if re.search(pattern, shortened) else ""
+
+
+def as_written(key: str, value: Any) -> str:
+    """Return a key and its value as a line of TOML, or the header of a section."""
+    return f"[{key}]" if isinstance(value, dict) else f"{key} = {toml_value(value)}"
 
 
 def toml_value(value: Any) -> str:

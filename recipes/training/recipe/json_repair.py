@@ -3,7 +3,7 @@
 import json
 import re
 
-from models.errors import UserError
+from models.errors import UserError, reason_of
 
 MAX_SYNTAX_ERRORS = 100  # to repair in a JSON text
 MAX_POSITIONS = 3  # of one message
@@ -37,15 +37,12 @@ def repair_json(text: str) -> tuple[list[str], str]:
             repair = _repair(text, error)
             start = error.pos if repair is None else repair[0]
             before = original[: start - added]
+            if repair is None or sum(map(len, problems.values())) == MAX_SYNTAX_ERRORS:
+                in_original = json.JSONDecodeError(error.msg, original, len(before))
+                last = f"this is not valid JSON: {reason_of(in_original)}"
+                raise UserError("; ".join([last, *_located(problems)])) from None
             line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
             position = f"line {line}, column {column}"
-            if repair is None or sum(map(len, problems.values())) == MAX_SYNTAX_ERRORS:
-                ends = error.pos >= len(text.rstrip())
-                reason = "the file ends too early" if ends else error.msg
-                if not text.strip():
-                    raise UserError("this is not valid JSON: the file is empty") from None
-                last = f"this is not valid JSON: {position}: {reason}"
-                raise UserError("; ".join([last, *_located(problems)])) from None
             start, end, replacement, message = repair
             problems.setdefault(message, []).append(position)
             text = text[:start] + replacement + text[end:]

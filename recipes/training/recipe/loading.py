@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,12 @@ RAMP_EXAMPLE = {"start_sequences": 8, "increment": 8, "samples": 1000}
 STAGE_EXAMPLE = {"name": "long", "start_step": 1000, "model": {"sequence_length": 512}}
 TASK_EXAMPLE = {"name": "next_line", "path": "data/tasks/next_line.jsonl"}
 MAX_NESTING = 20  # of tables and arrays
+# The beginnings of tomllib's messages about a key or a section that a file contains twice.
+TOML_DUPLICATES = re.compile(
+    "Cannot (overwrite|declare|redefine|mutate)|Duplicate inline table key"
+)
+TOML_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
+TOML_KEY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[^=#"'])+?)\s*=""")
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
 
 
@@ -138,8 +145,10 @@ def _reject_date(value: Any) -> Any:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    text = ""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        return tomllib.loads(text)
     except IsADirectoryError:
         files = [*sorted(path.glob("*.toml")), *sorted(path.glob("*/*.toml"))]
         remedy = suggestion("", [str(short(file)) for file in files or recipes_in_repository()])
@@ -151,10 +160,37 @@ def _read_toml(path: Path) -> dict[str, Any]:
             f"{short(path)} cannot be read ({error.strerror}); use a file that you can read"
         ) from None
     except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
+        if TOML_DUPLICATES.match(str(error)):
+            raise UserError(f"{short(path)}: {_duplicate(text, str(error))}") from None
         raise UserError(
             f"{short(path)}: this is not valid TOML: {reason_of(error)}; write lines such as "
             f'name = "tiny"'
         ) from None
+
+
+def _duplicate(text: str, error: str) -> str:
+    """Return a message about a key or a section that a TOML text contains twice.
+
+    error: message of tomllib, which has only the line in which the second value ends
+    """
+    end = re.search(r"at line (\d+)", error)
+    lines: dict[str, list[int]] = {}  # key or section -> numbers of the lines that begin with it
+    section, name = "", "a key"
+    for number, line in enumerate(text.split("\n")[: int(end[1]) if end else None], start=1):
+        if header := TOML_HEADER.match(line):
+            section = name = f"[{header[2]}]"
+            if header[1] == "[[":  # another table with the same keys
+                lines = {key: value for key, value in lines.items() if section[1:-1] not in key}
+        elif key := TOML_KEY.match(line):
+            name = ".".join(filter(None, [section[1:-1], key[1]]))
+        else:
+            continue
+        lines.setdefault(name, []).append(number)
+    *before, last = lines.get(name, [number])
+    first = f", first in line {before[-1]}" if before else ""
+    if inner := re.match(r"Duplicate inline table key '(.*)'", error):
+        name, first = f"{name}.{inner[1]}", ""
+    return f"line {last}: {name} is given twice{first}; remove one of them"
 
 
 def _existing_recipe(path: Path) -> str:

@@ -224,9 +224,9 @@ class Recipe(Section):
         given = layout.layers_per_stage
         if given is not None and (len(given) != virtual_stages or sum(given) != layers):
             raise UserError(
-                f"layout.layers_per_stage = {given} assigns {sum(given)} layers to {len(given)} "
-                f"virtual stages, and the recipe has model.layers = {layers} and layout.pipeline = "
-                f"{layout.pipeline} x layout.chunks = {layout.chunks}; use "
+                f"layout.layers_per_stage = {list(given)} assigns {sum(given)} layers to "
+                f"{len(given)} virtual stages, and the recipe has model.layers = {layers} and "
+                f"layout.pipeline = {layout.pipeline} x layout.chunks = {layout.chunks}; use "
                 f"layout.layers_per_stage = {list(self._balanced_layers)}, or leave it out"
             )
         return self

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError, counted
+from models.errors import FULL_DISK_ERRORS, UserError, counted
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.checkpoint_folders import time_stamp
 from recipes.training.run_folder.history import History, replay
 from recipes.training.run_folder.lease import Lease, revoke
 from recipes.training.run_folder.line_file import (
-    FULL_DISK_ERRORS,
     LineFile,
     flush,
     number,
@@ -62,12 +61,15 @@ class RunFolder:
         try:
             self._lock = self._lock or FolderLock(self.path, self._inherited)
             self._inherited = None
+            if isinstance(self._lock, FolderLock) and not self.path.exists():
+                self._lock.creates_folder = True
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_checkpoints()
             self._lock.acquire()
             if self._lease is None:
                 revoke(self.path)  # ranks may have outlived the launch.py that held the lock
         except OSError as error:
+            self.release()
             raise _cannot_write(error.filename or self.path, error) from None
 
     def _check_checkpoints(self) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+from models.errors import FULL_DISK_ERRORS
+
 MAX_INTEGER_IN_LINE = 2**53  # of steps, samples and tokens in a line
 
 

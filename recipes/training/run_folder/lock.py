@@ -74,6 +74,7 @@ class FolderLock:
         self._seen: tuple[str, int] | None = None
         self._seen_at = 0.0
         self._moved = self._held_before = False
+        self.creates_folder = False  # True: `release` removes the folder if only the lock is in it
         self._released = threading.Event()
 
     def acquire(self) -> None:
@@ -118,12 +119,24 @@ class FolderLock:
         self._released.set()
         atexit.unregister(self.release)
         if self._stream is not None:
-            self._stream.close()
+            self._remove_folder_of_lock()  # before another process can lock it
+            with contextlib.suppress(OSError):  # the record may still wait for room on a full disk
+                self._stream.close()
             return
         exclusive = (moved_to or self.folder) / self.exclusive.name
         with contextlib.suppress(OSError):
             if self._holds(exclusive):
-                exclusive.unlink()
+                self._remove_folder_of_lock()
+                exclusive.unlink(missing_ok=True)
+
+    def _remove_folder_of_lock(self) -> None:
+        """Remove the folder if it was created for this lock and contains nothing else."""
+        with contextlib.suppress(OSError):
+            names = {entry.name for entry in self.folder.iterdir()}
+            if self.creates_folder and names <= {SHARED, EXCLUSIVE}:
+                for name in names:
+                    (self.folder / name).unlink()
+                self.folder.rmdir()
 
     def _open(self) -> Any:
         """Open the file of the lock, or take over its descriptor."""

@@ -9,7 +9,7 @@ from models.errors import counted
 from models.hugging_face.config import export_problem
 from models.pipeline.schedule.balance import balance_text
 from recipes.training.checkpoint.compatibility import changed_positions
-from recipes.training.data.corpus_manifest import unused_rows
+from recipes.training.data.corpus_manifest import unchecked_tokenizer, unused_rows
 from recipes.training.recipe.deepspeed_config import deepspeed_notes
 from recipes.training.recipe.errors import value_text
 from recipes.training.recipe.schema import Recipe
@@ -104,7 +104,7 @@ def announce(
             head=recipe.head_in_blocks,
         )
         print(f"  {layout.schedule_name}: {balance}", flush=True)
-    if note := unused_rows(recipe):
+    for note in filter(None, (unchecked_tokenizer(recipe), unused_rows(recipe))):
         print(f"  {note}", flush=True)
     if problem := export_problem(recipe.model):
         print(f"  convert.py to-hf cannot export this model: {problem}", flush=True)

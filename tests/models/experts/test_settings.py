@@ -27,7 +27,7 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
     ({E + "count": 1}, 2, "model.experts.count = 1 ", "count = 8", {E + "count": 8}),
     ({E + "count": 0}, 2, "model.experts.count = 0 ", "count = 8", {E + "count": 8}),
     ({E + "count": 99999}, 2, "model.experts.count = 99999 ", "count = 8", {E + "count": 8}),
-    ({E + "count": "eight"}, 2, "model.experts.count = 'eight'", "count = 8", {E + "count": 8}),
+    ({E + "count": "eight"}, 2, 'model.experts.count = "eight"', "count = 8", {E + "count": 8}),
     ({E + "count": 2.5}, 2, "model.experts.count = 2.5", "count = 8", {E + "count": 8}),
     ({E + "count": None}, 2, "model.experts.count is missing", "count = 8", {E + "count": 8}),
     (
@@ -67,7 +67,7 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
     ({E + "z_loss": -1}, 2, "model.experts.z_loss = -1", "z_loss = 0", {E + "z_loss": 0}),
     (
         {E + "router": "sigmod"}, 2,
-        "model.experts.router = 'sigmod'", 'router = "softmax"', {E + "router": "softmax"},
+        'model.experts.router = "sigmod"', 'router = "softmax"', {E + "router": "softmax"},
     ),
     (
         {E + "output_scale": 0.0}, 2,
@@ -97,7 +97,7 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
     ({"model__bias": True}, 2, "model.bias = true ", "bias = false", {"model__bias": False}),
     # the layout
     ({"layout__expert": 0}, 2, "layout.expert = 0", "expert = 1", {"layout__expert": 1}),
-    ({"layout__expert": "two"}, 2, "layout.expert = 'two'", "expert = 1", {"layout__expert": 1}),
+    ({"layout__expert": "two"}, 2, 'layout.expert = "two"', "expert = 1", {"layout__expert": 1}),
     (
         {"layout__expert": 3}, 4,
         "model.experts.count = 8 is not divisible by layout.expert x layout.tensor = 3",

@@ -23,15 +23,25 @@ TINY = REPOSITORY / "recipes" / "tiny.toml"
 # --set overrides of tiny.toml, number of ranks, and two parts of the message: key, working value
 BAD: list[tuple[str, int, str, str]] = [
     # the model
-    ("model.heads=7", 2, "model.hidden_size = 192 is not divisible by heads = 7", "189 or 196"),
+    (
+        "model.heads=7", 2,
+        "model.heads = 7 does not divide hidden_size = 192, and is not a multiple of kv_heads = 2",
+        "use heads = 6 or 8",
+    ),
+    ("model.heads=7;model.kv_heads=7", 2, "192 is not divisible by heads = 7", "182 or 196"),
+    ("model.heads=50;model.kv_heads=4", 2, "heads = 50 does not", "use heads = 48 or 96"),
+    (  # no number of heads fits
+        "model.heads=7;model.kv_heads=5", 2, "model.heads = 7 does not divide hidden_size = 192",
+        "use hidden_size = 182 or 196 and kv_heads = 1 or 7",
+    ),
     ("model.kv_heads=4", 2, "model.kv_heads = 4", "use kv_heads = 3 or 6"),
     ("model.layers=0", 2, "model.layers = 0", "use layers = 1"),
     ("model.layers=99999999999999", 2, "model.layers = 99999999999999", "use layers = 1"),
-    ("model.layers=six", 2, "model.layers = 'six'", "layers = 4"),
+    ("model.layers=six", 2, 'model.layers = "six"', "layers = 4"),
     ("model.layers=4.5", 2, "model.layers = 4.5", "layers = 4"),
     ("model.bias=1", 2, "model.bias = 1", "bias = false"),
-    ("model.norm=batchnorm", 2, "model.norm = 'batchnorm'", "'rmsnorm' or 'layernorm'"),
-    ("model.activation=relu", 2, "model.activation = 'relu'", "'swiglu' or 'gelu'"),
+    ("model.norm=batchnorm", 2, 'model.norm = "batchnorm"', "'rmsnorm' or 'layernorm'"),
+    ("model.activation=relu", 2, 'model.activation = "relu"', "'swiglu' or 'gelu'"),
     ("model.dropout=1.5", 2, "model.dropout = 1.5", "use dropout = 0.1"),
     ("model.attention_dropout=1", 2, "attention_dropout = 1.0", "use attention_dropout = 0.1"),
     ("model.head_size=33", 2, "model.head_size = 33", "use head_size = 34"),
@@ -95,11 +105,11 @@ BAD: list[tuple[str, int, str, str]] = [
     ),
     ("layout.pipeline=5", 5, "layout.pipeline = 5", "use layout.pipeline = 4"),
     ("layout.pipeline=0", 2, "layout.pipeline = 0", "pipeline = 2"),
-    ("layout.recompute=some", 2, "layout.recompute = 'some'", "'none', 'selective' or 'full'"),
+    ("layout.recompute=some", 2, 'layout.recompute = "some"', "'none', 'selective' or 'full'"),
     ("layout.recompute_interval=2", 2, "layout.recompute_interval = 2", 'recompute = "full"'),
     (
         "layout.schedule=gpip", 2,
-        "layout.schedule = 'gpip'",
+        'layout.schedule = "gpip"',
         "'1f1b', 'interleaved', 'zb-h1', 'zb-v', 'dualpipev' or 'gpipe'",
     ),
     (
@@ -169,12 +179,12 @@ BAD: list[tuple[str, int, str, str]] = [
     # the batch, the optimizer, the run
     ("batch.micro_sequences=3", 2, "batch.global_sequences = 32", "30 or 33"),
     ("batch.micro_sequences=0", 2, "batch.micro_sequences = 0", "micro_sequences = 4"),
-    ("optimizer.learning_rate=fast", 2, "optimizer.learning_rate = 'fast'", "0.004"),
+    ("optimizer.learning_rate=fast", 2, 'optimizer.learning_rate = "fast"', "0.004"),
     ("optimizer.learning_rate=nan", 2, "optimizer.learning_rate = nan", "0.004"),
     ("optimizer.betas=[0.9]", 2, "optimizer.betas.1", "betas = [0.9, 0.95]"),
     ("optimizer.betas=[0.9, 1.0]", 2, "optimizer.betas.1 = 1.0", "betas = [0.9, 0.95]"),
     ("optimizer.lr=1e-3", 2, "unknown key optimizer.lr", "learning_rate"),
-    ("optimizer.schedule.decay=sqrt", 2, "optimizer.schedule.decay = 'sqrt'", "'wsd'"),
+    ("optimizer.schedule.decay=sqrt", 2, 'optimizer.schedule.decay = "sqrt"', "'wsd'"),
     ("optimizer.schedule.decay=wsd", 2, "optimizer.schedule.decay_steps = 0", "decay_steps = 1"),
     (
         "optimizer.schedule.decay=wsd;optimizer.schedule.decay_steps=190", 2,
@@ -214,37 +224,42 @@ BAD: list[tuple[str, int, str, str]] = [
     ("training.compile=1.0", 2, "training.compile = 1.0", "true, false or 'auto'"),
     ("training.compile=0", 2, "training.compile = 0", "true, false or 'auto'"),
     ('data.tokenizer="a\\u0000b"', 2, "data.tokenizer", "remove"),
-    ("training.compile=yes", 2, "training.compile = 'yes'", "true, false or 'auto'"),
+    ("training.compile=yes", 2, 'training.compile = "yes"', "true, false or 'auto'"),
     ("training.deterministic=1", 2, "training.deterministic = 1", "= false"),
     ("training.epochs=3", 2, "unknown key training.epochs", "are steps, evaluate_every"),
     ("checkpoint.keep=0", 2, "checkpoint.keep = 0", "keep = 2"),
-    ("tracking.mode=on", 2, "tracking.mode = 'on'", "'offline'"),
+    ("tracking.mode=on", 2, 'tracking.mode = "on"', "'offline'"),
     ("data.train=[]", 2, "data.train = []", "train = "),
     ("data.validation=data/stdlib/train", 2, 'data.validation = "data/stdlib/train"', "of its own"),
     ("data.validation=./data/stdlib/train", 2, "data.validation", "of its own"),
     ("data.validation={ a = 'data/stdlib/train' }", 2, "data.validation.a = ", "of its own"),
-    ("data.validation={ a = 'x', b = './x' }", 2, "data.validation = {'a': 'x'", "under one name"),
-    ("data.validation={ 'a b' = 'x' }", 2, "the name 'a b'", "for example { code = "),
+    ("data.validation={ a = 'x', b = './x' }", 2, 'data.validation = { a = "x"', "under one name"),
+    ("data.validation={ 'a b' = 'x' }", 2, 'the name "a b"', "for example { code = "),
     ("data.validation={ a = 3 }", 2, "data.validation.a = 3", "for example { code = "),
     ("data.validation=3", 2, "data.validation = 3 is neither", "use a path"),
     ("evaluation.every=3", 2, "evaluation.every = 3 has no effect", 'name = "next_line"'),
-    ("evaluation.tasks=[{ name = 'a/b', path = 'x' }]", 2, "tasks.0.name = 'a/b'", 'name = "a-b"'),
+    ("evaluation.tasks=[{ name = 'a/b', path = 'x' }]", 2, 'tasks.0.name = "a/b"', 'name = "a-b"'),
     ("evaluation.tasks=[{ name = 'a' }]", 2, "evaluation.tasks.0.path is missing", "path = "),
     ("evaluation.tasks=[{ name = 'a', path = 'x' }, { name = 'a', path = 'y' }]", 2,
-     "evaluation.tasks = ['a', 'a'] has a name twice", "another name"),
+     "evaluation.tasks has a name twice: a, a;", "another name"),
     ("training.position_losses=3", 2, "training.position_losses = 3 does not divide", "= 2 or 4"),
-    ("data.separate_documents=yes", 2, "data.separate_documents = 'yes'", "= false"),
+    ("data.separate_documents=yes", 2, 'data.separate_documents = "yes"', "= false"),
     ("data.train=[{path='x', wait=1}]", 2, "unknown key data.train.0.wait", "are path, weight"),
     ("data.train=[{path='x'}, {path='./x'}]", 2, "names a corpus twice", "use each path once"),
-    ("tracking.project=a/b", 2, "tracking.project = 'a/b'", 'project = "a-b"'),
-    ("name=../elsewhere", 2, "name = '../elsewhere'", 'name = "elsewhere"'),
+    ("tracking.project=a/b", 2, 'tracking.project = "a/b"', 'project = "a-b"'),
+    ("name=../elsewhere", 2, 'name = "../elsewhere"', 'name = "elsewhere"'),
     ("seed=-1", 2, "seed = -1", "seed = 1234"),
+    ("layuot.tensor=2", 2, "unknown section [layuot]; ", "did you mean layout?"),
+    ("checkpoint.keep=true", 2, "checkpoint.keep = true: ", "keep = 2"),
+    ("seed={ x = true }", 2, "[seed]: input should be a valid integer", "seed = 1234"),
+    ("layout.layers_per_stage=[1, 2]", 2, "layout.layers_per_stage = [1, 2] assigns", "= [2, 2]"),
+    ("steps=[true, 'a']", 2, 'unknown key steps = [true, "a"]; ', "did you mean training.steps?"),
     ("steps=5", 2, "unknown key steps", "did you mean training.steps?"),
     ("model=5", 2, "model = 5", "layers = 4"),
     ("data.train.x=2", 2, "data.train is a value", "--set data.train=..."),
     ("name=2024-01-01", 2, "2024-01-01 is a date", 'write "2024-01-01"'),
     ("model.rope_theta=inf", 2, "model.rope_theta = inf", "rope_theta = 10000.0"),
-    ("model.head_size=big", 2, "model.head_size = 'big'", "leave head_size out"),
+    ("model.head_size=big", 2, 'model.head_size = "big"', "leave head_size out"),
     ("seed.x=5", 2, "--set seed.x=5: seed is a value", "--set seed=..."),
     ("training.steps", 2, "--set training.steps", "--set section.key=value"),
     # ZeRO and precision
@@ -299,8 +314,10 @@ def test_a_bad_recipe_is_rejected(overrides: str, ranks: int, key: str, works: s
 
 
 def test_no_size_above_the_limit_is_suggested() -> None:
-    message = rejection(TINY, ["model.hidden_size=16777216", "model.heads=3"], 2)
-    assert message.endswith("is not divisible by heads = 3; use hidden_size = 16777215")
+    message = rejection(
+        TINY, ["model.hidden_size=16777216", "model.heads=3", "model.kv_heads=1"], 2
+    )
+    assert message.endswith("is not divisible by heads = 3; use hidden_size = 16777212")
     batch = ["batch.global_sequences=999999999", "batch.micro_sequences=2"]
     assert rejection(TINY, batch, 2).endswith("= 999999998 or 1000000000")
     batch = ["batch.global_sequences=1000000000", "batch.micro_sequences=3"]
@@ -430,6 +447,20 @@ def test_all_problems_are_reported_at_once() -> None:
         ("\x00", "this is not valid TOML"),
         (None, "no such recipe; use for example "),
         ('name = "x', "this is not valid TOML: "),
+        ("a = 1\n\n# b\na = 2", "line 4: a is given twice, first in line 1; remove one of them"),
+        ("[a]\nb = 1\n[c]\nb = 1\n[a]", "line 5: [a] is given twice, first in line 1; remove"),
+        (
+            "[a]\nb = 1\n'c=#' = [\n2]\nb = [\n1,\n2]",
+            "line 5: a.b is given twice, first in line 2; ",
+        ),
+        (
+            "[[a]]\nb = 1\n[[a]]\nb = 1\nb = 2",
+            "line 5: a.b is given twice, first in line 4; remove",
+        ),
+        ("[[a]]\n[a.b]\n[[a]]\nb.c = 1\n[a.b]", "line 5: [a.b] is given twice; remove one of them"),
+        ("[a]\nb = { c = 1, c = 2 }", "line 2: a.b.c is given twice; remove one of them"),
+        ("a = 1\n[a]", "line 2: [a] is given twice; remove one of them"),
+        ("'#' = 1\n'#' = 1", "line 2: '#' is given twice, first in line 1; remove one of them"),
     ],
 )
 def test_a_file_that_is_not_a_recipe_is_rejected(tmp_path: Path, text: str, named: str) -> None:
@@ -627,7 +658,7 @@ def test_two_ranks_print_one_message_and_no_traceback(tmp_path: Path) -> None:
     command = ["recipes/pretrain.py", "--set", "model.heads=7"]
     codes, outputs = start_ranks(2, command, folder=tmp_path, seconds=60, forked=False)
     assert codes == [2, 2]
-    assert outputs[0].count("model.hidden_size = 192 is not divisible by heads = 7") == 1
+    assert outputs[0].count("model.heads = 7 does not divide hidden_size = 192") == 1
     assert outputs[0].count("\n") == 1
     assert outputs[1].startswith("pretrain.py: rank 1: ") or "heads = 7" in outputs[1]
 

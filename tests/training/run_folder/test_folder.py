@@ -1,8 +1,12 @@
 import errno
+import fcntl
+import io
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -10,6 +14,7 @@ from models.errors import UserError
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
+from recipes.training.run_folder.lock import FolderLock
 from recipes.training.run_folder.progress import Progress
 
 HOLD = (
@@ -158,6 +163,50 @@ def test_a_folder_of_checkpoints_that_is_not_there_is_named(tmp_path: Path) -> N
     folder.checkpoints.touch()
     with pytest.raises(UserError, match="checkpoints is not a folder; rename it"):
         folder.hold()
+
+
+@pytest.mark.parametrize("has_flock", [True, False])
+@pytest.mark.parametrize(
+    ("before", "written", "left"),
+    [(False, (), False), (True, (), True), (False, ("recipe.toml",), True)],
+)
+def test_a_rejected_run_leaves_no_folder_that_it_created(
+    has_flock: bool,
+    before: bool,
+    written: Sequence[str],
+    left: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_flock:
+        refused = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=refused))
+    folder = RunFolder(tmp_path / "run")
+    if before:
+        folder.path.mkdir()
+    folder.hold()
+    for name in written:
+        (folder.path / name).touch()
+    folder.release()
+    assert folder.path.exists() == left
+    folder.hold()
+    folder.release()
+
+
+def test_a_folder_on_a_full_disk_is_rejected_and_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullFile(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setattr(FolderLock, "_open", lambda lock: lock.shared.touch() or FullFile())
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    monkeypatch.setattr(FolderLock, "_is_current", lambda *_: True)
+    with pytest.raises(UserError, match=r"No space left on device\); free disk space"):
+        folder.hold()
+    assert not folder.path.exists()
 
 
 def test_a_message_names_the_file_and_a_remedy(tmp_path: Path) -> None:

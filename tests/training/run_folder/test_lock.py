@@ -216,6 +216,7 @@ def test_a_folder_moved_during_locking_is_not_locked(
     with pytest.raises(FolderInUse, match="is in use by process"):
         lock.acquire()
     holder.release()
+    lock.folder.mkdir()  # `holder` has removed the folder that it created
     lock.acquire()
     lock.release()
 

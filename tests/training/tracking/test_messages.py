@@ -166,6 +166,7 @@ def test_a_vocabulary_with_unused_rows_has_a_note(
     found = mock.Mock(progress=Progress(), weights_only=False, path=None, in_memory=False)
     announce(recipe, one, ["a"], mock.Mock(path=tmp_path), found)
     started = capsys.readouterr().out
+    assert "manifest.json" not in started
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
     command = (plan.main, tmp_path / "recipe.toml", "--nodes", 1, "--gpus-per-node", 1)
     options = ("--gpu", "H100", "--top", 0)
@@ -176,6 +177,10 @@ def test_a_vocabulary_with_unused_rows_has_a_note(
         assert (f"model.vocab_size = {tokens} saves" in printed) == bool(unused)
     (tmp_path / "manifest.json").write_text("{")
     assert run_here(*command, *options).returncode == 0  # a plan needs no corpus
+    (tmp_path / "manifest.json").unlink()
+    announce(recipe, one, ["a"], mock.Mock(path=tmp_path), found)
+    note = f"  no manifest.json next to {recipe.data.train[0].path}, "
+    assert capsys.readouterr().out.count(note) == 1
 
 
 def test_changed_values_are_printed_as_text(

@@ -7,6 +7,7 @@ from pydantic import Field, field_validator, model_validator
 
 from models.errors import UserError
 from recipes.training.recipe.blend_weights import check_weights
+from recipes.training.recipe.errors import as_written, toml_value
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.sections.section import Section
 
@@ -59,7 +60,8 @@ class Data(Section):
                 )
         if len({repository_path(path) for path in sets.values()}) < len(sets):
             raise UserError(
-                f"data.validation = {sets} names a file twice; use each path once, under one name"
+                f"data.validation = {toml_value(sets)} names a file twice; use each path once, "
+                f"under one name"
             )
         check_weights([source.weight for source in self.train])
         return self
@@ -72,18 +74,20 @@ class Data(Section):
         example = '{ code = "data/code/validation", web = "data/web/validation" }'
         if not isinstance(value, dict) or not value:
             raise UserError(
-                f"data.validation = {value!r} is neither a path nor a table of paths; use a path, "
-                f"or for example {example}"
+                f"{as_written('data.validation', value)} is neither a path nor a table of paths; "
+                f"use a path, or for example {example}"
             )
         for name, path in value.items():
             if not isinstance(path, str):
                 raise UserError(
-                    f"data.validation.{name} = {path!r} is not a path; use for example {example}"
+                    f"data.validation.{name} = {toml_value(path)} is not a path; use for example "
+                    f"{example}"
                 )
             if not re.fullmatch(SET_NAME, name):
                 raise UserError(
-                    f"data.validation has a set with the name {name!r}; use only the letters A to "
-                    f"Z and a to z, digits, dots, hyphens and underscores, for example {example}"
+                    f"data.validation has a set with the name {toml_value(name)}; use only the "
+                    f"letters A to Z and a to z, digits, dots, hyphens and underscores, for "
+                    f"example {example}"
                 )
         return value
 

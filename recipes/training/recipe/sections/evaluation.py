@@ -38,7 +38,8 @@ class Evaluation(Section):
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise UserError(
-                f"evaluation.tasks = {names} has a name twice; use another name for each task"
+                f"evaluation.tasks has a name twice: {', '.join(names)}; use another name for each "
+                f"task"
             )
         if self.every is not None and not self.tasks:
             raise UserError(

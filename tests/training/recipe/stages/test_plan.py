@@ -199,7 +199,7 @@ REJECTED = {
         "stage.long.model.hidden_size cannot change during a run; the keys of [stage.model] are "
         "sequence_length, rope_theta, rope_scaling",
     ),
-    "another section": ([{**LONG, "training": {"steps": 9}}], "unknown key stage.0.training"),
+    "another section": ([{**LONG, "training": {"steps": 9}}], "unknown section [stage.0.training]"),
     "an unknown layout key": (
         [{**LONG, "layout": {"tensr": 2}}],
         'stage "long": unknown key layout.tensr = 2; did you mean layout.tensor?',
