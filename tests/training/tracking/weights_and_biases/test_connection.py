@@ -126,8 +126,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no wait at the end of a run be announced, on however busy a machine."""
+    """Let no wait at the end of a run be announced or too short on a busy machine."""
     monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 60.0)
+    monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_TO_KEEP", 60.0)
 
 
 @pytest.fixture
@@ -436,8 +437,8 @@ def test_an_interrupted_wait_of_an_online_run_is_announced(
     monkeypatch.setattr(wandb_thread, "tear_down", lambda: None)
     monkeypatch.setattr(wandb_thread.WandbThread, "_leave_behind", lambda self: None)
     monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 0.01)
-    limit = 60.0 if is_written else 0.01  # after 20 s, the run would finish without a problem
-    monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_TO_KEEP", limit)
+    if not is_written:  # otherwise, the run would finish without a problem after 20 s
+        monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_TO_KEEP", 0.01)
     recipe = parse_recipe(changed(small, tracking__mode="online"), "test")
     thread = wandb_thread.WandbThread(recipe, folder, tell=lambda status: told.append(str(status)))
     while not told:  # until it is online
