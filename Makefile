@@ -35,6 +35,11 @@ ifneq ($(origin CUDA_VISIBLE_DEVICES),undefined)
 endif
 endif
 
+# Ctrl-C also reaches the ranks, which save and stop. `deepspeed` alone would print a traceback and
+# not wait for them. The launcher process that it starts still prints one if it is importing torch.
+DEEPSPEED := $(BIN)/python -c 'from signal import SIGINT, SIG_DFL, signal; signal(SIGINT, SIG_DFL); \
+  from deepspeed.launcher.runner import main; signal(SIGINT, lambda *_: None); main()'
+
 # `make gpu` installs nothing: it uses PYTHON if given, or .venv if `make setup` has created it.
 ifeq ($(origin PYTHON),command line)
   GPU_PYTHON := $(PYTHON)
@@ -65,7 +70,7 @@ data/stdlib/manifest.json: | $(READY)
 
 pretrain: $(READY) data/stdlib/manifest.json ## train recipes/tiny.toml and export it, in minutes
 	@port=$$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])') && \
-	$(BIN)/deepspeed --quiet $(DEVICES) --master_port $$port \
+	$(DEEPSPEED) --quiet $(DEVICES) --master_port $$port \
 	  recipes/pretrain.py recipes/tiny.toml $(LAYOUT) --run-dir runs/tiny $(ARGS)
 ifeq ($(findstring --run-dir,$(ARGS)),)
 	@$(BIN)/python recipes/convert.py to-hf runs/tiny runs/tiny/hugging_face --overwrite --prompt "def "

@@ -1,7 +1,9 @@
 """The files around the code: licence, contributing, continuous integration and containers."""
 
 import re
+import signal
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -34,6 +36,31 @@ REQUIREMENTS = pins(REPOSITORY / "requirements.txt")
 def make_targets() -> set[str]:
     phony = re.search(r"^\.PHONY: (.*)$", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     return set(phony[1].split())
+
+
+@pytest.mark.parametrize(
+    ("runner", "code", "output"),
+    [
+        ("interrupt(); main = print", -signal.SIGINT, ""),  # while it imports torch
+        ("def main(): interrupt(); print('ranks have saved'); exit(5)", 5, "ranks have saved\n"),
+    ],
+)
+def test_an_interrupt_of_make_pretrain_prints_no_traceback(
+    runner: str, code: int, output: str, tmp_path: Path
+) -> None:
+    """A module takes the place of DeepSpeed's runner, and interrupts itself."""
+    launcher = tmp_path / "deepspeed" / "launcher"
+    launcher.mkdir(parents=True)
+    (tmp_path / "deepspeed" / "__init__.py").touch()
+    interrupt = "import signal\ninterrupt = lambda: signal.raise_signal(signal.SIGINT)\n"
+    (launcher / "runner.py").write_text(interrupt + runner)
+    makefile = (REPOSITORY / "Makefile").read_text().replace("\\\n", "")
+    definition = re.search(r"^DEEPSPEED := \S+/python -c '(.*)'$", makefile, re.MULTILINE)
+    assert definition and "$(DEEPSPEED) --quiet" in makefile
+    done = subprocess.run(
+        [sys.executable, "-c", definition[1]], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, output, "")
 
 
 def test_the_licence_and_the_version_are_declared_once() -> None:

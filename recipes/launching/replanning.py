@@ -70,6 +70,20 @@ class Replanner:
                 return placement
         return None
 
+    def require_layout(self, name: str) -> None:
+        """Check that a layout fits on one of the numbers of nodes that the run may have.
+
+        Raises:
+            UserError: none fits, the cluster's GPU has no datasheet, or it does not compute in the
+                recipe's precision. The message begins with `name` if no layout fits.
+        """
+        most, least = self.cluster.nodes, self.cluster.minimum_nodes
+        if not self.best(most, least):
+            raise UserError(
+                f"{name}: no layout is predicted to fit on {least} to {most} nodes; use more of "
+                f"them, for example --set cluster.nodes={2 * most}, or a GPU with more memory"
+            )
+
     def placement_on(self, nodes: int) -> Placement | None:
         """Return the placement on a number of nodes; None if no layout fits.
 

@@ -3,15 +3,22 @@
 They come from a hostfile, as `deepspeed` reads it, or from a Slurm allocation.
 """
 
+import contextlib
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from models.errors import UserError
 from recipes.gpus.datasheet import device_names_of_machine, gpu_of_device, machine_has_gpu
+from recipes.training.loop.experiment import check_stages
+from recipes.training.recipe.deepspeed_config import require_auto
+from recipes.training.recipe.loading import load_recipe, origin, short
+from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster, Layout
+from recipes.training.recipe.stages.plan import StagePlan
+from recipes.training.recipe.topology import World
 
 # A name that begins with a hyphen, also after USER@, would be an option of ssh. deepspeed ignores
 # everything after slots=N, such as max_slots=N.
@@ -125,6 +132,92 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
     return shown.stdout.split()
 
 
+def recipe_on_hosts(
+    file: Path,
+    overrides: Sequence[str],
+    hostfile: Path | None,
+    *,
+    shares_machine: bool,
+    say: Callable[[str], None],
+) -> tuple[Recipe, list[str]]:
+    """Check a recipe and the list of hosts, and report the mistakes of both at once.
+
+    Args:
+        file: the recipe
+        overrides: the user's values of --set
+        hostfile: the list of hosts; None for the hosts of this Slurm job
+        shares_machine: all ranks run on this machine
+        say: called with what is used for lack of a [cluster] section, and with what is not used
+
+    Returns:
+        The recipe, and its overrides. Without a [cluster] section, they describe the hosts.
+
+    Raises:
+        UserError: the recipe or the list is rejected, or the hosts do not suffice for the recipe.
+    """
+    slots: Slots = {}
+    problems: list[str] = []
+    with _collected(problems):
+        slots = read_slots(hostfile) if hostfile else dict.fromkeys(slurm_hosts(os.environ))
+    with _collected(problems):
+        recipe, overrides = load_recipe(file, overrides), list(overrides)
+        name = origin(file, overrides)
+        if recipe.cluster is None:
+            path = str(short(file))
+            keys = cluster_of_hosts(slots, recipe.layout, path, shares_machine=shares_machine)
+            hosts, gpu = (
+                f"{keys[0]} and {keys[1]} as in {hostfile}",
+                f"{keys[2]} as on this machine",
+            )
+            say(f"{path} has no [cluster] section; using {hosts}, and {gpu}")
+            overrides += [f"cluster.{key}" for key in keys]
+            recipe = load_recipe(file, overrides)
+        mistakes, not_used = _check(recipe, name, slots, shares_machine=shares_machine)
+        if mistakes:  # the number of nodes or slots may be their cause
+            problems += mistakes + not_used
+        else:
+            for message in not_used:
+                say(message)
+    if problems:
+        several = [f"{len(problems)} problems"] if len(problems) > 1 else []
+        raise UserError("\n  ".join([*several, *problems]))
+    return recipe, overrides
+
+
+def _check(
+    recipe: Recipe, name: str, slots: Slots, *, shares_machine: bool
+) -> tuple[list[str], list[str]]:
+    """Return the mistakes of a recipe on its hosts, and messages about what it does not use.
+
+    Args:
+        recipe: the recipe, with a [cluster] section
+        name: the recipe's file and the overrides
+        slots: the hosts; empty if they are unknown
+        shares_machine: all ranks run on this machine
+    """
+    assert recipe.cluster
+    mistakes, not_used = list[str](), list[str]()
+    with _collected(mistakes, name):
+        check_cluster(recipe.cluster, slots)
+        not_used = unused(recipe.cluster, slots) if slots else []
+    with _collected(mistakes, name):
+        size = recipe.cluster.gpus_per_node
+        world = World(size=recipe.cluster.nodes * size, local_size=size)
+        has_gpu = not shares_machine or machine_has_gpu(os.environ)
+        check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
+        require_auto(recipe, "launch.py chooses the layout anew if a node is lost")
+    return mistakes, not_used
+
+
+@contextlib.contextmanager
+def _collected(problems: list[str], name: str = "") -> Iterator[None]:
+    """Append the message of a UserError to a list, after the name of its subject."""
+    try:
+        yield
+    except UserError as problem:
+        problems.append(f"{name}: {problem}" if name else str(problem))
+
+
 def cluster_of_hosts(slots: Slots, layout: Layout, name: str, *, shares_machine: bool) -> list[str]:
     """Return the keys of a [cluster] section for the hosts, for a recipe without one.
 
@@ -150,15 +243,19 @@ def cluster_of_hosts(slots: Slots, layout: Layout, name: str, *, shares_machine:
     keys = [f"nodes = {len(slots) or 2}", f"gpus_per_node = {size}", f'gpu = "{gpu}"']
     if counts and (known or (shares_machine and not has_gpu)):
         return keys
+    if not slots:
+        keys[0] += "  # for example"
+    if not counts:
+        keys[1] += "  # as on this machine" if names else "  # for example"
     if known:
-        keys[-1] += "  # as on this machine"
+        keys[2] += "  # as on this machine"
     elif has_gpu:
-        keys[-1] += "  # replace by the name of your GPU"
+        keys[2] += "  # for example; replace it by the name of your GPU"
     else:
-        keys[-1] += '  # replace by the GPU of the nodes if they have some, such as "H100"'
+        keys[2] += '  # replace by the GPU of the nodes if they have some, for example "H100"'
     raise UserError(
-        f"{name} has no [cluster] section, which describes the nodes; append one, for example:\n"
-        + "\n".join(["[cluster]", *keys])
+        f"{name} has no [cluster] section, which describes the nodes; append this one, and correct "
+        f"the lines with a comment:\n" + "\n".join(["[cluster]", *keys])
     )
 
 
@@ -194,8 +291,8 @@ def unused(cluster: Cluster, slots: Slots) -> list[str]:
     texts = []
     if len(slots) < cluster.nodes:
         texts.append(
-            f"{_listed(slots)}, fewer than cluster.nodes = {cluster.nodes}; to use more, add them "
-            f"to the list, even while the run trains"
+            f"{_listed(slots)}, fewer than cluster.nodes = {cluster.nodes}; add hosts to the list, "
+            f"even while the run trains, or use --set cluster.nodes={len(slots)}"
         )
     size = cluster.gpus_per_node
     larger = [f"{host} (slots={count})" for host, count in slots.items() if (count or 0) > size]

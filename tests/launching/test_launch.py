@@ -90,7 +90,9 @@ def test_nodes_and_slots_that_are_not_used_are_named(
     options: argparse.Namespace, capsys: pytest.CaptureFixture
 ) -> None:
     options.hostfile.write_text("node1 slots=3\n")
-    launch.check_inputs(options, shares_machine=True)
+    launcher = launch.prepare(options)
+    launcher.connections.close_all(0)
+    launcher.folder.release()
     said = capsys.readouterr().err
     assert "launch.py: 1 host is listed, fewer than cluster.nodes = 2" in said
     assert said.endswith("gpus_per_node = 1 leaves slots unused on node1 (slots=3)\n")
@@ -109,6 +111,32 @@ def test_mistakes_in_the_recipe_and_in_the_list_of_hosts_are_reported_together(
     options.set = []
     with pytest.raises(UserError, match=r"^(--hostfile|SLURM_JOB_NODELIST)"):
         launch.prepare(options)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            "node1 slots=1\nnode2 slots=1\n",
+            ["2 hosts are listed, fewer than cluster.nodes = 3; add"],
+        ),
+        (
+            "node1 slots=2\n",
+            ["1 host is listed, fewer than cluster.nodes = 3", "leaves slots unused on node1"],
+        ),
+        ("node1 slots=1\nnode2 slots=1\nnode3 slots=1\n", []),
+    ],
+)
+def test_a_mistake_that_the_number_of_hosts_may_explain_is_reported_with_it(
+    lines: str, said: list[str], options: argparse.Namespace
+) -> None:
+    options.hostfile.write_text(lines)
+    options.set = ["cluster.nodes=3"]
+    with pytest.raises(UserError, match=r"batch.global_sequences = 8") as raised:
+        launch.prepare(options)
+    count, *problems = str(raised.value).split("\n  ")
+    assert (count == f"{len(said) + 1} problems") == bool(said)
+    assert all(text in problem for text, problem in zip(said, problems[1:], strict=True))
 
 
 def test_a_recipe_that_fits_on_no_number_of_nodes_is_rejected(

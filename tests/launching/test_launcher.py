@@ -25,9 +25,9 @@ from recipes.launching import nodes as nodes_module
 from recipes.launching.announcements import Announcements
 from recipes.launching.attempt import Command
 from recipes.launching.causes import shown
-from recipes.launching.environment import forwarded, in_container
 from recipes.launching.failures import Failures
 from recipes.launching.launcher import Launcher
+from recipes.launching.rank_command import forwarded, in_container
 from recipes.launching.replanning import Placement
 from recipes.nodes.connection import Agent, Report, on_this_machine
 from recipes.planning.memory.peak import StageMemory
@@ -462,7 +462,8 @@ FAULTY_LAUNCH = """
 import sys
 from pathlib import Path
 from recipes import launch
-launch.PRETRAIN = Path(sys.argv.pop(1))
+from recipes.launching import rank_command
+rank_command.PRETRAIN = Path(sys.argv.pop(1))
 launch.main()
 """
 FAULTY_PRETRAIN = """

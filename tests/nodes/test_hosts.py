@@ -1,5 +1,6 @@
 """Hostfiles and Slurm's list of nodes."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -130,25 +131,32 @@ def test_a_hostfile_describes_a_cluster(
 
 
 @pytest.mark.parametrize(
-    ("model", "slots", "cluster"),
+    ("model", "slots", "cluster", "examples"),
     [
-        (None, HOSTS, {"nodes": 3, "gpus_per_node": 2, "gpu": "cpu"}),
-        ("GeForce 256", HOSTS, {"nodes": 3, "gpus_per_node": 2, "gpu": "H100"}),
-        (H100, {}, {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"}),
-        ("GeForce 256", {}, {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"}),
-        (None, {}, {"nodes": 2, "gpus_per_node": 2, "gpu": "cpu"}),
-        (None, {"node1": None}, {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}),
+        (None, HOSTS, {"nodes": 3, "gpus_per_node": 2, "gpu": "cpu"}, set()),
+        ("GeForce 256", HOSTS, {"nodes": 3, "gpus_per_node": 2, "gpu": "H100"}, {"gpu"}),
+        (H100, {}, {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"}, {"nodes"}),
+        ("GeForce 256", {}, {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"}, {"nodes", "gpu"}),
+        (None, {}, {"nodes": 2, "gpus_per_node": 2, "gpu": "cpu"}, {"nodes", "gpus_per_node"}),
+        (
+            None,
+            {"node1": None},
+            {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"},
+            {"gpus_per_node"},
+        ),
     ],
 )
 def test_a_section_that_a_user_can_append_is_proposed_if_the_gpu_is_uncertain(
-    model: str | None, slots: hosts.Slots, cluster: dict, monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    model: str | None, slots: hosts.Slots, cluster: dict, examples: set[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
 ) -> None:  # fmt: skip
     has_gpus(monkeypatch, model)
     layout = load_recipe(DEFAULT_RECIPE).layout
     with pytest.raises(UserError, match=r"mine.toml has no \[cluster\] section, which") as raised:
         cluster_of_hosts(slots, layout, "mine.toml", shares_machine=False)
-    _, _, section = str(raised.value).partition("for example:\n")
+    _, _, section = str(raised.value).partition("the lines with a comment:\n")
+    marked = re.findall(r"^(\w+) = \S+  # for example", section, re.MULTILINE)
+    assert set(marked) == examples  # the other values are those of the hosts or of this machine
     mine = tmp_path / "mine.toml"
     mine.write_text(DEFAULT_RECIPE.read_text() + section)
     assert load_recipe(mine).cluster == Cluster(**cluster)
@@ -174,7 +182,8 @@ def test_unused_nodes_and_slots_are_named() -> None:
     assert unused(cluster, dict.fromkeys(("node1", "node2", "spare"))) == []
     assert unused(cluster, {"node1": 2, "node2": 2}) == []
     few, large = unused(cluster, {"node1": 3})
-    assert few.startswith("1 host is listed, fewer than cluster.nodes = 2; to use more, add them")
+    assert few.startswith("1 host is listed, fewer than cluster.nodes = 2; add hosts to the list")
+    assert few.endswith("or use --set cluster.nodes=1")
     assert large == "cluster.gpus_per_node = 2 leaves slots unused on node1 (slots=3)"
     (large,) = unused(cluster, HOSTS | {"node1": 8})
     assert large.endswith("leaves slots unused on node1 (slots=8) and 1 more")

@@ -19,6 +19,8 @@ Mode = Literal["online", "offline", "disabled", "shared"]  # of `wandb.init`
 MAX_REASON_CHARACTERS = 200  # of an error, in a message
 SECONDS_TO_CONNECT = 30.0
 STATUS_FILE = "wandb/status.json"
+TAG_OF_EXIT = b"\x92\x01"  # field 18, `exit`, of the records in W&B's files; after the run's id
+TAIL_BYTES = 4096  # of a run's file, with its last records
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,17 @@ def end_service() -> bool:
 
         wandb_setup.singleton().assert_service()._proc._process.kill()
         return True
+    return False
+
+
+def has_written_all(run: Any) -> bool:
+    """Return True if the file of a run has the record of its exit, which follows all of its data.
+
+    If a boundary of the file's blocks divides the record, it is not recognized.
+    """
+    with contextlib.suppress(Exception), Path(run.settings.sync_file).open("rb") as file:
+        file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        return run.id.encode() + TAG_OF_EXIT in file.read()
     return False
 
 

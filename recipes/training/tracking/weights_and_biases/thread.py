@@ -20,6 +20,7 @@ from recipes.training.tracking.weights_and_biases.alerts import Alert
 from recipes.training.tracking.weights_and_biases.connection import (
     WandbStatus,
     end_service,
+    has_written_all,
     restart_offline,
     short,
     start_wandb,
@@ -33,6 +34,7 @@ Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
 ALL_FILES = "*run-*"  # of the offline and online runs in the run folder's wandb/
 INTERRUPTED = "was interrupted while it sent its data"
+SECONDS_BETWEEN_CHECKS = 0.1  # for an interrupt, and for the files of W&B
 PIXELS = 8  # width and height of an expert in the picture of loads
 
 
@@ -79,6 +81,7 @@ class WandbThread:
         self._tell, self._status = tell, WandbStatus("failed")
         self._is_late = self._is_interrupted = False
         self._ended = threading.Event()
+        self._run: Any = None
         self._queue: queue.Queue[Item | None] = queue.Queue(self.MAX_QUEUED_STEPS)
         self._task_table = TaskTable(metrics)
         self.exit_code = 0
@@ -131,20 +134,32 @@ class WandbThread:
         """
         notice = min(self.SECONDS_BEFORE_NOTICE, self.SECONDS_TO_FINISH)
         left = self.SECONDS_TO_FINISH - notice
-        if self._ended.wait(notice) or not left:
+        if self._ends_within(notice) or not left:
             return
         if not self.has_told_failure:
             is_connected = self._status.mode == "online"
             subject = "its data to be sent" if is_connected else "an answer, and to send its data"
             reason = f"for {subject}, for at most {left:g} s; Ctrl-C ends this wait"
             self._tell(WandbStatus("waiting", reason=reason))
-        self._ended.wait(left)
+        self._ends_within(left)
+
+    def _ends_within(self, seconds: float) -> bool:
+        """Wait for the end of the thread; return False if it is still running after the time.
+
+        A signal does not end a wait that is just beginning, or if another thread receives it.
+        Python then raises KeyboardInterrupt after the wait, so the waits are short.
+        """
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if self._ended.wait(min(left, SECONDS_BETWEEN_CHECKS)):
+                return True
+        return self._ended.is_set()
 
     def _interrupt(self) -> None:
         """End the wait for the server, but keep unsent data; a second KeyboardInterrupt ends this.
 
         Without a connection, no data has left this thread, which writes an offline run as soon as
-        the service process has ended. An online run's service process writes data into its files
+        the service process has ended. An online run's service process writes data into its file
         about every 15 s only.
         """
         self._is_interrupted = True
@@ -155,11 +170,12 @@ class WandbThread:
                     f"{self.SECONDS_TO_KEEP:g} s; Ctrl-C ends this wait, too"
                 )
                 self._tell(WandbStatus("waiting", reason=reason))
-            deadline = time.monotonic() + self.SECONDS_TO_KEEP
-            while self._status.mode == "failed" and time.monotonic() < deadline:  # not started yet
-                if end_service() or self._ended.wait(0.1):
+            deadline, is_killed = time.monotonic() + self.SECONDS_TO_KEEP, False
+            while not self._ended.wait(SECONDS_BETWEEN_CHECKS) and time.monotonic() < deadline:
+                if self._status.mode == "failed":  # not started yet
+                    is_killed = is_killed or end_service()
+                elif self._status.mode == "online" and has_written_all(self._run):
                     break
-            self._ended.wait(max(0.0, deadline - time.monotonic()))
 
     def _leave_behind(self) -> None:
         """End this process, after the work of those exit handlers that are still needed."""
@@ -204,7 +220,7 @@ class WandbThread:
         """Tell the mode of a run that has started, describe the run, and return it."""
         if self._is_interrupted and status.mode == "offline":
             status = replace(status, reason="the wait for its server was interrupted")
-        self._plan = {}
+        self._plan, self._run = {}, run
         self._change(status)
         self._describe(run)
         return run

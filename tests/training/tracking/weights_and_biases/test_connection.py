@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,7 @@ from recipes.training.tracking.weights_and_biases import thread as wandb_thread
 from recipes.training.tracking.weights_and_biases.connection import (
     WandbStatus,
     choose_mode,
+    has_written_all,
     short,
     tear_down,
 )
@@ -120,6 +122,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     tear_down()
     yield tmp_path
     tear_down()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no wait at the end of a run be announced or too short on a busy machine."""
+    monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 60.0)
+    monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_TO_KEEP", 60.0)
 
 
 @pytest.fixture
@@ -360,13 +369,18 @@ def test_an_error_in_the_last_call_ends_the_thread(
 
 
 def interrupt_after(event: threading.Event) -> None:
-    """Interrupt this process shortly after an event, as Ctrl-C does."""
+    """Interrupt this process shortly after an event, as Ctrl-C does.
+
+    The system may deliver the signal to any thread. Here it is one that the main thread does not
+    wait for, so the signal does not end the main thread's wait.
+    """
 
     def interrupt() -> None:
         event.wait(60)
         time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     threading.Thread(target=interrupt, daemon=True).start()
 
 
@@ -397,23 +411,34 @@ def test_an_interrupted_wait_for_a_server_leaves_an_offline_run(
     assert os.environ["WANDB_ERROR_REPORTING"] == "false"  # or exits would wait for the server
     (file,) = (folder.path / "wandb").glob("offline-run-*/*.wandb")
     assert b"7000.125" in file.read_bytes()
+    run = SimpleNamespace(id=(folder.path / "wandb" / "run_id").read_text())
+    run.settings = SimpleNamespace(sync_file=str(file))
+    assert has_written_all(run)
+    os.truncate(file, file.read_bytes().rindex(b"\x92\x01"))  # before the field of the exit
+    assert not has_written_all(run)
     status = WandbStatus.read(folder.path)
     assert status == told[-1]
     assert (status.mode, status.reason) == ("offline", "the wait for its server was interrupted")
 
 
+@pytest.mark.parametrize("is_written", [False, True])
 def test_an_interrupted_wait_of_an_online_run_is_announced(
-    small: dict, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+    is_written: bool, small: dict, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It ends after a time, or as soon as the last record of the run is in its file."""
     told, release = list[str](), threading.Event()
-    run = mock.Mock()
-    run.finish.side_effect = release.wait
+    file = folder.path / "run-mine.wandb"
+    if is_written:
+        file.write_bytes(b"\x0a\x04mine\x92\x01\x00")
+    run = mock.Mock(id="mine", settings=mock.Mock(sync_file=str(file)))
+    run.finish.side_effect = lambda: release.wait(20)
     started = (run, WandbStatus("online", "http://page"))
     monkeypatch.setattr(wandb_thread, "start_wandb", lambda *_, **__: started)
     monkeypatch.setattr(wandb_thread, "tear_down", lambda: None)
     monkeypatch.setattr(wandb_thread.WandbThread, "_leave_behind", lambda self: None)
     monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 0.01)
-    monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_TO_KEEP", 0.01)
+    if not is_written:  # otherwise, the run would finish without a problem after 20 s
+        monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_TO_KEEP", 0.01)
     recipe = parse_recipe(changed(small, tracking__mode="online"), "test")
     thread = wandb_thread.WandbThread(recipe, folder, tell=lambda status: told.append(str(status)))
     while not told:  # until it is online
