@@ -126,16 +126,15 @@ class FolderLock:
         exclusive = (moved_to or self.folder) / self.exclusive.name
         with contextlib.suppress(OSError):
             if self._holds(exclusive):
+                exclusive.unlink()
                 self._remove_folder_of_lock()
-                exclusive.unlink(missing_ok=True)
 
     def _remove_folder_of_lock(self) -> None:
         """Remove the folder if it was created for this lock and contains nothing else."""
         with contextlib.suppress(OSError):
             names = {entry.name for entry in self.folder.iterdir()}
-            if self.creates_folder and names <= {SHARED, EXCLUSIVE}:
-                for name in names:
-                    (self.folder / name).unlink()
+            if self.creates_folder and names <= {SHARED}:  # EXCLUSIVE would be another process's
+                self.shared.unlink(missing_ok=True)
                 self.folder.rmdir()
 
     def _open(self) -> Any:
