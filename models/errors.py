@@ -4,6 +4,7 @@ import difflib
 import errno
 import json
 from collections.abc import Sequence
+from typing import Any
 
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 MAX_NAMES_IN_MESSAGE = 4  # of a list of existing files
@@ -81,3 +82,19 @@ STRICT_SECTION = {
     "allow_inf_nan": False,
     "use_attribute_docstrings": True,
 }
+
+
+def toml_line(key: str, value: Any) -> str:
+    """Return a key and its value as a line of TOML, or the header of a section."""
+    return f"[{key}]" if isinstance(value, dict) else f"{key} = {toml_value(value)}"
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML in one line."""
+    if isinstance(value, dict):
+        return f"{{ {', '.join(f'{key} = {toml_value(item)}' for key, item in value.items())} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, str | bool):
+        return json.dumps(value, ensure_ascii=False)  # TOML's escapes of strings include JSON's
+    return str(value)

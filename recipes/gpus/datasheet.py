@@ -8,8 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError, reason_of
-from recipes.training.recipe.errors import as_written
+from models.errors import UserError, reason_of, toml_line
 
 FOLDER = Path(__file__).with_name("datasheets")
 MEASURED_MARK = "Written by `python recipes/sweep.py --links"  # in the first line of a file
@@ -175,7 +174,7 @@ def _check_type(path: Path, key: str, value: Any, wanted: Any) -> None:
         right = all(isinstance(each, inner) and not isinstance(each, bool) for each in contents)
     if not right:
         raise UserError(
-            f"{path.name}: {as_written(key, value)} has the wrong type; write {key} = {example}"
+            f"{path.name}: {toml_line(key, value)} has the wrong type; write {key} = {example}"
         )
 
 

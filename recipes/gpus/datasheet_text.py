@@ -4,8 +4,8 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
+from models.errors import toml_value
 from recipes.gpus.datasheet import Gpu
 
 EFFICIENCIES = (  # keys of [efficiency], in the order of a file
@@ -52,15 +52,6 @@ def efficiency_lines(gpu: Gpu, *, comment: Iterable[str], measured: Sequence[str
         "# Not measured:",
         *(f"{key} = {toml_value(getattr(gpu, key))}" for key in kept),
     ]
-
-
-def toml_value(value: Any) -> str:
-    """Format a number, a name, a list of names or a table of numbers as TOML."""
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {each}" for key, each in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def rounded(value: float, digits: int = 3) -> float:

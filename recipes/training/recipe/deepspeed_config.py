@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from models.cost import parameter_count
-from models.errors import UserError, counted, reason_of
+from models.errors import UserError, counted, reason_of, toml_value
 from recipes.training.recipe.deepspeed_schema import (
     AUTO_KEYS,
     ONLY_ZERO_3,
@@ -22,7 +22,7 @@ from recipes.training.recipe.deepspeed_schema import (
     Review,
     review_settings,
 )
-from recipes.training.recipe.errors import toml_value, value_text
+from recipes.training.recipe.errors import value_text
 from recipes.training.recipe.json_repair import repair_json
 from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.recipe.repository import repository_path

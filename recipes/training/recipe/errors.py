@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args
 
-import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from models.errors import UserError
+from models.errors import UserError, toml_line, toml_value
 
 Location = tuple[str | int, ...]
 
@@ -68,7 +67,7 @@ def explain(
         return f'{problem["msg"]}; write lines such as name = "tiny"'
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         name = "section" if isinstance(problem["input"], dict) else "key"
-        line = as_written(key, problem["input"])
+        line = toml_line(key, problem["input"])
         return f"unknown {name} {line}; {_suggestion(location, recipe)}"
     works = _example(location, recipe, example)
     if kind.startswith("missing"):
@@ -81,7 +80,7 @@ def explain(
             works = f"{location[-1]} = {toml_value(name)}"
     complaint = complaint.replace("True", "true").replace("False", "false")  # in TOML's spelling
     value = _look_up(table, location)  # a validator may have changed the input
-    written = as_written(key, problem["input"] if value is None else value)
+    written = toml_line(key, problem["input"] if value is None else value)
     return f"{written}: {complaint}; for example {works}"
 
 
@@ -142,20 +141,6 @@ def _name_that_fits(name: str, pattern: str) -> str:
     fitting = (letter if re.search(pattern, f"a{letter}") else "-" for letter in plain)
     shortened = "".join(fitting).strip("-._")[:MAX_NAME_CHARACTERS]
     return shortened if re.search(pattern, shortened) else ""
-
-
-def as_written(key: str, value: Any) -> str:
-    """Return a key and its value as a line of TOML, or the header of a section."""
-    return f"[{key}]" if isinstance(value, dict) else f"{key} = {toml_value(value)}"
-
-
-def toml_value(value: Any) -> str:
-    """Return a value as TOML in one line."""
-    if isinstance(value, dict):
-        return f"{{ {', '.join(f'{key} = {toml_value(item)}' for key, item in value.items())} }}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(toml_value, value))}]"
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").rstrip("\n")
 
 
 def _defaults(model: Any, prefix: str = "") -> dict[str, Any]:

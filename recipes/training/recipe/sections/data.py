@@ -5,9 +5,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from models.errors import UserError
+from models.errors import UserError, toml_line, toml_value
 from recipes.training.recipe.blend_weights import check_weights
-from recipes.training.recipe.errors import as_written, toml_value
 from recipes.training.recipe.repository import repository_path
 from recipes.training.recipe.sections.section import Section
 
@@ -74,7 +73,7 @@ class Data(Section):
         example = '{ code = "data/code/validation", web = "data/web/validation" }'
         if not isinstance(value, dict) or not value:
             raise UserError(
-                f"{as_written('data.validation', value)} is neither a path nor a table of paths; "
+                f"{toml_line('data.validation', value)} is neither a path nor a table of paths; "
                 f"use a path, or for example {example}"
             )
         for name, path in value.items():
