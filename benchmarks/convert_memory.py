@@ -24,7 +24,7 @@ from transformers import AutoConfig
 from models.config import ModelConfig
 from models.cost import parameter_count
 from models.hugging_face.config import model_settings
-from models.hugging_face.tensors import counterparts
+from models.hugging_face.weights import counterparts
 from models.layer_specs import logical_shapes
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
 from recipes.training.recipe.loading import REPOSITORY

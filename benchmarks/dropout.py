@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from models.kernels.fusing import as_written
+from models.kernels.compile import as_written
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import MaskKey, dropout

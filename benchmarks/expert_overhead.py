@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.experts.axis import ExpertAxis
 from models.experts.layer import MixtureOfExperts
-from models.experts.settings import Experts
+from models.experts_settings import Experts
 from models.parallel.collectives import TensorAxis
 from models.transformer import MLP
 from recipes.training.runtime.streams import stdout_for_json

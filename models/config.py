@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
+from models.base_sizes import Parametrization, check_base_sizes
 from models.errors import STRICT_SECTION, UserError
-from models.experts.settings import Experts
-from models.parametrization.base_sizes import Parametrization, check_base_sizes
+from models.experts_settings import Experts
 from models.rope_scaling import MAX_SIZE, RopeScaling
 
 

@@ -11,7 +11,7 @@ cores of the rank draw chunks at the same time, which does not change their valu
 | all other weights, embeddings included       | normal, initial_std                          |
 
 The parametrizations "mup" and "completep" change the standard deviations of matrices in the layers,
-but not the normal numbers that they multiply (`models/parametrization/factors.py`).
+but not the normal numbers that they multiply (`models/factors.py`).
 """
 
 import hashlib
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.parametrization.factors import initial_std
-from models.parametrization.roles import place_of
+from models.factors import initial_std
+from models.roles import place_of
 from models.sharding import sharding_of
 
 # Maximum number of elements drawn at a time. A change would change the initial values of every

@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from models.config import ModelConfig
 from models.context_parallel.axis import ContextAxis
 from models.experts.axis import ExpertAxis
+from models.factors import output_multiplier
+from models.kernels.compile import Fusing
 from models.kernels.embedding import look_up
-from models.kernels.fusing import Fusing
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
 from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.embedding import VocabParallelEmbedding
 from models.parallel.micro_batch_info import MicroBatchInfo, positions_in
 from models.parallel.norm import NORMS
 from models.parallel.rng import dropout, rows_in
-from models.parametrization.factors import output_multiplier
-from models.parametrization.roles import Role
+from models.roles import Role
 from models.sharding import Sharding, declared_parameter, sharding_of
 from models.transformer import Block, recomputed
 

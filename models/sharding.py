@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.parametrization.roles import Role
+from models.roles import Role
 
 
 @dataclass(frozen=True)

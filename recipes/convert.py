@@ -39,7 +39,7 @@ logging.getLogger().setLevel(logging.ERROR)
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.experts.settings import Experts
+from models.experts_settings import Experts
 from models.rope_scaling import RopeScaling
 from recipes.converting.adopt import adopt, read_config
 from recipes.converting.average import average, sources_of

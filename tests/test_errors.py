@@ -33,7 +33,7 @@ PARSING = "the block parses text of a file or an option, and nothing else"
 CONTINUES = "what fails is reported, and the run continues without it"
 RAISES = "the exception is raised again, or ends the process with its traceback"
 CATCHES = {  # function that catches one of BROAD -> why no defect becomes a user's mistake there
-    "models/turns.py: Turns._run_one": RAISES,
+    "models/experts/overlap.py: Turns._run_one": RAISES,
     "recipes/converting/adopt.py: TheirFiles._names": PARSING,
     "recipes/converting/adopt.py: read_config": FOREIGN,
     "recipes/gpus/datasheet.py: _read_toml": PARSING,

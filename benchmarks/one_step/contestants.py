@@ -25,12 +25,12 @@ from benchmarks.one_step.bare_loop import BareLoop
 from benchmarks.one_step.shapes import Shape, can_compile
 from benchmarks.one_step.transformers_llama import TransformersLlama
 from benchmarks.taking_turns import Turn, serve
-from models.context_parallel import gathered_attention, ring_attention
+from models.context_parallel import attention, gathered_attention
 from models.context_parallel.division import divide
 from models.initialization import initialize
-from models.kernels.fusing import compile_kernels
+from models.kernels.compile import compile_kernels
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
-from models.parallel import linear
+from models.parallel import layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.training.data.micro_batch import MicroBatch
@@ -42,10 +42,10 @@ from recipes.training.runtime.processes import on_gpu, quiet, should_compile, st
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch
 OVERLAPPED: Sequence[tuple[Any, str]] = (  # functions that begin a collective
-    (linear, "begin_all_gather"),
-    (linear, "begin_sum_of_copies"),
+    (layers, "begin_all_gather"),
+    (layers, "begin_sum_of_copies"),
     (gathered_attention, "begin_gather"),
-    (ring_attention, "begin_pass"),
+    (attention, "begin_pass"),
 )
 Train = Callable[[Batch], float]  # a step's mean loss
 

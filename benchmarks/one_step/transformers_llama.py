@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from models.hugging_face.config import hugging_face_config
-from models.hugging_face.tensors import counterparts
+from models.hugging_face.weights import counterparts
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis

@@ -6,8 +6,8 @@ b micro-batch, a query heads, g key-value heads, n queries, s sequence, d head s
 import torch
 from torch import Tensor
 
+from models.kernels.compile import Function
 from models.kernels.dropout import drop_out
-from models.kernels.fusing import Function
 from models.parallel.micro_batch_info import MicroBatchInfo, positions_in
 from models.parallel.rng import attention_rows, token_positions
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from models.context_parallel.axis import ContextAxis
+from models.context_parallel.collectives import begin_gather, gather, reduce_scatter
 from models.context_parallel.division import Order
-from models.context_parallel.exchange import begin_gather, gather, reduce_scatter
 from models.context_parallel.tiles import Tile
 from models.kernels.partial_attention import Part, attend, attend_backward, merge
 

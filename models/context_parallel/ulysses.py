@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from models.context_parallel.axis import ContextAxis
+from models.context_parallel.collectives import heads_to_sequence, sequence_to_heads
 from models.context_parallel.division import Order
-from models.context_parallel.exchange import heads_to_sequence, sequence_to_heads
 
 
 def with_whole_sequences(

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from models.experts.overlap import Turns
 from models.parallel.collectives import TensorAxis
-from models.turns import Turns
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.experts.axis import ExpertAxis
-from models.experts.exchange import DeferralToExchange, begin_combine, begin_dispatch
+from models.experts.balance import RouterStatistics, with_router_losses
+from models.experts.dispatch import DeferralToExchange, begin_combine, begin_dispatch
 from models.experts.grouped_matmul import grouped_matmul
 from models.experts.routes import plan_routes
 from models.experts.routing import Routing, choose_experts, gates_of, scores_of
-from models.experts.settings import Experts
-from models.experts.statistics import RouterStatistics, with_router_losses
+from models.experts_settings import Experts
+from models.kernels.compile import Fusing, as_written, for_any_rows
 from models.kernels.elementwise import gelu, swiglu
-from models.kernels.fusing import Fusing, as_written, for_any_rows
 from models.parallel.collectives import (
     TensorAxis,
     copy_to_tensor_axis,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.experts.settings import Router
+from models.experts_settings import Router
 
 SMALLEST_SUM = 1e-20  # of a token's weights: all sigmoids may underflow to zero
 

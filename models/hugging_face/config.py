@@ -5,7 +5,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.experts.settings import Experts
+from models.experts_settings import Experts
 from models.hugging_face.families import (
     LLAMA_LIKE,
     WITH_EXPERTS,

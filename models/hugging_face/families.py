@@ -5,7 +5,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.experts.settings import Experts
+from models.experts_settings import Experts
 
 LLAMA_LIKE = ("llama", "qwen3", "mixtral", "qwen3_moe", "dots1")
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "dots1")

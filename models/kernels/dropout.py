@@ -8,7 +8,7 @@ the mask, applies it and writes the mask, one byte per element, for the backward
 import torch
 from torch import Tensor
 
-from models.kernels.fusing import Function, native_on_cpu
+from models.kernels.compile import Function, native_on_cpu
 
 
 def signed(number: int, bits: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.kernels.fusing import Function, native_on_cpu
+from models.kernels.compile import Function, native_on_cpu
 
 # Order of the heads' dimensions in memory -> (permutation from [s, b, a, d] to this order,
 # permutation from this order to [b, a, s, d]).

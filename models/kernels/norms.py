@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from models.kernels.compile import Function
 from models.kernels.dropout import drop, keep_mask
-from models.kernels.fusing import Function
 
 
 class Branch(NamedTuple):

@@ -155,7 +155,7 @@ def _efficient_backward(
     return grads[0], grads[1], grads[2]
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def _masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     """Return scaled scores fp32 [b, a, n, m], -inf for keys that a query does not see."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5
@@ -166,7 +166,7 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def _reference_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
-    scores = _scores(q, k, causal)
+    scores = _masked_scores(q, k, causal)
     logsumexp = scores.logsumexp(dim=-1)
     return torch.matmul((scores - logsumexp[..., None]).exp(), v.to(scores.dtype)), logsumexp
 
@@ -175,7 +175,7 @@ def _reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, causal: bool
 ) -> Gradients:
     out, logsumexp = whole
-    probabilities = (_scores(q, k, causal) - logsumexp[..., None]).exp()
+    probabilities = (_masked_scores(q, k, causal) - logsumexp[..., None]).exp()
     wide = probabilities.dtype
     grad, out, q, k, v = (x.to(wide) for x in (grad, out, q, k, v))
     delta = (grad * out).sum(dim=-1, keepdim=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.cost import tokens_at_a_time
-from models.kernels.fusing import Function
+from models.kernels.compile import Function
 from models.parallel.collectives import TensorAxis, all_gather, begin_sum_of_copies
 
 

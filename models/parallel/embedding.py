@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from models.kernels.embedding import look_up
 from models.parallel.collectives import TensorAxis, leave_tensor_region
-from models.parallel.linear import column_parallel_matmul
-from models.parametrization.roles import Role
+from models.parallel.layers import column_parallel_matmul
+from models.roles import Role
 from models.sharding import Sharding, declared_parameter
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from models.kernels.fusing import Fusing
+from models.kernels.compile import Fusing
 from models.kernels.norms import Branch, add_and_norm, norm
 from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
 from models.sharding import Sharding, declared_parameter

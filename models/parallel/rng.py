@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from models.context_parallel.division import Slices
+from models.kernels.compile import Function
 from models.kernels.dropout import drop_out, mix, signed
-from models.kernels.fusing import Function
 from models.parallel.collectives import TensorAxis
 
 

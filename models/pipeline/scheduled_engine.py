@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from models.experts.layer import expert_layers
+from models.experts.overlap import Turns
 from models.parallel.deferral import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
@@ -31,7 +32,6 @@ from models.pipeline.schedule.order import Pipeline, last_stage
 from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, group_ends
 from models.pipeline.stage import Stage
 from models.pipeline.warm_up import warm_up, warm_up_evaluation
-from models.turns import Turns
 
 InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
 

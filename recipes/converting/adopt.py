@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from models.config import ModelConfig
 from models.errors import UserError, a_few, counted, reason_of
 from models.hugging_face.config import model_settings
-from models.hugging_face.tensors import Counterpart, counterparts
+from models.hugging_face.weights import Counterpart, counterparts
 from models.layer_specs import logical_shapes
 from recipes.converting.weight_files import write_weights
 from recipes.training.checkpoint.manifest import Manifest

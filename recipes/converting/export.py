@@ -11,7 +11,7 @@ from transformers import AutoConfig, GenerationConfig
 from models.cost import parameter_count
 from models.errors import UserError, counted
 from models.hugging_face.config import hugging_face_config
-from models.hugging_face.tensors import counterparts
+from models.hugging_face.weights import counterparts
 from models.layer_specs import logical_shapes
 from recipes.converting.output_folder import OutputFiles
 from recipes.converting.verified_source import model_of

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
-from models.experts.settings import Experts
+from models.experts_settings import Experts
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 

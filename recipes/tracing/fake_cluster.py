@@ -28,13 +28,13 @@ from torch.utils._pytree import tree_map_only
 
 from models import cost, initialization
 from models.experts import routes
-from models.kernels import attention, fusing, norms
+from models.experts.overlap import Turns
+from models.kernels import attention, compile, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in
 from models.parallel.rng import token_positions
 from models.pipeline.replacement import replaced
 from models.transformer import rotary_table
-from models.turns import Turns
 from recipes.tracing.fake_shards import shards_of_all_ranks
 from recipes.training.engine.optimizer import matrix_exchange
 
@@ -104,12 +104,12 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
 
     compiled: element-wise operations allocate only their results
     """
-    fuse = one_kernel if compiled else fusing.as_written
+    fuse = one_kernel if compiled else compile.as_written
     with (
         replaced(attention, "MAX_KEPT_LENGTH", 0),
         replaced(norms, "sums_in_16_bits", lambda x: False),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
-        replaced(fusing.Fusing, "fuse", staticmethod(fuse)),
+        replaced(compile.Fusing, "fuse", staticmethod(fuse)),
         replaced(dist.Work, "is_completed", lambda self: True),
     ):
         yield

@@ -11,8 +11,8 @@ from models import cost
 from models.context_parallel.division import divide
 from models.context_parallel.tiles import tiles_of
 from models.kernels.attention import document_attention, varlen_kernel
+from models.kernels.compile import as_written, compiled
 from models.kernels.embedding import look_up
-from models.kernels.fusing import as_written, compiled
 from models.kernels.partial_attention import attend, attend_backward, merge
 from models.parallel.collectives import TensorAxis
 from models.parallel.cross_entropy import vocab_parallel_loss

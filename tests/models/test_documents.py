@@ -19,8 +19,8 @@ from models.kernels.attention import (
     document_kernel_name,
     varlen_kernel,
 )
+from models.kernels.compile import as_written
 from models.kernels.elementwise import heads_first
-from models.kernels.fusing import as_written
 from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis

@@ -15,7 +15,7 @@ from models import transformer
 from models.config import ModelConfig
 from models.errors import UserError
 from models.hugging_face.config import hugging_face_config, model_settings
-from models.hugging_face.tensors import from_hugging_face, to_hugging_face
+from models.hugging_face.weights import from_hugging_face, to_hugging_face
 from models.initialization import initialize
 from models.kernels import rotary
 from models.kernels.rotary import Frequencies

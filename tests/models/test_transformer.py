@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models import cost
 from models.config import ModelConfig
 from models.hugging_face.config import hugging_face_config
-from models.hugging_face.tensors import counterparts, from_hugging_face, to_hugging_face
+from models.hugging_face.weights import counterparts, from_hugging_face, to_hugging_face
 from models.initialization import NormalRows, initialize
 from models.layer_specs import (
     SequentialModel,
@@ -179,13 +179,13 @@ def seeded_fault(fault: str) -> Iterator[None]:
     collectives = "models.parallel.collectives"
     faults = {
         "copy without its all-reduce": {
-            "models.parallel.linear.begin_sum_of_copies": lambda grad, axis: lambda: grad
+            "models.parallel.layers.begin_sum_of_copies": lambda grad, axis: lambda: grad
         },
         "reduce without its all-reduce": {
             f"{collectives}._Reduce.forward": staticmethod(lambda ctx, x, axis: x.clone())
         },
         "gather without its reduce-scatter": {
-            "models.parallel.linear.begin_sum_of_copies": (
+            "models.parallel.layers.begin_sum_of_copies": (
                 lambda x, axis: lambda: x.chunk(2)[axis.rank].contiguous()
             )
         },

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from models.turns import StoppedError, Turns, running_helper
+from models.experts.overlap import StoppedError, Turns, running_helper
 
 
 def stepping(turns: Turns, name: str, steps: int, events: list[str]) -> None:

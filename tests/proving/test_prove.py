@@ -24,12 +24,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from models.context_parallel.tiles import tiles_of
 from models.errors import UserError
+from models.factors import depth_ratio, query_multiplier, width_ratio
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.deferral import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.rng import attention_rows
-from models.parametrization.factors import depth_ratio, query_multiplier, width_ratio
 from models.pipeline.gradients.flat_gradients import FlatGradients
 from models.pipeline.gradients.reduction import ShardedReduction
 from models.pipeline.stage import Stage
@@ -522,13 +522,13 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda self: [],
         ),
         "q, k and v are declared as one block": (
-            "models.parallel.linear.Sharding",
+            "models.parallel.layers.Sharding",
             lambda shape, dimension=None, blocks=(), **others: Sharding(
                 shape, dimension, (sum(blocks),) if blocks else (), **others
             ),
         ),
         "column-parallel inputs keep partial gradients": (
-            "models.parallel.linear.begin_sum_of_copies",
+            "models.parallel.layers.begin_sum_of_copies",
             lambda grad, axis: lambda: grad,
         ),
         "norms in the split region keep partial gradients": (
@@ -595,7 +595,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda wrapped: 1.0,
         ),
         "the balance loss has the counts of one rank": (
-            "models.experts.statistics.sum_over_sequence",
+            "models.experts.balance.sum_over_sequence",
             lambda counts, axis: counts,
         ),
         "the router keeps partial gradients": (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from models.parallel import linear
+from models.parallel import layers
 from models.pipeline.replacement import replaced
 from models.transformer import Block
 from recipes.training.engine.engine import Engine
@@ -68,7 +68,7 @@ def slow_backward_pass(engine: Engine, sleep: Sleep) -> Iterator[None]:
 
 @contextmanager
 def slow_weight_pass(engine: Engine, sleep: Sleep) -> Iterator[None]:
-    with replaced(linear, "weight_gradient", sleep.before(linear.weight_gradient)):
+    with replaced(layers, "weight_gradient", sleep.before(layers.weight_gradient)):
         yield
 
 
@@ -104,7 +104,7 @@ def slow_wait(engine: Engine, sleep: Sleep) -> Iterator[None]:
 @contextmanager
 def slow_background_collective(engine: Engine, sleep: Sleep) -> Iterator[None]:
     """The wait for a sum of gradients that runs during the weight gradient."""
-    begin, wait = linear.begin_sum_of_copies, dist.Work.wait
+    begin, wait = layers.begin_sum_of_copies, dist.Work.wait
     begun = []
 
     def note_begin(*arguments: Any) -> Any:
@@ -119,7 +119,7 @@ def slow_background_collective(engine: Engine, sleep: Sleep) -> Iterator[None]:
         return wait(work, *rest)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(linear, "begin_sum_of_copies", note_begin))
+        stack.enter_context(replaced(layers, "begin_sum_of_copies", note_begin))
         stack.enter_context(replaced(dist.Work, "wait", wait_slowly))
         yield
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.experts.settings import Experts
+from models.experts_settings import Experts
 from models.pipeline.schedule.order import SCHEDULES
 from recipes.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
 from recipes.planning.inputs.job import Job, JobLayout, Machine

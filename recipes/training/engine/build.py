@@ -22,7 +22,7 @@ from models.context_parallel.axis import ContextAxis
 from models.experts.axis import ExpertAxis
 from models.experts.layer import expert_layers
 from models.initialization import initialize
-from models.kernels.fusing import compile_kernels
+from models.kernels.compile import compile_kernels
 from models.layer_specs import (
     SequentialModel,
     expect_gradient_scale,

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from models.experts.layer import expert_layers
 from models.kernels.attention import cumulative_lengths
-from models.kernels.fusing import are_compiled
+from models.kernels.compile import are_compiled
 from models.layer_specs import logical_parameters, observed_scores
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo

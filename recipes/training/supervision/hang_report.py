@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from models.turns import running_helper
+from models.experts.overlap import running_helper
 from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.flight_recorder import Launched, describe_waiting

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from models import transformer
 from models.context_parallel.axis import ContextAxis
+from models.context_parallel.collectives import from_rank_order, to_rank_order
 from models.context_parallel.division import Lengths, divide, rank_work, slice_work
-from models.context_parallel.exchange import from_rank_order, to_rank_order
 from models.context_parallel.tiles import tiles_of
 from models.initialization import initialize
 from models.kernels import partial_attention
@@ -140,7 +140,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             )
         },
         "slices swapped": {
-            "models.context_parallel.exchange.from_rank_order": (
+            "models.context_parallel.collectives.from_rank_order": (
                 lambda x, order: from_rank_order(x, tuple(range(len(order))))
             )
         },

@@ -18,7 +18,7 @@ from models.cost import (
     recomputed_flops_per_token,
 )
 from models.experts.axis import ExpertAxis
-from models.experts.settings import Experts
+from models.experts_settings import Experts
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, logical_shapes
 from models.parallel.collectives import TensorAxis
 from recipes.training.recipe.loading import REPOSITORY, load_recipe

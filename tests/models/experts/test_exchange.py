@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.experts import exchange, routes
+from models.experts import dispatch, routes
 from models.experts.axis import ExpertAxis
-from models.experts.exchange import begin_combine, begin_dispatch
+from models.experts.dispatch import begin_combine, begin_dispatch
 from models.experts.routes import count_tokens, plan_routes
 from tests.ranks import run_ranks
 
@@ -221,7 +221,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
         ),
     }
     target, broken = faults[fault]
-    module = routes if target == "_by_expert" else exchange
+    module = routes if target == "_by_expert" else dispatch
     with mock.patch(f"{module.__name__}.{target}", broken):
         yield
 
@@ -321,8 +321,8 @@ def test_sums_that_are_rounded_at_each_addition_are_noticed(dtype: torch.dtype) 
         return functools.reduce(torch.add, copies.unbind(1)), None, None, None
 
     with (
-        mock.patch.object(exchange._WeightedSum, "forward", staticmethod(weighted_sum)),
-        mock.patch.object(exchange._Copies, "backward", staticmethod(sum_of_copies)),
+        mock.patch.object(dispatch._WeightedSum, "forward", staticmethod(weighted_sum)),
+        mock.patch.object(dispatch._Copies, "backward", staticmethod(sum_of_copies)),
     ):
         y, grad, expected = sums_in_16_bits(dtype)
     assert not torch.equal(y, expected) and not torch.equal(grad, expected)

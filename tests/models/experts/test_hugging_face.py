@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models.config import ModelConfig
 from models.errors import UserError
 from models.experts import layer
-from models.experts.settings import Experts
-from models.hugging_face import tensors
+from models.experts_settings import Experts
+from models.hugging_face import weights as tensors
 from models.hugging_face.config import hugging_face_config, model_settings
-from models.hugging_face.tensors import Counterpart, from_hugging_face, to_hugging_face
+from models.hugging_face.weights import Counterpart, from_hugging_face, to_hugging_face
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis

@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from models.config import ModelConfig
 from models.context_parallel.axis import ContextAxis
 from models.context_parallel.division import divide
-from models.experts import columns, exchange, grouped_matmul, routes, statistics
+from models.experts import balance as statistics
+from models.experts import columns, dispatch, grouped_matmul, routes
 from models.experts import layer as source
 from models.experts.axis import ExpertAxis
 from models.experts.layer import MixtureOfExperts, expert_layers
 from models.experts.routing import choose_experts
-from models.experts.settings import Experts
+from models.experts_settings import Experts
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
@@ -382,7 +383,7 @@ def run_cases(cases: list[Case], faults: list[Case], rank: int, size: int) -> di
 def seeded_fault(fault: str) -> Iterator[None]:
     """Break the layer in one way."""
     combine, attach, balance_loss = (
-        exchange.begin_combine,
+        dispatch.begin_combine,
         statistics._Attach.forward,
         statistics.balance_loss,
     )
@@ -422,7 +423,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
     faults: dict[str, tuple[Any, str, Any]] = {
         "outputs not returned to their tokens": (source, "begin_combine", unpermuted),
         "gates not applied in the backward pass": (
-            exchange._WeightedSum,
+            dispatch._WeightedSum,
             "backward",
             staticmethod(unweighted),
         ),
@@ -453,7 +454,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             "_by_expert",
             lambda counts, total: torch.arange(total),
         ),
-        "terms of one tensor rank only": (exchange, "sum_rows", own_rows),
+        "terms of one tensor rank only": (dispatch, "sum_rows", own_rows),
         "gradients of gathered rows not summed": (
             columns._Gather,
             "backward",
@@ -700,8 +701,8 @@ def overlap_worker() -> list[str]:
     layer.experts.register_forward_hook(noting("experts", lambda *_: None))
     weight_gradient = noting("gradient of experts", grouped_matmul._weight_gradient)
     with (
-        mock.patch.object(exchange.Transfer, "begin", noting("begin", exchange.Transfer.begin)),
-        mock.patch.object(exchange.Transfer, "wait", noting("wait", exchange.Transfer.wait)),
+        mock.patch.object(dispatch.Transfer, "begin", noting("begin", dispatch.Transfer.begin)),
+        mock.patch.object(dispatch.Transfer, "wait", noting("wait", dispatch.Transfer.wait)),
         mock.patch.object(grouped_matmul, "_weight_gradient", weight_gradient),
     ):
         x = torch.randn(12, 3, LLAMA.hidden_size, generator=generator).requires_grad_()

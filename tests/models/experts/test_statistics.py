@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.experts import statistics
+from models.experts import balance as statistics
 from models.experts.axis import ExpertAxis
-from models.experts.routes import count_tokens
-from models.experts.routing import Routing, choose_experts, scores_of, smallest_margin
-from models.experts.settings import Experts, Router
-from models.experts.statistics import (
+from models.experts.balance import (
     RouterStatistics,
     balance_loss,
     count_by_sequence,
     with_router_losses,
     z_loss,
 )
+from models.experts.routes import count_tokens
+from models.experts.routing import Routing, choose_experts, scores_of, smallest_margin
+from models.experts_settings import Experts, Router
 from models.transformer import recomputed
 from tests.ranks import run_ranks
 

@@ -15,8 +15,14 @@ from models import cost
 from models.config import ModelConfig
 from models.kernels import attention, elementwise, norms
 from models.kernels import dropout as dropout_kernels
+from models.kernels.compile import (
+    are_compiled,
+    as_written,
+    compile_kernels,
+    compiled,
+    native_on_cpu,
+)
 from models.kernels.dropout import GOLDEN_64, drop_out, keep_mask
-from models.kernels.fusing import are_compiled, as_written, compile_kernels, compiled, native_on_cpu
 from models.kernels.norms import Branch
 from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from models.parallel.collectives import TensorAxis, all_gather, reduce_from_tensor_axis
-from models.parallel.linear import matmul as linear
+from models.parallel.layers import matmul as linear
 from recipes.tracing.allocation_counter import AllocationCounter
 from tests.ranks import join_world, run_ranks
 

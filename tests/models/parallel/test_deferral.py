@@ -11,7 +11,7 @@ from models.layer_specs import SequentialModel, layer_specs
 from models.parallel.collectives import TensorAxis
 from models.parallel.deferral import Deferral, defer_weights
 from models.parallel.embedding import VocabParallelEmbedding
-from models.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from models.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.transformer import recomputed
 from tests.models.test_transformer import SHAPES

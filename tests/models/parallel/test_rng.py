@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.kernels.compile import as_written
 from models.kernels.dropout import keep_mask
-from models.kernels.fusing import as_written
 from models.parallel.collectives import TensorAxis
 from models.parallel.rng import MaskKey, attention_rows
 from models.parallel.rng import dropout as fused_dropout

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.experts.exchange import Transfer
+from models.experts.dispatch import Transfer
+from models.experts.overlap import Turns
 from models.pipeline.replacement import replaced
-from models.turns import Turns
 from recipes.proving.trial import held_weights, many_cases, start, train_step
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, quick_and_long, selected, small_recipe

@@ -8,19 +8,19 @@ from typing import Any
 from torch import nn
 
 from models.config import ModelConfig
-from models.parametrization.factors import (
+from models.factors import (
     Algorithm,
     epsilon_factor,
     learning_rate_factor,
     weight_decay_factor,
 )
-from models.parametrization.roles import place_of
 from models.pipeline.gradients.buckets import (
     deferring_parameters,
     divide_into_buckets,
     units_of_experts,
 )
 from models.pipeline.stage import Stage
+from models.roles import place_of
 from models.sharding import sharding_of
 from recipes.training.engine.expert_groups import EXPERTS, is_marked
 from recipes.training.recipe.sections.training import Optimizer

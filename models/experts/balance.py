@@ -17,7 +17,7 @@ from torch import Tensor
 from models.experts.axis import ExpertAxis
 from models.experts.routes import count_tokens
 from models.experts.routing import Routing, probabilities_of, smallest_margin
-from models.experts.settings import Experts
+from models.experts_settings import Experts
 
 
 @dataclass

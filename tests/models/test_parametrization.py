@@ -11,18 +11,18 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.initialization import initialize
-from models.kernels import norms
-from models.kernels.fusing import as_written
-from models.kernels.norms import Branch
-from models.layer_specs import SequentialModel, layer_specs, logical_parameters
-from models.parallel.collectives import TensorAxis
-from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parametrization.factors import (
+from models.factors import (
     output_multiplier,
     query_multiplier,
     residual_multiplier,
 )
+from models.initialization import initialize
+from models.kernels import norms
+from models.kernels.compile import as_written
+from models.kernels.norms import Branch
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters
+from models.parallel.collectives import TensorAxis
+from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.training.engine.optimizer.parameter_groups import UpdateRule, rule_of
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe

@@ -31,7 +31,7 @@ import math
 from typing import Literal
 
 from models.config import ModelConfig
-from models.parametrization.roles import Place
+from models.roles import Place
 
 Algorithm = Literal["adamw", "muon"]
 

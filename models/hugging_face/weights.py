@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.hugging_face.families import family_of
-from models.parametrization.factors import (
+from models.factors import (
     output_multiplier,
     query_multiplier,
     residual_multiplier,
 )
-from models.parametrization.roles import writes_residual
+from models.hugging_face.families import family_of
+from models.roles import writes_residual
 
 
 @dataclass(frozen=True)
