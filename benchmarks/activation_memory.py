@@ -29,8 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from models.config import ModelConfig
 from models.layer_specs import run_layers
 from models.parallel.collectives import TensorAxis
-from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parallel.rng import MaskKey
+from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from models.transformer import Block
 from recipes.tracing.allocation_counter import AllocationCounter
 from recipes.tracing.fake_cluster import empty_tables

@@ -23,8 +23,7 @@ from torch.nn import functional as F
 from models.config import ModelConfig
 from models.kernels.compile import as_written
 from models.parallel.collectives import TensorAxis
-from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parallel.rng import MaskKey, dropout
+from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from models.transformer import Attention
 from recipes.training.runtime.streams import stdout_for_json
 

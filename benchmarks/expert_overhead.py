@@ -22,10 +22,9 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from models.config import ModelConfig
-from models.experts.axis import ExpertAxis
+from models.config import Experts, ModelConfig
 from models.experts.layer import MixtureOfExperts
-from models.experts_settings import Experts
+from models.experts.routing import ExpertAxis
 from models.parallel.collectives import TensorAxis
 from models.transformer import MLP
 from recipes.training.runtime.streams import stdout_for_json

@@ -1,14 +1,278 @@
-"""The architecture of a model, with every switch spelled out."""
+"""The architecture of a model, with every switch spelled out: sizes, positions, experts."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from models.base_sizes import Parametrization, check_base_sizes
 from models.errors import STRICT_SECTION, UserError
-from models.experts_settings import Experts
-from models.rope_scaling import MAX_SIZE, RopeScaling
+
+# Scaling of rotary positions, to continue training on longer sequences.
+
+MAX_SIZE = 2**24  # far beyond any model, so that a typing error is reported instead of a hang
+SCALING_KEYS = {  # keys of each type besides `type` and `factor`
+    "linear": (),
+    "llama3": ("original_sequence_length", "low_frequency_factor", "high_frequency_factor"),
+    "yarn": ("original_sequence_length", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Scaling of rotary positions, to continue training on longer sequences.
+
+    Rotary positions rotate each pair of columns of a head at its own frequency. Lower frequencies
+    keep the angles of new positions within the range seen in training. Weights that were trained
+    with scaling need the same section at every sequence length. Other models need it only for
+    sequences longer than those of their training.
+
+    Raises:
+        UserError: keys are inconsistent; the message gives a value that works.
+    """
+
+    __pydantic_config__: ClassVar[dict] = STRICT_SECTION
+
+    type: Literal["linear", "llama3", "yarn"]
+    """"linear" divides all frequencies by `factor` (arXiv 2306.15595). "llama3" (Llama 3.1) and
+    "yarn" (arXiv 2309.00071) divide the low ones, keep the high ones and interpolate between them;
+    "yarn" also multiplies rotated queries and keys by `attention_factor`."""
+    factor: float
+    """Divisor of the frequencies, such as the new length divided by the original one."""
+    original_sequence_length: int | None = None
+    """Sequence length that the model was first trained on; required for llama3 and yarn."""
+    low_frequency_factor: float = 1.0
+    """Frequencies that make fewer than this number of turns within `original_sequence_length` are
+    divided by `factor` (llama3)."""
+    high_frequency_factor: float = 4.0
+    """Frequencies that make more than this number of turns within `original_sequence_length` are
+    kept (llama3)."""
+    beta_fast: float = 32.0
+    """Frequencies that make more than this number of turns within `original_sequence_length` are
+    kept (yarn)."""
+    beta_slow: float = 1.0
+    """Frequencies that make fewer than this number of turns within `original_sequence_length` are
+    divided by `factor` (yarn)."""
+    attention_factor: float | None = None
+    """Factor by which rotated queries and keys are multiplied; by default 0.1 ln(factor) + 1
+    (yarn)."""
+    truncate: bool = True
+    """Round the bounds of the interpolated frequencies to whole pairs of columns (yarn)."""
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1:
+            raise UserError(f"factor = {self.factor} is below 1; use factor = 8.0")
+        for field in fields(self):
+            key, value = field.name, getattr(self, field.name)
+            if key not in ("type", "factor", *SCALING_KEYS[self.type]) and value != field.default:
+                types = " and ".join(kind for kind, keys in SCALING_KEYS.items() if key in keys)
+                raise UserError(
+                    f'{key} = {value} has no effect with type = "{self.type}", only with {types}; '
+                    f"leave {key} out"
+                )
+        self._check_limit()
+        original = self.original_sequence_length
+        if original is None and self.type != "linear":
+            raise UserError(
+                f'original_sequence_length is missing, and type = "{self.type}" requires it; use '
+                f"the length that the model was first trained on, such as "
+                f"original_sequence_length = 8192"
+            )
+        if original is not None and original < 1:
+            raise UserError(
+                f"original_sequence_length = {original} is below 1; use "
+                f"original_sequence_length = 8192"
+            )
+        for low, high in (
+            ("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast"),
+        ):  # fmt: skip
+            if not getattr(self, high) > 0:
+                default = type(self).__dataclass_fields__[high].default
+                raise UserError(
+                    f"{high} = {getattr(self, high)} is not above 0; use {high} = {default}"
+                )
+            if not 0 < getattr(self, low) < getattr(self, high):
+                raise UserError(
+                    f"{low} = {getattr(self, low)} is not between 0 and {high} = "
+                    f"{getattr(self, high)}; use {low} = {getattr(self, high) / 4}"
+                )
+        if self.attention_factor is not None and not self.attention_factor > 0:
+            raise UserError(
+                f"attention_factor = {self.attention_factor} is not above 0; leave it out"
+            )
+
+    def _check_limit(self) -> None:
+        examples = {"factor": 8.0, "original_sequence_length": 8192}
+        for field in fields(self):
+            key, value = field.name, getattr(self, field.name)
+            if not isinstance(value, int | float) or value <= MAX_SIZE:
+                continue
+            works = examples.get(key, field.default)
+            advice = f"leave {key} out" if works is None else f"use {key} = {works}"
+            raise UserError(f"{key} = {value} is above {MAX_SIZE}; {advice}")
+
+    @property
+    def amplitude(self) -> float:
+        """The factor by which rotated queries and keys are each multiplied (arXiv 2309.00071)."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0
+
+
+# The experts of a mixture-of-experts model.
+
+MAX_EXPERTS = 2**14  # far beyond any model, so that a typing error is reported
+Router = Literal["softmax", "softmax-after-topk", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Mixture of experts: each layer has several MLPs (experts), and each token uses a few of them.
+
+    The number of tokens of an expert is not limited, so that no token is dropped.
+
+    Raises:
+        UserError: sizes are inconsistent; the message gives a value that works.
+    """
+
+    __pydantic_config__: ClassVar[dict] = STRICT_SECTION
+
+    count: int
+    """Number of routed experts in each layer."""
+    per_token: int
+    """Routed experts that compute each token."""
+    ffn_hidden_size: int
+    """Size of the activations inside one expert."""
+    shared: int = 0
+    """Shared experts, which compute every token. They form one MLP whose activations have
+    `shared` x `ffn_hidden_size` columns."""
+    dense_layers: int = 0
+    """First layers that have a dense MLP of `model.ffn_hidden_size` instead of experts."""
+    router: Router = "softmax"
+    """Weights of the experts' outputs: probabilities among all experts ("softmax", as in OLMoE and
+    Qwen3), probabilities among the chosen ones ("softmax-after-topk", as in Mixtral), or the
+    sigmoid of each logit ("sigmoid", as in DeepSeek-V3). With "sigmoid", each expert has a bias
+    that counts for the choice of the experts, but not for the weights."""
+    normalize: bool = False
+    """Divide the weights of a token by their sum, as Qwen3 and DeepSeek-V3 do."""
+    output_scale: float = 1.0
+    """Factor of the weights of the experts' outputs, such as 2.5 in DeepSeek-V3."""
+    bias_update: float = 0.0
+    """With `router = "sigmoid"`, amount by which each step raises the bias of an expert with fewer
+    tokens of the global batch than the mean, and lowers that of one with more (arXiv 2408.15664,
+    algorithm 1); 0.001 is typical."""
+    balance_loss: float = 0.0
+    """Factor of the loss that balances the experts, such as 0.01. It is defined per layer and
+    sequence (arXiv 2412.19437, equation 17), so that it does not depend on the layout, and it is
+    not part of the reported loss."""
+    z_loss: float = 0.0
+    """Factor of the mean squared logsumexp of the router's logits, such as 0.001 (arXiv 2202.08906,
+    equation 5). It is not part of the reported loss."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.count <= MAX_EXPERTS:
+            raise UserError(
+                f"count = {self.count} is not in 2 .. {MAX_EXPERTS}; use "
+                f"count = 8, or leave the section out for a dense model"
+            )
+        if not 1 <= self.per_token <= self.count:
+            raise UserError(
+                f"per_token = {self.per_token} is not in 1 .. count = "
+                f"{self.count}; use per_token = {min(2, self.count)}"
+            )
+        if not 1 <= self.ffn_hidden_size <= MAX_SIZE:
+            raise UserError(
+                f"ffn_hidden_size = {self.ffn_hidden_size} is not in 1 .. {MAX_SIZE}; use "
+                f"ffn_hidden_size = 1024"
+            )
+        if self.shared_ffn_hidden_size > MAX_SIZE:
+            raise UserError(
+                f"shared = {self.shared} experts have more than {MAX_SIZE} columns; use shared = 1"
+            )
+        for key in ("shared", "dense_layers", "balance_loss", "z_loss", "bias_update"):
+            if getattr(self, key) < 0:
+                raise UserError(f"{key} = {getattr(self, key)} is below 0; use {key} = 0")
+        if self.output_scale <= 0:
+            raise UserError(
+                f"output_scale = {self.output_scale} is not above 0; use output_scale = 1.0"
+            )
+        if self.normalize and self.router == "softmax-after-topk":
+            raise UserError(
+                f'normalize = true has no effect with router = "{self.router}", '
+                f"whose weights already have the sum 1; leave normalize out"
+            )
+        if self.bias_update and not self.has_bias:
+            raise UserError(
+                f"bias_update = {self.bias_update} has no effect with router = "
+                f'"{self.router}", which has no bias; leave bias_update out, or use '
+                f'router = "sigmoid"'
+            )
+
+    @property
+    def has_bias(self) -> bool:
+        """True if each expert has a bias for the choice of experts."""
+        return self.router == "sigmoid"
+
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """True if the weights of a token's experts have the sum 1 before they are scaled."""
+        return self.normalize or self.router == "softmax-after-topk"
+
+    @property
+    def shared_ffn_hidden_size(self) -> int:
+        """Size of the activations inside the shared experts; 0 without any."""
+        return self.shared * self.ffn_hidden_size
+
+
+# The sizes of the base model, at which every parametrization is the standard one.
+
+Parametrization = Literal["standard", "mup", "completep"]
+
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "standard": (),
+    "mup": ("base_hidden_size",),
+    "completep": ("base_hidden_size", "base_layers"),
+}
+OPTIONAL: dict[str, tuple[str, ...]] = {
+    "standard": (),
+    "mup": ("base_head_size",),
+    "completep": ("base_head_size",),
+}
+
+
+def check_base_sizes(
+    parametrization: Parametrization,
+    given: Mapping[str, int | None],
+    own: Mapping[str, int],
+) -> None:
+    """Check that the sizes of the base model are those that the parametrization reads.
+
+    Args:
+        parametrization: the parametrization
+        given: the sizes of the base model by key; None: not given
+        own: the sizes of the model itself by the same keys
+
+    Raises:
+        UserError: a required size is missing, or a size has no effect.
+    """
+    required = REQUIRED[parametrization]
+    for key in required:
+        if given[key] is None:
+            raise UserError(
+                f'{key} is missing and required with parametrization = "{parametrization}"; use '
+                f"that of the model whose learning rate was tuned, such as {key} = {own[key]}"
+            )
+    for key, value in given.items():
+        if value is None or key in (*required, *OPTIONAL[parametrization]):
+            continue
+        others = [each for each in REQUIRED if key in (*REQUIRED[each], *OPTIONAL[each])]
+        choices = " or ".join(f'"{each}"' for each in others)
+        raise UserError(
+            f'{key} = {value} has no effect with parametrization = "{parametrization}"; leave it '
+            f"out, or use parametrization = {choices}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

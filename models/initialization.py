@@ -1,4 +1,4 @@
-"""Initial values of all parameters, the same in every layout.
+"""Initial values of all parameters, the same in every layout, and the factors of muP.
 
 A rank draws only the chunks of rows that contain elements of its part; a chunk has about 4 MB. All
 cores of the rank draw chunks at the same time, which does not change their values.
@@ -11,7 +11,7 @@ cores of the rank draw chunks at the same time, which does not change their valu
 | all other weights, embeddings included       | normal, initial_std                          |
 
 The parametrizations "mup" and "completep" change the standard deviations of matrices in the layers,
-but not the normal numbers that they multiply (`models/factors.py`).
+but not the normal numbers that they multiply (`models/initialization.py`).
 """
 
 import hashlib
@@ -20,14 +20,133 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.factors import initial_std
-from models.roles import place_of
-from models.sharding import sharding_of
+from models.sharding import Place, place_of, sharding_of
+
+# Factors by which a parametrization changes initial scale, update and forward pass.
+#
+# With these factors, the best learning rate of a base model is also the best one at other widths,
+# and with "completep" at other depths. At the sizes of the base model, all factors are 1.
+#
+# m_N is the width ratio hidden_size / base_hidden_size, m_L the depth ratio layers / base_layers
+# (1 unless the parametrization is "completep"), d the head size, d_base that of the base model.
+#
+# | parameter or tensor           | factor                                      | value
+# | |-------------------------------|---------------------------------------------|----------------
+# ----| | hidden matrices               | initial standard deviation                  | m_N^-1/2
+# | |                               | learning rate, AdamW (weight decay inverse) | m_N^-1
+# | |                               | learning rate, Muon (weight decay inverse)  | m_N^-1/2
+# | | router                        | initial standard deviation                  | m_N^-1
+# | |                               | learning rate (weight decay inverse)        | m_N^-1
+# | |                               | AdamW's epsilon                             | m_L^-1
+# | | all of a layer except routers | AdamW's epsilon                             | m_N^-1 m_L^-1
+# | | embeddings, final norm, head  | AdamW's epsilon                             | m_N^-1
+# | | outputs of attention and MLP  | residual multiplier                         | m_L^-1
+# | | logits                        | output multiplier                           | m_N^-1
+# | | attention scores              | scale, instead of d^-1/2                    | d_base^1/2 d^-1
+# |
+#
+# Width: Tensor Programs V (arXiv 2203.03466, table 8), in the form in which input and output
+# matrices may be tied: these matrices keep their initial scale and learning rate, and the logits
+# have a multiplier. Depth and epsilon: CompleteP (arXiv 2505.01618, table 1 with alpha = 1).
+#
+# This module needs no torch, so that the planner and the recipe can import it.
+
+Algorithm = Literal["adamw", "muon"]
+
+
+def width_ratio(model: ModelConfig) -> float:
+    """Return m_N, the hidden size relative to that of the base model."""
+    return model.hidden_size / (model.base_hidden_size or model.hidden_size)
+
+
+def depth_ratio(model: ModelConfig) -> float:
+    """Return m_L, the number of layers relative to that of the base model."""
+    return model.layers / (model.base_layers or model.layers)
+
+
+def initial_std(model: ModelConfig, place: Place) -> float:
+    """Return the standard deviation of the initial values of a matrix.
+
+    Matrices that write into the residual stream have the standard deviation of GPT-2,
+    initial_std / sqrt(2 layers). With "completep", `layers` is the depth of the base model, because
+    the residual multiplier accounts for the depth of this model.
+    """
+    layers = model.base_layers or model.layers
+    std = model.initial_std / (math.sqrt(2 * layers) if place.writes_residual else 1)
+    if place.role == "hidden":
+        return std / math.sqrt(width_ratio(model))
+    return std / width_ratio(model) if place.is_router else std
+
+
+def learning_rate_factor(model: ModelConfig, place: Place, algorithm: Algorithm) -> float:
+    """Return the learning rate of a parameter relative to that of the step.
+
+    The entries of AdamW's update have the same size at every width. They are correlated with the
+    activations, so the update of a hidden matrix changes its outputs in proportion to its number of
+    columns. Therefore the learning rate is divided by the width (arXiv 2203.03466, table 8).
+
+    Muon's update of a matrix with r rows and c columns is 0.2 sqrt(max(r, c)) times a matrix whose
+    singular values are all 1 (arXiv 2502.16982, section 2.2), so its spectral norm grows with the
+    square root of the width. Features change by an amount that does not depend on the width if the
+    spectral norm of the update is proportional to sqrt(r / c) (arXiv 2310.17813, condition 1),
+    which does not depend on the width for hidden matrices. Hence the factor m_N^-1/2.
+
+    The router maps activations to a number of experts that does not grow. A multiplier 1 / m_N of
+    its logits and a matrix with the initial scale and learning rate of an output matrix are, for
+    AdamW, the same as an initial scale and a learning rate that are both multiplied by 1 / m_N
+    (arXiv 2203.03466, lemma J.1). The second form needs no multiplier.
+
+    The factor for the depth is m_L^(alpha - 1), which is 1 for all parameters, because alpha is 1.
+    """
+    if place.role == "hidden" and algorithm == "muon":
+        return 1 / math.sqrt(width_ratio(model))
+    return 1 / width_ratio(model) if place.role == "hidden" or place.is_router else 1.0
+
+
+def weight_decay_factor(model: ModelConfig, place: Place, algorithm: Algorithm) -> float:
+    """Return the factor of the weight decay of a matrix.
+
+    The product of weight decay and learning rate is the same as in the base model
+    (arXiv 2505.01618, table 1).
+    """
+    return 1 / learning_rate_factor(model, place, algorithm)
+
+
+def epsilon_factor(model: ModelConfig, place: Place) -> float:
+    """Return the factor of epsilon in AdamW's denominator.
+
+    Gradients are smaller in wider and deeper models: the output multiplier divides all of them by
+    m_N, except those of the router, whose logits affect all columns of the residual stream, and the
+    residual multiplier divides those of a layer by m_L.
+    """
+    width = 1.0 if place.is_router else width_ratio(model)
+    return 1 / (width * (depth_ratio(model) if place.in_block else 1))
+
+
+def residual_multiplier(model: ModelConfig) -> float:
+    """Return the factor of the outputs of attention and MLP."""
+    return 1 / depth_ratio(model)
+
+
+def output_multiplier(model: ModelConfig) -> float:
+    """Return the factor of the logits."""
+    return 1 / width_ratio(model)
+
+
+def query_multiplier(model: ModelConfig) -> float:
+    """Return the factor of the queries, for attention that also divides its scores by sqrt(d).
+
+    The scale of the scores is then sqrt(d_base) / d.
+    """
+    d = model.attention_head_size
+    return math.sqrt((model.base_head_size or d) / d)
+
 
 # Maximum number of elements drawn at a time. A change would change the initial values of every
 # parameter that has more elements.

@@ -24,19 +24,16 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.context_parallel.axis import ContextAxis
-from models.experts.axis import ExpertAxis
-from models.factors import output_multiplier
+from models.context_parallel.collectives import ContextAxis
+from models.experts.routing import ExpertAxis
+from models.initialization import output_multiplier
 from models.kernels.compile import Fusing
-from models.kernels.embedding import look_up
+from models.kernels.elementwise import look_up
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
 from models.parallel.cross_entropy import vocab_parallel_loss
-from models.parallel.embedding import VocabParallelEmbedding
-from models.parallel.micro_batch_info import MicroBatchInfo, positions_in
-from models.parallel.norm import NORMS
-from models.parallel.rng import dropout, rows_in
-from models.roles import Role
-from models.sharding import Sharding, declared_parameter, sharding_of
+from models.parallel.layers import NORMS, VocabParallelEmbedding
+from models.parallel.micro_batch_info import MicroBatchInfo, dropout, positions_in, rows_in
+from models.sharding import Role, Sharding, declared_parameter, sharding_of
 from models.transformer import Block, recomputed
 
 TIED_KEY = "embedding"

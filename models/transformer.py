@@ -13,16 +13,19 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig
-from models.context_parallel.attention import ring_attention
-from models.context_parallel.attention_with_dropout import attention_with_dropout
-from models.context_parallel.axis import ContextAxis
+from models.context_parallel.attention import (
+    attention_with_dropout,
+    gather_keys,
+    gathered_attention,
+    ring_attention,
+    tiles_of,
+    with_whole_sequences,
+)
+from models.context_parallel.collectives import ContextAxis
 from models.context_parallel.division import Slices
-from models.context_parallel.gathered_attention import gather_keys, gathered_attention
-from models.context_parallel.tiles import tiles_of
-from models.context_parallel.ulysses import with_whole_sequences
-from models.experts.axis import ExpertAxis
 from models.experts.layer import MixtureOfExperts
-from models.factors import query_multiplier, residual_multiplier
+from models.experts.routing import ExpertAxis
+from models.initialization import query_multiplier, residual_multiplier
 from models.kernels.attention import (
     causal_attention,
     document_attention,
@@ -34,10 +37,14 @@ from models.kernels.elementwise import Order, gelu, heads_first, swiglu
 from models.kernels.norms import Branch, add
 from models.kernels.rotary import Frequencies
 from models.parallel.collectives import TensorAxis
-from models.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from models.parallel.micro_batch_info import Documents, MicroBatchInfo, positions_in
-from models.parallel.norm import NORMS, RMSNorm
-from models.parallel.rng import stream_rows, token_positions
+from models.parallel.layers import NORMS, ColumnParallelLinear, RMSNorm, RowParallelLinear
+from models.parallel.micro_batch_info import (
+    Documents,
+    MicroBatchInfo,
+    positions_in,
+    stream_rows,
+    token_positions,
+)
 
 
 class Block(Fusing):

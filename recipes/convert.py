@@ -37,10 +37,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 logging.getLogger().setLevel(logging.ERROR)
 
-from models.config import ModelConfig
+from models.config import Experts, ModelConfig, RopeScaling
 from models.errors import UserError
-from models.experts_settings import Experts
-from models.rope_scaling import RopeScaling
 from recipes.converting.adopt import adopt, read_config
 from recipes.converting.average import average, sources_of
 from recipes.converting.export import DTYPES, EXPORTED, export, find_tokenizer

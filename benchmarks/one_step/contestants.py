@@ -25,7 +25,8 @@ from benchmarks.one_step.bare_loop import BareLoop
 from benchmarks.one_step.shapes import Shape, can_compile
 from benchmarks.one_step.transformers_llama import TransformersLlama
 from benchmarks.taking_turns import Turn, serve
-from models.context_parallel import attention, gathered_attention
+from models.context_parallel import attention
+from models.context_parallel import attention as gathered_attention
 from models.context_parallel.division import divide
 from models.initialization import initialize
 from models.kernels.compile import compile_kernels

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from models.parallel.deferral import Deferring
+from models.parallel.layers import Deferring
 
 SHAPE = (1, 1, 8)  # of activations, [s, b, h]
 

@@ -1,4 +1,4 @@
-"""Collectives of the context axis, which turn slices of sequences into whole sequences.
+"""The context axis, and the collectives that turn slices of sequences into whole sequences.
 
 The gathered tensors are in the order of the sequence. `order` has the numbers of the two slices of
 rank 0, then of rank 1, ... (`Division`).
@@ -8,14 +8,30 @@ b micro-batch, s sequence, c context ranks, d head size.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.context_parallel.axis import ContextAxis
 from models.context_parallel.division import Order
 from models.parallel.collectives import all_gather_single, reduce_scatter_single, wait_for
+
+# The context axis: ranks that share their samples and divide each sequence.
+
+
+@dataclass(frozen=True)
+class ContextAxis:
+    """The context axis from the perspective of one rank.
+
+    group: the ranks that hold the other tokens of the same sequences
+    attention: algorithm of attention: "gather", "ring" or "ulysses"
+    """
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+    attention: str = "gather"
 
 
 def begin_gather(x: Tensor, axis: ContextAxis, order: Order) -> Callable[[], Tensor]:

@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.experts.axis import ExpertAxis
-from models.experts.routes import count_tokens
-from models.experts.routing import Routing, probabilities_of, smallest_margin
-from models.experts_settings import Experts
+from models.config import Experts
+from models.experts.routing import (
+    ExpertAxis,
+    Routing,
+    count_tokens,
+    probabilities_of,
+    smallest_margin,
+)
 
 
 @dataclass

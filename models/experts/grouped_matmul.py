@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.parallel.deferral import Deferral
+from models.parallel.layers import Deferral
 
 
 def grouped_matmul(

@@ -12,13 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.experts.axis import ExpertAxis
+from models.config import Experts
 from models.experts.balance import RouterStatistics, with_router_losses
 from models.experts.dispatch import DeferralToExchange, begin_combine, begin_dispatch
 from models.experts.grouped_matmul import grouped_matmul
-from models.experts.routes import plan_routes
-from models.experts.routing import Routing, choose_experts, gates_of, scores_of
-from models.experts_settings import Experts
+from models.experts.routing import (
+    ExpertAxis,
+    Routing,
+    choose_experts,
+    gates_of,
+    plan_routes,
+    scores_of,
+)
 from models.kernels.compile import Fusing, as_written, for_any_rows
 from models.kernels.elementwise import gelu, swiglu
 from models.parallel.collectives import (
@@ -27,7 +32,7 @@ from models.parallel.collectives import (
     gather_from_tensor_axis,
     scatter_to_tensor_axis,
 )
-from models.parallel.deferral import Deferring
+from models.parallel.layers import Deferring
 from models.sharding import Sharding, declared_parameter
 
 

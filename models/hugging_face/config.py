@@ -1,20 +1,174 @@
-"""Conversion between our settings of a model and the config of transformers."""
+"""Conversion between the settings of a model and the config of transformers."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import ModelConfig
+from models.config import SCALING_KEYS, Experts, ModelConfig, RopeScaling
 from models.errors import UserError
-from models.experts_settings import Experts
-from models.hugging_face.families import (
-    LLAMA_LIKE,
-    WITH_EXPERTS,
-    WITH_QK_NORM,
-    family_of,
-    require,
-)
-from models.hugging_face.rope import rope_parameters, rope_scaling_in
-from models.rope_scaling import SCALING_KEYS
+
+# Conversion between our scaling of rotary positions and transformers' `rope_parameters`.
+
+THEIR_ROPE_KEYS = {  # our key -> that of transformers, where they differ
+    "original_sequence_length": "original_max_position_embeddings",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+}
+
+
+def rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    """Return transformers' `rope_parameters`."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    values = {
+        THEIR_ROPE_KEYS.get(key, key): getattr(scaling, key) for key in SCALING_KEYS[scaling.type]
+    }
+    given = {key: value for key, value in values.items() if value is not None}
+    return {
+        "rope_type": scaling.type,
+        "rope_theta": config.rope_theta,
+        "factor": scaling.factor,
+        **given,
+    }
+
+
+def rope_scaling_in(theirs: Mapping[str, Any], positions: int) -> RopeScaling | None:
+    """Return the scaling in transformers' `rope_parameters`; None if there is none.
+
+    positions: number of positions of the model, from which transformers derives a missing factor of
+        YaRN
+
+    Raises:
+        UserError: a value is missing or not valid.
+    """
+    kind = theirs.get("rope_type")
+    if kind not in SCALING_KEYS:
+        return None
+    factor, original = theirs.get("factor"), theirs.get("original_max_position_embeddings")
+    if factor is None and kind == "yarn" and original:
+        factor = positions / original
+    if not isinstance(factor, (int, float)) or factor < 1:
+        raise UserError(
+            f"rope_parameters: factor = {factor!r} is not a number of at least 1; use the length "
+            f'of the new sequences divided by the original one, such as "factor": 8.0'
+        )
+    values = {key: theirs.get(THEIR_ROPE_KEYS.get(key, key)) for key in SCALING_KEYS[kind]}
+    if kind == "yarn" and values["attention_factor"] is None:
+        values["attention_factor"] = _attention_factor(theirs, factor)
+    given = {key: value for key, value in values.items() if value is not None}
+    return RopeScaling(type=kind, factor=float(factor), **given)
+
+
+def _attention_factor(theirs: Mapping[str, Any], factor: float) -> float | None:
+    """Return the attention factor that `mscale` and `mscale_all_dim` define (DeepSeek-V3).
+
+    Returns:
+        None unless both are set
+    """
+    over, under = theirs.get("mscale"), theirs.get("mscale_all_dim")
+    if not (over and under):
+        return None
+    logarithm = 0.1 * math.log(factor)
+    return (over * logarithm + 1.0) / (under * logarithm + 1.0)
+
+
+# The class of transformers that has the architecture of a model.
+
+LLAMA_LIKE = ("llama", "qwen3", "mixtral", "qwen3_moe", "dots1")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "dots1")
+WITH_QK_NORM = ("qwen3", "qwen3_moe", "dots1")
+
+BlockDesign = tuple[str, str, str]  # model.norm, model.positions and model.activation
+LLAMA_DESIGN: BlockDesign = ("rmsnorm", "rope", "swiglu")
+GPT2_DESIGN: BlockDesign = ("layernorm", "learned", "gelu")
+
+
+def family_of(config: ModelConfig) -> str:
+    """Return the `model_type` of the class.
+
+    Raises:
+        UserError: transformers has no model class with this architecture.
+    """
+    design = (config.norm, config.positions, config.activation)
+    if config.experts is not None:
+        return _family_with_experts(config, config.experts)
+    name, problems = "", dict[str, str]()  # setting that the class lacks -> setting that it has
+    if design == LLAMA_DESIGN:
+        if not config.bias:
+            return "qwen3" if config.qk_norm else "llama"
+        problems["model.bias = true"] = "model.bias = false"
+        name = "Llama"
+    elif design == GPT2_DESIGN:
+        if config.kv_heads != config.heads:
+            problems[f"model.kv_heads = {config.kv_heads}"] = f"model.kv_heads = {config.heads}"
+        if config.head_size is not None:
+            problems[f"model.head_size = {config.head_size}"] = "no model.head_size"
+        if config.qk_norm:
+            problems["model.qk_norm = true"] = "model.qk_norm = false"
+        if not problems:
+            return "gpt2"
+        name = "GPT-2"
+    llama, gpt2 = f"{_described(LLAMA_DESIGN)}, model.bias = false (Llama)", _described(GPT2_DESIGN)
+    remedy = f"{llama}, or {gpt2} (GPT-2)"
+    if problems:
+        remedy = f"{' and '.join(problems.values())} ({name})"
+    raise UserError(
+        f"transformers has no model class with {', '.join([_described(design), *problems])}; use "
+        f"{remedy}"
+    )
+
+
+def _described(design: BlockDesign) -> str:
+    norm, positions, activation = design
+    return (
+        f'model.norm = "{norm}", model.positions = "{positions}", model.activation = "{activation}"'
+    )
+
+
+def _family_with_experts(config: ModelConfig, experts: Experts) -> str:
+    design = (config.norm, config.positions, config.activation)
+    if design != LLAMA_DESIGN:
+        problem = _described(design)
+    elif experts.router == "sigmoid":
+        if config.qk_norm and experts.shared:
+            return "dots1"
+        missing = "model.qk_norm" if experts.shared else "shared experts"
+        problem = f'model.experts.router = "sigmoid" without {missing}'
+    elif experts.shared:
+        problem = f"model.experts.shared = {experts.shared} without a sigmoid router"
+    elif experts.output_scale != 1.0:
+        problem = f"model.experts.output_scale = {experts.output_scale} without a sigmoid router"
+    elif config.qk_norm:
+        return "qwen3_moe"
+    elif experts.dense_layers:
+        problem = f"model.experts.dense_layers = {experts.dense_layers} without model.qk_norm"
+    elif not experts.weights_sum_to_one:
+        problem = "model.experts.normalize = false without model.qk_norm"
+    else:
+        return "mixtral"
+    raise UserError(
+        f"transformers has no model class with model.experts and {problem}; use the settings of "
+        f"recipes/tiny-moe.toml (Mixtral), recipes/qwen3/30b-a3b.toml (Qwen3-MoE) or "
+        f"recipes/dots/llm1.toml (Dots1)"
+    )
+
+
+def require(theirs: Mapping[str, Any], known: dict[str, tuple[Any, ...]]) -> None:
+    """Check that attributes of transformers' config have values that our model supports.
+
+    Args:
+        theirs: the attributes
+        known: the supported values of some of them
+
+    Raises:
+        UserError: an attribute has another value.
+    """
+    for name, values in known.items():
+        if theirs.get(name) not in values:
+            raise UserError(
+                f"{name} = {theirs.get(name)!r} is not supported; use a model with {values[0]!r}"
+            )
 
 
 def hugging_face_config(config: ModelConfig) -> dict[str, Any]:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.factors import (
+from models.hugging_face.config import family_of
+from models.initialization import (
     output_multiplier,
     query_multiplier,
     residual_multiplier,
 )
-from models.hugging_face.families import family_of
-from models.roles import writes_residual
+from models.sharding import writes_residual
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from models.rope_scaling import RopeScaling
+from models.config import RopeScaling
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,19 @@
-"""Linear layers whose weight is split over the tensor axis.
+"""Linear layers, the embedding and norms on tensor ranks, and deferred weight gradients.
 
 Shapes: s sequence (s/t under sequence parallelism where noted), b micro-batch, t tensor ranks.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.kernels.compile import Fusing
+from models.kernels.elementwise import look_up
+from models.kernels.norms import Branch, add_and_norm, norm
 from models.parallel.collectives import (
     TensorAxis,
     all_gather,
@@ -17,8 +22,46 @@ from models.parallel.collectives import (
     copy_to_tensor_axis,
     leave_tensor_region,
 )
-from models.parallel.deferral import Deferral, Deferring
-from models.sharding import Sharding, declared_parameter
+from models.sharding import Role, Sharding, declared_parameter
+
+# Deferred weight gradients, which a pipeline computes while it would otherwise be idle.
+#
+# Zero bubble pipeline parallelism (Qi et al. 2023, arXiv 2401.10241): the backward pass of a
+# linear layer has two parts, and the previous stage waits only for the gradient of the input.
+
+WeightGradient = Callable[[], Tensor]
+
+
+class Deferral:
+    """Deferred weight gradients of the linear layers that share this object, in order."""
+
+    def __init__(self) -> None:
+        self.deferred: list[tuple[nn.Parameter, WeightGradient]] = []
+
+    def put(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
+        """Defer a weight gradient; the function holds its inputs."""
+        self.deferred.append((weight, gradient))
+
+    def take(self) -> list[tuple[nn.Parameter, WeightGradient]]:
+        """Return all deferred gradients and forget them."""
+        deferred, self.deferred = self.deferred, []
+        return deferred
+
+
+class Deferring(nn.Module):
+    """A module whose backward pass may defer the weight gradient.
+
+    deferral: receives the weight gradient; None: the backward pass computes it
+    """
+
+    deferral: Deferral | None = None
+
+
+def defer_weights(module: nn.Module, deferral: Deferral) -> None:
+    """Let all linear layers of a module defer their weight gradients."""
+    for each in module.modules():
+        if isinstance(each, Deferring):
+            each.deferral = deferral
 
 
 class ColumnParallelLinear(Deferring):
@@ -169,3 +212,107 @@ class _ColumnParallelMatmul(torch.autograd.Function):
             )
         grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x(), grad_weight, grad_bias, None, None
+
+
+# The token embedding with its vocabulary split over the tensor axis.
+
+
+class VocabParallelEmbedding(nn.Module):
+    """One [v/t, h] part of the embedding table; serves as the output layer too.
+
+    s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks. `embed` communicates
+    as a row-parallel linear layer does, `logits` as a column-parallel one.
+
+    Rows beyond `vocab_size` are zero and are never looked up. A table that is tied to the output
+    layer is an input matrix.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        padded_vocab_size: int,
+        axis: TensorAxis,
+        role: Role = "input",
+    ):
+        super().__init__()
+        self.axis = axis
+        shape = (vocab_size, hidden_size)
+        sharding = Sharding(shape, 0, (vocab_size,), padded_vocab_size, role=role)
+        self.weight = declared_parameter(sharding, axis.size)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Look up [b, s] token ids: [s, b, h] (s/t under sequence parallelism)."""
+        tokens = tokens.t()  # [s, b]
+        if self.axis.size == 1:
+            return look_up(tokens, self.weight)
+        rows = self.weight.shape[0]
+        local = tokens - self.axis.rank * rows
+        elsewhere = (local < 0) | (local >= rows)
+        x = look_up(local.masked_fill(elsewhere, 0), self.weight)
+        return leave_tensor_region(x.masked_fill_(elsewhere.unsqueeze(-1), 0), self.axis)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
+        return column_parallel_matmul(x, self.weight, None, axis=self.axis, deferral=None)
+
+
+# Norms, whose weights are replicated on every tensor rank.
+#
+# If each rank norms only a part (its positions under sequence parallelism, its heads in qk_norm),
+# the gradient of the weight is a partial sum: `copy_to_tensor_axis` on the weight sums the parts
+# in the backward pass.
+
+
+class Norm(Fusing):
+    """A norm over the last dimension: LayerNorm with a bias, RMSNorm without.
+
+    input_is_split: each tensor rank norms only its part of the input
+    """
+
+    def __init__(
+        self, size: int, epsilon: float, *, bias: bool, input_is_split: bool, axis: TensorAxis
+    ):
+        super().__init__()
+        self.size, self.epsilon, self.axis = size, epsilon, axis
+        self.input_is_split = input_is_split
+        self.weight = declared_parameter(Sharding((size,)), axis.size)
+        self.bias = declared_parameter(Sharding((size,)), axis.size) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., size] to [..., size]."""
+        return norm(x, *self._parameters_here(), self.epsilon, self.fuse)
+
+    def of_sum(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
+        """Return x + branch and its norm: each [..., size]."""
+        # This is not a call of the module, so ZeRO-3's hooks do not run here. DeepSpeed's
+        # ZeROOrderedDict gathers the weight when it is read, for the block that reads it.
+        weight, bias = self._parameters_here()
+        return add_and_norm(x, branch, weight, bias, epsilon=self.epsilon, fuse=self.fuse)
+
+    def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias; with a split input, their gradients are summed over the ranks."""
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        if self.input_is_split:
+            weight = copy_to_tensor_axis(weight, self.axis)
+            bias = None if bias is None else copy_to_tensor_axis(bias, self.axis)
+        return weight, bias
+
+
+class RMSNorm(Norm):
+    """x / rms(x) * weight, in fp32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, epsilon: float, **settings: Any):
+        super().__init__(size, epsilon, bias=False, **settings)
+
+
+class LayerNorm(Norm):
+    """(x - mean) / std * weight + bias, in fp32 (arXiv 1607.06450)."""
+
+    def __init__(self, size: int, epsilon: float, **settings: Any):
+        super().__init__(size, epsilon, bias=True, **settings)
+
+
+NORMS: dict[str, Callable[..., Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from models.experts.layer import expert_layers
 from models.experts.overlap import Turns
-from models.parallel.deferral import Deferral, defer_weights
+from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
 from models.pipeline.channels import Boundary, Channels

@@ -6,8 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from models.config import ModelConfig
-from models.experts_settings import Experts
+from models.config import Experts, ModelConfig
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
 

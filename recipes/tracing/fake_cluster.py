@@ -27,12 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from models import cost, initialization
-from models.experts import routes
+from models.experts import routing
 from models.experts.overlap import Turns
 from models.kernels import attention, compile, norms
 from models.kernels.attention import cumulative_lengths
-from models.parallel.micro_batch_info import positions_in
-from models.parallel.rng import token_positions
+from models.parallel.micro_batch_info import positions_in, token_positions
 from models.pipeline.replacement import replaced
 from models.transformer import rotary_table
 from recipes.tracing.fake_shards import shards_of_all_ranks
@@ -82,7 +81,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(nn.Module, "_apply", apply_in_place),
         replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
         replaced(accelerator, "is_fp16_supported", lambda self: True),
-        replaced(routes, "on_host", equal_counts),
+        replaced(routing, "on_host", equal_counts),
         replaced(Turns, "take", one_after_the_other),  # fake tensors exist in this thread only
         replaced(matrix_exchange, "gather_shards", shards_of_all_ranks),
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),

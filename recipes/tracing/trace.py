@@ -25,8 +25,7 @@ import torch
 
 from models.context_parallel.division import Division, divide
 from models.errors import UserError
-from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parallel.rng import MaskKey
+from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from recipes.tracing.allocation_counter import Allocation, AllocationCounter
 from recipes.tracing.collective_counter import CollectiveCounter, Traffic
 from recipes.tracing.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of

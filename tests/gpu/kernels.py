@@ -8,12 +8,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
+from models.context_parallel.attention import tiles_of
 from models.context_parallel.division import divide
-from models.context_parallel.tiles import tiles_of
-from models.kernels.attention import document_attention, varlen_kernel
+from models.kernels.attention import (
+    attend,
+    attend_backward,
+    document_attention,
+    merge,
+    varlen_kernel,
+)
 from models.kernels.compile import as_written, compiled
-from models.kernels.embedding import look_up
-from models.kernels.partial_attention import attend, attend_backward, merge
+from models.kernels.elementwise import look_up
 from models.parallel.collectives import TensorAxis
 from models.parallel.cross_entropy import vocab_parallel_loss
 from recipes.training.runtime.processes import has_compiler

@@ -24,8 +24,7 @@ from models.kernels.elementwise import heads_first
 from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
-from models.parallel.micro_batch_info import Documents, MicroBatchInfo, positions_in
-from models.parallel.rng import MaskKey
+from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo, positions_in
 from models.transformer import rotary_table
 from tests.models.test_transformer import GROUPED_WITH_DROPOUT, KEY, LLAMA, SHAPES, WITH_DROPOUT
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.errors import UserError
-from models.factors import (
+from models.initialization import (
+    initialize,
     output_multiplier,
     query_multiplier,
     residual_multiplier,
 )
-from models.initialization import initialize
 from models.kernels import norms
 from models.kernels.compile import as_written
 from models.kernels.norms import Branch

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models import transformer
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeScaling
 from models.errors import UserError
 from models.hugging_face.config import hugging_face_config, model_settings
 from models.hugging_face.weights import from_hugging_face, to_hugging_face
@@ -22,7 +22,6 @@ from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.rope_scaling import RopeScaling
 from models.sharding import sharding_of
 from tests.models.test_transformer import SHAPES, relative
 

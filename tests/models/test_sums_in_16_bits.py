@@ -12,14 +12,13 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.kernels import elementwise, norms
-from models.kernels import embedding as kernel
+from models.kernels import elementwise as kernel
 from models.kernels.compile import as_written
-from models.kernels.embedding import look_up, table_gradient
+from models.kernels.elementwise import look_up, table_gradient
 from models.kernels.norms import Branch
 from models.layer_specs import LearnedPositions, TokenEmbedding
 from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
-from models.parallel.deferral import Deferral
-from models.parallel.layers import matmul
+from models.parallel.layers import Deferral, matmul
 from models.parallel.micro_batch_info import Documents, MicroBatchInfo
 from recipes.tracing.allocation_counter import AllocationCounter
 from tests.models.test_transformer import SHAPES

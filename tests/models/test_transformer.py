@@ -27,8 +27,7 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
 from models.parallel.cross_entropy import vocab_parallel_loss
-from models.parallel.micro_batch_info import Documents, MicroBatchInfo
-from models.parallel.rng import MaskKey
+from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
 from tests.ranks import run_ranks
 
 LLAMA = ModelConfig(
@@ -190,7 +189,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             )
         },
         "a norm in the split region without its all-reduce": {
-            "models.parallel.norm.copy_to_tensor_axis": lambda x, axis: x
+            "models.parallel.layers.copy_to_tensor_axis": lambda x, axis: x
         },
         "a padded vocabulary that takes part in the loss": {
             "models.layer_specs.vocab_parallel_loss": (
@@ -200,7 +199,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             )
         },
         "labels found on every rank": {
-            "models.parallel.embedding.VocabParallelEmbedding.embed": (
+            "models.parallel.layers.VocabParallelEmbedding.embed": (
                 lambda self, tokens: torch.nn.functional.embedding(
                     tokens.t() % self.weight.shape[0], self.weight
                 )

@@ -22,14 +22,13 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from models.context_parallel.tiles import tiles_of
+from models.context_parallel.attention import tiles_of
 from models.errors import UserError
-from models.factors import depth_ratio, query_multiplier, width_ratio
+from models.initialization import depth_ratio, query_multiplier, width_ratio
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
-from models.parallel.deferral import Deferral
-from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parallel.rng import attention_rows
+from models.parallel.layers import Deferral
+from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
 from models.pipeline.gradients.flat_gradients import FlatGradients
 from models.pipeline.gradients.reduction import ShardedReduction
 from models.pipeline.stage import Stage
@@ -532,7 +531,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda grad, axis: lambda: grad,
         ),
         "norms in the split region keep partial gradients": (
-            "models.parallel.norm.copy_to_tensor_axis",
+            "models.parallel.layers.copy_to_tensor_axis",
             lambda x, axis: x,
         ),
         "the loss is divided by one micro-batch too many": (
@@ -550,7 +549,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda parameter: True,
         ),
         "the masks of attention dropout start at head 0 on all ranks": (
-            "models.context_parallel.attention_with_dropout.attention_rows",
+            "models.context_parallel.attention.attention_rows",
             lambda x, *, first_head, **settings: attention_rows(x, first_head=0, **settings),
         ),
         "the last stage attends across documents": (
@@ -563,7 +562,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             ),
         ),
         "the last deferred weight gradient is dropped": (
-            "models.parallel.deferral.Deferral.take",
+            "models.parallel.layers.Deferral.take",
             lambda self: TAKE(self)[:-1],
         ),
         "the loss is that of the tokens of one context rank": (
@@ -575,7 +574,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda slices, *rest: rotary_table((range(sum(map(len, slices))),), *rest),
         ),
         "keys get no gradient from other context ranks": (
-            "models.context_parallel.gathered_attention.reduce_scatter",
+            "models.context_parallel.attention.reduce_scatter",
             lambda x, axis, order: torch.zeros_like(x.chunk(axis.size, dim=-2)[0]),
         ),
         "other context ranks attend across documents": (

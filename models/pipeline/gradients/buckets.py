@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from torch import nn
 
 from models.experts.layer import expert_layers
-from models.parallel.deferral import Deferring
+from models.parallel.layers import Deferring
 
 
 def divide_into_buckets(

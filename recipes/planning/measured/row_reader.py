@@ -6,9 +6,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from models.config import ModelConfig
+from models.config import Experts, ModelConfig
 from models.errors import UserError
-from models.experts_settings import Experts
 from models.pipeline.schedule.order import SCHEDULES
 from recipes.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
 from recipes.planning.inputs.job import Job, JobLayout, Machine

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from models.config import ModelConfig
+from models.config import SCALING_KEYS, ModelConfig
 from models.errors import UserError
-from models.rope_scaling import SCALING_KEYS
 from recipes.training.checkpoint.manifest import Manifest, manifest_damage
 from recipes.training.data.corpus_manifest import is_corpus
 from recipes.training.recipe.deepspeed_config import leaves

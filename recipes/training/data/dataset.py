@@ -22,8 +22,7 @@ from torch import Tensor
 
 from models.context_parallel.division import Division, Lengths, Slices, divide, rank_work
 from models.errors import UserError, counted
-from models.parallel.micro_batch_info import Documents, MicroBatchInfo
-from models.parallel.rng import MaskKey
+from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
 from recipes.training.data.checks import check_document_starts, open_corpus
 from recipes.training.data.corpus_manifest import few_tokens, read_manifest
 from recipes.training.data.evaluation.tasks import Tasks, open_tasks

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from models.context_parallel.axis import ContextAxis
-from models.experts.axis import ExpertAxis
+from models.context_parallel.collectives import ContextAxis
 from models.experts.layer import expert_layers
+from models.experts.routing import ExpertAxis
 from models.initialization import initialize
 from models.kernels.compile import compile_kernels
 from models.layer_specs import (

@@ -4,8 +4,8 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import nn
 
-from models.experts.axis import ExpertAxis
 from models.experts.layer import expert_layers
+from models.experts.routing import ExpertAxis
 from models.parallel.process_groups import create_groups
 from recipes.training.recipe.topology import Topology
 

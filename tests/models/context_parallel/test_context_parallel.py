@@ -14,18 +14,16 @@ import torch
 import torch.distributed as dist
 
 from models import transformer
-from models.context_parallel.axis import ContextAxis
-from models.context_parallel.collectives import from_rank_order, to_rank_order
+from models.context_parallel.attention import tiles_of
+from models.context_parallel.collectives import ContextAxis, from_rank_order, to_rank_order
 from models.context_parallel.division import Lengths, divide, rank_work, slice_work
-from models.context_parallel.tiles import tiles_of
 from models.initialization import initialize
-from models.kernels import partial_attention
-from models.kernels.partial_attention import attend, attend_backward, merge
+from models.kernels import attention as partial_attention
+from models.kernels.attention import attend, attend_backward, merge
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
-from models.parallel import rng
+from models.parallel import micro_batch_info
 from models.parallel.collectives import TensorAxis
-from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parallel.rng import MaskKey
+from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from tests.conftest import quick_and_long, selected
 from tests.models.test_transformer import (
     DOCUMENTS,
@@ -63,7 +61,7 @@ FAULTS = {  # seeded fault -> a case on which it must show
     "documents that leak across ranks": "documents",
     "dropout by local position": "dropout",
 }
-ROTARY_TABLE, STREAM_ROWS = transformer.rotary_table, rng.stream_rows
+ROTARY_TABLE, STREAM_ROWS = transformer.rotary_table, micro_batch_info.stream_rows
 SIZES = (2, 4)
 ATTENTIONS = ("gather", "ring", "ulysses")
 QUICK = {  # number of ranks -> cases
@@ -145,12 +143,12 @@ def seeded_fault(fault: str) -> Iterator[None]:
             )
         },
         "keys without the gradients of other ranks": {
-            "models.context_parallel.gathered_attention.reduce_scatter": (
+            "models.context_parallel.attention.reduce_scatter": (
                 lambda x, axis, order: torch.zeros_like(x.chunk(axis.size, dim=-2)[0])
             )
         },
         "parts merged without rescaling": {
-            "models.context_parallel.gathered_attention.merge": lambda one, other: (
+            "models.context_parallel.attention.merge": lambda one, other: (
                 (one[0] + other[0]) / 2, merge(one, other)[1]
             )
         },

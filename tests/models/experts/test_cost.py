@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models import cost
-from models.config import ModelConfig
+from models.config import Experts, ModelConfig
 from models.cost import (
     active_parameter_count,
     block_parameters,
@@ -17,8 +17,7 @@ from models.cost import (
     parameter_count,
     recomputed_flops_per_token,
 )
-from models.experts.axis import ExpertAxis
-from models.experts_settings import Experts
+from models.experts.routing import ExpertAxis
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, logical_shapes
 from models.parallel.collectives import TensorAxis
 from recipes.training.recipe.loading import REPOSITORY, load_recipe

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.experts import dispatch, routes
-from models.experts.axis import ExpertAxis
+from models.experts import dispatch
+from models.experts import routing as routes
 from models.experts.dispatch import begin_combine, begin_dispatch
-from models.experts.routes import count_tokens, plan_routes
+from models.experts.routing import ExpertAxis, count_tokens, plan_routes
 from tests.ranks import run_ranks
 
 EXPERTS, HIDDEN = 8, 6

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.experts import grouped_matmul as source
-from models.parallel.deferral import Deferral
+from models.parallel.layers import Deferral
 
 IN, OUT = 6, 5
 ROWS = {

@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.config import ModelConfig
+from models.config import Experts, ModelConfig
 from models.errors import UserError
 from models.experts import layer
-from models.experts_settings import Experts
 from models.hugging_face import weights as tensors
 from models.hugging_face.config import hugging_face_config, model_settings
 from models.hugging_face.weights import Counterpart, from_hugging_face, to_hugging_face

@@ -12,20 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.config import ModelConfig
-from models.context_parallel.axis import ContextAxis
+from models.config import Experts, ModelConfig
+from models.context_parallel.collectives import ContextAxis
 from models.context_parallel.division import divide
 from models.experts import balance as statistics
-from models.experts import columns, dispatch, grouped_matmul, routes
+from models.experts import dispatch, grouped_matmul, routing
+from models.experts import dispatch as columns
 from models.experts import layer as source
-from models.experts.axis import ExpertAxis
 from models.experts.layer import MixtureOfExperts, expert_layers
-from models.experts.routing import choose_experts
-from models.experts_settings import Experts
+from models.experts.routing import ExpertAxis, choose_experts
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
-from models.parallel.deferral import Deferral, defer_weights
+from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
 from models.sharding import Sharding, sharding_of
@@ -391,7 +390,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
     experts_here, with_losses = ExpertAxis.experts_here, statistics.with_router_losses
 
     def unpermuted(
-        y: Tensor, gates: Tensor, ways: routes.Routes, axis: ExpertAxis
+        y: Tensor, gates: Tensor, ways: routing.Routes, axis: ExpertAxis
     ) -> Callable[[], Tensor]:
         return combine(y, gates, replace(ways, order=torch.arange(len(ways.order))), axis)
 
@@ -450,7 +449,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda x, axis: scatter_to_tensor_axis(x, replace(axis, rank=0)),
         ),
         "rows sorted by rank instead of by expert": (
-            routes,
+            routing,
             "_by_expert",
             lambda counts, total: torch.arange(total),
         ),

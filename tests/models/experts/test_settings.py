@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
+from models.config import Experts
 from models.errors import UserError
-from models.experts_settings import Experts
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, parse_recipe
 from recipes.training.recipe.sections import layout

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.config import Experts, Router
 from models.experts import balance as statistics
-from models.experts.axis import ExpertAxis
 from models.experts.balance import (
     RouterStatistics,
     balance_loss,
@@ -21,9 +21,14 @@ from models.experts.balance import (
     with_router_losses,
     z_loss,
 )
-from models.experts.routes import count_tokens
-from models.experts.routing import Routing, choose_experts, scores_of, smallest_margin
-from models.experts_settings import Experts, Router
+from models.experts.routing import (
+    ExpertAxis,
+    Routing,
+    choose_experts,
+    count_tokens,
+    scores_of,
+    smallest_margin,
+)
 from models.transformer import recomputed
 from tests.ranks import run_ranks
 

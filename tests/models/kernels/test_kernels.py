@@ -28,8 +28,7 @@ from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
-from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parallel.rng import MaskKey, dropout
+from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from models.transformer import rotary_table
 from recipes.tracing.allocation_counter import AllocationCounter
 from recipes.tracing.fake_cluster import one_kernel

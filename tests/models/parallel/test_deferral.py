@@ -9,9 +9,13 @@ from torch import Tensor, nn
 
 from models.layer_specs import SequentialModel, layer_specs
 from models.parallel.collectives import TensorAxis
-from models.parallel.deferral import Deferral, defer_weights
-from models.parallel.embedding import VocabParallelEmbedding
-from models.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from models.parallel.layers import (
+    ColumnParallelLinear,
+    Deferral,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    defer_weights,
+)
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.transformer import recomputed
 from tests.models.test_transformer import SHAPES

@@ -10,8 +10,8 @@ from torch import Tensor
 from models.kernels.compile import as_written
 from models.kernels.dropout import keep_mask
 from models.parallel.collectives import TensorAxis
-from models.parallel.rng import MaskKey, attention_rows
-from models.parallel.rng import dropout as fused_dropout
+from models.parallel.micro_batch_info import MaskKey, attention_rows
+from models.parallel.micro_batch_info import dropout as fused_dropout
 
 KEY = MaskKey(seed=1, samples=range(1000, 1008))
 dropout = partial(fused_dropout, fuse=as_written)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from models.errors import UserError
-from models.parallel.rng import MaskKey
+from models.parallel.micro_batch_info import MaskKey
 from recipes.preparing.own_files import OwnFiles
 from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.dataset import TrainingData, Windows

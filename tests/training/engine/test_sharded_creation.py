@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from models import initialization
-from models.factors import initial_std
-from models.initialization import NormalRows, initialize
+from models.initialization import NormalRows, initial_std, initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
-from models.roles import place_of
-from models.sharding import sharding_of
+from models.sharding import place_of, sharding_of
 from recipes.training.engine.build import build_grid, build_model, tensor_axis
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import REPOSITORY, parse_recipe

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from models.config import ModelConfig
-from models.factors import (
+from models.initialization import (
     Algorithm,
     epsilon_factor,
     learning_rate_factor,
@@ -20,8 +20,7 @@ from models.pipeline.gradients.buckets import (
     units_of_experts,
 )
 from models.pipeline.stage import Stage
-from models.roles import place_of
-from models.sharding import sharding_of
+from models.sharding import place_of, sharding_of
 from recipes.training.engine.expert_groups import EXPERTS, is_marked
 from recipes.training.recipe.sections.training import Optimizer
 
