@@ -29,7 +29,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.cost import hidden_matrix_parameters
-from recipes.gpus.datasheet import Gpu, load_gpu
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.inputs.option_types import count
 from recipes.planning.time.optimizer_time import muon_time
@@ -39,6 +38,7 @@ from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_r
 from recipes.training.recipe.schema import Recipe
 from recipes.training.runtime.streams import stdout_for_json
 from tests.ranks import join_world, run_ranks
+from threefold.gpus.datasheet import Gpu, load_gpu
 
 RANKS = 2
 VOCABULARY = 256

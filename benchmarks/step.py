@@ -53,8 +53,8 @@ with stdout_for_json(True):  # DeepSpeed logs to standard output while it is imp
     )
     from benchmarks.taking_turns import Player, cores_at_hand, players
     from models.errors import UserError
-    from recipes.gpus.datasheet import FOLDER
     from recipes.training.runtime.processes import on_gpu
+    from threefold.gpus.datasheet import FOLDER
 
 PARTS = ("rows", "memory", "overhead", "tensor_parallel", "context_parallel", "expert_parallel")
 TWO_RANKS = {
@@ -214,7 +214,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", type=int, default=0, metavar="K", help="list K kernels each")
     parser.add_argument(
         "--calibrate-device", metavar="NAME", type=device_name,
-        help="write recipes/gpus/datasheets/NAME.toml instead, from what is measured here",
+        help="write threefold/gpus/datasheets/NAME.toml instead, from what is measured here",
     )  # fmt: skip
     parser.add_argument(
         "--like", metavar="NAME", help="copy the datasheet of this GPU for a new device"

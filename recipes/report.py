@@ -23,7 +23,6 @@ if __name__ == "__main__":  # import from the repository's root, not from recipe
 import argparse
 
 from models.errors import UserError
-from recipes.gpus.datasheet import load_gpu
 from recipes.reporting.page.page import Watching, render
 from recipes.reporting.page.palette import MAX_RUNS
 from recipes.reporting.page.watch import Watcher, serve
@@ -31,6 +30,7 @@ from recipes.reporting.record.run_record import names_of, read_run
 from recipes.training.run_folder.line_file import write_whole
 from recipes.training.runtime.exits import raise_at_interrupt
 from recipes.training.runtime.streams import escape_output
+from threefold.gpus.datasheet import load_gpu
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "models/experts/overlap.py: Turns._run_one": RAISES,
     "recipes/converting/adopt.py: TheirFiles._names": PARSING,
     "recipes/converting/adopt.py: read_config": FOREIGN,
-    "recipes/gpus/datasheet.py: _read_toml": PARSING,
+    "threefold/gpus/datasheet.py: _read_toml": PARSING,
     "recipes/preparing/prepared_corpus.py: find_damages": PARSING,
     "recipes/preparing/tasks/harness_samples.py: items_of_samples": PARSING,
     "recipes/preparing/prepared_corpus.py: read_pieces": PARSING,

@@ -18,7 +18,6 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, dynamic_module_uti
 
 from models.errors import UserError
 from recipes.converting.adopt import TheirFiles, read_config
-from recipes.gpus.datasheet import FOLDER, read_gpu
 from recipes.nodes.hosts import read_hostfile
 from recipes.planning.measured.closed_forms import evaluate
 from recipes.planning.measured.table import read_table
@@ -49,6 +48,7 @@ from recipes.training.tracking.weights_and_biases.settings import (
     read_wandb_key,
 )
 from tests.reporting.synthetic import write_run
+from threefold.gpus.datasheet import FOLDER, read_gpu
 
 DIGITS = "1" * 5000  # more than Python converts: a plain ValueError of json and tomllib
 NO_TABLES = (b"{", b"[" * 10**5, b"\xff", DIGITS.encode(), b"5", b"[]", b"null", b'"text"')

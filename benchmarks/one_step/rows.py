@@ -17,7 +17,7 @@ from benchmarks.taking_turns import (
     ratio,
     take_turns,
 )
-from recipes.gpus.datasheet import peak_tflops
+from threefold.gpus.datasheet import peak_tflops
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # relative difference of the first losses
 IN_PRECISION = 0.9  # minimum share of matmul time in the row's precision

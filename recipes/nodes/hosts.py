@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from models.errors import UserError
-from recipes.gpus.datasheet import device_names_of_machine, gpu_of_device, machine_has_gpu
 from recipes.training.loop.experiment import check_stages
 from recipes.training.recipe.deepspeed_config import require_auto
 from recipes.training.recipe.loading import load_recipe, origin, short
@@ -19,6 +18,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster, Layout
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import World
+from threefold.gpus.datasheet import device_names_of_machine, gpu_of_device, machine_has_gpu
 
 # A name that begins with a hyphen, also after USER@, would be an option of ssh. deepspeed ignores
 # everything after slots=N, such as max_slots=N.

@@ -129,7 +129,7 @@ def details(experiment: Experiment, engine: Engine | None) -> list[str]:
     try:
         machine = machine_of(experiment, driver_name())
         if machine is None:
-            return [*lines, f"  no prediction: recipes/gpus/datasheets/ has no {driver_name()}"]
+            return [*lines, f"  no prediction: threefold/gpus/datasheets/ has no {driver_name()}"]
         memory = memory_of_stage(job_of(recipe, machine, THREEFOLD), stage)
         other = alternative(recipe, machine)
     except UserError as problem:  # the planner rejects what the engine accepts

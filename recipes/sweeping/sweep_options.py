@@ -119,7 +119,7 @@ def add_trial_options(group: argparse._ArgumentGroup) -> None:
     cluster = "(default: the recipe's [cluster], or 1 x 2 x cpu)"
     group.add_argument("--nodes", type=counts, help=f"numbers of nodes, such as 1,2,4 {cluster}")
     group.add_argument("--gpus-per-node", type=counts, help="numbers of GPUs in each node")
-    group.add_argument("--gpu", help="name of a GPU in recipes/gpus/datasheets/, such as H100")
+    group.add_argument("--gpu", help="name of a GPU in threefold/gpus/datasheets/, such as H100")
 
 
 def add_measuring_options(group: argparse._ArgumentGroup) -> None:

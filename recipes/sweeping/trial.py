@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
-from recipes.gpus.datasheet import is_cpu
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.time.step_time import StepTime, step_time
@@ -18,6 +17,7 @@ from recipes.sweeping.splitting.parts import SPLIT_STEPS, Split
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
+from threefold.gpus.datasheet import is_cpu
 
 Outcome = Literal["ok", "out_of_memory", "hung", "crashed", "rejected", "too_large"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)

@@ -144,7 +144,7 @@ def check(options: argparse.Namespace, gpus: int) -> int:
     print(f"report: {folder / 'report.md'}")
     if options.write:
         publish(folder, text, device=device, repository=REPOSITORY)
-        print("written into BENCHMARKS.md and recipes/gpus/datasheets")
+        print("written into BENCHMARKS.md and threefold/gpus/datasheets")
     return FAILED_CODE if failed else 0
 
 

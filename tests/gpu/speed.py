@@ -24,8 +24,6 @@ from benchmarks.one_step.shapes import (
 )
 from benchmarks.taking_turns import Player, cores_at_hand, players
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.gpus import datasheet
-from recipes.gpus.datasheet import FOLDER, Gpu, gpus, peak_tflops
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import stage_memory
 from recipes.planning.time.step_time import step_time
@@ -37,6 +35,8 @@ from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import compiler, start_processes
 from tests.gpu.environment import device_name, synchronize
 from tests.gpu.setting import Result, Setting
+from threefold.gpus import datasheet
+from threefold.gpus.datasheet import FOLDER, Gpu, gpus, peak_tflops
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
 KERNELS = 45

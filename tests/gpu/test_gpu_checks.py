@@ -25,7 +25,6 @@ from models.cost import parameter_count
 from models.kernels.attention import causal_attention
 from models.parallel import cross_entropy
 from models.pipeline.schedule.order import SCHEDULES
-from recipes.gpus.datasheet import load_gpu, read_gpu
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import stage_memory
 from recipes.training.data.token_file import TokenFile
@@ -59,6 +58,7 @@ from tests.gpu.runs import (
     start,
 )
 from tests.gpu.setting import FAILED, PASSED, SKIPPED, Result, Setting
+from threefold.gpus.datasheet import load_gpu, read_gpu
 
 CPU = {"device": "cpu", "gpus": 1, "small": True}
 
@@ -858,7 +858,7 @@ def test_results_are_inserted_into_the_repository(tmp_path: Path) -> None:
     text = section(outcomes(), missing=[], device="H200")
     publish(output, text, device="H200", repository=repository)
     assert (repository / "BENCHMARKS.md").read_text() == f"# Benchmarks\n\n{text}"
-    assert (repository / "recipes/gpus/datasheets/h200.toml").read_text() == "measured"
+    assert (repository / "threefold/gpus/datasheets/h200.toml").read_text() == "measured"
 
 
 def test_a_section_replaces_that_of_the_same_device() -> None:

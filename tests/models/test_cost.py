@@ -2,7 +2,7 @@ import pytest
 
 from models.config import ModelConfig
 from models.cost import flops_per_token, parameter_count, tokens_at_a_time
-from recipes.gpus.datasheet import load_gpu
+from threefold.gpus.datasheet import load_gpu
 
 GPT = {
     "norm": "layernorm",

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from models.pipeline.schedule.order import SCHEDULES
-from recipes.gpus.datasheet import load_gpu
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import fullest_stage, stage_memory
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from threefold.gpus.datasheet import load_gpu
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

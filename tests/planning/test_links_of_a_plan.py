@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from recipes import plan
-from recipes.gpus.datasheet import load_gpu
 from recipes.planning.inputs.job import LinkOverrides, Machine, job_of, links_text
 from recipes.planning.output.pictures.plan_picture import plan_on_nodes
 from recipes.planning.search import family
@@ -17,6 +16,7 @@ from recipes.planning.time.step_time import step_time
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.sections.layout import Cluster
 from tests.commands import run_here
+from threefold.gpus.datasheet import load_gpu
 
 LLAMA_7B = "recipes/llama/7b.toml"
 CLUSTER = Cluster(nodes=2, gpus_per_node=4, gpu="H100")

@@ -10,7 +10,6 @@ from models.cost import checkpoint_elements, hidden_matrices, parameter_count
 from models.layer_specs import SequentialModel, layer_specs
 from models.parallel.collectives import TensorAxis
 from models.sharding import sharding_of
-from recipes.gpus.datasheet import load_gpu
 from recipes.planning.goodput.costs import own_bytes
 from recipes.planning.inputs.hidden_matrices import elements_of, matrices_of_layers
 from recipes.planning.inputs.job import Job, Machine, job_of
@@ -25,6 +24,7 @@ from recipes.planning.time.optimizer_time import (
 from recipes.tracing.trace import trace
 from recipes.training.engine.optimizer.matrix_plan import Matrix, owners_by_round
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from threefold.gpus.datasheet import load_gpu
 
 RECIPES = ["tiny", "gpt/125m", "llama/8b", "mixtral/8x7b", "qwen3/30b-a3b", "dots/llm1"]
 MUON = 'optimizer.kind="muon"'

@@ -23,7 +23,6 @@ from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batche
 from models.pipeline.schedule.passes import most_in_flight
 from models.pipeline.schedule.simulation import pipeline_seconds
 from recipes import plan
-from recipes.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
 from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON, RUNNING_BUCKETS
 from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of, zero3_in_pipeline
 from recipes.planning.inputs.kernels import matmul_seconds
@@ -76,6 +75,7 @@ from recipes.training.recipe.loading import (
 from recipes.training.recipe.schema import Recipe
 from tests.commands import run_here
 from tests.conftest import shipped_recipes
+from threefold.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
 LIMITS = {  # table -> documented limits of the mean and the largest error, in percent

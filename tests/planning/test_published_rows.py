@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from models.cost import flops_per_token
-from recipes.gpus.datasheet import load_gpu
 from recipes.planning.inputs.job import JobLayout, Machine, job_of
 from recipes.planning.inputs.software import load_software
 from recipes.planning.measured import evaluation
@@ -17,6 +16,7 @@ from recipes.planning.output.plan_report import rates
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 from recipes.planning.time.step_time import data_time, step_time
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from threefold.gpus.datasheet import load_gpu
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from models.errors import UserError
 from recipes import plan
-from recipes.gpus import datasheet
-from recipes.gpus.datasheet import FOLDER, Gpu, gpus, load_gpu, read_gpu
 from recipes.planning.inputs.job import Machine
 from recipes.planning.inputs.kernels import matmul_seconds
 from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
@@ -30,6 +28,8 @@ from recipes.sweeping.worlds.launchers import LocalLauncher
 from tests.commands import run_here
 from tests.ranks import join_world, run_ranks
 from tests.sweeping.sweeps import copy_of_code, processes_with, rejection_of
+from threefold.gpus import datasheet
+from threefold.gpus.datasheet import FOLDER, Gpu, gpus, load_gpu, read_gpu
 
 LINK_KEYS = (
     "node_link_gigabytes_per_second", "node_link_efficiency", "node_link_latency_seconds",
@@ -326,7 +326,7 @@ def run_in(
 
 def left_over(copy: Path) -> list[str]:
     """Return the processes of a copy, and files of worlds and datasheets that remain."""
-    files = [*copy.glob("runs/links*"), *copy.glob("recipes/gpus/datasheets/*incomplete")]
+    files = [*copy.glob("runs/links*"), *copy.glob("threefold/gpus/datasheets/*incomplete")]
     return processes_with(copy) + [str(file) for file in files]
 
 

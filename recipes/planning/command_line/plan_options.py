@@ -67,7 +67,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine (default: the recipe's [cluster])")
     machine.add_argument("--nodes", type=int, help="number of nodes")
     machine.add_argument("--gpus-per-node", type=int, help="number of GPUs in each node")
-    machine.add_argument("--gpu", help="name of a GPU in recipes/gpus/datasheets/, such as H100")
+    machine.add_argument("--gpu", help="name of a GPU in threefold/gpus/datasheets/, such as H100")
     rate = "datasheet rate of a GPU's links {}, in one direction (default: the GPU's datasheet)"
     machine.add_argument(
         "--node-link", type=link_rate, metavar="GB/S", help=rate.format("within a node")

@@ -10,7 +10,6 @@ from models.cost import parameter_count
 from models.errors import UserError
 from models.pipeline.schedule.balance import divide_blocks, divide_evenly, head_in_blocks
 from models.pipeline.schedule.order import default_group
-from recipes.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.software import THREEFOLD, Software
 from recipes.training.recipe.deepspeed_config import (
@@ -24,6 +23,7 @@ from recipes.training.recipe.deepspeed_config import (
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.topology import Topology, World
+from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 
 Value = TypeVar("Value")
 

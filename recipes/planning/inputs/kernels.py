@@ -2,8 +2,8 @@
 
 from math import ceil
 
-from recipes.gpus.datasheet import Gpu
 from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.gpus.datasheet import Gpu
 
 TILES = (
     (256, 128),

@@ -9,7 +9,6 @@ from models.cost import (
     MUON_ROUND_ELEMENTS,
     NEWTON_SCHULZ_ITERATIONS,
 )
-from recipes.gpus.datasheet import Gpu
 from recipes.planning.inputs.hidden_matrices import (
     Matrices,
     blocks_share,
@@ -27,6 +26,7 @@ from recipes.planning.inputs.stage_contents import (
 )
 from recipes.planning.time.network import all_to_all_seconds, transfer_seconds
 from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.gpus.datasheet import Gpu
 
 # Bytes per parameter that an AdamW step in mixed precision reads and writes: fp32 weight and two
 # moments read and written (24); fp32 gradient read for the norm, read, scaled and written, and read

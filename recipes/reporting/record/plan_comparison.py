@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from models.errors import UserError
-from recipes.gpus.datasheet import gpus, load_gpu
 from recipes.planning.inputs.job import Machine, own_job
 from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.memory.peak import GIB, fullest_stage
@@ -11,6 +10,7 @@ from recipes.planning.output.predicted_metrics import metrics_of_job
 from recipes.reporting.record.run_record import RunRecord
 from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
 from recipes.training.recipe.schema import Recipe
+from threefold.gpus.datasheet import gpus, load_gpu
 
 PEAK_TOLERANCE = 1e-3  # relative, of the peak that the metrics imply
 USUAL_GPUS_PER_NODE = 8

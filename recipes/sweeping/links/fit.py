@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log, sqrt
 
-from recipes.gpus.datasheet import Gpu
-from recipes.gpus.datasheet_text import rounded
 from recipes.planning.inputs.job import Machine
 from recipes.planning.inputs.kernels import matmul_seconds
 from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
 from recipes.sweeping.links.measurements import LinkTime, Measurements
+from threefold.gpus.datasheet import Gpu
+from threefold.gpus.datasheet_text import rounded
 
 UNLIMITED = float("inf")  # rate of a link that takes no time
 ROUNDS = 30  # of the fit; it converges to three digits within ten

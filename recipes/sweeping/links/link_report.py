@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.gpus.datasheet import Gpu
 from recipes.sweeping.links.fit import LinkFit, Links
 from recipes.sweeping.links.measurements import LinkTime, Measurements
 from recipes.sweeping.trial import WorldKind
 from recipes.training.recipe.repository import REPOSITORY
+from threefold.gpus.datasheet import Gpu
 
 SHOWN_LINKS = (
     ("within a node", "node_link_gigabytes_per_second", "node_link_efficiency",

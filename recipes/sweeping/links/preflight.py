@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
-from recipes.gpus import datasheet
-from recipes.gpus.datasheet import Gpu, load_gpu, read_gpu
 from recipes.planning.inputs.cluster import DEFAULT_CLUSTER
 from recipes.sweeping.links import link_datasheet
 from recipes.sweeping.links.fit import FitFailed, fitted_gpu
@@ -21,6 +19,8 @@ from recipes.sweeping.worlds.launchers import Launcher
 from recipes.sweeping.worlds.world import World, WorldAbandoned, WorldFailed
 from recipes.sweeping.worlds.worlds_folder import WorldsFolder
 from recipes.training.recipe.repository import REPOSITORY
+from threefold.gpus import datasheet
+from threefold.gpus.datasheet import Gpu, load_gpu, read_gpu
 
 WORLDS = REPOSITORY / "runs" / "links"  # of all commands; on a file system that all nodes share
 SECONDS_TO_MEASURE = 600.0

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from recipes.gpus.datasheet import is_cpu
 from recipes.sweeping.trial import Result, WorldKind
 from recipes.sweeping.worlds.launchers import Launcher, Processes
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
 from recipes.sweeping.worlds.rank_watch import ABANDONED
+from threefold.gpus.datasheet import is_cpu
 
 SECONDS_TO_START = 600.0  # imports from a busy network file system take minutes
 POLL_SECONDS = 0.05

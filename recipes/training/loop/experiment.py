@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.gpus.datasheet import machine_has_gpu
 from recipes.planning.inputs.job import Machine
 from recipes.training.loop.rejection import rejections
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config, precision
@@ -18,6 +17,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.recipe.topology import Topology, World
 from recipes.training.runtime.torch_variables import check_accelerator
+from threefold.gpus.datasheet import machine_has_gpu
 
 
 @dataclass(frozen=True)

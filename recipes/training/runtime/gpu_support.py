@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from models.errors import UserError
-from recipes.gpus.datasheet import is_cpu
+from threefold.gpus.datasheet import is_cpu
 
 VOLTA = (7, 0)  # V100; not supported by CUDA 13, with which the pinned wheels are built
 ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from models.cost import flops_per_token
-from recipes.gpus.datasheet import peak_tflops
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.progress import Progress
+from threefold.gpus.datasheet import peak_tflops
 
 if TYPE_CHECKING:
     from recipes.training.engine.expert_report import ExpertReport

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from models.errors import toml_value
-from recipes.gpus.datasheet import Gpu
+from threefold.gpus.datasheet import Gpu
 
 EFFICIENCIES = (  # keys of [efficiency], in the order of a file
     "matmul_efficiency", "matmul_tile_cost", "matmul_depth_cost", "wave_quantization",
