@@ -22,8 +22,7 @@ from models.errors import UserError, toml_value
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.time.step_time import step_time
 from threefold.gpus import datasheet
-from threefold.gpus.datasheet import Gpu, read_gpu
-from threefold.gpus.datasheet_text import efficiency_lines, file_of, processor_name
+from threefold.gpus.datasheet import Gpu, efficiency_lines, file_of, processor_name, read_gpu
 
 MEASURED = (  # keys of [efficiency] that can be measured on one device
     "matmul_efficiency", "matmul_tile_cost", "matmul_depth_cost", "wave_quantization",

@@ -12,8 +12,7 @@ from typing import Any
 from benchmarks.taking_turns import Player
 from recipes.planning.inputs.kernels import fused_attention_seconds, matmul_seconds
 from recipes.planning.time.block_time import BACKWARD_SLOWER
-from threefold.gpus.datasheet import Gpu
-from threefold.gpus.datasheet_text import rounded
+from threefold.gpus.datasheet import Gpu, rounded
 
 CPU_ROWS, GPU_ROWS = (256, 1024), (2048, 8192)  # tokens of a micro-batch
 CPU_SIZES = ((512, 512), (1536, 512), (2816, 512), (512, 1408), (4096, 512), (3072, 1024),

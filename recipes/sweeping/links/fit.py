@@ -19,8 +19,7 @@ from recipes.planning.inputs.job import Machine
 from recipes.planning.inputs.kernels import matmul_seconds
 from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
 from recipes.sweeping.links.measurements import LinkTime, Measurements
-from threefold.gpus.datasheet import Gpu
-from threefold.gpus.datasheet_text import rounded
+from threefold.gpus.datasheet import Gpu, rounded
 
 UNLIMITED = float("inf")  # rate of a link that takes no time
 ROUNDS = 30  # of the fit; it converges to three digits within ten

@@ -12,8 +12,7 @@ from pathlib import Path
 from models.errors import UserError
 from recipes.sweeping.links.measurements import Measurements
 from recipes.training.run_folder.line_file import write_whole
-from threefold.gpus.datasheet import MEASURED_MARK, Gpu, read_gpu
-from threefold.gpus.datasheet_text import datasheet_text, file_of, rounded
+from threefold.gpus.datasheet import MEASURED_MARK, Gpu, datasheet_text, file_of, read_gpu, rounded
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,59}")
 NODE_LINK_KEYS = ("node_link_efficiency", "node_link_latency_seconds")

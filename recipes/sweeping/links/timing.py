@@ -20,7 +20,7 @@ from recipes.sweeping.trial import Result
 from recipes.training.preflight.timing import all_reduce, matmul_tflops, timed, transfer
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_machine, on_gpu
-from threefold.gpus.datasheet_text import processor_name
+from threefold.gpus.datasheet import processor_name
 
 MAX_CALLS = 20  # of one repetition, timed together so that reading the clock does not matter
 BYTES_PER_REPETITION = {"cpu": 2**26, "cuda": 2**30}
