@@ -10,8 +10,8 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
 from benchmarks.pipelines.sleeping_stages import Found, Setting
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT
-from models.pipeline.schedule.simulation import Timeline
+from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT
+from threefold.pipeline.simulation import Timeline
 
 COLOURS = {  # kind of pass -> colour of each chunk
     FORWARD: ("#2b6cb0", "#63a4dd", "#a9cff0"),

@@ -26,13 +26,13 @@ from dataclasses import asdict, dataclass
 from models.cost import parameter_count
 from models.initialization import initialize
 from models.layer_specs import logical_parameters
-from models.pipeline.replacement import replaced
 from recipes.tracing.fake_cluster import one_rank_of
 from recipes.training.engine import build
 from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
+from threefold.pipeline.replacement import replaced
 
 WEIGHT_BYTES = 2  # bf16
 TABLE_HEADER = (

@@ -25,7 +25,7 @@ BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
 PYTHONS = BROAD | {"OSError", "KeyError", "TypeError", "AttributeError", "IndexError",
                    "RecursionError", "UnicodeDecodeError"}  # fmt: skip
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
-    "models/pipeline/schedule/simulation.py: simulate": "no order of passes is made by users",
+    "threefold/pipeline/simulation.py: simulate": "no order of passes is made by users",
     "recipes/proving/worlds.py: run_cases": "prove.py only makes layouts of at most --ranks",
 }
 FOREIGN = "the line calls a library, which raises many classes for data that it cannot read"

@@ -31,7 +31,6 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.pipeline.recording import Event, Recording
 from models.transformer import Block
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.build import (
@@ -43,6 +42,7 @@ from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import quiet
+from threefold.pipeline.recording import Event, Recording
 
 STAGES = 2
 ONE = "one process"

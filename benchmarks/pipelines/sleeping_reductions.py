@@ -23,17 +23,17 @@ from benchmarks.pipelines.sleeping_layer import SHAPE, SleepingLayer
 from benchmarks.pipelines.sleeping_stages import deepspeed_config
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.pipeline import gathering
-from models.pipeline.channels import Boundary
-from models.pipeline.gradients import reduction as reducing
-from models.pipeline.process_grid import ProcessGrid
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.scheduled_engine import ScheduledEngine
-from models.pipeline.stage import Stage
 from recipes.planning.time.data_time import DataTraffic
 from recipes.training.engine.optimizer.parameter_groups import UpdateRule, buckets_of_stage
 from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
+from threefold.pipeline import reduction as reducing
+from threefold.pipeline import weight_gathering
+from threefold.pipeline.channels import Boundary
+from threefold.pipeline.engine import ScheduledEngine
+from threefold.pipeline.process_grid import ProcessGrid
+from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.stage import Stage
 
 DATA_RANKS = 2
 STEPS = 2  # that are timed together
@@ -206,7 +206,7 @@ def run_steps(engine: ScheduledEngine, link: SleepingLink) -> float:
     micro_batch = torch.ones(SHAPE), torch.ones(SHAPE)
     with (
         mock.patch.object(reducing, "reduce_scatter_single", link.send),
-        mock.patch.object(gathering, "all_gather_single", link.send),
+        mock.patch.object(weight_gathering, "all_gather_single", link.send),
     ):
         start = 0.0
         for step in range(1 + STEPS):

@@ -19,17 +19,17 @@ from benchmarks.pipelines.sleeping_layer import SHAPE, SleepingLayer, loss
 from models.errors import UserError
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.pipeline.channels import Boundary
-from models.pipeline.process_grid import ProcessGrid
-from models.pipeline.recording import Event, Recording
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import BACKWARD, Pass
-from models.pipeline.schedule.simulation import TimedPass, Timeline, pipeline_seconds, simulate
-from models.pipeline.scheduled_engine import ScheduledEngine
-from models.pipeline.stage import Stage
 from recipes.training.engine.optimizer.parameter_groups import UpdateRule, buckets_of_stage
 from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
+from threefold.pipeline.channels import Boundary
+from threefold.pipeline.engine import ScheduledEngine
+from threefold.pipeline.passes import BACKWARD, Pass
+from threefold.pipeline.process_grid import ProcessGrid
+from threefold.pipeline.recording import Event, Recording
+from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.simulation import TimedPass, Timeline, pipeline_seconds, simulate
+from threefold.pipeline.stage import Stage
 
 
 class Contestant(NamedTuple):
@@ -92,7 +92,7 @@ class Setting:
         return parts * self.forward / pipeline.chunks
 
     def theory(self, pipeline: Pipeline) -> float:
-        """Return the seconds of a step by the table in `models/pipeline/schedule/order.py`."""
+        """Return the seconds of a step by the table in `threefold/pipeline/schedules.py`."""
         p, m, v = pipeline.stages, pipeline.micro_batches, pipeline.chunks
         forwards = {
             "1f1b": 3 * (m + p - 1),

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
 
-from models.pipeline.replacement import replaced
 from models.sharding import Sharding, sharding_of
 from recipes.proving.compare import Outcome
 from recipes.proving.layouts import ProofCase
@@ -31,6 +30,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.learning_rate import learning_rate
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import start_processes
+from threefold.pipeline.replacement import replaced
 
 TASK_REQUESTS = 8  # of the task of a proof
 

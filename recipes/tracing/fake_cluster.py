@@ -32,10 +32,10 @@ from models.experts.overlap import Turns
 from models.kernels import attention, compile, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in, token_positions
-from models.pipeline.replacement import replaced
 from models.transformer import rotary_table
 from recipes.tracing.fake_shards import shards_of_all_ranks
 from recipes.training.engine.optimizer import matrix_exchange
+from threefold.pipeline.replacement import replaced
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ from benchmarks.one_step.shapes import can_compile, cpu_shape
 from models.cost import parameter_count
 from models.kernels.attention import causal_attention
 from models.parallel import cross_entropy
-from models.pipeline.schedule.order import SCHEDULES
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import stage_memory
 from recipes.training.data.token_file import TokenFile
@@ -59,6 +58,7 @@ from tests.gpu.runs import (
 )
 from tests.gpu.setting import FAILED, PASSED, SKIPPED, Result, Setting
 from threefold.gpus.datasheet import load_gpu, read_gpu
+from threefold.pipeline.schedules import SCHEDULES
 
 CPU = {"device": "cpu", "gpus": 1, "small": True}
 

@@ -19,9 +19,9 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from models.pipeline.schedule.communication import Action, Event, Route, program
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, Pass
+from threefold.pipeline.communication import Action, Event, Route, program
+from threefold.pipeline.passes import BACKWARD, FORWARD, Pass
+from threefold.pipeline.schedules import Pipeline
 
 MAX_SLOTS = 16  # upper limit of a search
 

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 
-from models.pipeline.gradients.reduction import MAX_RUNNING
 from recipes.planning.inputs.cluster import DEFAULT_CLUSTER
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.time.data_time import (
@@ -14,6 +13,7 @@ from recipes.planning.time.data_time import (
     exposed_after,
 )
 from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
+from threefold.pipeline.reduction import MAX_RUNNING
 
 
 def simulated(seconds: list[float], buckets: int) -> float:

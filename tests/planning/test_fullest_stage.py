@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from models.pipeline.schedule.order import SCHEDULES
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import fullest_stage, stage_memory
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu
+from threefold.pipeline.schedules import SCHEDULES
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

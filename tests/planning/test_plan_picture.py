@@ -11,7 +11,6 @@ from matplotlib.patches import Rectangle
 
 from models.errors import UserError
 from recipes import plan
-from recipes.pictures.pipeline_passes import MAX_STAGE_ROWS, evenly_picked
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, stage_memory
 from recipes.planning.output.pictures import plan_picture
@@ -20,6 +19,7 @@ from recipes.planning.search import family
 from recipes.planning.search.layout_search import search
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
+from threefold.pipeline.picture import MAX_STAGE_ROWS, evenly_picked
 
 RECIPES = REPOSITORY / "recipes"
 

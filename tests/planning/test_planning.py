@@ -18,10 +18,6 @@ import pytest
 from models.config import ModelConfig
 from models.cost import parameter_count
 from models.errors import UserError
-from models.pipeline.gradients.reduction import MAX_RUNNING
-from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batches
-from models.pipeline.schedule.passes import most_in_flight
-from models.pipeline.schedule.simulation import pipeline_seconds
 from recipes import plan
 from recipes.planning.inputs.footprint import DEEPSPEED, MEGATRON, RUNNING_BUCKETS
 from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of, zero3_in_pipeline
@@ -76,6 +72,10 @@ from recipes.training.recipe.schema import Recipe
 from tests.commands import run_here
 from tests.conftest import shipped_recipes
 from threefold.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
+from threefold.pipeline.passes import most_in_flight
+from threefold.pipeline.reduction import MAX_RUNNING
+from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches
+from threefold.pipeline.simulation import pipeline_seconds
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
 LIMITS = {  # table -> documented limits of the mean and the largest error, in percent

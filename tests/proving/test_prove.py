@@ -29,9 +29,6 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters,
 from models.parallel.collectives import TensorAxis
 from models.parallel.layers import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
-from models.pipeline.gradients.flat_gradients import FlatGradients
-from models.pipeline.gradients.reduction import ShardedReduction
-from models.pipeline.stage import Stage
 from models.sharding import MatrixPart, Sharding
 from models.transformer import rotary_table
 from recipes import prove
@@ -56,6 +53,9 @@ from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recip
 from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
+from threefold.pipeline.gradients import FlatGradients
+from threefold.pipeline.reduction import ShardedReduction
+from threefold.pipeline.stage import Stage
 
 SHIPPED = shipped_recipes()
 MARKS = {"odd": [pytest.mark.exhaustive], "gpt with dropout": [pytest.mark.long]}
@@ -553,7 +553,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda x, *, first_head, **settings: attention_rows(x, first_head=0, **settings),
         ),
         "the last stage attends across documents": (
-            "models.pipeline.stage.Stage.take_micro_batch_infos",
+            "threefold.pipeline.stage.Stage.take_micro_batch_infos",
             lambda self, micro_batch_infos: TAKE_MICRO_BATCH_INFOS(
                 self,
                 [replace(each, documents=None) for each in micro_batch_infos]
@@ -582,7 +582,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda slices, lengths: tiles_of(slices, None),
         ),
         "gradients of experts are divided by the ranks with the same experts": (
-            "models.pipeline.gradients.reduction.ShardedReduction.finish",
+            "threefold.pipeline.reduction.ShardedReduction.finish",
             divided_by_group,
         ),
         "experts count twice in the gradient norm": (
@@ -602,15 +602,15 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda x, axis: x,
         ),
         "tied gradients are added up after they were sharded": (
-            "models.pipeline.gradients.flat_gradients.FlatGradients.finish",
+            "threefold.pipeline.gradients.FlatGradients.finish",
             sharded_first,
         ),
         "a bucket is reduced twice": (
-            "models.pipeline.gradients.reduction.ShardedReduction.begin",
+            "threefold.pipeline.reduction.ShardedReduction.begin",
             twice,
         ),
         "the last group of micro-batches is lost": (
-            "models.pipeline.gradients.reduction.ShardedReduction.begin",
+            "threefold.pipeline.reduction.ShardedReduction.begin",
             first_only,
         ),
         "a bucket does not count in the gradient norm": (
@@ -618,7 +618,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda parts, *rest: sum_of_squares(itertools.islice(parts, 1, None), *rest),
         ),
         "gradients are not summed over the shard groups": (
-            "models.pipeline.gradients.reduction.ShardedReduction._take",
+            "threefold.pipeline.reduction.ShardedReduction._take",
             own_group_only,
         ),
         "each shard group counts in the gradient norm": (

@@ -8,16 +8,16 @@ from unittest import mock
 
 import pytest
 
-from models.pipeline.gradients import flat_gradients
 from recipes.proving.trial import many_cases, start, train_step
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.pipeline import gradients
 
 STAGES = {stage: {"deepspeed": f"ds_configs/zero{stage}_fp32.json"} for stage in (1, 2, 3)}
 FAULTS = {
     "hooks keep the engine": mock.patch.object(
-        flat_gradients, "WeakMethod", lambda method: lambda: method
+        gradients, "WeakMethod", lambda method: lambda: method
     ),
     "nothing is skipped": mock.patch.object(gc, "freeze"),
 }

@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 
 from models.parallel import layers
-from models.pipeline.replacement import replaced
 from models.transformer import Block
 from recipes.training.engine.engine import Engine
+from threefold.pipeline.replacement import replaced
 
 SLEEP_SECONDS = 0.3
 

@@ -252,7 +252,7 @@ def test_collectives_count_as_in_the_plan(kind: Any, current: str, part: str) ->
 
 
 def test_every_instruction_but_the_reading_of_data_has_a_part() -> None:
-    from models.pipeline.scheduled_engine import ScheduledEngine
+    from threefold.pipeline.engine import ScheduledEngine
 
     instructions = {each.__name__ for each in ScheduledEngine._INSTRUCTION_MAP}
     named = {each.__name__ for each in PART_OF_INSTRUCTION}

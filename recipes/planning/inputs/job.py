@@ -8,8 +8,6 @@ from typing import TypeVar
 from models.config import ModelConfig
 from models.cost import parameter_count
 from models.errors import UserError
-from models.pipeline.schedule.balance import divide_blocks, divide_evenly, head_in_blocks
-from models.pipeline.schedule.order import default_group
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.software import THREEFOLD, Software
 from recipes.training.recipe.deepspeed_config import (
@@ -24,6 +22,8 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.sections.layout import Cluster
 from recipes.training.recipe.topology import Topology, World
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
+from threefold.pipeline.balance import divide_blocks, divide_evenly, head_in_blocks
+from threefold.pipeline.schedules import default_group
 
 Value = TypeVar("Value")
 

@@ -10,10 +10,10 @@ from models.cost import (
     position_parameters,
     routed_parameters,
 )
-from models.pipeline.schedule import order
-from models.pipeline.schedule.balance import balance_text, head_in_blocks, imbalance
-from models.pipeline.schedule.order import virtual_stage_of
 from recipes.planning.inputs.job import Job, JobLayout, once_per_job
+from threefold.pipeline import schedules
+from threefold.pipeline.balance import balance_text, head_in_blocks, imbalance
+from threefold.pipeline.schedules import virtual_stage_of
 
 
 @once_per_job
@@ -130,7 +130,7 @@ def table_parameters(model: ModelConfig, tensor: int) -> int:
 
 def last_stage(layout: JobLayout) -> int:
     """Return the stage that computes the logits."""
-    return order.last_stage(layout.schedule, layout.pipeline, layout.chunks)
+    return schedules.last_stage(layout.schedule, layout.pipeline, layout.chunks)
 
 
 def routed_rows(job: Job) -> float:

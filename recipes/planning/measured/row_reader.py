@@ -8,12 +8,12 @@ from typing import Any
 
 from models.config import Experts, ModelConfig
 from models.errors import UserError
-from models.pipeline.schedule.order import SCHEDULES
 from recipes.planning.inputs.job import Job, JobLayout, Machine
 from recipes.planning.inputs.software import STACKS, Software
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
 from threefold.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
+from threefold.pipeline.schedules import SCHEDULES
 
 DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
 MAX_NUMBER = 10**12

@@ -7,7 +7,6 @@ t tensor ranks; bytes.
 """
 
 from models.cost import tokens_at_a_time
-from models.pipeline.schedule.order import SCHEDULES
 from recipes.planning.inputs.job import Job, once_per_job
 from recipes.planning.inputs.stage_contents import (
     last_stage,
@@ -17,6 +16,7 @@ from recipes.planning.inputs.stage_contents import (
 )
 from recipes.planning.memory.activations import block_bytes, core_bytes
 from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.pipeline.schedules import SCHEDULES
 
 FORWARD_ROWS = 3  # at the end of a block: the outputs of its two halves, and their sum
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from models.cost import parameter_count
 from models.errors import UserError
-from models.pipeline.schedule.order import schedule_name
 from recipes.planning.inputs.job import Job, JobLayout, Machine, job_of, job_without_layout
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.output.plan_report import rates
@@ -22,6 +21,7 @@ from recipes.training.recipe.loading import (
     short,
 )
 from recipes.training.recipe.schema import Recipe
+from threefold.pipeline.schedules import schedule_name
 
 TABLE_HEADER = (
     "| recipe | parameters | tokens | cluster | tensor x pipeline x data | micro-batch | memory | "

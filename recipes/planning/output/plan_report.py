@@ -13,7 +13,6 @@ from models.cost import (
     recomputed_flops_per_token,
 )
 from models.errors import counted
-from models.pipeline.schedule.order import schedule_name
 from recipes.planning.inputs.job import Job, JobLayout, links_text
 from recipes.planning.inputs.stage_contents import stages_text
 from recipes.planning.measured.fit import Fit, Quality
@@ -27,6 +26,7 @@ from recipes.planning.search.layout_search import (
 from recipes.planning.time.step_time import StepTime, step_time
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.plan import StagePlan
+from threefold.pipeline.schedules import schedule_name
 
 TIME_PARTS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
 MIN_MICRO_BATCHES_PER_STAGE = 4

@@ -7,11 +7,11 @@ from typing import Any
 import tomli_w
 
 from models.errors import FULL_DISK_ERRORS, UserError
-from models.pipeline.schedule.order import SCHEDULES
 from recipes.planning.search.layout_search import Plan, SearchResult
 from recipes.training.recipe.deepspeed_config import read_deepspeed_json, shipped_json, zero_stage
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.schema import Recipe
+from threefold.pipeline.schedules import SCHEDULES
 
 
 def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:

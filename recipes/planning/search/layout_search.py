@@ -9,7 +9,6 @@ from heapq import nsmallest
 from itertools import product
 from math import gcd
 
-from models.pipeline.schedule.order import SCHEDULES, min_micro_batches
 from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.memory.peak import (
     GIB,
@@ -23,6 +22,7 @@ from recipes.planning.time.block_time import context_seconds
 from recipes.planning.time.step_time import StepTime, step_time
 from recipes.training.recipe.deepspeed_config import is_shipped
 from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
+from threefold.pipeline.schedules import SCHEDULES, min_micro_batches
 
 MAX_MICRO_SEQUENCES = 64
 MIN_TOKENS_PER_CONTEXT_RANK = 2048  # fewer make matmuls inefficient

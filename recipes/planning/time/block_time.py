@@ -10,7 +10,6 @@ from math import ceil
 from typing import NamedTuple
 
 from models.cost import block_parameters, tokens_at_a_time
-from models.pipeline.schedule.order import SCHEDULES
 from recipes.planning.inputs.job import Job, JobLayout
 from recipes.planning.inputs.kernels import (
     fused_attention_seconds,
@@ -29,6 +28,7 @@ from recipes.planning.time.network import (
     pass_seconds,
 )
 from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.pipeline.schedules import SCHEDULES
 
 # Bytes per logit that the cross-entropy reads and writes, forward and backward, in fp32: conversion
 # (6), maximum (4), exponential (8), sum (4), scaling and subtraction (8), conversion back (6).

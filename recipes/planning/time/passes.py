@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from models.pipeline.schedule.balance import pass_proportions
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass
-from models.pipeline.schedule.simulation import Timeline, simulate
 from recipes.planning.inputs.job import Job
 from recipes.planning.time.step_time import transfer_time, virtual_stage_passes
+from threefold.pipeline.balance import pass_proportions
+from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass
+from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.simulation import Timeline, simulate
 
 
 def pipeline_of(job: Job) -> Pipeline:

@@ -5,10 +5,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 
-from models.pipeline.schedule.balance import PROPORTION_UNITS, pass_proportions
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import Kind
-from models.pipeline.schedule.simulation import pipeline_seconds, simulate
 from recipes.planning.inputs.job import Job
 from recipes.planning.inputs.stage_contents import (
     blocks_of_stages,
@@ -22,6 +18,10 @@ from recipes.planning.time.data_time import data_time
 from recipes.planning.time.network import gather_seconds, transfer_seconds
 from recipes.planning.time.optimizer_time import optimizer_time
 from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.pipeline.balance import PROPORTION_UNITS, pass_proportions
+from threefold.pipeline.passes import Kind
+from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.simulation import pipeline_seconds, simulate
 
 MAX_SIMULATED_STAGES = 4
 MAX_SIMULATED_ROUNDS = 2  # a round has one micro-batch per stage

@@ -8,9 +8,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from models.pipeline.replacement import replaced
 from recipes.sweeping.splitting.part_clock import PartClock
 from recipes.training.engine.engine import Engine, PipelinedEngine
+from threefold.pipeline.replacement import replaced
 
 # The functions of `torch.distributed` call these methods of a group, under which name ever the
 # caller has imported the function. Older versions of torch lack some of them.

@@ -21,13 +21,13 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-from models.pipeline.instructions import WeightPass
-from models.pipeline.replacement import replaced
 from recipes.sweeping.splitting.collectives import CountedCollectives
 from recipes.sweeping.splitting.part_clock import PartClock
 from recipes.sweeping.splitting.parts import PARTS, SPLIT_STEPS
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.engine import Engine, PipelinedEngine
+from threefold.pipeline.instructions import WeightPass
+from threefold.pipeline.replacement import replaced
 
 PART_OF_INSTRUCTION: dict[type[PipeInstruction], str] = {
     ForwardPass: "compute",

@@ -8,9 +8,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.pictures.pipeline_passes import save_figure
 from recipes.sweeping.transfer.coordinates import CoordinateCheck, Moment
 from recipes.sweeping.transfer.learning_rates import Comparison, Outcome, comparisons
+from threefold.pipeline.picture import save_figure
 
 COLOURS = "viridis"  # of the widths of a family, from the smallest to the largest
 LINE_STYLES = ("-", "--", ":", "-.")  # of the families

@@ -32,12 +32,6 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.process_groups import NcclSettings, create_groups
-from models.pipeline.channels import Boundary
-from models.pipeline.process_grid import ProcessGrid
-from models.pipeline.schedule.balance import pass_proportions
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.scheduled_engine import ScheduledEngine
-from models.pipeline.stage import Stage
 from recipes.training.engine.deepspeed_patches import (
     allow_muon,
     import_muon,
@@ -56,6 +50,12 @@ from recipes.training.recipe.schema import Optimizer, Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import quiet, should_compile
 from recipes.training.supervision.supervisor import Breadcrumb
+from threefold.pipeline.balance import pass_proportions
+from threefold.pipeline.channels import Boundary
+from threefold.pipeline.engine import ScheduledEngine
+from threefold.pipeline.process_grid import ProcessGrid
+from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.stage import Stage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

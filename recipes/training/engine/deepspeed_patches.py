@@ -123,8 +123,8 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import utils
 from deepspeed.utils.timer import NoopTimer
 
-from models.pipeline.replacement import replaced
 from recipes.training.engine.optimizer.muon import Muon
+from threefold.pipeline.replacement import replaced
 
 COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # a variable that torch reads
 

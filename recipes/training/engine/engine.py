@@ -21,7 +21,6 @@ from models.kernels.compile import are_compiled
 from models.layer_specs import logical_parameters, observed_scores
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.pipeline.scheduled_engine import ScheduledEngine
 from models.sharding import sharding_of
 from models.transformer import Attention
 from recipes.training.checkpoint.reader import CheckpointReader
@@ -36,6 +35,7 @@ from recipes.training.engine.stopwatch import Stopwatch
 from recipes.training.recipe.schema import Recipe
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.replicas import ReplicaGroup, differing_replicas
+from threefold.pipeline.engine import ScheduledEngine
 
 
 @dataclass(frozen=True)

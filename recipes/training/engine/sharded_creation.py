@@ -14,8 +14,8 @@ from torch import nn
 from models.initialization import initialize
 from models.layer_specs import layer_names
 from models.parallel.collectives import TensorAxis
-from models.pipeline.process_grid import ProcessGrid
 from recipes.training.recipe.schema import Recipe
+from threefold.pipeline.process_grid import ProcessGrid
 
 
 class ShardedCreation:

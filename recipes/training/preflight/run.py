@@ -12,7 +12,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from models.errors import UserError
-from models.pipeline.process_grid import ProcessGrid
 from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.start import Claim
 from recipes.training.preflight.judging import judge
@@ -40,6 +39,7 @@ from recipes.training.runtime.processes import driver_name, on_gpu
 from recipes.training.runtime.rank_tree import RankTree
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.tracking.startup import Startup
+from threefold.pipeline.process_grid import ProcessGrid
 
 SECONDS_WITHOUT_PROGRESS = 60  # after which supervision ends a preflight that hangs
 EXCHANGE_TIMEOUT = timedelta(minutes=10)

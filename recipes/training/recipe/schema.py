@@ -10,7 +10,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
-from models.pipeline.schedule.balance import divide_blocks, head_in_blocks
 from recipes.training.recipe.sections.data import Data
 from recipes.training.recipe.sections.evaluation import Evaluation
 from recipes.training.recipe.sections.layout import (
@@ -25,6 +24,7 @@ from recipes.training.recipe.sections.section import MAX_COUNT, Section
 from recipes.training.recipe.sections.stage import Stage
 from recipes.training.recipe.sections.training import Batch, Optimizer, Training
 from recipes.training.recipe.topology import Topology, World, nearest_data_sizes
+from threefold.pipeline.balance import divide_blocks, head_in_blocks
 
 
 class Recipe(Section):

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from models.cost import parameter_count
 from models.errors import counted
 from models.hugging_face.config import export_problem
-from models.pipeline.schedule.balance import balance_text
 from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.data.corpus_manifest import unchecked_tokenizer, unused_rows
 from recipes.training.recipe.deepspeed_config import deepspeed_notes
@@ -21,6 +20,7 @@ from recipes.training.run_folder.line_file import number
 from recipes.training.run_folder.wall_time import WallTime, shares_text
 from recipes.training.tracking.metric_names import task_accuracies, validation_losses
 from recipes.training.tracking.weights_and_biases.connection import WandbStatus
+from threefold.pipeline.balance import balance_text
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.checkpoint.resume_point import ResumePoint

@@ -16,13 +16,13 @@ from typing import Any
 import torch.distributed as dist
 
 from models.errors import UserError
-from models.pipeline.recording import Event, Recording, passes_of
-from models.pipeline.schedule.simulation import Timeline, simulate, typical_seconds
 from recipes.training.engine.engine import Engine, PipelinedEngine
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Coordinates, Topology
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import write_whole
+from threefold.pipeline.recording import Event, Recording, passes_of
+from threefold.pipeline.simulation import Timeline, simulate, typical_seconds
 
 Show = Callable[[int, str, Path], None]
 Steps = dict[int, list[Event]]  # the events of each recorded step
@@ -92,7 +92,7 @@ class TimelineRecorder:
 
     def _write(self, of_ranks: Sequence[Steps], step: int) -> None:
         # Imported here, because a run without a timeline should not wait a second for matplotlib.
-        from recipes.pictures.pipeline_passes import draw_comparison
+        from threefold.pipeline.picture import draw_comparison
 
         trace = perfetto_trace(of_ranks, self.topology)
         measured = measured_passes(of_ranks, self.topology, step)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from models.pipeline.gradients.flat_gradients import FlatGradients
 from recipes.proving.trial import many_cases, start, train_step
 from recipes.training.recipe.loading import parse_recipe
 from recipes.training.recipe.topology import World
 from tests.conftest import changed, small_recipe
 from tests.ranks import fp16_on_cpu, run_ranks
+from threefold.pipeline.gradients import FlatGradients
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 STEPS = 4

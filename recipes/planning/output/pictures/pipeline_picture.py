@@ -7,9 +7,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.simulation import Timeline, idle_share, pipeline_seconds
-from recipes.pictures.pipeline_passes import (
+from recipes.planning.inputs.job import Job
+from recipes.planning.memory.peak import GIB, StageMemory, stage_memory
+from recipes.planning.output.plan_report import MEMORY_PARTS
+from recipes.planning.time.passes import pipeline_of, timeline_of
+from recipes.planning.time.step_time import step_time
+from threefold.pipeline.picture import (
     FIGURE_INCHES,
     MAX_STAGE_ROWS,
     PASSES_POINTS,
@@ -21,11 +24,8 @@ from recipes.pictures.pipeline_passes import (
     shown_windows,
     three_digits,
 )
-from recipes.planning.inputs.job import Job
-from recipes.planning.memory.peak import GIB, StageMemory, stage_memory
-from recipes.planning.output.plan_report import MEMORY_PARTS
-from recipes.planning.time.passes import pipeline_of, timeline_of
-from recipes.planning.time.step_time import step_time
+from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.simulation import Timeline, idle_share, pipeline_seconds
 
 MAX_STAGE_BARS = 64
 MEMORY_COLOURS = ("#4e79a7", "#86bcb6", "#f1ce63", "#59a14f", "#b07aa1", "#9c755f", "#bab0ac")

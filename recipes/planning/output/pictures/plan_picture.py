@@ -10,13 +10,13 @@ from matplotlib.patches import Rectangle
 
 from models.cost import parameter_count
 from models.errors import UserError
-from recipes.pictures.pipeline_passes import ink, save_figure
 from recipes.planning.inputs.job import Job, job_without_layout
 from recipes.planning.output.pictures.pipeline_picture import timeline
 from recipes.planning.output.plan_report import rates, short_count
 from recipes.planning.search.family import best_plan, relatives
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan
 from recipes.training.recipe.schema import Recipe
+from threefold.pipeline.picture import ink, save_figure
 
 MIN_LAST_NODES = 512  # the last column of a heat map has at least this many nodes
 HEATMAP_COLOURS = "YlGnBu"

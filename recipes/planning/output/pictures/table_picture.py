@@ -17,7 +17,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from models.errors import UserError
-from recipes.pictures.pipeline_passes import save_figure
 from recipes.planning.inputs.job import JobLayout
 from recipes.planning.output.catalogue import layout_text
 from recipes.planning.output.pictures.plan_picture import (
@@ -26,6 +25,7 @@ from recipes.planning.output.pictures.plan_picture import (
     colour_scale_end,
 )
 from recipes.planning.output.plan_report import short_count
+from threefold.pipeline.picture import save_figure
 
 TABLE_MARKERS = "osD^vPX<>phd*8"
 MAX_LARGE_POINTS = 200  # tables with more rows are drawn with small points

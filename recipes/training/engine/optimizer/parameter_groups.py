@@ -14,15 +14,15 @@ from models.initialization import (
     learning_rate_factor,
     weight_decay_factor,
 )
-from models.pipeline.gradients.buckets import (
+from models.sharding import place_of, sharding_of
+from recipes.training.engine.expert_groups import EXPERTS, is_marked
+from recipes.training.recipe.sections.training import Optimizer
+from threefold.pipeline.buckets import (
     deferring_parameters,
     divide_into_buckets,
     units_of_experts,
 )
-from models.pipeline.stage import Stage
-from models.sharding import place_of, sharding_of
-from recipes.training.engine.expert_groups import EXPERTS, is_marked
-from recipes.training.recipe.sections.training import Optimizer
+from threefold.pipeline.stage import Stage
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from pydantic import model_validator
 
 from models.config import ModelConfig, nearest_divisors
 from models.errors import UserError
-from models.pipeline.schedule.order import (
+from recipes.training.recipe.sections.section import Count, NonNegative, Section
+from threefold.pipeline.schedules import (
     SCHEDULES,
     default_group,
     last_stage,
     min_micro_batches,
     schedule_name,
 )
-from recipes.training.recipe.sections.section import Count, NonNegative, Section
 
 ContextAttention = Literal["gather", "ring", "ulysses"]
 CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from models.config import ModelConfig
 from models.cost import attention_multiply_adds, block_multiply_adds, head_multiply_adds
-from models.pipeline.schedule.order import last_stage, stage_and_chunk, virtual_stage_of
+from threefold.pipeline.schedules import last_stage, stage_and_chunk, virtual_stage_of
 
 # Durations are rounded to this fraction of a micro-batch, so that passes end at the same times.
 PROPORTION_UNITS = 48

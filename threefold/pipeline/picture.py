@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from models.errors import UserError
-from models.pipeline.schedule.order import SCHEDULES, Pipeline
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind
-from models.pipeline.schedule.simulation import TimedPass, Timeline, idle_share, pipeline_seconds
+from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Kind
+from threefold.pipeline.schedules import SCHEDULES, Pipeline
+from threefold.pipeline.simulation import TimedPass, Timeline, idle_share, pipeline_seconds
 
 MAX_STAGE_ROWS = 16
 MAX_MICRO_BATCHES_DRAWN = 34  # of a longer step, only the start and the end are drawn

@@ -1,7 +1,7 @@
 """A replaced attribute is restored as it was: static, inherited or plain."""
 
-from models.pipeline import replacement
-from models.pipeline.replacement import replaced
+from threefold.pipeline import replacement
+from threefold.pipeline.replacement import replaced
 
 
 class Parent:

@@ -11,8 +11,8 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import Pass
+from threefold.pipeline.passes import Pass
+from threefold.pipeline.schedules import Pipeline
 
 Route = tuple[int, int]  # (sending stage, receiving stage)
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from models.layer_specs import run_layers
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
-from models.pipeline.process_grid import ProcessGrid
-from models.pipeline.replacement import replaced
-from models.pipeline.schedule.order import Pipeline
+from threefold.pipeline.process_grid import ProcessGrid
+from threefold.pipeline.replacement import replaced
+from threefold.pipeline.schedules import Pipeline
 
 
 class Stage(PipelineModule):

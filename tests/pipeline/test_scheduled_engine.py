@@ -13,9 +13,6 @@ import torch
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.pipeline.instructions import COMPUTE
-from models.pipeline.schedule.passes import most_in_flight
-from models.pipeline.scheduled_engine import ScheduledEngine
 from recipes.proving.layouts import SCHEDULES
 from recipes.proving.trial import start, train_step
 from recipes.training.engine.engine import Engine
@@ -24,6 +21,9 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.tracking.timeline import TimelineRecorder
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.pipeline.engine import ScheduledEngine
+from threefold.pipeline.instructions import COMPUTE
+from threefold.pipeline.passes import most_in_flight
 
 STAGES, MICRO_BATCHES = 4, 8
 QUICK = ("1f1b", "interleaved x 2", "zb-v", "dualpipev")

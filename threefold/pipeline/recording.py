@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
-from models.pipeline.instructions import COMPUTE
-from models.pipeline.schedule.passes import Kind, Pass
-from models.pipeline.schedule.simulation import TimedPass
-from models.pipeline.scheduled_engine import ScheduledEngine
+from threefold.pipeline.engine import ScheduledEngine
+from threefold.pipeline.instructions import COMPUTE
+from threefold.pipeline.passes import Kind, Pass
+from threefold.pipeline.simulation import TimedPass
 
 KIND_OF_INSTRUCTION = {instruction: kind for kind, instruction in COMPUTE.items()}
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.parallel.collectives import all_gather_single, wait_for
-from models.pipeline.gradients.flat_gradients import Bucket
-from models.pipeline.replacement import replaced
+from threefold.pipeline.gradients import Bucket
+from threefold.pipeline.replacement import replaced
 
 
 class WeightGathering:

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from models.pipeline import gathering
-from models.pipeline.gathering import WeightGathering
 from models.transformer import Block
 from recipes.proving.trial import many_cases, start, train_step
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.pipeline import weight_gathering
+from threefold.pipeline.weight_gathering import WeightGathering
 
 TIED = GPT_SWITCHES | {"model__layers": 4}
 LAYOUTS = {
@@ -110,7 +110,7 @@ def train(recipe: Any, world: Any) -> dict[str, Any]:
 def gather_worker(corpus: str, folder: str, layouts: dict) -> dict:
     """Return each layout's results: as it is, with late gathers, and with a missing wait."""
     world, found = join_world(), {}
-    late = mock.patch.object(gathering, "all_gather_single", late_gather)
+    late = mock.patch.object(weight_gathering, "all_gather_single", late_gather)
     missing = mock.patch.object(WeightGathering, "wait", all_but_the_last_bucket)
     with many_cases() as begin:
         for name, changes in layouts.items():

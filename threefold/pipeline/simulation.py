@@ -6,8 +6,8 @@ from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import Kind, Order, Pass
+from threefold.pipeline.passes import Kind, Order, Pass
+from threefold.pipeline.schedules import Pipeline
 
 
 class TimedPass(NamedTuple):

@@ -13,9 +13,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from models.pipeline.gradients.buckets import deferring_parameters
-from models.pipeline.gradients.reduction import MAX_RUNNING, ShardedReduction
-from models.pipeline.schedule.passes import BACKWARD, WEIGHT, Kind
+from threefold.pipeline.buckets import deferring_parameters
+from threefold.pipeline.passes import BACKWARD, WEIGHT, Kind
+from threefold.pipeline.reduction import MAX_RUNNING, ShardedReduction
 
 
 @dataclass(frozen=True)

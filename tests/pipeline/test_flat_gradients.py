@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from models.pipeline.gradients.flat_gradients import FlatGradients
 from recipes.proving.trial import many_cases, start, train_step
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.pipeline.gradients import FlatGradients
 
 DTYPES = ("fp32", "bf16")
 WEIGHT = "final_norm.weight"

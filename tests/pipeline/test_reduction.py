@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from models.pipeline.gradients.buckets import divide_into_buckets
-from models.pipeline.gradients.reduction import ShardedReduction
 from recipes.proving.trial import many_cases, start, train_step
 from recipes.training.engine.engine import Engine
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.pipeline.buckets import divide_into_buckets
+from threefold.pipeline.reduction import ShardedReduction
 
 
 def divided(*chunks: list[int], elements: int, kinds: str = "", units: str = "") -> list[list[int]]:

@@ -8,8 +8,7 @@ import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
 from models.errors import UserError
-from models.pipeline.schedule.order import SCHEDULES, Pipeline, min_micro_batches
-from models.pipeline.schedule.passes import (
+from threefold.pipeline.passes import (
     BACKWARD,
     FORWARD,
     WEIGHT,
@@ -18,7 +17,8 @@ from models.pipeline.schedule.passes import (
     Pass,
     most_in_flight,
 )
-from models.pipeline.schedule.simulation import Timeline, idle_share, pipeline_seconds, simulate
+from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches
+from threefold.pipeline.simulation import Timeline, idle_share, pipeline_seconds, simulate
 
 CHUNKS = {"interleaved": (2, 3), "zb-v": (2,), "dualpipev": (2,)}  # the others: 1
 MANY = [

@@ -19,9 +19,9 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from models.pipeline.schedule.communication import Action, is_remote, program
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, group_ends
+from threefold.pipeline.communication import Action, is_remote, program
+from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, group_ends
+from threefold.pipeline.schedules import Pipeline
 
 
 class WeightPass(BufferOpInstruction):

@@ -6,10 +6,6 @@ from itertools import chain, product
 import pytest
 
 from benchmarks.communication_slots import SCHEDULES
-from models.pipeline.schedule import communication
-from models.pipeline.schedule.communication import Action, Event, Route, rounds, routes
-from models.pipeline.schedule.order import Pipeline, min_micro_batches
-from models.pipeline.schedule.passes import Pass
 from recipes.training.recipe.sections.layout import PAIRED_SCHEDULES
 from tests.nccl_rules.slots import (
     LaunchRule,
@@ -19,6 +15,10 @@ from tests.nccl_rules.slots import (
     step_seconds,
     sufficient_slots,
 )
+from threefold.pipeline import communication
+from threefold.pipeline.communication import Action, Event, Route, rounds, routes
+from threefold.pipeline.passes import Pass
+from threefold.pipeline.schedules import Pipeline, min_micro_batches
 
 PIPELINES = {  # name of the schedule -> its pipelines
     f"{schedule}-{chunks}{'-paired' if paired else ''}": [

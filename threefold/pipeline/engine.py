@@ -24,14 +24,14 @@ from models.experts.overlap import Turns
 from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
-from models.pipeline.channels import Boundary, Channels
-from models.pipeline.gathering import WeightGathering
-from models.pipeline.gradients.flat_gradients import gradients_of
-from models.pipeline.instructions import PassSchedule, WeightPass
-from models.pipeline.schedule.order import Pipeline, last_stage
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, group_ends
-from models.pipeline.stage import Stage
-from models.pipeline.warm_up import warm_up, warm_up_evaluation
+from threefold.pipeline.channels import Boundary, Channels
+from threefold.pipeline.gradients import gradients_of
+from threefold.pipeline.instructions import PassSchedule, WeightPass
+from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, group_ends
+from threefold.pipeline.schedules import Pipeline, last_stage
+from threefold.pipeline.stage import Stage
+from threefold.pipeline.warm_up import warm_up, warm_up_evaluation
+from threefold.pipeline.weight_gathering import WeightGathering
 
 InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
 

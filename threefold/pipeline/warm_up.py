@@ -18,10 +18,10 @@ from torch import Tensor
 
 from models.layer_specs import observed_scores
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Pass
+from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Pass
 
 if TYPE_CHECKING:
-    from models.pipeline.scheduled_engine import ScheduledEngine
+    from threefold.pipeline.engine import ScheduledEngine
 
 MICRO_BATCHES = 2  # the second one uses the kernels that add to an existing loss and gradients
 

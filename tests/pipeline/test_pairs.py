@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Pass
-from models.pipeline.schedule.simulation import pipeline_seconds, simulate
 from recipes.training.recipe.sections.layout import PAIRED_SCHEDULES
+from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Pass
+from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.simulation import pipeline_seconds, simulate
 
 PIPELINES = [
     Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks, paired=True)
@@ -82,7 +82,7 @@ def test_with_fewer_micro_batches_the_stages_would_wait_for_each_other() -> None
     with pytest.raises(UserError, match="use 8"):
         Pipeline(**settings, paired=True)
     with (
-        mock.patch("models.pipeline.schedule.order.min_micro_batches", lambda *_, **__: 1),
+        mock.patch("threefold.pipeline.schedules.min_micro_batches", lambda *_, **__: 1),
         pytest.raises(ValueError, match="wait for each other"),
     ):
         length(Pipeline(**settings, paired=True))

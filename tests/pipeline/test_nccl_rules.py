@@ -267,7 +267,8 @@ def mutant_worker(corpus: str, mutant: str) -> str:
     """Train a step with a mutant of the engine; return the error that ended it."""
     rules = Rules(slots=1 if mutant == "one kernel" else 100, patience=HANGS)
     world = join_with_rules(rules)
-    from models.pipeline import channels, scheduled_engine, warm_up
+    from threefold.pipeline import channels, warm_up
+    from threefold.pipeline import engine as scheduled_engine
 
     def leave_out(*arguments: Any, **settings: Any) -> None:
         pass
@@ -285,8 +286,8 @@ def mutant_worker(corpus: str, mutant: str) -> str:
     if mutant == "no warm-up":
         scheduled_engine.warm_up = leave_out
     if mutant == "order of need":
-        from models.pipeline.schedule import communication
-        from tests.models.pipeline.schedule.test_communication import ReceivesByNeed
+        from tests.pipeline.test_communication import ReceivesByNeed
+        from threefold.pipeline import communication
 
         communication._Receives = ReceivesByNeed
     schedule = "zb-v" if mutant == "order of need" else "1f1b"

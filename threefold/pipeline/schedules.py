@@ -1,6 +1,6 @@
 """The order in which the stages of a pipeline run their passes. Arithmetic only.
 
-The same objects drive the engine (`models/pipeline/scheduled_engine.py`), the simulator
+The same objects drive the engine (`threefold/pipeline/engine.py`), the simulator
 (`simulation.py`) and the planner.
 
 | schedule    | chunks of a stage      | backward | length of a step                    |
@@ -26,7 +26,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 from models.errors import UserError
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Kind, Order, Pass
+from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Kind, Order, Pass
 
 
 class Schedule(NamedTuple):

@@ -6,19 +6,19 @@ from itertools import product
 import pytest
 
 from models.cost import block_multiply_adds, flops_per_token, head_multiply_adds
-from models.pipeline.schedule.balance import (
+from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from recipes.training.recipe.schema import Recipe
+from tests.conftest import shipped_recipes
+from threefold.pipeline.balance import (
     balance_text,
     divide_blocks,
     divide_evenly,
     head_in_blocks,
     imbalance,
 )
-from models.pipeline.schedule.order import SCHEDULES, Pipeline, stage_and_chunk
-from models.pipeline.schedule.passes import FORWARD, Pass
-from models.pipeline.schedule.simulation import pipeline_seconds, simulate
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.schema import Recipe
-from tests.conftest import shipped_recipes
+from threefold.pipeline.passes import FORWARD, Pass
+from threefold.pipeline.schedules import SCHEDULES, Pipeline, stage_and_chunk
+from threefold.pipeline.simulation import pipeline_seconds, simulate
 
 WITH_PIPELINE = [r for r in map(load_recipe, shipped_recipes()) if r.layout.pipeline > 1]
 

@@ -6,9 +6,9 @@ from itertools import chain, product
 import pytest
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
-from models.pipeline.instructions import PassSchedule
-from models.pipeline.schedule.order import Pipeline
-from models.pipeline.schedule.passes import BACKWARD, FORWARD, WEIGHT, Pass
+from threefold.pipeline.instructions import PassSchedule
+from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Pass
+from threefold.pipeline.schedules import Pipeline
 
 PIPELINES = [
     Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks, reduce_every=every)
