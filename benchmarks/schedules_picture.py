@@ -10,7 +10,7 @@ from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
 from benchmarks.pipelines.sleeping_stages import Found, Setting
-from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT
+from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT
 from threefold.pipeline.simulation import Timeline
 
 COLOURS = {  # kind of pass -> colour of each chunk

@@ -32,7 +32,7 @@ from recipes.training.recipe.deepspeed_config import build_deepspeed_config
 from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import World
-from threefold.pipeline.replacement import replaced
+from threefold.pipeline.stage import replaced
 
 WEIGHT_BYTES = 2  # bf16
 TABLE_HEADER = (

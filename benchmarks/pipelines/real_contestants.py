@@ -42,7 +42,7 @@ from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import quiet
-from threefold.pipeline.recording import Event, Recording
+from threefold.pipeline.engine import Event, Recording
 
 STAGES = 2
 ONE = "one process"

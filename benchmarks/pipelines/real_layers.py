@@ -27,7 +27,7 @@ from benchmarks.pipelines.real_contestants import (
 )
 from recipes.training.runtime.processes import keep_memory
 from tests.ranks import join_world, run_ranks
-from threefold.pipeline.recording import passes_of
+from threefold.pipeline.engine import passes_of
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.simulation import pipeline_seconds, simulate, typical_seconds
 

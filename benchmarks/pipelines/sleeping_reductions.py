@@ -27,13 +27,12 @@ from recipes.planning.time.data_time import DataTraffic
 from recipes.training.engine.optimizer.parameter_groups import UpdateRule, buckets_of_stage
 from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
-from threefold.pipeline import reduction as reducing
+from threefold.pipeline import gradients as reducing
 from threefold.pipeline import weight_gathering
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
-from threefold.pipeline.process_grid import ProcessGrid
 from threefold.pipeline.schedules import Pipeline
-from threefold.pipeline.stage import Stage
+from threefold.pipeline.stage import ProcessGrid, Stage
 
 DATA_RANKS = 2
 STEPS = 2  # that are timed together

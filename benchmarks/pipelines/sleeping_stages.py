@@ -23,13 +23,10 @@ from recipes.training.engine.optimizer.parameter_groups import UpdateRule, bucke
 from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
 from threefold.pipeline.channels import Boundary
-from threefold.pipeline.engine import ScheduledEngine
-from threefold.pipeline.passes import BACKWARD, Pass
-from threefold.pipeline.process_grid import ProcessGrid
-from threefold.pipeline.recording import Event, Recording
-from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.engine import Event, Recording, ScheduledEngine
+from threefold.pipeline.schedules import BACKWARD, Pass, Pipeline
 from threefold.pipeline.simulation import TimedPass, Timeline, pipeline_seconds, simulate
-from threefold.pipeline.stage import Stage
+from threefold.pipeline.stage import ProcessGrid, Stage
 
 
 class Contestant(NamedTuple):

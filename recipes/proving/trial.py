@@ -30,7 +30,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.stages.learning_rate import learning_rate
 from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import start_processes
-from threefold.pipeline.replacement import replaced
+from threefold.pipeline.stage import replaced
 
 TASK_REQUESTS = 8  # of the task of a proof
 

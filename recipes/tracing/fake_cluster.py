@@ -35,7 +35,7 @@ from models.parallel.micro_batch_info import positions_in, token_positions
 from models.transformer import rotary_table
 from recipes.tracing.fake_shards import shards_of_all_ranks
 from recipes.training.engine.optimizer import matrix_exchange
-from threefold.pipeline.replacement import replaced
+from threefold.pipeline.stage import replaced
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from recipes.tracing.collective_counter import CollectiveCounter, Traffic
 from recipes.training.engine.build import pipeline_of
 from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Topology
-from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Order
+from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Order
 
 # Phases that occur once per step; all others occur once per micro-batch.
 PHASES_ONCE_PER_STEP = ("", "ReduceGrads", "OptimizerStep", "optimizer step")

@@ -19,9 +19,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from threefold.pipeline.communication import Action, Event, Route, program
-from threefold.pipeline.passes import BACKWARD, FORWARD, Pass
-from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.schedules import BACKWARD, FORWARD, Pass, Pipeline
+from threefold.pipeline.simulation import Action, Event, Route, program
 
 MAX_SLOTS = 16  # upper limit of a search
 

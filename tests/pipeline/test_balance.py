@@ -16,8 +16,7 @@ from threefold.pipeline.balance import (
     head_in_blocks,
     imbalance,
 )
-from threefold.pipeline.passes import FORWARD, Pass
-from threefold.pipeline.schedules import SCHEDULES, Pipeline, stage_and_chunk
+from threefold.pipeline.schedules import FORWARD, SCHEDULES, Pass, Pipeline, stage_and_chunk
 from threefold.pipeline.simulation import pipeline_seconds, simulate
 
 WITH_PIPELINE = [r for r in map(load_recipe, shipped_recipes()) if r.layout.pipeline > 1]

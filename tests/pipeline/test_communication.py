@@ -15,10 +15,9 @@ from tests.nccl_rules.slots import (
     step_seconds,
     sufficient_slots,
 )
-from threefold.pipeline import communication
-from threefold.pipeline.communication import Action, Event, Route, rounds, routes
-from threefold.pipeline.passes import Pass
-from threefold.pipeline.schedules import Pipeline, min_micro_batches
+from threefold.pipeline import simulation
+from threefold.pipeline.schedules import Pass, Pipeline, min_micro_batches
+from threefold.pipeline.simulation import Action, Event, Route, rounds, routes
 
 PIPELINES = {  # name of the schedule -> its pipelines
     f"{schedule}-{chunks}{'-paired' if paired else ''}": [
@@ -65,7 +64,7 @@ def stuck_at_first_use(steps: StepProgram, connected: set[Route]) -> list[int]:
     return [stage for stage, events in enumerate(left) if events]
 
 
-class ReceivesByNeed(communication._Receives):
+class ReceivesByNeed(simulation._Receives):
     """Receives in the order in which the stage needs the messages."""
 
     def up_to(self, work: Pass | None) -> Iterator[Event]:
@@ -145,7 +144,7 @@ def test_two_kernels_cost_two_per_cent_at_most(schedule: str) -> None:
 def test_receives_in_the_order_of_need_would_hang(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(communication, "_Receives", ReceivesByNeed)
+    monkeypatch.setattr(simulation, "_Receives", ReceivesByNeed)
     pipeline = Pipeline(stages=4, micro_batches=8, schedule=schedule, chunks=2)
     steps = StepProgram(pipeline, training=True)
     seconds = pass_seconds(pipeline)

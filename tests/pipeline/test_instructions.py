@@ -6,9 +6,8 @@ from itertools import chain, product
 import pytest
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
-from threefold.pipeline.instructions import PassSchedule
-from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Pass
-from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.engine import PassSchedule
+from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Pass, Pipeline
 
 PIPELINES = [
     Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks, reduce_every=every)

@@ -267,8 +267,9 @@ def mutant_worker(corpus: str, mutant: str) -> str:
     """Train a step with a mutant of the engine; return the error that ended it."""
     rules = Rules(slots=1 if mutant == "one kernel" else 100, patience=HANGS)
     world = join_with_rules(rules)
-    from threefold.pipeline import channels, warm_up
+    from threefold.pipeline import channels
     from threefold.pipeline import engine as scheduled_engine
+    from threefold.pipeline import engine as warm_up
 
     def leave_out(*arguments: Any, **settings: Any) -> None:
         pass
@@ -287,9 +288,9 @@ def mutant_worker(corpus: str, mutant: str) -> str:
         scheduled_engine.warm_up = leave_out
     if mutant == "order of need":
         from tests.pipeline.test_communication import ReceivesByNeed
-        from threefold.pipeline import communication
+        from threefold.pipeline import simulation
 
-        communication._Receives = ReceivesByNeed
+        simulation._Receives = ReceivesByNeed
     schedule = "zb-v" if mutant == "order of need" else "1f1b"
     try:
         train(recipe_of(corpus, {"schedule": schedule}), world, watched=mutant == "no passes")

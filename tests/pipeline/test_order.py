@@ -8,16 +8,18 @@ import pytest
 from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 
 from models.errors import UserError
-from threefold.pipeline.passes import (
+from threefold.pipeline.schedules import (
     BACKWARD,
     FORWARD,
+    SCHEDULES,
     WEIGHT,
     Kind,
     Order,
     Pass,
+    Pipeline,
+    min_micro_batches,
     most_in_flight,
 )
-from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches
 from threefold.pipeline.simulation import Timeline, idle_share, pipeline_seconds, simulate
 
 CHUNKS = {"interleaved": (2, 3), "zb-v": (2,), "dualpipev": (2,)}  # the others: 1

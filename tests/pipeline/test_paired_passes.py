@@ -15,7 +15,7 @@ from recipes.proving.trial import held_weights, many_cases, start, train_step
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
-from threefold.pipeline.replacement import replaced
+from threefold.pipeline.stage import replaced
 
 EXPERTS = {
     "model__experts": {

@@ -8,8 +8,7 @@ import pytest
 
 from models.errors import UserError
 from recipes.training.recipe.sections.layout import PAIRED_SCHEDULES
-from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Pass
-from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Pass, Pipeline
 from threefold.pipeline.simulation import pipeline_seconds, simulate
 
 PIPELINES = [

@@ -13,8 +13,7 @@ from recipes.training.engine.engine import Engine
 from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
-from threefold.pipeline.buckets import divide_into_buckets
-from threefold.pipeline.reduction import ShardedReduction
+from threefold.pipeline.gradients import ShardedReduction, divide_into_buckets
 
 
 def divided(*chunks: list[int], elements: int, kinds: str = "", units: str = "") -> list[list[int]]:

@@ -1,7 +1,7 @@
 """A replaced attribute is restored as it was: static, inherited or plain."""
 
-from threefold.pipeline import replacement
-from threefold.pipeline.replacement import replaced
+from threefold.pipeline import stage
+from threefold.pipeline.stage import replaced
 
 
 class Parent:
@@ -22,10 +22,10 @@ def test_attributes_are_restored() -> None:
     with (
         replaced(Parent, "static", staticmethod(lambda: "other")),
         replaced(Child, "inherited", lambda self: "other"),
-        replaced(replacement, "__doc__", None),
+        replaced(stage, "__doc__", None),
     ):
         assert Parent.static() == Child().static() == Child().inherited() == "other"
-        assert Parent().inherited() == "inherited" and replacement.__doc__ is None
+        assert Parent().inherited() == "inherited" and stage.__doc__ is None
     assert vars(Parent)["static"] is before and Child().static() == "static"
     assert "inherited" not in vars(Child) and Child().inherited() == "inherited"
-    assert replacement.__doc__ is not None
+    assert stage.__doc__ is not None

@@ -21,9 +21,8 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.tracking.timeline import TimelineRecorder
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
-from threefold.pipeline.engine import ScheduledEngine
-from threefold.pipeline.instructions import COMPUTE
-from threefold.pipeline.passes import most_in_flight
+from threefold.pipeline.engine import COMPUTE, ScheduledEngine
+from threefold.pipeline.schedules import most_in_flight
 
 STAGES, MICRO_BATCHES = 4, 8
 QUICK = ("1f1b", "interleaved x 2", "zb-v", "dualpipev")

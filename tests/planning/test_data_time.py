@@ -13,7 +13,7 @@ from recipes.planning.time.data_time import (
     exposed_after,
 )
 from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
-from threefold.pipeline.reduction import MAX_RUNNING
+from threefold.pipeline.gradients import MAX_RUNNING
 
 
 def simulated(seconds: list[float], buckets: int) -> float:

@@ -72,9 +72,8 @@ from recipes.training.recipe.schema import Recipe
 from tests.commands import run_here
 from tests.conftest import shipped_recipes
 from threefold.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
-from threefold.pipeline.passes import most_in_flight
-from threefold.pipeline.reduction import MAX_RUNNING
-from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches
+from threefold.pipeline.gradients import MAX_RUNNING
+from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches, most_in_flight
 from threefold.pipeline.simulation import pipeline_seconds
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"

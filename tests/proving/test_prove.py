@@ -53,8 +53,7 @@ from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recip
 from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
-from threefold.pipeline.gradients import FlatGradients
-from threefold.pipeline.reduction import ShardedReduction
+from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 
 SHIPPED = shipped_recipes()
@@ -582,7 +581,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda slices, lengths: tiles_of(slices, None),
         ),
         "gradients of experts are divided by the ranks with the same experts": (
-            "threefold.pipeline.reduction.ShardedReduction.finish",
+            "threefold.pipeline.gradients.ShardedReduction.finish",
             divided_by_group,
         ),
         "experts count twice in the gradient norm": (
@@ -606,11 +605,11 @@ def seeded_fault(fault: str) -> Iterator[None]:
             sharded_first,
         ),
         "a bucket is reduced twice": (
-            "threefold.pipeline.reduction.ShardedReduction.begin",
+            "threefold.pipeline.gradients.ShardedReduction.begin",
             twice,
         ),
         "the last group of micro-batches is lost": (
-            "threefold.pipeline.reduction.ShardedReduction.begin",
+            "threefold.pipeline.gradients.ShardedReduction.begin",
             first_only,
         ),
         "a bucket does not count in the gradient norm": (
@@ -618,7 +617,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda parts, *rest: sum_of_squares(itertools.islice(parts, 1, None), *rest),
         ),
         "gradients are not summed over the shard groups": (
-            "threefold.pipeline.reduction.ShardedReduction._take",
+            "threefold.pipeline.gradients.ShardedReduction._take",
             own_group_only,
         ),
         "each shard group counts in the gradient norm": (

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from models.parallel.collectives import TensorAxis, all_gather, wait_for
 from models.parallel.process_groups import NcclSettings, create_groups, matches_by_order
-from threefold.pipeline.communication import Route, rounds, routes
-from threefold.pipeline.passes import FORWARD, Pass
-from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.schedules import FORWARD, Pass, Pipeline
+from threefold.pipeline.simulation import Route, rounds, routes
 
 # Thread blocks that a transfer occupies on the GPU while the passes compute. NCCL would take 16 to
 # 32 inside a node. With four, 16 MiB are sent in a fraction of the time of the pass that computed

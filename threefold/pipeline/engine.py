@@ -4,34 +4,299 @@ The state that a forward pass keeps for later passes is stored under its chunk a
 until the last pass that needs it.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, ClassVar
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import PipeInstruction
+from deepspeed.runtime.pipe.schedule import (
+    BackwardPass,
+    BufferOpInstruction,
+    CommitP2P,
+    ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeInstruction,
+    PipeSchedule,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
+    SendActivation,
+    SendGrad,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from models.experts.layer import expert_layers
 from models.experts.overlap import Turns
+from models.layer_specs import observed_scores
 from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
 from threefold.pipeline.channels import Boundary, Channels
 from threefold.pipeline.gradients import gradients_of
-from threefold.pipeline.instructions import PassSchedule, WeightPass
-from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass, group_ends
-from threefold.pipeline.schedules import Pipeline, last_stage
+from threefold.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Kind,
+    Pass,
+    Pipeline,
+    group_ends,
+    last_stage,
+)
+from threefold.pipeline.simulation import Action, TimedPass, is_remote, program
 from threefold.pipeline.stage import Stage
-from threefold.pipeline.warm_up import warm_up, warm_up_evaluation
 from threefold.pipeline.weight_gathering import WeightGathering
+
+if TYPE_CHECKING:
+    pass
+
+
+# Use every route, group and kernel of a step once, before the first receive is posted.
+#
+# A posted receive is a kernel that runs until its message arrives. A call that waits for the whole
+# device in the meantime (compiling or loading a kernel, autotuning, cudaFree) waits for that
+# message too. If the peer needs the result of this very pass before it can send, the stages hang.
+# They also hang if two stages first use two groups in different orders, because the first
+# collective of a group blocks the host.
+
+MICRO_BATCHES = 2  # the second one uses the kernels that add to an existing loss and gradients
+
+
+def warm_up(
+    engine: "ScheduledEngine",
+    tokens: Tensor | None,
+    labels: Tensor | None,
+    info: MicroBatchInfo,
+    *,
+    note: Callable[[str], None],
+) -> None:
+    """Run the passes and the reduction of a short step, without messages and without an update.
+
+    Collective: all ranks connect routes, use groups and run chunks in the same order. The weights
+    and the optimizer are not changed, and the gradients are discarded.
+
+    Args:
+        engine: the engine, before its first step
+        tokens: [b, s] where the stage has the start of the model
+        labels: [b, s] where the stage has the end of the model
+        info: the information about a training micro-batch
+        note: called before each part with a description, so that a hang is not suspected while
+            kernels are compiled
+    """
+    note("connecting stages")
+    engine.channels.connect()
+    inputs = _on_device(tokens, engine.device), _on_device(labels, engine.device)
+    engine.module.train()
+    _run_passes(engine, inputs, info, note)
+    note("warming up: reduction of gradients")
+    engine.gradients.finish()  # the next step's first gradients replace these
+    if engine.grid.optimizer_group is not None:
+        note("warming up: group of the optimizer")
+        _connect_all(engine.grid.optimizer_group, engine.device)
+    warm_up_evaluation(engine, tokens, labels, info, note=note)
+
+
+def warm_up_evaluation(
+    engine: "ScheduledEngine",
+    tokens: Tensor | None,
+    labels: Tensor | None,
+    info: MicroBatchInfo,
+    *,
+    note: Callable[[str], None],
+) -> None:
+    """Run forward passes as in an evaluation, without messages; collective.
+
+    An evaluation whose micro-batches have documents, in a run whose training has none, needs it
+    once more with documents, before its first receive is posted.
+
+    Args:
+        engine: the engine, whose stages are connected
+        tokens: as for `warm_up`
+        labels: as for `warm_up`
+        info: the information about a micro-batch of the evaluation
+        note: as for `warm_up`
+    """
+    inputs = _on_device(tokens, engine.device), _on_device(labels, engine.device)
+    engine.module.eval()
+    with torch.no_grad(), observed_scores(engine.module):
+        _run_passes(engine, inputs, replace(info, dropout=None), note)
+    engine.module.train()
+    if engine.device.type == "cuda":
+        torch.cuda.synchronize(engine.device)
+
+
+def _connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Send one number from each rank of a group to each other one; collective."""
+    numbers = torch.ones(dist.get_world_size(group), device=device)
+    dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
+
+
+def _on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _run_passes(
+    engine: "ScheduledEngine",
+    inputs: tuple[Tensor | None, Tensor | None],
+    info: MicroBatchInfo,
+    note: Callable[[str], None],
+) -> None:
+    """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
+    # With ZeRO-2, one more micro-batch whose sums are added to those of the first two.
+    micro_batches = MICRO_BATCHES + 1 if engine.gradients.sharded else MICRO_BATCHES
+    engine.module.take_micro_batch_infos([info] * micro_batches)
+    chunks = range(engine.pipeline.chunks)
+    kinds = (BACKWARD, WEIGHT) if engine.pipeline.splits else (BACKWARD,)
+    engine.group_ends = {
+        Pass(kind, engine.stage_id, chunk, number): number == micro_batches - 1
+        for chunk in chunks
+        for kind in kinds
+        for number in range(MICRO_BATCHES - 1, micro_batches)
+    }
+    engine.partners = {}
+    engine.total_loss, engine.fwd_outputs = None, []
+    for number in range(micro_batches):
+        for chunk in chunks:
+            note("warming up: forward pass")
+            _begin_forward(engine, inputs, chunk, number)
+            forward = partial(engine.run_forward, number, chunk)
+            if engine.pipeline.paired and number and torch.is_grad_enabled():
+                # Kernels need handles and workspaces in the thread of paired passes, too.
+                engine.turns.take(forward, lambda: None)
+            else:
+                forward()
+            if torch.is_grad_enabled():
+                note("warming up: backward pass")
+                _begin_backward(engine, chunk, number)
+                for kind in kinds:
+                    run = engine.run_backward if kind == BACKWARD else engine.run_weight
+                    run(number, chunk)
+                    work = Pass(kind, engine.stage_id, chunk, number)
+                    if work in engine.group_ends:
+                        engine.gradients.end_group()
+            for result in engine.handed_on.values():
+                engine.channels.part_to_send(result)
+            engine.handed_on.clear()
+    engine.total_loss, engine.fwd_outputs = None, []
+    engine.module.check_all_taken()
+
+
+def _begin_forward(
+    engine: "ScheduledEngine",
+    inputs: tuple[Tensor | None, Tensor | None],
+    chunk: int,
+    number: int,
+) -> None:
+    """Provide the input of a forward pass as the engine would have received it."""
+    tokens, labels = inputs
+    virtual_stage = engine.pipeline.virtual_stage(engine.stage_id, chunk)
+    if virtual_stage == 0:
+        assert tokens is not None
+        engine.tokens[number] = tokens
+    else:
+        work = Pass(FORWARD, engine.stage_id, chunk, number)
+        message = engine.channels.zero_message()
+        # Of zeros, all tokens would choose the same experts, and ranks without tokens no kernels.
+        same = torch.Generator(message.device).manual_seed(number)  # on all tensor ranks
+        engine.handed_on[work] = message.normal_(generator=same)
+    if virtual_stage == engine.pipeline.virtual_stages - 1:
+        assert labels is not None
+        engine.labels[number] = labels
+
+
+def _begin_backward(engine: "ScheduledEngine", chunk: int, number: int) -> None:
+    """Provide the gradient of a chunk's output as the engine would have received it."""
+    if engine.pipeline.virtual_stage(engine.stage_id, chunk) < engine.pipeline.virtual_stages - 1:
+        work = Pass(BACKWARD, engine.stage_id, chunk, number)
+        engine.handed_on[work] = engine.channels.zero_message()
+
+
+# Translate an order of passes into DeepSpeed's instructions: receive, compute, send, reduce.
+
+
+class WeightPass(BufferOpInstruction):
+    """The weight gradients of a backward pass that was split."""
+
+
+COMPUTE: dict[Kind, type[PipeInstruction]] = {
+    FORWARD: ForwardPass,
+    BACKWARD: BackwardPass,
+    WEIGHT: WeightPass,
+}
+RECEIVE: dict[Kind, type[PipeInstruction]] = {FORWARD: RecvActivation, BACKWARD: RecvGrad}
+SEND: dict[Kind, type[PipeInstruction]] = {FORWARD: SendActivation, BACKWARD: SendGrad}
+
+
+class PassSchedule(PipeSchedule):
+    """The instructions of a stage in a step, as DeepSpeed's engines read them.
+
+    RecvActivation and RecvGrad start to receive, as `communication.program` orders them, and
+    CommitP2P waits for one message; sends start and are not waited for. ReduceGrads of a pass
+    follows the last pass of a group of micro-batches, when the group's gradients are reduced over
+    the data ranks (`gradients/`); without a pass it ends all reductions, tied weights included.
+    DeepSpeed's buffer is a micro-batch here.
+    """
+
+    def __init__(self, pipeline: Pipeline, stage: int, *, training: bool):
+        super().__init__(pipeline.micro_batches, pipeline.stages, stage)
+        self.pipeline, self.training = pipeline, training
+
+    def num_pipe_buffers(self) -> int:
+        """Return 0: the engine keeps tensors in flight by their pass."""
+        return 0
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """Return the instructions of one action after the other, then those that end the step."""
+        return iter(self._steps)
+
+    @cached_property
+    def _steps(self) -> list[list[PipeInstruction]]:
+        return list(self._make_steps())
+
+    def _make_steps(self) -> Iterator[list[PipeInstruction]]:
+        order = self.pipeline.orders_of_step(training=self.training)[self.stage_id]
+        ends = group_ends(order, self.pipeline.reduce_every)
+        for action, work in program(self.pipeline, self.stage_id, training=self.training):
+            yield list(self._instructions(action, work))
+            is_sent = is_remote(self.stage_id, self.pipeline.receiver(work))
+            is_over = action == (Action.SEND if is_sent else Action.COMPUTE)
+            if is_over and work in ends:
+                yield [ReduceGrads(kind=work.kind, buffer_id=work.micro_batch, chunk=work.chunk)]
+        yield [CommitP2P()]
+        if self.training:
+            yield [ReduceGrads(), OptimizerStep()]
+
+    def _instructions(self, action: Action, work: Pass) -> Iterator[PipeInstruction]:
+        arguments = {"buffer_id": work.micro_batch, "chunk": work.chunk}
+        if action == Action.POST_RECEIVE:
+            yield RECEIVE[work.kind](**arguments)
+        elif action == Action.WAIT:
+            yield CommitP2P(kind=work.kind, **arguments)
+        elif action == Action.SEND:
+            yield SEND[work.kind](**arguments)
+        else:
+            if work.kind == FORWARD and self._reads_data(work):
+                yield LoadMicroBatch(**arguments)
+            yield COMPUTE[work.kind](**arguments)
+
+    def _reads_data(self, work: Pass) -> bool:
+        """Return True if a pass is the first of its stage that needs tokens or labels."""
+        virtual_stage = self.pipeline.virtual_stage(work.stage, work.chunk)
+        if virtual_stage == 0:
+            return True
+        first_stage, _ = self.pipeline.stage_and_chunk(0)
+        return virtual_stage == self.pipeline.virtual_stages - 1 and work.stage != first_stage
+
 
 InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
 
@@ -340,3 +605,75 @@ class ScheduledEngine(PipelineEngine):
         schedule.ReduceGrads: _exec_reduce_grads,
         schedule.OptimizerStep: _exec_optimizer_step,
     }
+
+
+# Recordings of the instructions of a pipeline's engine, with their times.
+
+KIND_OF_INSTRUCTION = {instruction: kind for kind, instruction in COMPUTE.items()}
+
+
+class Event(NamedTuple):
+    """An instruction of the engine and its times.
+
+    start, end: seconds on the monotonic clock of this host, which all its processes share; on a
+        GPU the host waits for the device after each instruction
+    kind: the kind of the pass, if the instruction computes one
+    """
+
+    instruction: str
+    kind: Kind | None
+    chunk: int | None
+    micro_batch: int | None
+    start: float
+    end: float
+
+
+class Recording:
+    """The events of an engine, from its creation until `stop`."""
+
+    def __init__(self, engine: ScheduledEngine):
+        self.engine = engine
+        self.events: list[Event] = []
+        engine.observers.append(self._observe)
+
+    def clear(self) -> None:
+        """Discard the events that were recorded so far."""
+        self.events = []
+
+    def stop(self) -> None:
+        """Stop recording."""
+        self.engine.observers.remove(self._observe)
+
+    @contextmanager
+    def _observe(self, instruction: PipeInstruction) -> Iterator[None]:
+        start = self._now()
+        yield
+        arguments = instruction.kwargs
+        self.events.append(
+            Event(
+                instruction=instruction.name,
+                kind=KIND_OF_INSTRUCTION.get(type(instruction)),
+                chunk=arguments.get("chunk"),
+                micro_batch=arguments.get("buffer_id"),
+                start=start,
+                end=self._now(),
+            )
+        )
+
+    def _now(self) -> float:
+        if self.engine.device.type == "cuda":
+            # Synchronizing the whole device would wait for receives that were posted ahead, whose
+            # messages may depend on later instructions of this rank.
+            torch.cuda.current_stream(self.engine.device).synchronize()
+        return time.perf_counter()
+
+
+def passes_of(events: Iterable[Event], stage: int) -> list[TimedPass]:
+    """Return the passes among the events of a stage."""
+    passes = []
+    for each in events:
+        if each.kind is not None:
+            assert each.chunk is not None and each.micro_batch is not None
+            work = Pass(each.kind, stage, each.chunk, each.micro_batch)
+            passes.append(TimedPass(work, each.start, each.end))
+    return passes

@@ -12,8 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from models.errors import UserError
-from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Kind
-from threefold.pipeline.schedules import SCHEDULES, Pipeline
+from threefold.pipeline.schedules import BACKWARD, FORWARD, SCHEDULES, WEIGHT, Kind, Pipeline
 from threefold.pipeline.simulation import TimedPass, Timeline, idle_share, pipeline_seconds
 
 MAX_STAGE_ROWS = 16

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from models.parallel.collectives import all_gather_single, wait_for
 from threefold.pipeline.gradients import Bucket
-from threefold.pipeline.replacement import replaced
+from threefold.pipeline.stage import replaced
 
 
 class WeightGathering:

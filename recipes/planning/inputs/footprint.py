@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from recipes.training.recipe.deepspeed_config import GRADIENT_BUCKET_ELEMENTS
 
-RUNNING_BUCKETS = 2  # `MAX_RUNNING` of `threefold/pipeline/reduction.py`
+RUNNING_BUCKETS = 2  # `MAX_RUNNING` of `threefold/pipeline/gradients.py`
 
 
 @dataclass(frozen=True, kw_only=True)

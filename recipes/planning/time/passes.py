@@ -5,8 +5,7 @@ from collections.abc import Callable
 from recipes.planning.inputs.job import Job
 from recipes.planning.time.step_time import transfer_time, virtual_stage_passes
 from threefold.pipeline.balance import pass_proportions
-from threefold.pipeline.passes import BACKWARD, FORWARD, WEIGHT, Kind, Pass
-from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
 from threefold.pipeline.simulation import Timeline, simulate
 
 

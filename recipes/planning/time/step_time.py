@@ -19,8 +19,7 @@ from recipes.planning.time.network import gather_seconds, transfer_seconds
 from recipes.planning.time.optimizer_time import optimizer_time
 from recipes.training.recipe.deepspeed_config import BYTES
 from threefold.pipeline.balance import PROPORTION_UNITS, pass_proportions
-from threefold.pipeline.passes import Kind
-from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.schedules import Kind, Pipeline
 from threefold.pipeline.simulation import pipeline_seconds, simulate
 
 MAX_SIMULATED_STAGES = 4

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from recipes.sweeping.splitting.part_clock import PartClock
 from recipes.training.engine.engine import Engine, PipelinedEngine
-from threefold.pipeline.replacement import replaced
+from threefold.pipeline.stage import replaced
 
 # The functions of `torch.distributed` call these methods of a group, under which name ever the
 # caller has imported the function. Older versions of torch lack some of them.

@@ -26,8 +26,8 @@ from recipes.sweeping.splitting.part_clock import PartClock
 from recipes.sweeping.splitting.parts import PARTS, SPLIT_STEPS
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.engine import Engine, PipelinedEngine
-from threefold.pipeline.instructions import WeightPass
-from threefold.pipeline.replacement import replaced
+from threefold.pipeline.engine import WeightPass
+from threefold.pipeline.stage import replaced
 
 PART_OF_INSTRUCTION: dict[type[PipeInstruction], str] = {
     ForwardPass: "compute",

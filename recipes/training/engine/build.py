@@ -53,9 +53,8 @@ from recipes.training.supervision.supervisor import Breadcrumb
 from threefold.pipeline.balance import pass_proportions
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
-from threefold.pipeline.process_grid import ProcessGrid
 from threefold.pipeline.schedules import Pipeline
-from threefold.pipeline.stage import Stage
+from threefold.pipeline.stage import ProcessGrid, Stage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -124,7 +124,7 @@ from deepspeed.runtime.zero import utils
 from deepspeed.utils.timer import NoopTimer
 
 from recipes.training.engine.optimizer.muon import Muon
-from threefold.pipeline.replacement import replaced
+from threefold.pipeline.stage import replaced
 
 COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # a variable that torch reads
 

@@ -15,7 +15,7 @@ from models.initialization import initialize
 from models.layer_specs import layer_names
 from models.parallel.collectives import TensorAxis
 from recipes.training.recipe.schema import Recipe
-from threefold.pipeline.process_grid import ProcessGrid
+from threefold.pipeline.stage import ProcessGrid
 
 
 class ShardedCreation:

@@ -105,7 +105,7 @@ def shards_for_norm(
 ) -> list[Tensor] | tuple[list[Tensor], dict[str, list[Tensor]]]:
     """Replace DeepSpeed's get_grads_for_norm, which reads the gradients of the whole stage.
 
-    A rank has only the average of its own shard (`threefold/pipeline/reduction.py`).
+    A rank has only the average of its own shard (`threefold/pipeline/gradients.py`).
 
     Returns:
         For clipping, the shards. For the norm, a list with one number, the norm over the shards of

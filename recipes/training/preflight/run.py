@@ -39,7 +39,7 @@ from recipes.training.runtime.processes import driver_name, on_gpu
 from recipes.training.runtime.rank_tree import RankTree
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.tracking.startup import Startup
-from threefold.pipeline.process_grid import ProcessGrid
+from threefold.pipeline.stage import ProcessGrid
 
 SECONDS_WITHOUT_PROGRESS = 60  # after which supervision ends a preflight that hangs
 EXCHANGE_TIMEOUT = timedelta(minutes=10)

@@ -21,7 +21,7 @@ from recipes.training.recipe.schema import Recipe
 from recipes.training.recipe.topology import Coordinates, Topology
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import write_whole
-from threefold.pipeline.recording import Event, Recording, passes_of
+from threefold.pipeline.engine import Event, Recording, passes_of
 from threefold.pipeline.simulation import Timeline, simulate, typical_seconds
 
 Show = Callable[[int, str, Path], None]

@@ -17,7 +17,7 @@ from models.initialization import (
 from models.sharding import place_of, sharding_of
 from recipes.training.engine.expert_groups import EXPERTS, is_marked
 from recipes.training.recipe.sections.training import Optimizer
-from threefold.pipeline.buckets import (
+from threefold.pipeline.gradients import (
     deferring_parameters,
     divide_into_buckets,
     units_of_experts,
