@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from recipes.training.recipe.sections.training import Optimizer
+from threefold.config.optimization import Optimizer
 
 
 def adamw(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:

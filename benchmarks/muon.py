@@ -34,10 +34,10 @@ from recipes.planning.inputs.option_types import count
 from recipes.planning.time.optimizer_time import muon_time
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.trial import start, train_step
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
-from recipes.training.recipe.schema import Recipe
 from recipes.training.runtime.streams import stdout_for_json
 from tests.ranks import join_world, run_ranks
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
+from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, load_gpu
 
 RANKS = 2

@@ -24,7 +24,7 @@ import time
 import numpy as np
 
 from recipes.training.data.token_file import TokenFile
-from recipes.training.recipe.loading import REPOSITORY
+from threefold.config.loading import REPOSITORY
 
 PROCESSES = 2
 PLAIN = """

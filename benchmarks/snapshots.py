@@ -38,12 +38,12 @@ from recipes.proving.worlds import free_port, rank_variables
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
-from recipes.training.recipe.loading import DEFAULT_RECIPE, parse_recipe
-from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.processes import start_processes
 from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.snapshots.writer import SnapshotWriter
+from threefold.config.loading import DEFAULT_RECIPE, parse_recipe
+from threefold.config.parallel_dims import World
 
 NODES = 2
 STEPS_PER_BLOCK = 2  # of a block; a snapshot is complete before the block ends

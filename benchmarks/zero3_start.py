@@ -28,10 +28,10 @@ from models.initialization import initialize
 from models.layer_specs import logical_parameters
 from recipes.tracing.fake_cluster import one_rank_of
 from recipes.training.engine import build
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import World
+from threefold.config.deepspeed_json import build_deepspeed_config
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.parallel_dims import World
+from threefold.config.recipe import Recipe
 from threefold.pipeline.stage import replaced
 
 WEIGHT_BYTES = 2  # bf16

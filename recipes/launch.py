@@ -38,11 +38,11 @@ from recipes.launching.rank_command import rank_command
 from recipes.launching.replanning import Replanner
 from recipes.nodes.connection import on_this_machine, over_srun, over_ssh
 from recipes.nodes.hosts import read_hostfile, recipe_on_hosts, slurm_hosts
-from recipes.training.recipe.loading import REPOSITORY, origin
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
 from recipes.training.runtime.exits import BUSY, REJECTED, raise_at_interrupt
 from recipes.training.runtime.streams import outlive_output
+from threefold.config.loading import REPOSITORY, origin
 
 CONNECT_BY_LAUNCHER = {"ssh": over_ssh, "srun": over_srun, "local": on_this_machine}
 

@@ -58,11 +58,11 @@ from recipes.planning.search.family import largest, members
 from recipes.planning.search.layout_search import SearchResult, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.data.corpus_manifest import unused_rows
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.layout import Cluster
-from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.runtime.exits import raise_at_interrupt
 from recipes.training.runtime.streams import escape_output, stdout_for_json
+from threefold.config.layout import Cluster
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 
 
 def main() -> None:

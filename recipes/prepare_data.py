@@ -55,11 +55,11 @@ from recipes.preparing.options import (
 )
 from recipes.preparing.workspace import clear_workspace, full_disk_explained, lock_workspace
 from recipes.training.data.corpus_manifest import few_tokens
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.line_file import flush
 from recipes.training.runtime.exits import REJECTED, raise_at_interrupt
 from recipes.training.runtime.streams import escape_output
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.repository import repository_path
 
 if TYPE_CHECKING:
     from recipes.preparing.formats.format import Format, NumberedPiece

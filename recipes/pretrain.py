@@ -28,7 +28,6 @@ from recipes.training.loop.experiment import read_experiment
 from recipes.training.loop.measurements import compare_speed, evaluate, stop_if_unreadable
 from recipes.training.loop.rejection import rejections
 from recipes.training.loop.run import Ending, Run
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import SECONDS_TO_WAIT
 from recipes.training.runtime.exits import FINISHED, REJECTED, leave, raise_at_interrupt
@@ -42,6 +41,7 @@ from recipes.training.runtime.streams import label_lines, outlive_output
 from recipes.training.runtime.torch_variables import set_thread_count, set_torch_variables
 from recipes.training.tracking.messages import summarize
 from recipes.training.tracking.startup import Startup
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
 
 
 def main(started: float | None = None) -> None:

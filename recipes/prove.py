@@ -50,10 +50,10 @@ from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, as_text, describe, relay_as_text, summary
 from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.worlds import run_cases
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.runtime.streams import escape_output, stdout_for_json
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
 RELAY_STEPS = 1000  # more than a relay runs, so that the learning rate stays above its minimum

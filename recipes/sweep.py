@@ -64,9 +64,9 @@ from recipes.sweeping.worlds.launchers import (
     SlurmLauncher,
 )
 from recipes.sweeping.worlds.rank import run_rank
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.runtime.exits import leave
 from recipes.training.runtime.streams import outlive_output, stdout_for_json
+from threefold.config.loading import REPOSITORY, load_recipe
 
 MAX_NAMES = 3  # recipes in the name of a sweep folder
 

@@ -15,11 +15,11 @@ import argparse
 import os
 
 from models.errors import UserError
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
 from recipes.training.runtime.exits import REJECTED, UNFIT
+from threefold.config.loading import REPOSITORY, load_recipe
 
 EXCLUDE = """
 The preflight has found a broken node; the log names it. Write #SBATCH --exclude=NODE at the top of

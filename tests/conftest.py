@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from recipes.proving.proof_corpus import write_corpus
-from recipes.training.recipe import loading
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY
 from tests.core_seconds import seconds_of_tree
+from threefold.config import loading
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
 
 # The longest files, longest first. `make test` gives each of its two processes one file at a time:
 # if a long file came last, the other process would be idle meanwhile.

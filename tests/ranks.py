@@ -25,8 +25,8 @@ from recipes.proving.worlds import (
     free_port,
     rank_variables,
 )
-from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import start_processes
+from threefold.config.parallel_dims import World
 
 # The fork server imports these modules before it forks ranks, because most test files import
 # pytest, and some matplotlib, transformers or what a run of pretrain.py imports.

@@ -19,12 +19,12 @@ from recipes import plan
 from recipes.planning.output import catalogue
 from recipes.planning.output.catalogue import ZERO_STAGE_HEADER, ZERO_STAGE_ROWS
 from recipes.planning.output.recipe_reference import reference
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
-from recipes.training.recipe.schema import Recipe
 from recipes.training.runtime.exits import leave_handlers_out
 from tests.commands import run_here
 from tests.conftest import shipped_configs, shipped_recipes
 from tests.ranks import run_ranks
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from threefold.config.recipe import Recipe
 
 MAX_README_LINES = 200
 DOCS = {path.name: path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))}
@@ -267,9 +267,9 @@ def test_every_package_of_training_is_explained() -> None:
 
 
 def test_the_proofs_are_counted_right() -> None:
+    from tests.config.test_schema import BAD
     from tests.planning.test_catalogue import COPIES
     from tests.training.engine.test_layouts import CASES, QUICK_KEYS
-    from tests.training.recipe.test_schema import BAD
 
     page = " ".join(DOCS["testing.md"].split())
     assert f"in {len(CASES)} layouts" in page

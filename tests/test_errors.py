@@ -13,11 +13,11 @@ import tomli_w
 from models.errors import UserError, reason_of
 from recipes import pretrain
 from recipes.proving import layouts
-from recipes.training.recipe.loading import REPOSITORY, parse_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections import training
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
+from threefold.config import optimization
+from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.config.recipe import Recipe
 
 COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep", "launch", "report")
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
@@ -71,7 +71,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/data/evaluation/encoding.py: TaskTokenizer.__init__": FOREIGN,
     "recipes/training/data/evaluation/task_file.py: _item": PARSING,
     "recipes/training/data/evaluation/token_bytes.py: token_bytes": PARSING,
-    "recipes/training/recipe/deepspeed_config.py: _parse": PARSING,
+    "threefold/config/deepspeed_json.py: _parse": PARSING,
     "recipes/training/data/evaluation/encoding.py: _read_settings": PARSING,
     "recipes/training/snapshots/client.py: Client.listing": PARSING,
     "recipes/training/snapshots/node_memory.py: NodeMemory.servers": PARSING,
@@ -79,9 +79,9 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/run_folder/lock.py: _parse": PARSING,
     "recipes/training/run_folder/line_file.py: LineFile._parse": PARSING,
     "recipes/training/checkpoint/manifest.py: Manifest.parse": PARSING,
-    "recipes/training/recipe/loading.py: _read_toml": PARSING,
+    "threefold/config/loading.py: _read_toml": PARSING,
     "recipes/converting/export.py: recorded_files": PARSING,
-    "recipes/training/recipe/loading.py: apply_override": PARSING,
+    "threefold/config/loading.py: apply_override": PARSING,
     "recipes/training/supervision/background.py: Background._work": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._end": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._watch": CONTINUES,
@@ -309,7 +309,7 @@ def test_a_defect_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = changed(small_recipe(corpus), batch__micro_sequences=3)
-    monkeypatch.setattr(training, "nearest_multiples", defect)
+    monkeypatch.setattr(optimization, "nearest_multiples", defect)
     with pytest.raises(ValueError, match="cannot reshape") as raised:
         parse_recipe(table, "small")
     assert raised.type is ValueError
@@ -324,7 +324,7 @@ def test_a_failed_assertion_of_a_validator_is_not_a_rejected_recipe(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = changed(small_recipe(corpus), batch__micro_sequences=3)
-    monkeypatch.setattr(training, "nearest_multiples", failing_assertion)
+    monkeypatch.setattr(optimization, "nearest_multiples", failing_assertion)
     with pytest.raises(AssertionError, match="an invariant"):
         parse_recipe(table, "small")
 
@@ -359,7 +359,7 @@ from recipes import pretrain
 from recipes.training.loop import rejection
 from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.runtime.processes import start_processes
-from recipes.training.recipe.topology import World
+from threefold.config.parallel_dims import World
 
 def main(started):
     world = World.from_environment(os.environ)

@@ -247,7 +247,7 @@ def test_imports_only_from_lower_floors(module: str) -> None:
         ("models.parallel.layers", "from models.transformer import Block"),
         ("models.parallel.layers", "from models.config import ModelConfig"),
         ("models.transformer", "import deepspeed"),
-        ("recipes.training.recipe.schema", "from models.sharding import Sharding"),
+        ("threefold.config.recipe", "from models.sharding import Sharding"),
         ("recipes.training.data.dataset", "from recipes.training.checkpoint import reader"),
         ("recipes.training.data.dataset", "def f():\n    import transformers"),
         ("recipes.planning.inputs.job", "from recipes.training.tracking.tracker import Tracker"),

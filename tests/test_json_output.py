@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.training.recipe.loading import REPOSITORY
+from threefold.config.loading import REPOSITORY
 
 OPTION_MODULES = {  # module that defines --json -> the command that uses it
     "recipes.planning.command_line.plan_options": "recipes.plan",

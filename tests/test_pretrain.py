@@ -20,13 +20,13 @@ from models.errors import UserError
 from recipes.proving.worlds import free_port
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.data.token_file import TokenFile
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.topology import World
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.processes import check_machine
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.parallel_dims import World
 
 # pretrain.py on a machine whose second rank computes different weights from step 2 on.
 FAULTY = """

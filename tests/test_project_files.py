@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes.training.recipe.loading import REPOSITORY
 from tests.conftest import LONGEST_FILES, TESTS
+from threefold.config.loading import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text()

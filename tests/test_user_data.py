@@ -34,9 +34,6 @@ from recipes.reporting.record.run_record import read_run
 from recipes.training.checkpoint.compatibility import check_initial_weights
 from recipes.training.checkpoint.manifest import REMEDY, Manifest
 from recipes.training.data.token_file import TokenFile, write_token_file
-from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
-from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import is_held
 from recipes.training.run_folder.progress import Progress
@@ -48,6 +45,9 @@ from recipes.training.tracking.weights_and_biases.settings import (
     read_wandb_key,
 )
 from tests.reporting.synthetic import write_run
+from threefold.config.deepspeed_json import read_deepspeed_json
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import FOLDER, read_gpu
 
 DIGITS = "1" * 5000  # more than Python converts: a plain ValueError of json and tomllib
@@ -461,8 +461,8 @@ def test_a_locale_without_utf_8(tmp_path: Path) -> None:
         "import sys\n"
         "from pathlib import Path\n"
         "from recipes import report\n"
-        "from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe\n"
-        "from recipes.training.recipe.repository import repository_path\n"
+        "from threefold.config.loading import DEFAULT_RECIPE, load_recipe\n"
+        "from threefold.config.repository import repository_path\n"
         "from recipes.training.run_folder.line_file import write_whole\n"
         "recipe = load_recipe(DEFAULT_RECIPE, [sys.argv.pop(), sys.argv.pop()])\n"
         "write_whole(Path(sys.argv[1]) / 'recipe.toml', recipe.toml())\n"

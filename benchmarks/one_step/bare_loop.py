@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.adamw import adamw
-from recipes.training.recipe.schema import Recipe
+from threefold.config.recipe import Recipe
 
 
 class BareLoop:

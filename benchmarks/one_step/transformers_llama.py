@@ -10,7 +10,7 @@ from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.sharding import declare, sharding_of
-from recipes.training.recipe.schema import Recipe
+from threefold.config.recipe import Recipe
 
 
 class TransformersLlama(nn.Module):

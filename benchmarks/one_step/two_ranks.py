@@ -16,7 +16,7 @@ from benchmarks.taking_turns import (
     ratio,
     take_turns,
 )
-from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS
+from threefold.config.layout import CONTEXT_ATTENTIONS
 
 ONE = "one_process"
 WAITING = replace(OUR_ENTRY, overlaps=False)

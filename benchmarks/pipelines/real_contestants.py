@@ -37,11 +37,11 @@ from recipes.training.engine.build import (
     build_from_recipe,
     layers_of_virtual_stages,
 )
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import quiet
+from threefold.config.deepspeed_json import build_deepspeed_config
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe
+from threefold.config.parallel_dims import Topology
+from threefold.config.recipe import Recipe
 from threefold.pipeline.engine import Event, Recording
 
 STAGES = 2

@@ -22,9 +22,9 @@ from recipes.training.checkpoint.compatibility import (
 )
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
-from recipes.training.recipe.errors import value_text
-from recipes.training.recipe.stages.plan import table_at
 from recipes.training.run_folder.provenance import versions
+from threefold.config.errors import value_text
+from threefold.config.phases import table_at
 
 BLOCK_ELEMENTS = 2**24  # elements of a tensor that are averaged in float64 at a time
 

@@ -28,10 +28,10 @@ from recipes.launching.failures import Failures, GpuErrors
 from recipes.launching.nodes import SECONDS_BETWEEN_LISTS, SECONDS_TO_CONNECT, Nodes
 from recipes.launching.replanning import Placement, Replanner
 from recipes.nodes.connection import AgentSettings, Connect, Connections
-from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lease import grant
 from recipes.training.runtime.exits import HUNG, INTERRUPTED
+from threefold.config.recipe import Recipe
 
 SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start
 SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer, including the waits at the start

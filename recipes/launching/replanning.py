@@ -14,8 +14,8 @@ from recipes.planning.memory.peak import GIB, StageMemory, fits, fullest_stage, 
 from recipes.planning.output.recipe_edits import edits, options_of
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan, is_near_tie, search
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from models.errors import UserError
 from recipes.training.loop.experiment import check_stages
-from recipes.training.recipe.deepspeed_config import require_auto
-from recipes.training.recipe.loading import load_recipe, origin, short
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.layout import Cluster, Layout
-from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.recipe.topology import World
+from threefold.config.deepspeed_json import require_auto
+from threefold.config.layout import Cluster, Layout
+from threefold.config.loading import load_recipe, origin, short
+from threefold.config.parallel_dims import World
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import device_names_of_machine, gpu_of_device, machine_has_gpu
 
 # A name that begins with a hyphen, also after USER@, would be an option of ssh. deepspeed ignores

@@ -8,7 +8,7 @@ from recipes.planning.memory.peak import GIB, StageMemory, fullest_stage, limit_
 from recipes.planning.output.recipe_edits import options_of
 from recipes.planning.search.layout_search import search
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.schema import Recipe
+from threefold.config.recipe import Recipe
 
 MAX_CANDIDATES = 500  # the fastest layouts that are compared
 

@@ -13,13 +13,13 @@ from recipes.preparing.tokenizer import load_tokenizer
 from recipes.training.data.corpus_manifest import lost_manifest
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import document_starts
-from recipes.training.recipe.repository import repository_path
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import MAX_INTEGER_IN_LINE
 from recipes.training.run_folder.progress import Progress
+from threefold.config.parallel_dims import Topology
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
+from threefold.config.repository import repository_path
 
 MAX_CHARACTERS_SHOWN = 200  # of a window
 

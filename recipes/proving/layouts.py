@@ -6,11 +6,11 @@ from itertools import combinations, product
 from typing import Any
 
 from models.errors import UserError
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config, read_deepspeed_json
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
-from recipes.training.recipe.topology import Topology, World
+from threefold.config.deepspeed_json import build_deepspeed_config, read_deepspeed_json
+from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
+from threefold.config.loading import parse_recipe
+from threefold.config.parallel_dims import Topology, World
+from threefold.config.recipe import Recipe
 
 ZERO_STAGES = (1, 2, 3)
 CONFIG = "ds_configs/zero{}_fp32.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from models.config import Experts, ModelConfig
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
+from threefold.config.loading import parse_recipe
+from threefold.config.recipe import Recipe
 
 HEAD_SIZE = 8
 MAX_HEADS_PER_GROUP = 3  # query heads per key-value head

@@ -20,12 +20,12 @@ from recipes.planning.search.layout_search import (
     search,
 )
 from recipes.sweeping.trial import Rejection, Trial
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config, require_auto
-from recipes.training.recipe.loading import load_recipe
-from recipes.training.recipe.repository import short
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.recipe.topology import World
+from threefold.config.deepspeed_json import build_deepspeed_config, require_auto
+from threefold.config.loading import load_recipe
+from threefold.config.parallel_dims import World
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
+from threefold.config.repository import short
 
 ALL = 10**9  # more layouts than a search finds
 

@@ -12,7 +12,7 @@ from recipes.planning.inputs.option_types import (
     parser_with_examples,
     seconds,
 )
-from recipes.training.recipe.loading import DEFAULT_RECIPE
+from threefold.config.loading import DEFAULT_RECIPE
 
 MAX_ROUNDS = 100
 NOT_WITH_LINKS = {  # options of a sweep of recipes: name in the namespace -> on the command line

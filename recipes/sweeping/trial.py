@@ -14,9 +14,9 @@ from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.time.step_time import StepTime, step_time
 from recipes.sweeping.splitting.parts import SPLIT_STEPS, Split
-from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.layout import Cluster
+from threefold.config.deepspeed_json import read_deepspeed_json
+from threefold.config.layout import Cluster
+from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import is_cpu
 
 Outcome = Literal["ok", "out_of_memory", "hung", "crashed", "rejected", "too_large"]

@@ -34,9 +34,9 @@ from recipes.tracing.shortened_step import enough_micro_batches, per_step, with_
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.engine.engine import Engine, PipelinedEngine
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import Coordinates, Topology, World
+from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
+from threefold.config.parallel_dims import Coordinates, Topology, World
+from threefold.config.recipe import Recipe
 
 ALLOCATOR_BYTES = 512  # CUDA's caching allocator rounds sizes up to a multiple (kMinBlockSize)
 MAX_LISTED_ALLOCATIONS = 15

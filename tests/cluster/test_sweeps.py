@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import tomli_w
 
-from recipes.training.recipe.loading import REPOSITORY
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import changed, small_recipe
 from tests.sweeping.sweeps import copy_of_code
+from threefold.config.loading import REPOSITORY
 from threefold.gpus.datasheet import load_gpu, read_gpu
 
 pytestmark = [

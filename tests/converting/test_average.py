@@ -21,9 +21,9 @@ from recipes.training.checkpoint.compatibility import check_same_model, check_sa
 from recipes.training.checkpoint.manifest import Manifest, find_damages, tensor_key
 from recipes.training.checkpoint.state import KINDS
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
-from recipes.training.recipe.loading import parse_recipe
 from tests.commands import run_here
 from tests.conftest import changed, small_recipe
+from threefold.config.loading import parse_recipe
 
 STEPS = (10, 20, 30)
 

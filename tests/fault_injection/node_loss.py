@@ -34,10 +34,10 @@ from typing import Any
 import tomli_w
 
 from recipes.proving.proof_corpus import write_corpus
-from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.snapshots.partners import partner_nodes
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
+from threefold.config.loading import REPOSITORY
 
 HOSTS = 4
 STEPS_PER_FAULT = 40

@@ -43,7 +43,6 @@ import tomli_w
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import RANK_ENVIRONMENT, environment, free_port, rank_variables
 from recipes.training.checkpoint.manifest import find_damages
-from recipes.training.recipe.loading import load_recipe
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
@@ -56,6 +55,7 @@ from tests.fault_injection.soak_faults import (
     die_loading,
     poison_and_record,
 )
+from threefold.config.loading import load_recipe
 
 RANKS, STEPS, EVERY = 2, 20, 4
 MAX_SECONDS = 240  # a start that takes longer hangs

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from recipes.training.recipe.loading import REPOSITORY
+from threefold.config.loading import REPOSITORY
 
 PIECE_BYTES = 2**16
 PREPARATION_SECONDS = 120  # a preparation that takes longer hangs

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe import loading
 from tests.fuzzing import __main__ as fuzzing
 from tests.fuzzing.__main__ import Kind, attempt, fuzz, kinds, limits
+from threefold.config import loading
 
 INPUTS = {"events": 30, "metrics": 30, "lock": 30}  # the other kinds are faster
 NAMES = (

@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensorMode
 from models.experts import layer
 from recipes.tracing import fake_cluster
 from recipes.tracing.trace import trace
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from threefold.config.loading import REPOSITORY, load_recipe
 
 GPT = (  # on top of recipes/tiny.toml
     'model.norm="layernorm"', 'model.positions="learned"', 'model.activation="gelu"',

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from recipes.training.runtime.processes import compiler
 from tests.gpu.setting import Result, Setting
+from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import peak_tflops
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "triton", "numpy", "pydantic")

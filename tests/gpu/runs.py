@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import free_port, rank_variables
 from recipes.sweeping.worlds.launchers import killed_with_parent
-from recipes.training.recipe.loading import REPOSITORY
 from tests.gpu.setting import Setting
+from threefold.config.loading import REPOSITORY
 
 Item = TypeVar("Item")
 VOCAB_SIZE, SMALL_VOCAB_SIZE = 2048, 250

@@ -29,12 +29,12 @@ from recipes.planning.memory.peak import stage_memory
 from recipes.planning.time.step_time import step_time
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.build import build_from_recipe
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import compiler, start_processes
 from tests.gpu.environment import device_name, synchronize
 from tests.gpu.setting import Result, Setting
+from threefold.config.deepspeed_json import build_deepspeed_config
+from threefold.config.parallel_dims import World
+from threefold.config.recipe import Recipe
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import FOLDER, Gpu, gpus, peak_tflops
 

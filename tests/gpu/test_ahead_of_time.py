@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from recipes.training.recipe.loading import REPOSITORY
+from threefold.config.loading import REPOSITORY
 
 TRITON = REPOSITORY / ".venv" / "triton"  # for a torch without it: `make long` installs it there
 UNSIGNED_CONSTANT = (

@@ -27,9 +27,6 @@ from models.parallel import cross_entropy
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import stage_memory
 from recipes.training.data.token_file import TokenFile
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.topology import World
 from tests.gpu import kernels, nanogpt, training
 from tests.gpu.__main__ import main, publish
 from tests.gpu.environment import driver
@@ -57,6 +54,9 @@ from tests.gpu.runs import (
     start,
 )
 from tests.gpu.setting import FAILED, PASSED, SKIPPED, Result, Setting
+from threefold.config.deepspeed_json import build_deepspeed_config
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import load_gpu, read_gpu
 from threefold.pipeline.schedules import SCHEDULES
 

@@ -37,8 +37,8 @@ import psutil
 
 from models.errors import UserError
 from recipes.sweeping.worlds.launchers import killed_with_parent
-from recipes.training.recipe.loading import REPOSITORY
 from tests.mutants.server import PR_SET_PDEATHSIG
+from threefold.config.loading import REPOSITORY
 
 MUTANTS = Path(__file__).with_name("mutants.toml")
 SERVER = Path(__file__).with_name("server.py")

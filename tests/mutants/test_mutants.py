@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.loading import REPOSITORY
 from tests.conftest import users_files
 from tests.mutants import __main__ as mutants
 from tests.mutants.__main__ import (
@@ -27,6 +26,7 @@ from tests.mutants.__main__ import (
     run,
     suffices,
 )
+from threefold.config.loading import REPOSITORY
 
 MUTANTS = read_mutants()
 MIN_MUTANTS_PER_PACKAGE = 3

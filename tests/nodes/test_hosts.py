@@ -17,8 +17,8 @@ from recipes.nodes.hosts import (
     slurm_hosts,
     unused,
 )
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
-from recipes.training.recipe.sections.layout import Cluster
+from threefold.config.layout import Cluster
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 
 
 def test_hosts_are_read_in_order(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 
 from models.cost import block_multiply_adds, flops_per_token, head_multiply_adds
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.schema import Recipe
 from tests.conftest import shipped_recipes
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.recipe import Recipe
 from threefold.pipeline.balance import (
     balance_text,
     divide_blocks,

@@ -6,7 +6,6 @@ from itertools import chain, product
 import pytest
 
 from benchmarks.communication_slots import SCHEDULES
-from recipes.training.recipe.sections.layout import PAIRED_SCHEDULES
 from tests.nccl_rules.slots import (
     LaunchRule,
     StepProgram,
@@ -15,6 +14,7 @@ from tests.nccl_rules.slots import (
     step_seconds,
     sufficient_slots,
 )
+from threefold.config.layout import PAIRED_SCHEDULES
 from threefold.pipeline import simulation
 from threefold.pipeline.schedules import Pass, Pipeline, min_micro_batches
 from threefold.pipeline.simulation import Action, Event, Route, rounds, routes

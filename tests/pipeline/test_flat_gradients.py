@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from recipes.proving.trial import many_cases, start, train_step
-from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.config.loading import parse_recipe
 from threefold.pipeline.gradients import FlatGradients
 
 DTYPES = ("fp32", "bf16")

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from models.transformer import Block
 from recipes.proving.trial import many_cases, start, train_step
-from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.config.loading import parse_recipe
 from threefold.pipeline import weight_gathering
 from threefold.pipeline.weight_gathering import WeightGathering
 

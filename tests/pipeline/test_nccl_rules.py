@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from models.parallel.process_groups import NcclSettings, create_groups
 from recipes.proving.layouts import SCHEDULES
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import World
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.nccl_rules.device import Rules
 from tests.nccl_rules.slots import LaunchRule
 from tests.ranks import REPOSITORY, join_world, run_ranks
+from threefold.config.loading import parse_recipe
+from threefold.config.parallel_dims import World
+from threefold.config.recipe import Recipe
 
 STRICT = Rules(slots=2, launch=LaunchRule.POSTING_ORDER, patience=60)
 RULES = {

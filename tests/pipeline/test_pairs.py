@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.sections.layout import PAIRED_SCHEDULES
+from threefold.config.layout import PAIRED_SCHEDULES
 from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Pass, Pipeline
 from threefold.pipeline.simulation import pipeline_seconds, simulate
 

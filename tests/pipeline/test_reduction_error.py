@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.reduction_error import NOISES, RANKS, ring_errors, table
-from recipes.training.recipe.loading import REPOSITORY
+from threefold.config.loading import REPOSITORY
 
 
 @pytest.fixture(scope="module")

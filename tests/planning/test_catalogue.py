@@ -22,21 +22,21 @@ from recipes.proving.layouts import ProofCase, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.shrink import shrink
 from recipes.proving.trial import try_cases
-from recipes.training.recipe.deepspeed_config import (
+from tests.commands import run_here
+from tests.conftest import shipped_recipes
+from tests.ranks import run_ranks
+from threefold.config.deepspeed_json import (
     build_deepspeed_config,
     read_deepspeed_json,
     zero_stage,
 )
-from recipes.training.recipe.loading import (
+from threefold.config.loading import (
     DEFAULT_RECIPE,
     REPOSITORY,
     load_recipe,
 )
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import World
-from tests.commands import run_here
-from tests.conftest import shipped_recipes
-from tests.ranks import run_ranks
+from threefold.config.parallel_dims import World
+from threefold.config.recipe import Recipe
 
 FILES = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]
 NAMES = [f"{path.parent.name}-{path.stem}" for path in FILES]

@@ -12,7 +12,7 @@ from recipes.planning.time.data_time import (
     data_traffic,
     exposed_after,
 )
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.pipeline.gradients import MAX_RUNNING
 
 

@@ -23,9 +23,9 @@ from recipes.planning.memory.peak import first_chunk_parameters, memory_of_stage
 from recipes.planning.output.recipe_edits import in_layout
 from recipes.planning.search.layout_search import search
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.schema import Recipe
 from tests.commands import run_here
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.recipe import Recipe
 
 MIXTRAL = REPOSITORY / "recipes" / "mixtral" / "8x7b.toml"
 

@@ -19,10 +19,10 @@ from recipes.planning.output.family_report import family_lines, family_table
 from recipes.planning.search import family as family_search
 from recipes.planning.search.family import Member, largest, members
 from recipes.planning.search.layout_search import search
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.sections.layout import Cluster
 from tests.commands import run_here
 from tests.conftest import shipped_recipes
+from threefold.config.layout import Cluster
+from threefold.config.loading import REPOSITORY, load_recipe
 
 LLAMA = REPOSITORY / "recipes" / "llama"
 LLAMA_7B = LLAMA / "7b.toml"

@@ -6,7 +6,7 @@ import pytest
 
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import fullest_stage, stage_memory
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu
 from threefold.pipeline.schedules import SCHEDULES
 

@@ -13,9 +13,9 @@ from recipes.planning.output.pictures.plan_picture import plan_on_nodes
 from recipes.planning.search import family
 from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.sections.layout import Cluster
 from tests.commands import run_here
+from threefold.config.layout import Cluster
+from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu
 
 LLAMA_7B = "recipes/llama/7b.toml"

@@ -23,7 +23,7 @@ from recipes.planning.time.optimizer_time import (
 )
 from recipes.tracing.trace import trace
 from recipes.training.engine.optimizer.matrix_plan import Matrix, owners_by_round
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu
 
 RECIPES = ["tiny", "gpt/125m", "llama/8b", "mixtral/8x7b", "qwen3/30b-a3b", "dots/llm1"]

@@ -17,8 +17,8 @@ from recipes.planning.output.pictures import plan_picture
 from recipes.planning.output.pictures.pipeline_picture import timeline
 from recipes.planning.search import family
 from recipes.planning.search.layout_search import search
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.schema import Recipe
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.recipe import Recipe
 from threefold.pipeline.picture import MAX_STAGE_ROWS, evenly_picked
 
 RECIPES = REPOSITORY / "recipes"

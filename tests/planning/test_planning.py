@@ -62,15 +62,15 @@ from recipes.planning.time.data_time import data_traffic
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 from recipes.planning.time.passes import timeline_of
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.loading import (
+from tests.commands import run_here
+from tests.conftest import shipped_recipes
+from threefold.config.loading import (
     REPOSITORY,
     apply_overrides,
     load_recipe,
     parse_recipe,
 )
-from recipes.training.recipe.schema import Recipe
-from tests.commands import run_here
-from tests.conftest import shipped_recipes
+from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
 from threefold.pipeline.gradients import MAX_RUNNING
 from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches, most_in_flight

@@ -15,7 +15,7 @@ from recipes.planning.memory.peak import GIB, context_gib, fullest_stage
 from recipes.planning.output.plan_report import rates
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
 from recipes.planning.time.step_time import data_time, step_time
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"

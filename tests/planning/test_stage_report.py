@@ -14,8 +14,8 @@ from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.memory.peak import stage_memory
 from recipes.planning.output.predicted_metrics import predicted_metrics, predicted_metrics_of_run
 from recipes.proving.shrink import shrink
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.stages.plan import StagePlan
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.phases import StagePlan
 
 LONG = {
     "name": "long",

@@ -15,7 +15,7 @@ from recipes.planning.measured.calibration import Calibration
 from recipes.planning.measured.comparison import compare
 from recipes.planning.measured.table import read_cells
 from recipes.planning.output.pictures import table_picture
-from recipes.training.recipe.loading import REPOSITORY
+from threefold.config.loading import REPOSITORY
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
 SIZES = ("layers", "hidden", "seq", "vocab", "gbs", "gpus", "tp", "pp")

@@ -7,9 +7,9 @@ import pytest
 from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import memory_of_stage, stage_memory
 from recipes.tracing.trace import trace
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
-from recipes.training.recipe.schema import Recipe
 from tests.conftest import shipped_recipes
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from threefold.config.recipe import Recipe
 
 CATALOGUE = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]
 TOLERANCE = 0.03  # for the recipes; the tests of single layouts add 0.01

@@ -19,8 +19,8 @@ from recipes.preparing.tasks.corpus_tasks import (
 )
 from recipes.preparing.tasks.harness_samples import items_of_samples
 from recipes.training.data.evaluation.task_file import read_items
-from recipes.training.recipe.loading import REPOSITORY
 from tests.training.evaluation.text_corpus import write_text_corpus
+from threefold.config.loading import REPOSITORY
 
 
 @pytest.fixture(scope="module")

@@ -49,10 +49,10 @@ from recipes.training.engine.optimizer.matrix_exchange import MatrixExchange, up
 from recipes.training.engine.optimizer.muon import Muon
 from recipes.training.engine.optimizer.newton_schulz import orthogonalize
 from recipes.training.engine.zero_patches import sum_of_squares
-from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
-from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
+from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
+from threefold.config.recipe import Recipe
 from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 from recipes.proving.trial import many_cases, start, train_step
-from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.config.loading import parse_recipe
 from threefold.pipeline import gradients
 
 STAGES = {stage: {"deepspeed": f"ds_configs/zero{stage}_fp32.json"} for stage in (1, 2, 3)}

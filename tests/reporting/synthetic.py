@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
-from recipes.training.recipe.schema import Recipe
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe
+from threefold.config.recipe import Recipe
 
 BEGAN = 1_800_000_000.0  # seconds since the epoch
 TWO_SOURCES = (

@@ -20,9 +20,9 @@ from recipes.reporting.page.facts import plan_rows
 from recipes.reporting.page.page import Watching, bokeh_script, render
 from recipes.reporting.page.panels import panels_of
 from recipes.reporting.record.run_record import read_run
-from recipes.training.recipe.loading import REPOSITORY
 from tests.commands import run_here
 from tests.reporting.synthetic import event, line_of, recipe_of, write_lines, write_run
+from threefold.config.loading import REPOSITORY
 
 MAX_BYTES = 5_000_000
 MAX_BYTES_OF_ONE_RUN = 1_000_000  # without Bokeh's script

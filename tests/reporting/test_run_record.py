@@ -15,10 +15,10 @@ from recipes.reporting.page.facts import mixtures, state, stops, summary, wall_t
 from recipes.reporting.record.mixture import shares_read
 from recipes.reporting.record.run_record import names_of, read_run
 from recipes.training.data.mixing import choose_sources
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.lock import FolderLock
 from tests.reporting.synthetic import BEGAN, event, recipe_of, write_run
+from threefold.config.loading import parse_recipe
+from threefold.config.phases import StagePlan
 
 
 def test_a_line_that_is_being_written_is_left_out_silently(tmp_path: Path) -> None:

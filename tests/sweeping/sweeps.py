@@ -18,7 +18,7 @@ from models.errors import UserError
 from recipes import sweep as sweep_command
 from recipes.sweeping.choice import Request, choose
 from recipes.sweeping.trial import Trial
-from recipes.training.recipe.loading import REPOSITORY
+from threefold.config.loading import REPOSITORY
 
 PROGRAM = Path(__file__).with_name("faulty_sweep.py")
 SECONDS_FOR_RANKS_TO_END = 15

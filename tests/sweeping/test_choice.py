@@ -12,8 +12,8 @@ from recipes.planning.inputs.job import Machine, job_without_layout
 from recipes.planning.search.layout_search import search
 from recipes.sweeping.choice import Request, choose, values_of_setting
 from recipes.sweeping.trial import Trial
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from tests.conftest import changed, small_recipe
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 
 LLAMA = DEFAULT_RECIPE.parent / "llama" / "7b.toml"
 

@@ -19,10 +19,10 @@ from recipes.sweeping.sweep_folder import SweepFolder
 from recipes.sweeping.trial import Trial
 from recipes.sweeping.worlds import measuring
 from recipes.sweeping.worlds.rank import outcome_of
-from recipes.training.recipe.loading import DEFAULT_RECIPE
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from tests.sweeping.sweeps import Sweep
+from threefold.config.loading import DEFAULT_RECIPE
 
 OUTCOMES = {  # fault -> outcome
     "out_of_memory": "out_of_memory",

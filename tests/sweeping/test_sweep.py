@@ -14,9 +14,9 @@ import pytest
 import tomli_w
 
 from recipes.sweeping.report import agreement_line
-from recipes.training.recipe.loading import REPOSITORY
 from tests.conftest import changed, small_recipe
 from tests.sweeping.sweeps import Sweep
+from threefold.config.loading import REPOSITORY
 
 TOP = 6
 

@@ -17,8 +17,8 @@ from recipes.sweeping.table import (
     table_text,
 )
 from recipes.sweeping.trial import Rejection, Result, Trial
-from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from threefold.config.loading import parse_recipe
 
 SHAPES = {
     "llama": {},

@@ -15,10 +15,10 @@ from models.kernels.rotary import Frequencies
 from models.transformer import Block, rotary_table
 from recipes.tracing import trace_report
 from recipes.tracing.trace import Trace, measure, trace
-from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
-from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed, quick_and_long
 from tests.ranks import join_world, run_ranks
+from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
+from threefold.config.recipe import Recipe
 
 FP32 = 4  # bytes
 ALL = 10**9  # micro-batches: no fewer than there are

@@ -17,7 +17,7 @@ from recipes.planning.inputs.option_types import (
 )
 from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM
-from recipes.training.recipe.loading import DEFAULT_RECIPE
+from threefold.config.loading import DEFAULT_RECIPE
 
 REQUIRED_OPTIONS = {
     "scatter": "table", "rank": "trace", "storage": "failures_per_day",

@@ -5,7 +5,7 @@ from typing import Any
 
 from recipes.planning.goodput.costs import SnapshotCosts
 from recipes.planning.goodput.renewal import FaultCosts, Goodput, best_interval, goodput
-from recipes.training.recipe.schema import Recipe
+from threefold.config.recipe import Recipe
 
 BEST = "; the best interval"
 

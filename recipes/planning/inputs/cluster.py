@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
-from recipes.training.recipe.loading import load_recipe, parse_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.layout import Cluster
+from threefold.config.layout import Cluster
+from threefold.config.loading import load_recipe, parse_recipe
+from threefold.config.recipe import Recipe
 
 MAX_GPUS = 10**6
 DEFAULT_CLUSTER: dict[str, Any] = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}

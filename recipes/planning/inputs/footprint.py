@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from recipes.training.recipe.deepspeed_config import GRADIENT_BUCKET_ELEMENTS
+from threefold.config.deepspeed_json import GRADIENT_BUCKET_ELEMENTS
 
 RUNNING_BUCKETS = 2  # `MAX_RUNNING` of `threefold/pipeline/gradients.py`
 

@@ -10,7 +10,7 @@ from models.cost import parameter_count
 from models.errors import UserError
 from recipes.planning.inputs.footprint import Footprint
 from recipes.planning.inputs.software import THREEFOLD, Software
-from recipes.training.recipe.deepspeed_config import (
+from threefold.config.deepspeed_json import (
     BYTES,
     build_deepspeed_config,
     communication_precision,
@@ -18,9 +18,9 @@ from recipes.training.recipe.deepspeed_config import (
     read_deepspeed_json,
     zero_stage,
 )
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.layout import Cluster
-from recipes.training.recipe.topology import Topology, World
+from threefold.config.layout import Cluster
+from threefold.config.parallel_dims import Topology, World
+from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 from threefold.pipeline.balance import divide_blocks, divide_evenly, head_in_blocks
 from threefold.pipeline.schedules import default_group

@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.config.deepspeed_json import BYTES
 from threefold.gpus.datasheet import Gpu
 
 TILES = (

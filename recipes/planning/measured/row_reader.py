@@ -11,7 +11,7 @@ from models.errors import UserError
 from recipes.planning.inputs.job import Job, JobLayout, Machine
 from recipes.planning.inputs.software import STACKS, Software
 from recipes.planning.memory.peak import GIB, fullest_stage
-from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
+from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
 from threefold.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
 from threefold.pipeline.schedules import SCHEDULES
 

@@ -13,7 +13,7 @@ from recipes.planning.inputs.hidden_matrices import (
     ranks_of_exchange,
 )
 from recipes.planning.inputs.job import Job
-from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.config.deepspeed_json import BYTES
 
 
 def momentum_parameters(job: Job, stage: int) -> float:

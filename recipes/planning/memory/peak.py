@@ -35,7 +35,7 @@ from recipes.planning.memory.working_memory import (
     loss_bytes,
     waiting_loss_bytes,
 )
-from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.config.deepspeed_json import BYTES
 
 GIB = 2**30
 MIN_SAVING = 0.15  # share of the counted memory that another layout must save after a shortage

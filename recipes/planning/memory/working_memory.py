@@ -15,7 +15,7 @@ from recipes.planning.inputs.stage_contents import (
     tokens_per_micro_batch,
 )
 from recipes.planning.memory.activations import block_bytes, core_bytes
-from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.config.deepspeed_json import BYTES
 from threefold.pipeline.schedules import SCHEDULES
 
 FORWARD_ROWS = 3  # at the end of a block: the outputs of its two halves, and their sum

@@ -12,7 +12,7 @@ from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.output.plan_report import rates
 from recipes.planning.search.layout_search import Plan, is_near_tie, search
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.loading import (
+from threefold.config.loading import (
     REPOSITORY,
     in_one_line,
     load_recipe,
@@ -20,7 +20,7 @@ from recipes.training.recipe.loading import (
     recipes_in_repository,
     short,
 )
-from recipes.training.recipe.schema import Recipe
+from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import schedule_name
 
 TABLE_HEADER = (

@@ -11,8 +11,8 @@ from recipes.planning.output.catalogue import layout_text
 from recipes.planning.output.plan_report import rates, short_count
 from recipes.planning.output.plan_table import plan_table
 from recipes.planning.search.family import Member, largest
-from recipes.training.recipe.loading import REPOSITORY
-from recipes.training.recipe.sections.layout import Cluster
+from threefold.config.layout import Cluster
+from threefold.config.loading import REPOSITORY
 
 COLUMNS = f"{'model':<18}{'parameters':>11}{'tokens':>9}{'days':>10}{'MFU':>8}  layout"
 

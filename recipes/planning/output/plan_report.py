@@ -24,8 +24,8 @@ from recipes.planning.search.layout_search import (
     is_near_tie,
 )
 from recipes.planning.time.step_time import StepTime, step_time
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import schedule_name
 
 TIME_PARTS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]

@@ -11,7 +11,7 @@ from recipes.planning.output.plan_report import rates
 from recipes.planning.output.recipe_edits import edits
 from recipes.planning.search.layout_search import Plan, SearchResult
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.schema import Recipe
+from threefold.config.recipe import Recipe
 
 
 def job_table(job: Job, steps: int) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from recipes.planning.inputs.job import Job, Machine, job_of
 from recipes.planning.memory.peak import stage_memory
 from recipes.planning.output.plan_report import rates
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 
 
 def predicted_metrics_of_run(

@@ -8,9 +8,9 @@ import tomli_w
 
 from models.errors import FULL_DISK_ERRORS, UserError
 from recipes.planning.search.layout_search import Plan, SearchResult
-from recipes.training.recipe.deepspeed_config import read_deepspeed_json, shipped_json, zero_stage
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
+from threefold.config.deepspeed_json import read_deepspeed_json, shipped_json, zero_stage
+from threefold.config.loading import parse_recipe
+from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import SCHEDULES
 
 

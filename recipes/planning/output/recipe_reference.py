@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from recipes.training.recipe.schema import Recipe
+from threefold.config.recipe import Recipe
 
 INTRODUCTION = """# Recipe reference
 

@@ -13,9 +13,9 @@ from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.planning.inputs.job import Job, LinkOverrides, Machine, job_without_layout
 from recipes.planning.inputs.software import Software
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan, SearchResult, search
-from recipes.training.recipe.loading import load_recipes, recipes_in_repository
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.layout import Cluster
+from threefold.config.layout import Cluster
+from threefold.config.loading import load_recipes, recipes_in_repository
+from threefold.config.recipe import Recipe
 
 SECONDS_PER_DAY = 86_400
 Warn = Callable[[str], None]

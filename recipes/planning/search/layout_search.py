@@ -20,8 +20,8 @@ from recipes.planning.memory.peak import (
 )
 from recipes.planning.time.block_time import context_seconds
 from recipes.planning.time.step_time import StepTime, step_time
-from recipes.training.recipe.deepspeed_config import is_shipped
-from recipes.training.recipe.sections.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
+from threefold.config.deepspeed_json import is_shipped
+from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
 from threefold.pipeline.schedules import SCHEDULES, min_micro_batches
 
 MAX_MICRO_SEQUENCES = 64

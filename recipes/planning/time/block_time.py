@@ -27,7 +27,7 @@ from recipes.planning.time.network import (
     gather_seconds,
     pass_seconds,
 )
-from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.config.deepspeed_json import BYTES
 from threefold.pipeline.schedules import SCHEDULES
 
 # Bytes per logit that the cross-entropy reads and writes, forward and backward, in fp32: conversion

@@ -12,7 +12,7 @@ from recipes.planning.inputs.stage_contents import (
     stage_parameters,
 )
 from recipes.planning.time.network import all_reduce_seconds, gather_seconds
-from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.config.deepspeed_json import BYTES
 
 TENSORS_PER_BLOCK = 7  # fused q, k and v; output; gate, up and down; two norms
 

@@ -25,7 +25,7 @@ from recipes.planning.inputs.stage_contents import (
     table_parameters,
 )
 from recipes.planning.time.network import all_to_all_seconds, transfer_seconds
-from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.config.deepspeed_json import BYTES
 from threefold.gpus.datasheet import Gpu
 
 # Bytes per parameter that an AdamW step in mixed precision reads and writes: fp32 weight and two

@@ -17,7 +17,7 @@ from recipes.planning.time.block_time import ForwardBackward, block_job, block_p
 from recipes.planning.time.data_time import data_time
 from recipes.planning.time.network import gather_seconds, transfer_seconds
 from recipes.planning.time.optimizer_time import optimizer_time
-from recipes.training.recipe.deepspeed_config import BYTES
+from threefold.config.deepspeed_json import BYTES
 from threefold.pipeline.balance import PROPORTION_UNITS, pass_proportions
 from threefold.pipeline.schedules import Kind, Pipeline
 from threefold.pipeline.simulation import pipeline_seconds, simulate

@@ -10,8 +10,8 @@ from recipes.planning.inputs.option_types import count
 from recipes.preparing.tasks.corpus_tasks import last_word, make_items, next_line
 from recipes.preparing.tasks.harness_samples import items_of_samples
 from recipes.training.data.evaluation.task_file import read_items
-from recipes.training.recipe.repository import repository_path
 from recipes.training.run_folder.line_file import write_whole
+from threefold.config.repository import repository_path
 
 MAKERS = {"next-line": next_line, "last-word": last_word}
 DESCRIPTION = """Write a task for evaluation.tasks of a recipe.

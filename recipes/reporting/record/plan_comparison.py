@@ -8,8 +8,8 @@ from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.memory.peak import GIB, fullest_stage
 from recipes.planning.output.predicted_metrics import metrics_of_job
 from recipes.reporting.record.run_record import RunRecord
-from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
-from recipes.training.recipe.schema import Recipe
+from threefold.config.deepspeed_json import precision, read_deepspeed_json
+from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import gpus, load_gpu
 
 PEAK_TOLERANCE = 1e-3  # relative, of the peak that the metrics imply

@@ -11,9 +11,9 @@ from models.config import ModelConfig, nearest_multiples
 from models.errors import UserError
 from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.sweeping.choice import values_of_setting
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.repository import short
-from recipes.training.recipe.schema import Recipe
+from threefold.config.loading import parse_recipe
+from threefold.config.recipe import Recipe
+from threefold.config.repository import short
 
 T = TypeVar("T")
 

@@ -21,10 +21,10 @@ from recipes.sweeping.trial import Result, Trial
 from recipes.sweeping.worlds.launchers import Launcher
 from recipes.training.checkpoint.compatibility import check_initial_weights
 from recipes.training.data.checks import check_document_starts, open_corpus
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import World
 from recipes.training.runtime.streams import stdout_for_json
+from threefold.config.deepspeed_json import build_deepspeed_config
+from threefold.config.parallel_dims import World
+from threefold.config.recipe import Recipe
 
 Say = Callable[[str], None]
 RATE = "optimizer.learning_rate"

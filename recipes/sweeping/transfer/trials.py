@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from recipes.sweeping.transfer.curves import Curve
 from recipes.sweeping.trial import Trial, data_in, digest
-from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
+from threefold.config.deepspeed_json import read_deepspeed_json
+from threefold.config.loading import parse_recipe
+from threefold.config.recipe import Recipe
 
 WITHOUT_EFFECT = ("name", "tracking", "checkpoint", "supervision", "evaluation")  # on the losses
 ONE_PROCESS = {"nodes": 1, "gpus_per_node": 1}

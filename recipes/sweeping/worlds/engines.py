@@ -8,11 +8,11 @@ import torch
 import torch._dynamo
 
 from recipes.training.engine.engine import Engine, is_partitioned
-from recipes.training.recipe.deepspeed_config import precision, read_deepspeed_json
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_machine, quiet
+from threefold.config.deepspeed_json import precision, read_deepspeed_json
+from threefold.config.loading import parse_recipe
+from threefold.config.parallel_dims import World
+from threefold.config.recipe import Recipe
 
 
 def checked_recipe(request: dict[str, Any], world: World) -> Recipe:

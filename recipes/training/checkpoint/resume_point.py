@@ -19,11 +19,6 @@ from recipes.training.checkpoint.compatibility import (
 )
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.learning_rate import MAX_RATE_CHANGE, learning_rate
-from recipes.training.recipe.stages.plan import Span, StagePlan
 from recipes.training.run_folder.checkpoint_folders import (
     ABANDONED,
     NAME,
@@ -34,6 +29,11 @@ from recipes.training.run_folder.checkpoint_folders import (
 from recipes.training.run_folder.history import Branch
 from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.progress import Progress
+from threefold.config.deepspeed_json import read_deepspeed_json
+from threefold.config.learning_rate import MAX_RATE_CHANGE, learning_rate
+from threefold.config.loading import parse_recipe
+from threefold.config.phases import Span, StagePlan
+from threefold.config.recipe import Recipe
 
 Note = Callable[[str], object]  # called before each file is verified, to report progress
 

@@ -39,9 +39,6 @@ from recipes.training.checkpoint.retention import (
 from recipes.training.checkpoint.state import TrainingState
 from recipes.training.checkpoint.writing.assembly import Assembly
 from recipes.training.checkpoint.writing.rank_files import Written, united, write_files
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.checkpoint_folders import (
     checkpoint_name,
     publish,
@@ -54,6 +51,9 @@ from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import layout_of, versions
 from recipes.training.runtime.host_memory import host_copy
 from recipes.training.runtime.rank_tree import RankTree
+from threefold.config.parallel_dims import Topology
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 
 FULL_DISK_MESSAGES = tuple(map(os.strerror, FULL_DISK_ERRORS))  # in the messages of failed saves
 SECONDS_BETWEEN_TRIES = 10.0  # of the last save, while the disk is full

@@ -31,11 +31,11 @@ from recipes.training.data.fingerprint import fingerprint
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.data.order import Mixture, mixture_after, source_numbers
 from recipes.training.data.token_file import TokenFile
-from recipes.training.recipe.repository import repository_path
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import Span, StagePlan
-from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.progress import Progress, Read
+from threefold.config.parallel_dims import Topology
+from threefold.config.phases import Span, StagePlan
+from threefold.config.recipe import Recipe
+from threefold.config.repository import repository_path
 
 
 class Windows:

@@ -6,9 +6,9 @@ from typing import Any
 
 from recipes.training.data.corpus_manifest import read_manifest, tokenizer_hash
 from recipes.training.data.token_file import TokenFile
-from recipes.training.recipe.repository import repository_path
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import Span, StagePlan
+from threefold.config.phases import Span, StagePlan
+from threefold.config.recipe import Recipe
+from threefold.config.repository import repository_path
 
 BLOCKS = 256  # of each file, spread evenly, that the fingerprint covers
 BLOCK_BYTES = 2**12

@@ -18,10 +18,10 @@ from functools import lru_cache
 import numpy as np
 
 from recipes.training.data.mixing import choose_sources, one_period, permuted, place_of
-from recipes.training.recipe.blend_weights import whole_shares
-from recipes.training.recipe.repository import repository_path
-from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.progress import Reading
+from threefold.config.blend_weights import whole_shares
+from threefold.config.phases import StagePlan
+from threefold.config.repository import repository_path
 
 CANDIDATES_PER_BLOCK = 2**14  # windows that are compared with earlier passes at a time
 

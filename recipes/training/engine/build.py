@@ -45,11 +45,11 @@ from recipes.training.engine.optimizer.muon import Muon
 from recipes.training.engine.optimizer.parameter_groups import parameter_groups, rules_of
 from recipes.training.engine.sharded_creation import ShardedCreation
 from recipes.training.engine.zero_patches import without_needless_copies
-from recipes.training.recipe.deepspeed_config import precision, zero_stage
-from recipes.training.recipe.schema import Optimizer, Recipe
-from recipes.training.recipe.topology import Topology
 from recipes.training.runtime.processes import quiet, should_compile
 from recipes.training.supervision.supervisor import Breadcrumb
+from threefold.config.deepspeed_json import precision, zero_stage
+from threefold.config.parallel_dims import Topology
+from threefold.config.recipe import Optimizer, Recipe
 from threefold.pipeline.balance import pass_proportions
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine

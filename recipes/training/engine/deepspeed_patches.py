@@ -3,7 +3,7 @@
 Each entry names the override and gives upstream's behaviour, the reason for ours, the gain, and the
 upstream change that would make the override removable.
 
-`recipes/training/recipe/deepspeed_config.py`
+`threefold/config/deepspeed_json.py`
 
 - `timers`. Upstream: ThroughputTimer synchronizes the device when a forward pass begins and when
   `step` ends. Ours: the timer is off. Reason: the host should run ahead of the device, and

@@ -7,7 +7,7 @@ from torch import nn
 from models.experts.layer import expert_layers
 from models.experts.routing import ExpertAxis
 from models.parallel.process_groups import create_groups
-from recipes.training.recipe.topology import Topology
+from threefold.config.parallel_dims import Topology
 
 EXPERTS = "experts"  # DeepSpeed's name of the group
 

@@ -14,7 +14,7 @@ from torch import nn
 from models.initialization import initialize
 from models.layer_specs import layer_names
 from models.parallel.collectives import TensorAxis
-from recipes.training.recipe.schema import Recipe
+from threefold.config.recipe import Recipe
 from threefold.pipeline.stage import ProcessGrid
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from recipes.planning.inputs.job import Machine
 from recipes.training.loop.rejection import rejections
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config, precision
-from recipes.training.recipe.loading import load_recipe, origin
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.recipe.topology import Topology, World
 from recipes.training.runtime.torch_variables import check_accelerator
+from threefold.config.deepspeed_json import build_deepspeed_config, precision
+from threefold.config.loading import load_recipe, origin
+from threefold.config.parallel_dims import Topology, World
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
 
 

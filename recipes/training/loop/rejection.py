@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from models.errors import UserError
-from recipes.training.recipe.topology import World
 from recipes.training.run_folder.lock import FolderInUse
 from recipes.training.runtime.exits import BUSY, REJECTED, PortInUse, leave
+from threefold.config.parallel_dims import World
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 

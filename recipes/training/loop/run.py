@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.recipe.topology import Topology
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.supervision.loss_watch import LossWatch
 from recipes.training.supervision.stragglers import SlowStreaks
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.step_clock import StepClock
+from threefold.config.parallel_dims import Topology
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.checkpoint.resume import Start

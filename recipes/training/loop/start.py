@@ -19,8 +19,6 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.loop.rejection import rejections
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import check_placement
 from recipes.training.run_folder.checkpoint_folders import remove_debris
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse
@@ -48,6 +46,8 @@ from recipes.training.tracking.messages import (
 )
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.weights_and_biases.settings import check_wandb, read_wandb_key
+from threefold.config.parallel_dims import check_placement
+from threefold.config.recipe import Recipe
 
 
 @dataclass(frozen=True)

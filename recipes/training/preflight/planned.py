@@ -17,8 +17,8 @@ from recipes.training.preflight.measures import (
     TENSOR,
     LinkReport,
 )
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import Topology
+from threefold.config.parallel_dims import Topology
+from threefold.config.recipe import Recipe
 
 
 @dataclass(frozen=True)

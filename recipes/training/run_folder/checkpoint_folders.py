@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from models.errors import a_few, suggestion
-from recipes.training.recipe.repository import REPOSITORY, short
 from recipes.training.run_folder.line_file import flush
+from threefold.config.repository import REPOSITORY, short
 
 NAME = re.compile(r"step-\d{7,}")
 INCOMPLETE = "step-*.incomplete"

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import FULL_DISK_ERRORS, UserError, counted
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.checkpoint_folders import time_stamp
 from recipes.training.run_folder.history import History, replay
 from recipes.training.run_folder.lease import Lease, revoke
@@ -22,6 +20,8 @@ from recipes.training.run_folder.line_file import (
 from recipes.training.run_folder.lock import FolderLock
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.wall_time import seconds_of
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 
 METRIC_KEYS = {"step": (int,)}
 EVENT_KEYS = {"event": (str,), "step": (int,)}

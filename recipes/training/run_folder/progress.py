@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.line_file import MAX_INTEGER_IN_LINE
+from threefold.config.phases import StagePlan
 
 Read = tuple[tuple[int, int], ...]
 

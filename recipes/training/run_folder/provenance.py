@@ -5,10 +5,10 @@ import subprocess
 from importlib.metadata import version
 from typing import Any
 
-from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.loading import REPOSITORY
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import Topology
+from threefold.config.deepspeed_json import read_deepspeed_json
+from threefold.config.loading import REPOSITORY
+from threefold.config.parallel_dims import Topology
+from threefold.config.recipe import Recipe
 
 
 def code_version() -> str | None:

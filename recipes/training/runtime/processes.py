@@ -24,7 +24,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import default_pg_timeout
 
 from models.errors import UserError
-from recipes.training.recipe.topology import World
 from recipes.training.runtime.exits import PortInUse
 from recipes.training.runtime.gpu_support import check_gpus
 from recipes.training.runtime.launchers import free_port, launchers_of
@@ -34,6 +33,7 @@ from recipes.training.runtime.torch_variables import (
     set_flight_recorder,
     set_torch_variables,
 )
+from threefold.config.parallel_dims import World
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_KEPT_BLOCK_BYTES = 32 * 2**20  # glibc's upper limit of the threshold

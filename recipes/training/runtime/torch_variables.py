@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 
 from models.errors import UserError
-from recipes.training.recipe.topology import World
+from threefold.config.parallel_dims import World
 
 RENAMED_IN = (2, 9)  # version of torch that renamed the allocator's and the recorder's variables
 ACCELERATORS = ("cuda", "cpu")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from recipes.training.recipe.topology import Topology
+from threefold.config.parallel_dims import Topology
 
 
 def group_size(topology: Topology) -> int:

@@ -9,17 +9,17 @@ from models.errors import counted
 from models.hugging_face.config import export_problem
 from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.data.corpus_manifest import unchecked_tokenizer, unused_rows
-from recipes.training.recipe.deepspeed_config import deepspeed_notes
-from recipes.training.recipe.errors import value_text
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.learning_rate import MAX_RATE_CHANGE, learning_rate
-from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.recipe.topology import Topology, World, rank_map
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import number
 from recipes.training.run_folder.wall_time import WallTime, shares_text
 from recipes.training.tracking.metric_names import task_accuracies, validation_losses
 from recipes.training.tracking.weights_and_biases.connection import WandbStatus
+from threefold.config.deepspeed_json import deepspeed_notes
+from threefold.config.errors import value_text
+from threefold.config.learning_rate import MAX_RATE_CHANGE, learning_rate
+from threefold.config.parallel_dims import Topology, World, rank_map
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 from threefold.pipeline.balance import balance_text
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds

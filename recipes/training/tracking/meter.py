@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from models.cost import flops_per_token
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.progress import Progress
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import peak_tflops
 
 if TYPE_CHECKING:

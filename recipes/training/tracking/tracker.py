@@ -10,9 +10,6 @@ from typing import Any
 from typing_extensions import override
 
 from models.errors import UserError
-from recipes.training.recipe.errors import value_text
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import Span, StagePlan, changes
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import code_version
@@ -31,6 +28,9 @@ from recipes.training.tracking.weights_and_biases.thread import (
     WandbThread,
     nothing_predicted,
 )
+from threefold.config.errors import value_text
+from threefold.config.phases import Span, StagePlan, changes
+from threefold.config.recipe import Recipe
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from models.cost import (
 from models.experts.routing import ExpertAxis
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, logical_shapes
 from models.parallel.collectives import TensorAxis
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from threefold.config.loading import REPOSITORY, load_recipe
 
 PUBLISHED = {  # recipe -> parameters, parameters that compute a token
     "mixtral/8x7b": (46_702_792_704, 12_879_925_248),

@@ -23,7 +23,6 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters,
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
 from tests.models.test_transformer import (
     COMPLETEP,
     LLAMA,
@@ -34,6 +33,7 @@ from tests.models.test_transformer import (
     labels_of,
     relative,
 )
+from threefold.config.loading import REPOSITORY, load_recipe
 
 MIXTRAL = Experts(count=8, per_token=2, ffn_hidden_size=40, router="softmax-after-topk")
 QWEN3 = Experts(count=8, per_token=3, ffn_hidden_size=40)

@@ -29,10 +29,10 @@ from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
 from models.sharding import Sharding, sharding_of
 from models.transformer import MLP
-from recipes.training.recipe.topology import Topology
 from tests.conftest import quick_and_long, selected
 from tests.models.test_transformer import LLAMA, RECOMPUTE, labels_of, relative
 from tests.ranks import run_ranks
+from threefold.config.parallel_dims import Topology
 
 SEQUENCES = 4  # of the global batch
 MODELS = {

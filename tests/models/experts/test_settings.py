@@ -8,11 +8,11 @@ import pytest
 
 from models.config import Experts
 from models.errors import UserError
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, parse_recipe
-from recipes.training.recipe.sections import layout
-from recipes.training.recipe.topology import World
 from tests.conftest import changed
+from threefold.config import layout
+from threefold.config.deepspeed_json import build_deepspeed_config
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, parse_recipe
+from threefold.config.parallel_dims import World
 
 TABLE = tomllib.loads((REPOSITORY / "recipes" / "tiny-moe.toml").read_text())
 DENSE = tomllib.loads(DEFAULT_RECIPE.read_text()) | {"layout": {}}

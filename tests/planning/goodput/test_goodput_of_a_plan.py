@@ -12,7 +12,7 @@ from recipes.planning.goodput.costs import fault_costs, snapshot_costs
 from recipes.planning.goodput.goodput_report import duration
 from recipes.planning.inputs.job import Machine, job_of
 from recipes.planning.inputs.software import THREEFOLD
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
+from threefold.config.loading import REPOSITORY, load_recipe
 
 SEVEN_B = REPOSITORY / "recipes/llama/7b.toml"
 

@@ -9,8 +9,8 @@ import tomli_w
 from models.errors import UserError
 from recipes.sweeping.transfer.curves import Models, at_width, curves_of
 from recipes.sweeping.transfer.trials import coordinate_trials, loss_trials, with_rate
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from tests.conftest import changed, small_recipe
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn_hidden_size": 48}
 

@@ -21,8 +21,8 @@ from recipes.sweeping.transfer.transfer_report import (
 )
 from recipes.sweeping.transfer.trials import loss_trials
 from recipes.sweeping.trial import Result
-from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import small_recipe
+from threefold.config.loading import parse_recipe
 
 RATES = [1e-3, 2e-3, 4e-3, 8e-3]
 

@@ -20,12 +20,12 @@ from recipes.training.checkpoint.retention import (
     most_saves,
     retain,
 )
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.run_control import Checkpoint
 from recipes.training.run_folder.checkpoint_folders import checkpoint_name, published, step_of
 from tests.conftest import changed
 from tests.training.checkpoint.test_manifest import write_checkpoint
+from threefold.config.loading import parse_recipe
+from threefold.config.recipe import Recipe
+from threefold.config.run_control import Checkpoint
 
 Usage = namedtuple("Usage", ["free"])
 

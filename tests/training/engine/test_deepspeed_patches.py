@@ -11,10 +11,10 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils.timer import NoopTimer
 
 from recipes.proving.trial import many_cases, start, train_step
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.topology import World
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks
+from threefold.config.loading import parse_recipe
+from threefold.config.parallel_dims import World
 
 CONFIGS = ("zero1_fp32", "zero1_bf16", "zero2_fp32", "zero3_fp32")
 STEPS = 4  # DeepSpeed's throughput timer starts with the third

@@ -12,9 +12,9 @@ from torch import Tensor
 from recipes.proving.trial import gather, held_state, held_weights, start, train_step
 from recipes.training.engine import engine as source
 from recipes.training.engine.router_bias import update_biases
-from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.config.loading import parse_recipe
 
 STEPS, AMOUNT = 3, 0.01
 EXPERTS = {

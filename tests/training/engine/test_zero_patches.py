@@ -14,9 +14,9 @@ from recipes.training.engine.zero_patches import (
     scale_in_update,
     squared_norm,
 )
-from recipes.training.recipe.loading import parse_recipe
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.config.loading import parse_recipe
 
 CONFIGS = ("zero1_fp32", "zero1_bf16", "zero2_bf16", "zero3_fp32", "zero3_bf16")
 CLIPPING = (0.01, 1e6)  # below every gradient's norm, and above

@@ -14,8 +14,6 @@ from recipes.training.loop.after_step import after_step
 from recipes.training.loop.boundaries import replacement
 from recipes.training.loop.rollback import roll_back
 from recipes.training.loop.run import Ending
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.stages.plan import StagePlan
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
 from recipes.training.run_folder.progress import Progress
@@ -23,6 +21,8 @@ from recipes.training.runtime.exits import INTERRUPTED, STOPPED
 from recipes.training.supervision.loss_watch import Severity
 from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
+from threefold.config.loading import parse_recipe
+from threefold.config.phases import StagePlan
 
 
 @pytest.fixture

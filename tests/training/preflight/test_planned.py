@@ -7,9 +7,9 @@ import pytest
 from recipes.planning.inputs.job import Machine
 from recipes.training.preflight.measures import DATA, MATMUL, NETWORK, NODE_LINK, TENSOR, LinkReport
 from recipes.training.preflight.planned import Planned, planned
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.topology import World
 from tests.conftest import changed
+from threefold.config.loading import parse_recipe
+from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import load_gpu
 
 BYTES = {NODE_LINK: 2**26, NETWORK: 2**26, TENSOR: 2**26, DATA: 2**26}

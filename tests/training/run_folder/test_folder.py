@@ -11,11 +11,11 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
 from recipes.training.run_folder.lock import FolderLock
 from recipes.training.run_folder.progress import Progress
+from threefold.config.loading import REPOSITORY, parse_recipe
 
 HOLD = (
     "import sys, time, pathlib; sys.path[0] = '.'\n"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lease import Lease, grant
 from recipes.training.run_folder.lock import LOST, FolderInUse
+from threefold.config.loading import REPOSITORY
 
 WRITE = """
 import sys

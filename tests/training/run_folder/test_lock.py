@@ -17,12 +17,12 @@ import tomli_w
 from models.errors import UserError
 from recipes.training.checkpoint import resume
 from recipes.training.checkpoint.resume import hold_together
-from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.run_folder import lock as lock_module
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
 from recipes.training.runtime.exits import BUSY
 from tests.ranks import start_ranks
+from threefold.config.loading import REPOSITORY
 
 HOLDER = """
 import pathlib, sys, time

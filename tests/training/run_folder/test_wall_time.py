@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from recipes.training.recipe.loading import parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.wall_time import WallTime, shares_text
 from recipes.training.tracking.messages import goodput_line
+from threefold.config.loading import parse_recipe
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "attempt", "step": 0, "time": 1000.0},

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.training.recipe.loading import REPOSITORY
 from recipes.training.runtime.exits import interrupts_blocked
+from threefold.config.loading import REPOSITORY
 
 COMMANDS = sorted(
     path.name for path in (REPOSITORY / "recipes").glob("*.py") if path.stem[0] != "_"

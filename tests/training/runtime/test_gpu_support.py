@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from models.errors import UserError
-from recipes.training.recipe.loading import REPOSITORY, load_recipe
-from recipes.training.recipe.topology import World
 from recipes.training.runtime.gpu_support import check_architecture, check_gpus, runs_on
 from recipes.training.runtime.processes import check_machine
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import device_names_of_machine, load_gpu, machine_has_gpu
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]

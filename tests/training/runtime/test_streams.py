@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from recipes.training.recipe.loading import REPOSITORY
 from tests.fault_injection.unread import UNREAD, Output
+from threefold.config.loading import REPOSITORY
 
 PRINTING = """
 import sys, time, traceback

@@ -9,8 +9,6 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.loading import REPOSITORY
-from recipes.training.recipe.topology import World
 from recipes.training.runtime.processes import check_machine
 from recipes.training.runtime.torch_variables import (
     check_workspace,
@@ -19,6 +17,8 @@ from recipes.training.runtime.torch_variables import (
     set_thread_count,
     set_torch_variables,
 )
+from threefold.config.loading import REPOSITORY
+from threefold.config.parallel_dims import World
 
 INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 

@@ -165,7 +165,7 @@ from recipes.training.runtime.processes import start_processes
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
-from recipes.training.recipe.topology import World
+from threefold.config.parallel_dims import World
 
 folder, *cases = sys.argv[1:]
 pair_number, rank = divmod(int(os.environ["RANK"]), 2)

@@ -17,8 +17,6 @@ import torch
 from deepspeed.constants import default_pg_timeout
 
 from models.parallel.collectives import TensorAxis, begin_sum_of_copies, wait_for
-from recipes.training.recipe.loading import REPOSITORY
-from recipes.training.recipe.sections.run_control import Supervision
 from recipes.training.runtime.exits import HUNG
 from recipes.training.runtime.launchers import Process, is_launcher
 from recipes.training.runtime.processes import collective_timeout
@@ -35,6 +33,8 @@ from recipes.training.supervision.supervisor import Supervisor
 from tests.conftest import changed
 from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
+from threefold.config.loading import REPOSITORY
+from threefold.config.run_control import Supervision
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 
@@ -109,7 +109,7 @@ from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.loss_watch import Severity
 from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.recipe.topology import World
+from threefold.config.parallel_dims import World
 from pathlib import Path
 
 def supervise(path, what):
@@ -244,7 +244,7 @@ from recipes.training.runtime.processes import start_processes
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
-from recipes.training.recipe.topology import World
+from threefold.config.parallel_dims import World
 
 world = World.from_environment(os.environ)
 start_processes(world, patience_seconds=5000)

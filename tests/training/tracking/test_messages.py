@@ -9,9 +9,6 @@ import pytest
 import tomli_w
 
 from recipes import plan
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
-from recipes.training.recipe.stages.plan import StagePlan
-from recipes.training.recipe.topology import Topology, World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.messages import (
@@ -23,6 +20,9 @@ from recipes.training.tracking.messages import (
 )
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
+from threefold.config.parallel_dims import Topology, World
+from threefold.config.phases import StagePlan
 
 RAISE = "to train longer, raise training.steps above 20"
 WSD = {"warmup_steps": 2, "decay": "wsd", "decay_steps": 5}

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.launchers import age_seconds
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
+from threefold.config.loading import REPOSITORY, parse_recipe
 
 LAUNCHED = """
 import json, time

@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.loading import REPOSITORY, parse_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
 from recipes.training.run_folder.progress import Progress
@@ -26,6 +25,7 @@ from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
 from tests.ranks import free_port
+from threefold.config.loading import REPOSITORY, parse_recipe
 
 OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
 LINE = {
@@ -201,7 +201,7 @@ from recipes.training.tracking.weights_and_biases import thread as wandb_thread
 from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from recipes.training.runtime.exits import leave
-from recipes.training.recipe.loading import load_recipe
+from threefold.config.loading import load_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.streams import outlive_output
 

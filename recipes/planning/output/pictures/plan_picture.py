@@ -15,7 +15,7 @@ from recipes.planning.output.pictures.pipeline_picture import timeline
 from recipes.planning.output.plan_report import rates, short_count
 from recipes.planning.search.family import best_plan, relatives
 from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan
-from recipes.training.recipe.schema import Recipe
+from threefold.config.recipe import Recipe
 from threefold.pipeline.picture import ink, save_figure
 
 MIN_LAST_NODES = 512  # the last column of a heat map has at least this many nodes

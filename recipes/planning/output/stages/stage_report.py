@@ -10,7 +10,7 @@ from recipes.planning.inputs.software import Software
 from recipes.planning.memory.peak import GIB, fits, fullest_stage
 from recipes.planning.output.plan_report import short_count
 from recipes.planning.time.step_time import step_time
-from recipes.training.recipe.stages.plan import Span, StagePlan
+from threefold.config.phases import Span, StagePlan
 
 HEADER = (
     "stage              steps   length   batch   layout                 s/step    hours   tokens"

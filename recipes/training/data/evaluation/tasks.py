@@ -18,8 +18,8 @@ from recipes.training.data.evaluation.encoding import Request, TaskTokenizer
 from recipes.training.data.evaluation.packing import pack
 from recipes.training.data.evaluation.task_file import Item, read_items
 from recipes.training.data.fingerprint import document_starts
-from recipes.training.recipe.repository import repository_path
-from recipes.training.recipe.schema import Recipe
+from threefold.config.recipe import Recipe
+from threefold.config.repository import repository_path
 
 PADDING = 0  # a token id of every vocabulary
 UNCOUNTED = -1  # request of a padding position

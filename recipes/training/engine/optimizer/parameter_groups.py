@@ -16,7 +16,7 @@ from models.initialization import (
 )
 from models.sharding import place_of, sharding_of
 from recipes.training.engine.expert_groups import EXPERTS, is_marked
-from recipes.training.recipe.sections.training import Optimizer
+from threefold.config.optimization import Optimizer
 from threefold.pipeline.gradients import (
     deferring_parameters,
     divide_into_buckets,

@@ -20,11 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.errors import UserError
 from recipes.training.engine.engine import Engine
-from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import write_whole
 from recipes.training.tracking.profiling.operations import Operation, Shapes, operations_table
 from recipes.training.tracking.timeline import Show
+from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 
 MAX_RECORDED_ALLOCATIONS = 1_000_000  # only the newest allocations of the step are kept

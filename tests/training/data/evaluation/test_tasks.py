@@ -12,8 +12,6 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.data.evaluation.encoding import TaskTokenizer
 from recipes.training.data.evaluation.packing import pack
 from recipes.training.data.evaluation.tasks import UNCOUNTED, Tasks, open_tasks
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.topology import Topology
 from tests.training.evaluation.text_corpus import (
     END,
     SEQUENCE_LENGTH,
@@ -21,6 +19,8 @@ from tests.training.evaluation.text_corpus import (
     write_lines,
     write_text_corpus,
 )
+from threefold.config.loading import parse_recipe
+from threefold.config.parallel_dims import Topology
 
 PAIRS = [
     ("def f", "(x)"),

@@ -12,9 +12,9 @@ from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from recipes.training.data.dataset import TrainingData
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.learning_rate import learning_rate
-from recipes.training.recipe.topology import World
+from threefold.config.learning_rate import learning_rate
+from threefold.config.parallel_dims import World
+from threefold.config.recipe import Recipe
 
 
 @dataclass

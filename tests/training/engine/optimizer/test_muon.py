@@ -11,11 +11,11 @@ from recipes.proving.trial import gather, held_state, held_weights, many_cases, 
 from recipes.training.engine.optimizer.matrix_exchange import update_scale
 from recipes.training.engine.optimizer.muon import Muon
 from recipes.training.engine.optimizer.newton_schulz import orthogonalize
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import fp16_on_cpu, join_world, run_ranks
 from tests.training.engine.optimizer.plain_muon import PlainRun, by_singular_values
+from threefold.config.loading import parse_recipe
+from threefold.config.recipe import Recipe
 
 STEPS = 20
 SWITCHES = {"llama": {}, "gpt": GPT_SWITCHES}

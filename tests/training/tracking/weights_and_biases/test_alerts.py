@@ -7,8 +7,6 @@ from unittest import mock
 
 import pytest
 
-from recipes.training.recipe.loading import parse_recipe
-from recipes.training.recipe.schema import Recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lease import grant
 from recipes.training.run_folder.progress import Progress
@@ -28,6 +26,8 @@ from recipes.training.tracking.weights_and_biases.alerts import (
 from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
+from threefold.config.loading import parse_recipe
+from threefold.config.recipe import Recipe
 
 OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
 START = {"event": "start", "step": 0}

@@ -21,8 +21,6 @@ import pytest
 from typing_extensions import override
 from wandb.sdk import mailbox
 
-from recipes.training.recipe.loading import REPOSITORY, parse_recipe
-from recipes.training.recipe.topology import World
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.messages import summarize
@@ -37,6 +35,8 @@ from recipes.training.tracking.weights_and_biases.connection import (
 )
 from recipes.training.tracking.weights_and_biases.settings import requested_mode, wandb_arguments
 from tests.conftest import changed
+from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.config.parallel_dims import World
 
 KEY = "k" * 40
 LINE = {
@@ -198,7 +198,7 @@ CRASH = """
 import sys
 sys.path[0] = "."
 from pathlib import Path
-from recipes.training.recipe.loading import DEFAULT_RECIPE, load_recipe
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.exits import leave
 from recipes.training.tracking.weights_and_biases.thread import WandbThread

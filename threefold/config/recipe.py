@@ -10,20 +10,20 @@ from pydantic import Field, ValidationError, model_validator
 
 from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
-from recipes.training.recipe.sections.data import Data
-from recipes.training.recipe.sections.evaluation import Evaluation
-from recipes.training.recipe.sections.layout import (
+from threefold.config.evaluation import Evaluation
+from threefold.config.layout import (
     Cluster,
     Layout,
     check_expert_ranks,
     check_experts,
     check_shard_group,
 )
-from recipes.training.recipe.sections.run_control import Checkpoint, Supervision, Tracking
-from recipes.training.recipe.sections.section import MAX_COUNT, Section
-from recipes.training.recipe.sections.stage import Stage
-from recipes.training.recipe.sections.training import Batch, Optimizer, Training
-from recipes.training.recipe.topology import Topology, World, nearest_data_sizes
+from threefold.config.optimization import Batch, Optimizer, Training
+from threefold.config.parallel_dims import Topology, World, nearest_data_sizes
+from threefold.config.run_control import Checkpoint, Supervision, Tracking
+from threefold.config.section import MAX_COUNT, Section
+from threefold.config.sections import Data
+from threefold.config.stage import Stage
 from threefold.pipeline.balance import divide_blocks, head_in_blocks
 
 

@@ -5,7 +5,7 @@ from copy import deepcopy
 from typing import Any, NamedTuple
 
 from models.errors import UserError
-from recipes.training.recipe.sections.stage import CHANGEABLE, FIRST_STAGE, Stage
+from threefold.config.stage import CHANGEABLE, FIRST_STAGE, Stage
 
 
 class StageTable(NamedTuple):

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from models.cost import parameter_count
 from models.errors import UserError, counted, reason_of, toml_value
-from recipes.training.recipe.deepspeed_schema import (
+from threefold.config.deepspeed_schema import (
     AUTO_KEYS,
     ONLY_ZERO_3,
     RECIPE_BLOCKS,
@@ -22,13 +22,13 @@ from recipes.training.recipe.deepspeed_schema import (
     Review,
     review_settings,
 )
-from recipes.training.recipe.errors import value_text
-from recipes.training.recipe.json_repair import repair_json
-from recipes.training.recipe.loading import REPOSITORY
-from recipes.training.recipe.repository import repository_path
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.run_control import Tracking
-from recipes.training.recipe.topology import Topology
+from threefold.config.errors import value_text
+from threefold.config.json_repair import repair_json
+from threefold.config.loading import REPOSITORY
+from threefold.config.parallel_dims import Topology
+from threefold.config.recipe import Recipe
+from threefold.config.repository import repository_path
+from threefold.config.run_control import Tracking
 
 # ZeRO-1 and 2 sum gradients over the data ranks in buckets during the last backward pass of a step
 # or of a group of micro-batches. 64 MiB in fp32 is enough to reach a network's full bandwidth, and

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from models.config import nearest_divisors, nearest_multiples
 from models.errors import UserError
-from recipes.training.recipe.sections.section import (
+from threefold.config.section import (
     MAX_COUNT,
     Count,
     NonNegative,

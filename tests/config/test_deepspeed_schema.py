@@ -18,18 +18,18 @@ from typing_extensions import override
 
 from models.errors import UserError
 from recipes.proving.trial import many_cases, start, train_step
-from recipes.training.recipe.deepspeed_config import read_deepspeed_json
-from recipes.training.recipe.deepspeed_schema import (
+from tests.conftest import changed, small_recipe
+from tests.ranks import fp16_on_cpu, run_ranks
+from threefold.config.deepspeed_json import read_deepspeed_json
+from threefold.config.deepspeed_schema import (
     NOT_SUPPORTED,
     ONLY_ZERO_3,
     RECIPE_KEYS,
     SETTINGS,
     WITHOUT_EFFECT,
 )
-from recipes.training.recipe.loading import REPOSITORY, parse_recipe
-from recipes.training.recipe.topology import World
-from tests.conftest import changed, small_recipe
-from tests.ranks import fp16_on_cpu, run_ranks
+from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.config.parallel_dims import World
 
 STEPS = 2
 NON_DEFAULT: dict[

@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from models.errors import UserError
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.sections.stage import CHANGEABLE
-from recipes.training.recipe.stages.learning_rate import learning_rate
-from recipes.training.recipe.stages.merging import StageTable, batches, stage_tables
-from recipes.training.recipe.topology import World
+from threefold.config.learning_rate import learning_rate
+from threefold.config.merging import StageTable, batches, stage_tables
+from threefold.config.parallel_dims import World
+from threefold.config.recipe import Recipe
+from threefold.config.stage import CHANGEABLE
 
 # Keys that may change between two steps of a process. Any other change needs another engine.
 IN_PLACE = {

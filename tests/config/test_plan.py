@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from models.errors import UserError
-from recipes.training.recipe.loading import apply_overrides, parse_recipe
-from recipes.training.recipe.stages.plan import StagePlan, recipe_at, table_at
-from recipes.training.recipe.topology import World
+from threefold.config.loading import apply_overrides, parse_recipe
+from threefold.config.parallel_dims import World
+from threefold.config.phases import StagePlan, recipe_at, table_at
 
 LONG = {"name": "long", "start_step": 9, "model": {"sequence_length": 64}}
 DECAY: dict[str, Any] = {

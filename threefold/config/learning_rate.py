@@ -2,7 +2,7 @@
 
 import math
 
-from recipes.training.recipe.sections.training import Optimizer
+from threefold.config.optimization import Optimizer
 
 MAX_RATE_CHANGE = 2.0  # ratio of two learning rates above which the change is called a jump
 

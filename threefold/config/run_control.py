@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from recipes.training.recipe.sections.section import Count, NonNegative, Section, Switch
+from threefold.config.section import Count, NonNegative, Section, Switch
 
 
 class Checkpoint(Section):

@@ -1,7 +1,7 @@
 import pytest
 
-from recipes.training.recipe.sections.training import Optimizer
-from recipes.training.recipe.stages.learning_rate import learning_rate
+from threefold.config.learning_rate import learning_rate
+from threefold.config.optimization import Optimizer
 
 
 def rates(decay: str, **schedule) -> list[float]:

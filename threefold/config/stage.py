@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from models.errors import UserError
-from recipes.training.recipe.sections.section import Count, Section
+from threefold.config.section import Count, Section
 
 # Section -> the keys that a stage may change; None: any key.
 CHANGEABLE: dict[str, tuple[str, ...] | None] = {

@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from models.errors import UserError, reason_of, suggestion
-from recipes.training.recipe.errors import explain, root_causes, value_text
-from recipes.training.recipe.repository import REPOSITORY, short
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.stages.plan import StagePlan, StageRejected
+from threefold.config.errors import explain, root_causes, value_text
+from threefold.config.phases import StagePlan, StageRejected
+from threefold.config.recipe import Recipe
+from threefold.config.repository import REPOSITORY, short
 
 DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"
 SCALING_EXAMPLE = {"type": "llama3", "factor": 8.0, "original_sequence_length": 8192}

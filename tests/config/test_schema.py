@@ -10,13 +10,13 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
-from recipes.training.recipe import errors
-from recipes.training.recipe.deepspeed_config import build_deepspeed_config, zero_stage
-from recipes.training.recipe.loading import REPOSITORY, load_recipe, parse_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import World
 from tests.conftest import changed, shipped_configs, shipped_recipes
 from tests.ranks import start_ranks
+from threefold.config import errors
+from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
+from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
+from threefold.config.parallel_dims import World
+from threefold.config.recipe import Recipe
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"
 

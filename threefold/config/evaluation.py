@@ -5,8 +5,8 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from models.errors import UserError
-from recipes.training.recipe.sections.data import SET_NAME
-from recipes.training.recipe.sections.section import Count, NonNegative, Section
+from threefold.config.section import Count, NonNegative, Section
+from threefold.config.sections import SET_NAME
 
 
 class Task(Section):

@@ -13,14 +13,16 @@ import pytest
 
 from models.errors import UserError
 from recipes.training.loop.experiment import read_experiment
-from recipes.training.recipe.deepspeed_config import (
+from recipes.training.run_folder.progress import Progress
+from recipes.training.tracking.messages import announce
+from threefold.config.deepspeed_json import (
     build_deepspeed_config,
     deepspeed_notes,
     leaves,
     read_deepspeed_json,
     require_auto,
 )
-from recipes.training.recipe.deepspeed_schema import (
+from threefold.config.deepspeed_schema import (
     AUTO_KEYS,
     NOT_SUPPORTED,
     ONLY_ZERO_3,
@@ -29,11 +31,9 @@ from recipes.training.recipe.deepspeed_schema import (
     SETTINGS,
     WITHOUT_EFFECT,
 )
-from recipes.training.recipe.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
-from recipes.training.recipe.schema import Recipe
-from recipes.training.recipe.topology import Topology, World
-from recipes.training.run_folder.progress import Progress
-from recipes.training.tracking.messages import announce
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
+from threefold.config.parallel_dims import Topology, World
+from threefold.config.recipe import Recipe
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"
 PROPOSAL = re.compile(r"\nThis file would be accepted( \(pretrain\.py also [^\n]*\))?:\n")

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from models.errors import UserError, toml_line, toml_value
-from recipes.training.recipe.blend_weights import check_weights
-from recipes.training.recipe.repository import repository_path
-from recipes.training.recipe.sections.section import Section
+from threefold.config.blend_weights import check_weights
+from threefold.config.repository import repository_path
+from threefold.config.section import Section
 
 SET_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # a part of the names of metrics
 

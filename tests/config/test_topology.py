@@ -2,7 +2,7 @@ import pytest
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from models.errors import UserError
-from recipes.training.recipe.topology import Coordinates, Topology, World, check_placement, rank_map
+from threefold.config.parallel_dims import Coordinates, Topology, World, check_placement, rank_map
 
 
 @pytest.mark.parametrize(("pipeline", "data", "tensor"), [(2, 3, 4), (1, 1, 1), (4, 2, 1)])
