@@ -59,7 +59,7 @@ from recipes.training.run_folder.line_file import flush
 from recipes.training.runtime.exits import REJECTED, raise_at_interrupt
 from recipes.training.runtime.streams import escape_output
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.config.repository import repository_path
+from threefold.config.sections import repository_path
 
 if TYPE_CHECKING:
     from recipes.preparing.formats.format import Format, NumberedPiece

@@ -462,7 +462,7 @@ def test_a_locale_without_utf_8(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from recipes import report\n"
         "from threefold.config.loading import DEFAULT_RECIPE, load_recipe\n"
-        "from threefold.config.repository import repository_path\n"
+        "from threefold.config.sections import repository_path\n"
         "from recipes.training.run_folder.line_file import write_whole\n"
         "recipe = load_recipe(DEFAULT_RECIPE, [sys.argv.pop(), sys.argv.pop()])\n"
         "write_whole(Path(sys.argv[1]) / 'recipe.toml', recipe.toml())\n"

@@ -32,7 +32,7 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.tracking.metric_names import task_accuracies, validation_losses
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
-from threefold.config.repository import repository_path, short
+from threefold.config.sections import repository_path, short
 
 DTYPES = {  # name in the command -> name in safetensors files, torch's dtype
     "fp32": ("F32", torch.float32),

@@ -12,7 +12,7 @@ from models.errors import UserError
 from recipes.training.checkpoint.manifest import sha256
 from recipes.training.checkpoint.tensor_file import FileRecord
 from recipes.training.run_folder.line_file import flush
-from threefold.config.repository import short
+from threefold.config.sections import short
 
 RUN_FILES = ("recipe.toml", "metrics.jsonl", "events.jsonl")  # a run folder has one of them
 

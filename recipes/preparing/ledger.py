@@ -19,7 +19,7 @@ from recipes.training.run_folder.progress import Progress
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.config.repository import repository_path
+from threefold.config.sections import repository_path
 
 MAX_CHARACTERS_SHOWN = 200  # of a window
 

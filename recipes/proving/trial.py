@@ -27,7 +27,7 @@ from recipes.training.engine.expert_report import smallest_margin
 from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.runtime.processes import start_processes
 from threefold.config.deepspeed_json import build_deepspeed_config
-from threefold.config.learning_rate import learning_rate
+from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 from threefold.pipeline.stage import replaced

@@ -25,7 +25,7 @@ from threefold.config.loading import load_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.config.repository import short
+from threefold.config.sections import short
 
 ALL = 10**9  # more layouts than a search finds
 

@@ -28,7 +28,7 @@ from recipes.sweeping.trial import FAULTS, Rejection, Result, Trial, preference
 from recipes.sweeping.worlds.worlds_folder import WorldsFolder
 from recipes.training.run_folder.line_file import flush, write_whole
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
-from threefold.config.errors import value_text
+from threefold.config.loading import value_text
 
 PROBE_BYTES = 2**16
 

@@ -1,7 +1,6 @@
 import pytest
 
-from threefold.config.learning_rate import learning_rate
-from threefold.config.optimization import Optimizer
+from threefold.config.optimization import Optimizer, learning_rate
 
 
 def rates(decay: str, **schedule) -> list[float]:

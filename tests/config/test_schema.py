@@ -12,7 +12,7 @@ import tomli_w
 from models.errors import UserError
 from tests.conftest import changed, shipped_configs, shipped_recipes
 from tests.ranks import start_ranks
-from threefold.config import errors
+from threefold.config import loading
 from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import World
@@ -400,12 +400,12 @@ def test_a_name_with_other_characters_has_a_proposal(override: str, words: str, 
 def test_the_characters_of_every_pattern_are_known_in_words() -> None:
     patterns = set(re.findall(r'"pattern": ("[^"]*")', json.dumps(Recipe.model_json_schema())))
     assert len(patterns) >= 3
-    assert {json.loads(pattern) for pattern in patterns} == set(errors.CHARACTERS)
+    assert {json.loads(pattern) for pattern in patterns} == set(loading.CHARACTERS)
 
 
 def test_the_example_of_every_list_has_an_entry() -> None:
     """An empty list, the default of some keys, would not show what the key takes."""
-    lists = [key for key, value in errors._defaults(Recipe).items() if isinstance(value, tuple)]
+    lists = [key for key, value in loading._defaults(Recipe).items() if isinstance(value, tuple)]
     assert {"stage", "checkpoint.also_at", "tracking.tags"} < set(lists)
     for key in lists:
         message = rejection(TINY, [f"{key}=5"], 2)

@@ -22,7 +22,7 @@ from recipes.nodes.snapshot_server import Server as SnapshotServer
 from recipes.training.snapshots import client as client_module
 from recipes.training.snapshots.client import Client, SnapshotUnavailable, listings
 from recipes.training.snapshots.node_memory import NodeMemory, Server
-from threefold.config.repository import REPOSITORY
+from threefold.config.sections import REPOSITORY
 
 SNAPSHOT, FILE = "step-0000012-3-9f3a22c1", "weights-00000.safetensors"
 CONTENT = os.urandom(300_000)

@@ -22,13 +22,11 @@ from threefold.config.deepspeed_schema import (
     Review,
     review_settings,
 )
-from threefold.config.errors import value_text
 from threefold.config.json_repair import repair_json
-from threefold.config.loading import REPOSITORY
+from threefold.config.loading import REPOSITORY, value_text
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
-from threefold.config.repository import repository_path
-from threefold.config.run_control import Tracking
+from threefold.config.sections import Tracking, repository_path
 
 # ZeRO-1 and 2 sum gradients over the data ranks in buckets during the last backward pass of a step
 # or of a group of micro-batches. 64 MiB in fp32 is enough to reach a network's full bandwidth, and

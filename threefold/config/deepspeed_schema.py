@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from threefold.config.errors import value_text
+from threefold.config.loading import value_text
 
 LARGEST_COUNT = 2**60  # elements, steps
 LARGEST_SCALE_POWER = 126  # of a loss scale: 2**127 is the largest power of two in fp32

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from models.config import ModelConfig, nearest_divisors
 from models.errors import UserError
-from threefold.config.section import Count, NonNegative, Section
+from threefold.config.sections import Count, NonNegative, Section
 from threefold.pipeline.schedules import (
     SCHEDULES,
     default_group,

@@ -10,7 +10,6 @@ from pydantic import Field, ValidationError, model_validator
 
 from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
-from threefold.config.evaluation import Evaluation
 from threefold.config.layout import (
     Cluster,
     Layout,
@@ -20,10 +19,16 @@ from threefold.config.layout import (
 )
 from threefold.config.optimization import Batch, Optimizer, Training
 from threefold.config.parallel_dims import Topology, World, nearest_data_sizes
-from threefold.config.run_control import Checkpoint, Supervision, Tracking
-from threefold.config.section import MAX_COUNT, Section
-from threefold.config.sections import Data
-from threefold.config.stage import Stage
+from threefold.config.sections import (
+    MAX_COUNT,
+    Checkpoint,
+    Data,
+    Evaluation,
+    Section,
+    Stage,
+    Supervision,
+    Tracking,
+)
 from threefold.pipeline.balance import divide_blocks, head_in_blocks
 
 

@@ -1,14 +1,120 @@
-"""The corpora and their tokenizer."""
+"""Sections of a recipe: data, evaluation, checkpoints, supervision, tracking and stages."""
 
+import math
+import os
 import re
-from typing import Annotated, Any
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from models.errors import UserError, toml_line, toml_value
-from threefold.config.blend_weights import check_weights
-from threefold.config.repository import repository_path
-from threefold.config.section import Section
+
+# The base class of a recipe's sections, and the types of their numbers.
+#
+# The sections are frozen pydantic classes. The docstrings of their fields are the text of
+# docs/recipe-reference.md.
+
+MAX_COUNT = 10**9
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
+# 1 equals True in Python, so a number has to become something else before it is compared.
+Switch = Annotated[
+    Literal[True, False, "auto"],
+    BeforeValidator(lambda value: value if isinstance(value, bool) else str(value)),
+]
+
+
+class Section(BaseModel):
+    """Base class of all sections: rejects unknown keys, converts nothing and is frozen."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+# The root of the repository, from which relative paths of a recipe start.
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def repository_path(path: str) -> Path:
+    """Return a path of a recipe as an absolute path; relative ones start at the repository root.
+
+    If the locale's encoding lacks a character of the path, the path is encoded in UTF-8.
+    """
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        path = os.fsdecode(path.encode("utf-8", "surrogateescape"))
+    return (REPOSITORY / path).resolve()
+
+
+def short(path: Path) -> Path:
+    """Return a path relative to the current folder if it is inside, as a user would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+# The weights of a blend of corpora as whole numbers of samples.
+
+PERIOD = 2**16  # samples, at most, after which the order of the sources repeats itself
+LARGEST_ROUNDING = Fraction(1, 10)  # of a source's share, relative
+# A source with this many samples per period or more loses less than LARGEST_ROUNDING of its share
+# when it is rounded down.
+SAMPLES_TO_ROUND = math.ceil(1 / LARGEST_ROUNDING)
+
+
+def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the samples of each source in a period.
+
+    The shares are exact if a period of at most PERIOD samples can represent them. Otherwise they
+    are rounded down to a multiple of 1 / PERIOD, and the largest source takes the rest. The order
+    of a run's samples follows from these numbers, so a change here would change what resumed runs
+    read.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    period = math.lcm(*((weight / total).denominator for weight in exact))
+    if period <= PERIOD:
+        return tuple(int(weight / total * period) for weight in exact)
+    whole = [max(1, int(weight / total * PERIOD)) for weight in exact]
+    whole[whole.index(max(whole))] += PERIOD - sum(whole)
+    return tuple(whole)
+
+
+def check_weights(weights: Sequence[float]) -> None:
+    """Reject weights that are too small to be represented.
+
+    Raises:
+        UserError: names the key, the share that the weight would become, and a weight that works.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    total, shares = sum(exact), whole_shares(weights)
+    for number, weight in enumerate(exact):
+        found = Fraction(shares[number], sum(shares))
+        if weight == max(exact) or abs(found * total / weight - 1) <= LARGEST_ROUNDING:
+            continue
+        least = SAMPLES_TO_ROUND * (total - weight) / (PERIOD - SAMPLES_TO_ROUND)
+        raise UserError(
+            f"data.train.{number}.weight = {weights[number]:g} is {float(weight / total):.3g} of "
+            f"all samples, and would become {float(found):.3g}, because the order of the corpora "
+            f"repeats after {PERIOD} samples; use weight = {_round_up(float(least)):g} or more, or "
+            f"leave the corpus out"
+        )
+
+
+def _round_up(number: float) -> float:
+    """Round up to two significant digits."""
+    unit = 10.0 ** (math.floor(math.log10(number)) - 1)
+    return math.ceil(number / unit) * unit
+
 
 SET_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # a part of the names of metrics
 
@@ -96,3 +202,272 @@ class Data(Section):
         if isinstance(self.validation, str):
             return {"": self.validation}
         return dict(self.validation or {})
+
+
+# The tasks on which a run evaluates its model.
+
+
+class Task(Section):
+    """A task of multiple-choice or cloze items."""
+
+    name: Annotated[str, Field(pattern=f"^{SET_NAME}$", max_length=128)]
+    """Name of the task in the metrics, `tasks/<name>/accuracy`."""
+
+    path: str
+    """Path of the task's JSON lines, relative to the repository root; `prepare_data.py tasks`
+    writes such files."""
+
+    limit: Count | None = None
+    """Number of items to use, from the start of the file. Leave it out to use all items."""
+
+
+class Evaluation(Section):
+    """Tasks that the model is scored on during the run, by the log-likelihood of the answers."""
+
+    every: NonNegative | None = None
+    """Steps between evaluations of the tasks, which also follow the last step; 0: never. Leave it
+    out to evaluate with every validation (`training.evaluate_every`)."""
+
+    tasks: tuple[Task, ...] = ()
+    """Tasks, each with a name and a path."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "Evaluation":
+        names = [task.name for task in self.tasks]
+        if len(set(names)) < len(names):
+            raise UserError(
+                f"evaluation.tasks has a name twice: {', '.join(names)}; use another name for each "
+                f"task"
+            )
+        if self.every is not None and not self.tasks:
+            raise UserError(
+                f"evaluation.every = {self.every} has no effect without evaluation.tasks; add a "
+                f'task such as {{ name = "next_line", path = "data/tasks/next_line.jsonl" }}, or '
+                f"leave evaluation.every out"
+            )
+        return self
+
+
+# Checkpoints, supervision and tracking of a run.
+
+
+class Checkpoint(Section):
+    """The checkpoints that are written, and those that are kept."""
+
+    every: Count
+    """Steps between checkpoints. The last step is always saved."""
+
+    keep: Count = 2
+    """Newest checkpoints that are kept. Two, so that a damaged one has a predecessor."""
+
+    keep_every: NonNegative = 0
+    """Also keep the checkpoint of every step that is a multiple of this number; 0: keep no more."""
+
+    keep_best: NonNegative = 0
+    """Also keep this many checkpoints with the lowest validation loss, the mean over all validation
+    sets. Only checkpoints saved right after a validation are compared, so `every` must be a
+    multiple of `training.evaluate_every`."""
+
+    also_at: Annotated[tuple[Count, ...], Field(examples=[(1, 2, 4, 8, 16)])] = ()
+    """More steps after which a checkpoint is saved, such as `[1, 2, 4, 8, 16]`. These checkpoints
+    are always kept. Steps after `training.steps` have no effect."""
+
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Reaction to a save that fails, for example because the disk is full: "continue" warns and
+    tries again at the next save, "stop" ends the run."""
+
+    room_seconds: NonNegative = 1800
+    """Seconds that the save after the last step waits for room on a full disk, before the run ends
+    without this checkpoint; 0: do not wait."""
+
+    snapshot_every: NonNegative = 0
+    """Steps between snapshots in the memory of the nodes, each file on two nodes, from which
+    `launch.py` restarts the run after a failure; 0: none. `plan.py` predicts their cost and the
+    best interval. Without `launch.py`, the key has no effect."""
+
+    snapshot_folder: Annotated[str, Field(min_length=1)] = "/dev/shm"
+    """Folder for snapshots, in the memory of each node. Snapshots take 24 bytes per parameter,
+    divided by the number of nodes and multiplied by two, because the next snapshot is written
+    before the last one is deleted."""
+
+    def is_save_due(self, step: int, last: int) -> bool:
+        """Return True if a checkpoint is due after a step of a run with `last` steps."""
+        return step % self.every == 0 or step in self.also_at or step == last
+
+    def is_always_kept(self, step: int) -> bool:
+        """Return True if the checkpoint of a step is kept until the end of the run."""
+        return step in self.also_at or (self.keep_every > 0 and step % self.keep_every == 0)
+
+
+class Supervision(Section):
+    """Limits for hangs, bad steps and slow ranks."""
+
+    hang_seconds: NonNegative = 300
+    """End the run after this many seconds without progress in training; 0: never. On GPUs,
+    collectives of subgroups time out after 600 seconds in any case."""
+
+    startup_seconds: NonNegative = 1800
+    """End the run if it makes no progress for this many seconds before the first step (with
+    compiled kernels, until the end of that step); 0: never. The time covers building the model,
+    loading a checkpoint and compiling."""
+
+    node_seconds: Count = 10
+    """Seconds without a sign of life after which `launch.py` counts a node as lost."""
+
+    bad_steps: Count = 3
+    """Successive steps with a loss or gradient norm that is not finite after which the run rolls
+    back to the last checkpoint. A single such step is skipped."""
+
+    loss_spike: Annotated[float, Field(ge=0)] = 3.0
+    """Nats per token above the median of the recent losses at which the run rolls back; 0: never.
+    The default is far beyond the usual noise."""
+
+    rollbacks: NonNegative = 2
+    """Rollbacks without a new checkpoint in between after which the run stops instead; 0: never
+    roll back, stop at once."""
+
+    compare_speed_every: NonNegative = 100
+    """Steps between comparisons of the ranks' speeds; 0: never."""
+
+    slow_rank: Annotated[float, Field(gt=1)] = 1.5
+    """Ratio of a rank's time in forward passes to that of the other ranks of its stage above which
+    it is reported as slow."""
+
+    preflight: Switch = "auto"
+    """Measure and check the devices and links before the first step of every start, which takes a
+    few seconds. "auto" does so on GPUs."""
+
+    preflight_ratio: Annotated[float, Field(gt=1)] = 1.5
+    """Ratio of the median of the other ranks to a rank's measured rate above which the preflight
+    names it as slow."""
+
+    slow_comparisons: Count = 3
+    """Successive comparisons in which a rank is slow after which its node counts as slow, and
+    `cluster.on_slow_rank` applies."""
+
+    @property
+    def patience_seconds(self) -> int | None:
+        """Seconds that a rank may wait before supervision ends the run; None if unlimited."""
+        limits = self.hang_seconds, self.startup_seconds
+        return max(limits) if all(limits) else None
+
+
+class Tracking(Section):
+    """Weights & Biases, and the timeline and profile of measured steps."""
+
+    project: Annotated[str, Field(pattern=r"^[^/\\#?%:]{1,128}$")] = "threefold"
+    """Weights & Biases project of the run."""
+
+    team: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{0,128}$")] = ""
+    """Weights & Biases team, or user, that owns the run; "": the default of your account."""
+
+    group: Annotated[str, Field(max_length=128)] = ""
+    """Weights & Biases group of the run, such as runs that differ only in the seed; "": none.
+    `sweep.py` sets the group of its runs itself."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """Mode of Weights & Biases. "auto" is online if an API key is found and offline otherwise. The
+    metrics are always in the run folder too."""
+
+    tags: tuple[str, ...] = ()
+    """Tags of the run in Weights & Biases."""
+
+    artifacts: bool = False
+    """Record each checkpoint in Weights & Biases as an artifact that refers to its folder. Its
+    files are not uploaded."""
+
+    timeline_step: NonNegative = 0
+    """First step whose instructions are recorded on every rank, with their times; 0: record
+    nothing. Needs ZeRO-1. Recorded steps are somewhat slower."""
+
+    timeline_steps: Count = 3
+    """Number of steps that are recorded from `timeline_step` on."""
+
+    profile_step: NonNegative = 0
+    """Step that torch.profiler records on `profile_ranks`; 0: none. It takes longer than others."""
+
+    profile_ranks: Annotated[tuple[NonNegative, ...], Field(min_length=1)] = (0,)
+    """Ranks of the profile. Ranks that the run does not have are ignored."""
+
+    memory_snapshot: bool = False
+    """Record allocations on GPUs, and save them into the run folder if memory runs out."""
+
+
+# A stage of a run: the step at which it begins, and the keys of the recipe that it changes.
+
+# Section -> the keys that a stage may change; None: any key.
+CHANGEABLE: dict[str, tuple[str, ...] | None] = {
+    "model": ("sequence_length", "rope_theta", "rope_scaling"),
+    "batch": ("global_sequences", "micro_sequences"),
+    "data": ("train", "validation", "separate_documents"),
+    "optimizer": ("learning_rate", "weight_decay", "schedule"),
+    "layout": None,
+}
+Changes = dict[str, Any]
+FIRST_STAGE = "first"  # the name of the steps before the first [[stage]]
+
+
+class Stage(Section):
+    """A later stage of the run. Its changes also apply to the following stages."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
+    """Name of the stage in messages, events and `--set stage.NAME.section.key=value`. The steps
+    before the first `[[stage]]` are the stage "first"."""
+
+    start_step: Annotated[int, Field(ge=2)] | None = None
+    """First step of the stage."""
+
+    start_tokens: Count | None = None
+    """Alternative to `start_step`: number of tokens. The stage begins with the first step before
+    which the run has read at least that many."""
+
+    model: Changes = Field(default_factory=dict)
+    """Changes of `[model]`: `sequence_length`, `rope_theta` and `rope_scaling`."""
+
+    batch: Changes = Field(default_factory=dict)
+    """Changes of `[batch]`: `global_sequences` and `micro_sequences`."""
+
+    data: Changes = Field(default_factory=dict)
+    """Changes of `[data]`: `train` (a whole list, with weights), `validation` and
+    `separate_documents`."""
+
+    optimizer: Changes = Field(default_factory=dict)
+    """Changes of `[optimizer]`: `learning_rate`, `weight_decay` and `schedule` (a whole table). A
+    stage that sets `learning_rate` or `schedule` begins a schedule of its own, which ends before
+    the next stage that does so, or with the run, or after its `schedule.steps`. Otherwise the
+    earlier schedule continues."""
+
+    layout: Changes = Field(default_factory=dict)
+    """Changes of `[layout]`: any key."""
+
+    @property
+    def key(self) -> str:
+        """The name of the stage in the option --set."""
+        return f"stage.{self.name}"
+
+    @property
+    def begins_schedule(self) -> bool:
+        """True if a new schedule of the learning rate begins with the stage."""
+        return bool({"learning_rate", "schedule"} & self.optimizer.keys())
+
+    @model_validator(mode="after")
+    def _check(self) -> "Stage":
+        if (self.start_step is None) == (self.start_tokens is None):
+            given = "neither" if self.start_step is None else "both"
+            raise UserError(
+                f"{self.key} has {given} of start_step and start_tokens; use one of them, for "
+                f"example start_step = 1000"
+            )
+        for section, keys in CHANGEABLE.items():
+            for key in getattr(self, section):
+                if keys is not None and key not in keys:
+                    raise UserError(
+                        f"{self.key}.{section}.{key} cannot change during a run; the keys of "
+                        f"[stage.{section}] are {', '.join(keys)}"
+                    )
+        if not any(getattr(self, section) for section in CHANGEABLE):
+            raise UserError(
+                f"{self.key} changes nothing; use one of the sections "
+                f"{', '.join(f'[stage.{section}]' for section in CHANGEABLE)}, or leave it out"
+            )
+        return self

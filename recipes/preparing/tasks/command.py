@@ -11,7 +11,7 @@ from recipes.preparing.tasks.corpus_tasks import last_word, make_items, next_lin
 from recipes.preparing.tasks.harness_samples import items_of_samples
 from recipes.training.data.evaluation.task_file import read_items
 from recipes.training.run_folder.line_file import write_whole
-from threefold.config.repository import repository_path
+from threefold.config.sections import repository_path
 
 MAKERS = {"next-line": next_line, "last-word": last_word}
 DESCRIPTION = """Write a task for evaluation.tasks of a recipe.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from recipes.training.data.mixing import one_period
-from threefold.config.blend_weights import whole_shares
+from threefold.config.sections import whole_shares
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 from recipes.sweeping.links.fit import LinkFit, Links
 from recipes.sweeping.links.measurements import LinkTime, Measurements
 from recipes.sweeping.trial import WorldKind
-from threefold.config.repository import REPOSITORY
+from threefold.config.sections import REPOSITORY
 from threefold.gpus.datasheet import Gpu
 
 SHOWN_LINKS = (

@@ -18,7 +18,7 @@ from recipes.sweeping.trial import WorldKind
 from recipes.sweeping.worlds.launchers import Launcher
 from recipes.sweeping.worlds.world import World, WorldAbandoned, WorldFailed
 from recipes.sweeping.worlds.worlds_folder import WorldsFolder
-from threefold.config.repository import REPOSITORY
+from threefold.config.sections import REPOSITORY
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import Gpu, load_gpu, read_gpu
 

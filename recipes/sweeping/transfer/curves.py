@@ -13,7 +13,7 @@ from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.sweeping.choice import values_of_setting
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
-from threefold.config.repository import short
+from threefold.config.sections import short
 
 T = TypeVar("T")
 

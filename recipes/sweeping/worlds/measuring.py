@@ -26,7 +26,7 @@ from recipes.sweeping.worlds.rank_watch import RankWatch
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
 from recipes.training.runtime.processes import on_gpu, start_processes
-from threefold.config.learning_rate import learning_rate
+from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
 
 GIB = 2**30

@@ -10,10 +10,10 @@ from recipes.training.checkpoint.manifest import Manifest, manifest_damage
 from recipes.training.data.corpus_manifest import is_corpus
 from recipes.training.run_folder.progress import Progress
 from threefold.config.deepspeed_json import leaves
-from threefold.config.errors import value_text
+from threefold.config.loading import value_text
 from threefold.config.phases import table_at
 from threefold.config.recipe import Recipe
-from threefold.config.repository import repository_path
+from threefold.config.sections import repository_path
 
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
 # starts from initial weights.

@@ -30,7 +30,7 @@ from recipes.training.run_folder.checkpoint_folders import NAME, step_of
 from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.progress import Progress, read_from
 from threefold.config.optimization import Batch
-from threefold.config.stage import Stage
+from threefold.config.sections import Stage
 
 FORMAT = 1
 REMEDY = (

@@ -30,8 +30,8 @@ from recipes.training.run_folder.history import Branch
 from recipes.training.run_folder.line_file import flush
 from recipes.training.run_folder.progress import Progress
 from threefold.config.deepspeed_json import read_deepspeed_json
-from threefold.config.learning_rate import MAX_RATE_CHANGE, learning_rate
 from threefold.config.loading import parse_recipe
+from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
 from threefold.config.phases import Span, StagePlan
 from threefold.config.recipe import Recipe
 

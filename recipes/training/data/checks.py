@@ -8,7 +8,7 @@ from models.errors import UserError, reason_of
 from recipes.training.data.corpus_manifest import DELETE, read_manifest, tokenizer_hash
 from recipes.training.data.token_file import TokenFile
 from threefold.config.recipe import Recipe
-from threefold.config.repository import repository_path
+from threefold.config.sections import repository_path
 
 BLOCKS_CHECKED = 256  # of a token file, spread evenly
 BLOCK_TOKENS = 2**12

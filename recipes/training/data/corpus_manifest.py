@@ -9,7 +9,7 @@ from typing import Any
 
 from models.errors import UserError, a_few, counted, reason_of
 from threefold.config.recipe import Recipe
-from threefold.config.repository import repository_path
+from threefold.config.sections import repository_path
 
 MAX_PADDING = 1024  # the largest multiple, a power of two, to which a vocabulary is padded
 MIN_TRAINABLE_TOKENS = 32  # of a part; no recipe has windows that are shorter

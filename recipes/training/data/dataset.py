@@ -35,7 +35,7 @@ from recipes.training.run_folder.progress import Progress, Read
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import Span, StagePlan
 from threefold.config.recipe import Recipe
-from threefold.config.repository import repository_path
+from threefold.config.sections import repository_path
 
 
 class Windows:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from threefold.config.blend_weights import whole_shares
+from threefold.config.sections import whole_shares
 
 FEISTEL_ROUNDS = 6  # four are enough for a pseudorandom permutation (Luby, Rackoff 1988)
 

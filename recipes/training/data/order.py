@@ -19,9 +19,8 @@ import numpy as np
 
 from recipes.training.data.mixing import choose_sources, one_period, permuted, place_of
 from recipes.training.run_folder.progress import Reading
-from threefold.config.blend_weights import whole_shares
 from threefold.config.phases import StagePlan
-from threefold.config.repository import repository_path
+from threefold.config.sections import repository_path, whole_shares
 
 CANDIDATES_PER_BLOCK = 2**14  # windows that are compared with earlier passes at a time
 

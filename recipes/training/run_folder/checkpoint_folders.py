@@ -13,7 +13,7 @@ from pathlib import Path
 
 from models.errors import a_few, suggestion
 from recipes.training.run_folder.line_file import flush
-from threefold.config.repository import REPOSITORY, short
+from threefold.config.sections import REPOSITORY, short
 
 NAME = re.compile(r"step-\d{7,}")
 INCOMPLETE = "step-*.incomplete"

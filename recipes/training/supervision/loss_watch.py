@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median
 
-from threefold.config.run_control import Supervision
+from threefold.config.sections import Supervision
 
 LOSSES_REMEMBERED = 64
 LOSSES_NEEDED = 16  # before a spike can be told from the usual loss

@@ -15,8 +15,8 @@ from recipes.training.run_folder.wall_time import WallTime, shares_text
 from recipes.training.tracking.metric_names import task_accuracies, validation_losses
 from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from threefold.config.deepspeed_json import deepspeed_notes
-from threefold.config.errors import value_text
-from threefold.config.learning_rate import MAX_RATE_CHANGE, learning_rate
+from threefold.config.loading import value_text
+from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
 from threefold.config.parallel_dims import Topology, World, rank_map
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe

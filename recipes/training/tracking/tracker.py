@@ -28,7 +28,7 @@ from recipes.training.tracking.weights_and_biases.thread import (
     WandbThread,
     nothing_predicted,
 )
-from threefold.config.errors import value_text
+from threefold.config.loading import value_text
 from threefold.config.phases import Span, StagePlan, changes
 from threefold.config.recipe import Recipe
 

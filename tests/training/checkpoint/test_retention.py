@@ -25,7 +25,7 @@ from tests.conftest import changed
 from tests.training.checkpoint.test_manifest import write_checkpoint
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
-from threefold.config.run_control import Checkpoint
+from threefold.config.sections import Checkpoint
 
 Usage = namedtuple("Usage", ["free"])
 

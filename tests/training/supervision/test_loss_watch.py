@@ -3,7 +3,7 @@ import math
 import pytest
 
 from recipes.training.supervision.loss_watch import LOSSES_NEEDED, LossWatch, Severity
-from threefold.config.run_control import Supervision
+from threefold.config.sections import Supervision
 
 NAN, INF = math.nan, math.inf
 SKIPPED, UNSAFE, ROLL_BACK = Severity.SKIPPED, Severity.UNSAFE, Severity.ROLL_BACK

@@ -34,7 +34,7 @@ from tests.conftest import changed
 from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY
-from threefold.config.run_control import Supervision
+from threefold.config.sections import Supervision
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 

@@ -19,7 +19,7 @@ from recipes.training.data.evaluation.packing import pack
 from recipes.training.data.evaluation.task_file import Item, read_items
 from recipes.training.data.fingerprint import document_starts
 from threefold.config.recipe import Recipe
-from threefold.config.repository import repository_path
+from threefold.config.sections import repository_path
 
 PADDING = 0  # a token id of every vocabulary
 UNCOUNTED = -1  # request of a padding position

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.runtime.launchers import free_port
 from recipes.training.runtime.streams import finish_output
-from threefold.config.repository import REPOSITORY
+from threefold.config.sections import REPOSITORY
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun
 SECONDS_FOR_READER = 30.0  # maximum wait until the reader of the output has taken all of it

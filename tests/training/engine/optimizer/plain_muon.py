@@ -12,7 +12,7 @@ from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from recipes.training.data.dataset import TrainingData
-from threefold.config.learning_rate import learning_rate
+from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 
