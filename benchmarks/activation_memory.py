@@ -33,7 +33,7 @@ from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from models.transformer import Block
 from recipes.tracing.allocation_counter import AllocationCounter
 from recipes.tracing.fake_cluster import empty_tables
-from recipes.training.runtime.streams import stdout_for_json
+from threefold.runtime.output import stdout_for_json
 
 MODEL = ModelConfig(
     layers=48,

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib import pyplot
 
-from recipes.training.runtime.streams import stdout_for_json
+from threefold.runtime.output import stdout_for_json
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SEED, OTHER_SEED = 1234, 1235

@@ -12,7 +12,6 @@ from pathlib import Path
 if __name__ == "__main__":  # imports start at the repository
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from recipes.training.runtime.streams import stdout_for_json
 from tests.nccl_rules.slots import (
     LaunchRule,
     StepProgram,
@@ -22,6 +21,7 @@ from tests.nccl_rules.slots import (
     sufficient_slots,
 )
 from threefold.pipeline.schedules import Pipeline, min_micro_batches, schedule_name
+from threefold.runtime.output import stdout_for_json
 
 SCHEDULES = (
     ("1f1b", 1),

@@ -25,7 +25,7 @@ from models.kernels.compile import as_written
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from models.transformer import Attention
-from recipes.training.runtime.streams import stdout_for_json
+from threefold.runtime.output import stdout_for_json
 
 ROUNDS = 15
 

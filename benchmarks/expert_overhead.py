@@ -27,7 +27,7 @@ from models.experts.layer import MixtureOfExperts
 from models.experts.routing import ExpertAxis
 from models.parallel.collectives import TensorAxis
 from models.transformer import MLP
-from recipes.training.runtime.streams import stdout_for_json
+from threefold.runtime.output import stdout_for_json
 
 ROUNDS = 15
 SHAPES = ((512, 2, 512), (512, 2, 1024))  # s, b, h

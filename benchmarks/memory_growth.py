@@ -25,11 +25,11 @@ from typing import NamedTuple
 import numpy as np
 
 from models.errors import UserError
-from recipes.planning.inputs.option_types import count
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import RANK_ENVIRONMENT, free_port, rank_variables
 from recipes.training.run_folder.folder import RunFolder
 from threefold.config.loading import REPOSITORY
+from threefold.runtime.command_line import count
 
 VOCABULARY = 512
 SETTINGS = (  # of recipes/tiny.toml, changed for all cases

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from recipes.training.runtime.streams import stdout_for_json
+from threefold.runtime.output import stdout_for_json
 
 RANKS = (2, 8, 32, 128, 512, 1024)
 NOISES = (1.0, 4.0, 16.0)

@@ -22,8 +22,8 @@ import argparse
 import json
 
 from benchmarks.pipelines.sleeping_reductions import Setting, compare
-from recipes.planning.inputs.option_types import count
-from recipes.training.runtime.streams import stdout_for_json
+from threefold.runtime.command_line import count
+from threefold.runtime.output import stdout_for_json
 
 
 def main() -> None:

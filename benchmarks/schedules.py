@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.pipelines import real_contestants, real_layers
 from benchmarks.pipelines.sleeping_stages import Setting, time_all
 from benchmarks.schedules_picture import draw
-from recipes.training.runtime.streams import stdout_for_json
+from threefold.runtime.output import stdout_for_json
 
 FORWARD = 0.08  # seconds
 SHAPES = {"schedules": (4, 16), "schedules_of_8_stages": (8, 8)}  # stages, micro-batches

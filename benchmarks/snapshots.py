@@ -31,7 +31,6 @@ from typing import Any
 
 from models.cost import parameter_count
 from recipes.planning.goodput.renewal import FaultCosts, best_interval
-from recipes.planning.inputs.option_types import count
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.trial import start, train_step
 from recipes.proving.worlds import free_port, rank_variables
@@ -39,11 +38,12 @@ from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.processes import start_processes
 from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.snapshots.writer import SnapshotWriter
 from threefold.config.loading import DEFAULT_RECIPE, parse_recipe
 from threefold.config.parallel_dims import World
+from threefold.runtime.command_line import count
+from threefold.runtime.processes import start_processes
 
 NODES = 2
 STEPS_PER_BLOCK = 2  # of a block; a snapshot is complete before the block ends

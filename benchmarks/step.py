@@ -33,7 +33,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from recipes.training.runtime.streams import stdout_for_json
+from threefold.runtime.output import stdout_for_json
 
 with stdout_for_json(True):  # DeepSpeed logs to standard output while it is imported
     from benchmarks.device import device_file, rates
@@ -53,8 +53,8 @@ with stdout_for_json(True):  # DeepSpeed logs to standard output while it is imp
     )
     from benchmarks.taking_turns import Player, cores_at_hand, players
     from models.errors import UserError
-    from recipes.training.runtime.processes import on_gpu
     from threefold.gpus.datasheet import FOLDER
+    from threefold.runtime.processes import on_gpu
 
 PARTS = ("rows", "memory", "overhead", "tensor_parallel", "context_parallel", "expert_parallel")
 TWO_RANKS = {

@@ -20,7 +20,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # imports start in the root of the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from recipes.training.runtime.exits import end_at_interrupt
+    from threefold.runtime.exits import end_at_interrupt
 
     end_at_interrupt()
 
@@ -46,9 +46,9 @@ from recipes.converting.output_folder import OutputFiles, output_folder
 from recipes.converting.reshape import new_recipe, reshape
 from recipes.converting.verified_source import open_checkpoint
 from recipes.converting.weight_files import AVERAGED, IMPORTED, RESHAPED
-from recipes.planning.inputs.option_types import count
-from recipes.training.runtime.exits import REJECTED, raise_at_interrupt
-from recipes.training.runtime.streams import escape_output
+from threefold.runtime.command_line import count
+from threefold.runtime.exits import REJECTED, raise_at_interrupt
+from threefold.runtime.output import escape_output
 
 NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text generated after --prompt
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from recipes.training.runtime.exits import end_at_interrupt
+    from threefold.runtime.exits import end_at_interrupt
 
     end_at_interrupt()
 
@@ -40,9 +40,9 @@ from recipes.nodes.connection import on_this_machine, over_srun, over_ssh
 from recipes.nodes.hosts import read_hostfile, recipe_on_hosts, slurm_hosts
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
-from recipes.training.runtime.exits import BUSY, REJECTED, raise_at_interrupt
-from recipes.training.runtime.streams import outlive_output
 from threefold.config.loading import REPOSITORY, origin
+from threefold.runtime.exits import BUSY, REJECTED, raise_at_interrupt
+from threefold.runtime.output import outlive_output
 
 CONNECT_BY_LAUNCHER = {"ssh": over_ssh, "srun": over_srun, "local": on_this_machine}
 

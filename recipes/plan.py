@@ -24,7 +24,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from recipes.training.runtime.exits import end_at_interrupt
+    from threefold.runtime.exits import end_at_interrupt
 
     end_at_interrupt()
 
@@ -58,11 +58,11 @@ from recipes.planning.search.family import largest, members
 from recipes.planning.search.layout_search import SearchResult, search
 from recipes.planning.time.step_time import step_time
 from recipes.training.data.corpus_manifest import unused_rows
-from recipes.training.runtime.exits import raise_at_interrupt
-from recipes.training.runtime.streams import escape_output, stdout_for_json
 from threefold.config.layout import Cluster
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.runtime.exits import raise_at_interrupt
+from threefold.runtime.output import escape_output, stdout_for_json
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # imports start in the root of the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from recipes.training.runtime.exits import end_at_interrupt
+    from threefold.runtime.exits import end_at_interrupt
 
     end_at_interrupt()
 
@@ -56,10 +56,10 @@ from recipes.preparing.options import (
 from recipes.preparing.workspace import clear_workspace, full_disk_explained, lock_workspace
 from recipes.training.data.corpus_manifest import few_tokens
 from recipes.training.run_folder.line_file import flush
-from recipes.training.runtime.exits import REJECTED, raise_at_interrupt
-from recipes.training.runtime.streams import escape_output
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.sections import repository_path
+from threefold.runtime.exits import REJECTED, raise_at_interrupt
+from threefold.runtime.output import escape_output
 
 if TYPE_CHECKING:
     from recipes.preparing.formats.format import Format, NumberedPiece

@@ -13,7 +13,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from recipes.training.runtime.exits import end_at_interrupt
+    from threefold.runtime.exits import end_at_interrupt
 
     end_at_interrupt()
 
@@ -30,18 +30,18 @@ from recipes.training.loop.rejection import rejections
 from recipes.training.loop.run import Ending, Run
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import SECONDS_TO_WAIT
-from recipes.training.runtime.exits import FINISHED, REJECTED, leave, raise_at_interrupt
-from recipes.training.runtime.garbage import (
+from recipes.training.tracking.messages import summarize
+from recipes.training.tracking.startup import Startup
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
+from threefold.runtime.environment import set_thread_count, set_torch_variables
+from threefold.runtime.exits import FINISHED, REJECTED, leave, raise_at_interrupt
+from threefold.runtime.garbage import (
     collect_garbage,
     hold_garbage,
     pause_collection,
     resume_collection,
 )
-from recipes.training.runtime.streams import label_lines, outlive_output
-from recipes.training.runtime.torch_variables import set_thread_count, set_torch_variables
-from recipes.training.tracking.messages import summarize
-from recipes.training.tracking.startup import Startup
-from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
+from threefold.runtime.output import label_lines, outlive_output
 
 
 def main(started: float | None = None) -> None:

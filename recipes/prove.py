@@ -26,7 +26,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # imports start at the repository, not in recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from recipes.training.runtime.exits import end_at_interrupt
+    from threefold.runtime.exits import end_at_interrupt
 
     end_at_interrupt()
 
@@ -43,17 +43,17 @@ from functools import partial
 from tqdm import tqdm
 
 from models.errors import UserError, counted
-from recipes.planning.inputs.option_types import count, picture_file
 from recipes.proving.compare import Outcome, compare
 from recipes.proving.layouts import ProofCase, only, reference, sample, valid_cases
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.proof_report import Finding, as_json, as_text, describe, relay_as_text, summary
 from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.worlds import run_cases
-from recipes.training.runtime.streams import escape_output, stdout_for_json
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.runtime.command_line import count, picture_file
+from threefold.runtime.output import escape_output, stdout_for_json
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
 RELAY_STEPS = 1000  # more than a relay runs, so that the learning rate stays above its minimum

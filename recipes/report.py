@@ -16,7 +16,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from recipes.training.runtime.exits import end_at_interrupt
+    from threefold.runtime.exits import end_at_interrupt
 
     end_at_interrupt()
 
@@ -28,9 +28,9 @@ from recipes.reporting.page.palette import MAX_RUNS
 from recipes.reporting.page.watch import Watcher, serve
 from recipes.reporting.record.run_record import names_of, read_run
 from recipes.training.run_folder.line_file import write_whole
-from recipes.training.runtime.exits import raise_at_interrupt
-from recipes.training.runtime.streams import escape_output
 from threefold.gpus.datasheet import load_gpu
+from threefold.runtime.exits import raise_at_interrupt
+from threefold.runtime.output import escape_output
 
 
 def main() -> None:

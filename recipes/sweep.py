@@ -34,7 +34,7 @@ from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from recipes.training.runtime.exits import end_at_interrupt
+    from threefold.runtime.exits import end_at_interrupt
 
     end_at_interrupt()
 
@@ -64,9 +64,9 @@ from recipes.sweeping.worlds.launchers import (
     SlurmLauncher,
 )
 from recipes.sweeping.worlds.rank import run_rank
-from recipes.training.runtime.exits import leave
-from recipes.training.runtime.streams import outlive_output, stdout_for_json
 from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.runtime.exits import leave
+from threefold.runtime.output import outlive_output, stdout_for_json
 
 MAX_NAMES = 3  # recipes in the name of a sweep folder
 

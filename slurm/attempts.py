@@ -18,8 +18,8 @@ from models.errors import UserError
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
-from recipes.training.runtime.exits import REJECTED, UNFIT
 from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.runtime.exits import REJECTED, UNFIT
 
 EXCLUDE = """
 The preflight has found a broken node; the log names it. Write #SBATCH --exclude=NODE at the top of

@@ -14,9 +14,9 @@ if __name__ == "__main__":  # import from the repository's root, not from slurm/
 import argparse
 
 from models.errors import UserError
-from recipes.training.runtime.exits import REJECTED
 from threefold.config.loading import load_recipe, origin
 from threefold.config.parallel_dims import World
+from threefold.runtime.exits import REJECTED
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from recipes.proving.worlds import (
     free_port,
     rank_variables,
 )
-from recipes.training.runtime.processes import start_processes
 from threefold.config.parallel_dims import World
+from threefold.runtime.processes import start_processes
 
 # The fork server imports these modules before it forks ranks, because most test files import
 # pytest, and some matplotlib, transformers or what a run of pretrain.py imports.

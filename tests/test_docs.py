@@ -19,12 +19,12 @@ from recipes import plan
 from recipes.planning.output import catalogue
 from recipes.planning.output.catalogue import ZERO_STAGE_HEADER, ZERO_STAGE_ROWS
 from recipes.planning.output.recipe_reference import reference
-from recipes.training.runtime.exits import leave_handlers_out
 from tests.commands import run_here
 from tests.conftest import shipped_configs, shipped_recipes
 from tests.ranks import run_ranks
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
+from threefold.runtime.exits import leave_handlers_out
 
 MAX_README_LINES = 200
 DOCS = {path.name: path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))}

@@ -49,7 +49,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/preparing/tokenization.py: read_report": PARSING,
     "recipes/preparing/tokenizer.py: load_tokenizer": FOREIGN,
     "recipes/preparing/workspace.py: lock_workspace": RAISES,
-    "recipes/planning/inputs/option_types.py: number": PARSING,
+    "threefold/runtime/command_line.py: number": PARSING,
     "recipes/nodes/connection.py: _parse": PARSING,
     "recipes/nodes/gpu_watch.py: GpuWatch._end": PARSING,
     "recipes/nodes/node_agent.py: NodeAgent.read_commands": PARSING,
@@ -358,7 +358,7 @@ from models.errors import UserError
 from recipes import pretrain
 from recipes.training.loop import rejection
 from recipes.training.loop.joint_rejection import rejected_together
-from recipes.training.runtime.processes import start_processes
+from threefold.runtime.processes import start_processes
 from threefold.config.parallel_dims import World
 
 def main(started):

@@ -22,11 +22,11 @@ from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.data.token_file import TokenFile
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.processes import check_machine
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
+from threefold.runtime.processes import check_machine
 
 # pretrain.py on a machine whose second rank computes different weights from step 2 on.
 FAULTY = """
@@ -414,7 +414,7 @@ def test_a_recipe_that_this_machine_cannot_run_is_rejected(
         check_machine(World(size=2), precision="fp32", compile="auto")
     with (
         pytest.raises(UserError, match=r"TORCHINDUCTOR_CACHE_DIR = .*File exists"),
-        mock.patch("recipes.training.runtime.processes.has_compiler", return_value=True),
+        mock.patch("threefold.runtime.processes.has_compiler", return_value=True),
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(recipe_file)),
     ):
         check_machine(World(size=1), precision="fp32", compile=True)

@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import tomli_w
 
-from recipes.training.runtime.exits import BUSY, INTERRUPTED, UNFIT
 from tests.commands import run_here
 from tests.conftest import changed, small_recipe
 from threefold.config.loading import REPOSITORY
+from threefold.runtime.exits import BUSY, INTERRUPTED, UNFIT
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.s[lh]*"))
 OPTIONS_OF_RECIPE = "--job-name=a.b-c_1 --nodes=4 --ntasks-per-node=2 --gpus-per-node=2"

@@ -32,13 +32,13 @@ from recipes.training.loop.boundaries.replacement import command_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.history import History
 from recipes.training.run_folder.progress import Progress
-from recipes.training.runtime.processes import start_processes
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks, start_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
+from threefold.runtime.processes import start_processes
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
 SECONDS = 600

@@ -37,8 +37,6 @@ from recipes.training.data.token_file import TokenFile, write_token_file
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import is_held
 from recipes.training.run_folder.progress import Progress
-from recipes.training.runtime.processes import check_port
-from recipes.training.runtime.torch_variables import check_accelerator
 from recipes.training.tracking.weights_and_biases.settings import (
     check_variables,
     read_run_id,
@@ -49,6 +47,8 @@ from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import FOLDER, read_gpu
+from threefold.runtime.environment import check_accelerator
+from threefold.runtime.processes import check_port
 
 DIGITS = "1" * 5000  # more than Python converts: a plain ValueError of json and tomllib
 NO_TABLES = (b"{", b"[" * 10**5, b"\xff", DIGITS.encode(), b"5", b"[]", b"null", b'"text"')

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from benchmarks.taking_turns import serve
 from models.kernels.attention import causal_attention
 from recipes.training.engine.build import DTYPES
-from recipes.training.runtime.processes import keep_memory, on_gpu
+from threefold.runtime.processes import keep_memory, on_gpu
 
 REPEATS = 5
 MIN_SECONDS = 0.02  # timed together, so that reading the clock does not matter

@@ -24,7 +24,7 @@ from benchmarks.taking_turns import Player, Turn, median_seconds, players, ratio
 from recipes import pretrain
 from recipes.proving.proof_corpus import write_corpus
 from recipes.training.loop.run import Run
-from recipes.training.runtime.processes import keep_memory, on_gpu
+from threefold.runtime.processes import keep_memory, on_gpu
 
 ENGINES = {"ZeRO-1": 1, "ZeRO-2": 2}  # on one data rank, ZeRO-2 runs as ZeRO-1
 MORE_STEPS_THAN_TAKEN = 10**6  # the run is killed before it would save

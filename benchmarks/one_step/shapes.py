@@ -6,9 +6,9 @@ from pathlib import Path
 
 from models.config import ModelConfig
 from models.cost import attention_multiply_adds, flops_per_token
-from recipes.training.runtime.processes import has_compiler
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
+from threefold.runtime.processes import has_compiler
 
 PRECISIONS = ("fp32", "bf16")
 INITIAL_STD = 0.06  # large enough for attention to affect the first losses, which are compared

@@ -37,12 +37,12 @@ from recipes.training.engine.build import (
     build_from_recipe,
     layers_of_virtual_stages,
 )
-from recipes.training.runtime.processes import quiet
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
 from threefold.pipeline.engine import Event, Recording
+from threefold.runtime.processes import quiet
 
 STAGES = 2
 ONE = "one process"

@@ -25,11 +25,11 @@ from benchmarks.pipelines.real_contestants import (
     Turn,
     build_match,
 )
-from recipes.training.runtime.processes import keep_memory
 from tests.ranks import join_world, run_ranks
 from threefold.pipeline.engine import passes_of
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.simulation import pipeline_seconds, simulate, typical_seconds
+from threefold.runtime.processes import keep_memory
 
 MATCH_TIMEOUT_SECONDS = 600
 TOLERANCE = 1e-4  # of losses

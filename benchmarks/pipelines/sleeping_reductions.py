@@ -25,7 +25,6 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.planning.time.data_time import DataTraffic
 from recipes.training.engine.optimizer.parameter_groups import UpdateRule, buckets_of_stage
-from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
 from threefold.pipeline import gradients as reducing
 from threefold.pipeline import weight_gathering
@@ -33,6 +32,7 @@ from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.stage import ProcessGrid, Stage
+from threefold.runtime.processes import quiet
 
 DATA_RANKS = 2
 STEPS = 2  # that are timed together

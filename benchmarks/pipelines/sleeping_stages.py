@@ -20,13 +20,13 @@ from models.errors import UserError
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.training.engine.optimizer.parameter_groups import UpdateRule, buckets_of_stage
-from recipes.training.runtime.processes import quiet
 from tests.ranks import join_world, run_ranks
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import Event, Recording, ScheduledEngine
 from threefold.pipeline.schedules import BACKWARD, Pass, Pipeline
 from threefold.pipeline.simulation import TimedPass, Timeline, pipeline_seconds, simulate
 from threefold.pipeline.stage import ProcessGrid, Stage
+from threefold.runtime.processes import quiet
 
 
 class Contestant(NamedTuple):

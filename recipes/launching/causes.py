@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from recipes.training.preflight.measures import MAX_BLAMED_NODES
-from recipes.training.runtime.exits import (
+from threefold.runtime.exits import (
     BUSY,
     FINISHED,
     HUNG,

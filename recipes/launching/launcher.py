@@ -30,8 +30,8 @@ from recipes.launching.replanning import Placement, Replanner
 from recipes.nodes.connection import AgentSettings, Connect, Connections
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lease import grant
-from recipes.training.runtime.exits import HUNG, INTERRUPTED
 from threefold.config.recipe import Recipe
+from threefold.runtime.exits import HUNG, INTERRUPTED
 
 SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start
 SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer, including the waits at the start

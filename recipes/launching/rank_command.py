@@ -10,10 +10,10 @@ from pathlib import Path
 from models.errors import UserError
 from recipes.launching.attempt import Command
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.torch_variables import set_torch_variables
 from threefold.config.loading import REPOSITORY
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.runtime.environment import set_torch_variables
 
 PRETRAIN = REPOSITORY / "recipes" / "pretrain.py"
 FORWARDED = (  # beginnings of the names of environment variables that the ranks get

@@ -58,8 +58,8 @@ from recipes.nodes.gpu_watch import GpuWatch
 from recipes.nodes.leftovers import end_leftovers, kill_group
 from recipes.nodes.snapshot_server import ServerProcess
 from recipes.nodes.standby_pool import StandbyPool
-from recipes.training.runtime.launchers import free_port
 from recipes.training.snapshots.names import FOLDER_VARIABLE
+from threefold.runtime.launchers import free_port
 
 SECONDS_BETWEEN_CHECKS = 0.5
 BOOT_ID = "/proc/sys/kernel/random/boot_id"

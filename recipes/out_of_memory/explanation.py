@@ -22,8 +22,8 @@ from recipes.planning.memory.peak import GIB, StageMemory, memory_of_stage
 from recipes.training.engine.engine import Engine
 from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.start import Claim
-from recipes.training.runtime.exits import STOPPED, leave
-from recipes.training.runtime.processes import driver_name, on_gpu
+from threefold.runtime.exits import STOPPED, leave
+from threefold.runtime.processes import driver_name, on_gpu
 
 REPORT = "out-of-memory.txt"
 

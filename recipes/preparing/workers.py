@@ -14,7 +14,7 @@ from tqdm import tqdm
 from models.errors import UserError, counted
 from recipes.preparing.formats.format import NumberedPiece, Piece
 from recipes.preparing.tokenization import Tokenization, run_piece, start_worker
-from recipes.training.runtime.exits import interrupts_blocked
+from threefold.runtime.exits import interrupts_blocked
 
 SECONDS_BETWEEN_LINES = 10.0
 PIECES_IN_FLIGHT_PER_PROCESS = 2  # the running piece and the next one

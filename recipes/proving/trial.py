@@ -25,12 +25,12 @@ from recipes.training.engine.build import build_from_recipe
 from recipes.training.engine.engine import Engine, StepResult, is_partitioned
 from recipes.training.engine.expert_report import smallest_margin
 from recipes.training.evaluation.evaluator import Evaluator
-from recipes.training.runtime.processes import start_processes
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 from threefold.pipeline.stage import replaced
+from threefold.runtime.processes import start_processes
 
 TASK_REQUESTS = 8  # of the task of a proof
 

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from recipes.planning.inputs.option_types import (
+from threefold.config.loading import DEFAULT_RECIPE
+from threefold.runtime.command_line import (
     count,
     counts,
     number,
     parser_with_examples,
     seconds,
 )
-from threefold.config.loading import DEFAULT_RECIPE
 
 MAX_ROUNDS = 100
 NOT_WITH_LINKS = {  # options of a sweep of recipes: name in the namespace -> on the command line

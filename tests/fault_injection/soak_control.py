@@ -46,7 +46,6 @@ from recipes.training.checkpoint.manifest import find_damages
 from recipes.training.run_folder.checkpoint_folders import published, step_of
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
-from recipes.training.runtime.exits import REJECTED
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.soak import IMPORTED, TIMED
 from tests.fault_injection.soak_faults import (
@@ -56,6 +55,7 @@ from tests.fault_injection.soak_faults import (
     poison_and_record,
 )
 from threefold.config.loading import load_recipe
+from threefold.runtime.exits import REJECTED
 
 RANKS, STEPS, EVERY = 2, 20, 4
 MAX_SECONDS = 240  # a start that takes longer hangs

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from recipes.training.runtime.processes import compiler
 from tests.gpu.setting import Result, Setting
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import peak_tflops
+from threefold.runtime.processes import compiler
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "triton", "numpy", "pydantic")
 TOKENS = 8192  # rows of the products

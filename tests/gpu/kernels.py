@@ -21,10 +21,10 @@ from models.kernels.compile import as_written, compiled
 from models.kernels.elementwise import look_up
 from models.parallel.collectives import TensorAxis
 from models.parallel.cross_entropy import vocab_parallel_loss
-from recipes.training.runtime.processes import has_compiler
 from tests.gpu.runs import overrides, start
 from tests.gpu.setting import Result, Setting
 from tests.gpu.training import NEAR, SAME, compare
+from threefold.runtime.processes import has_compiler
 
 GPT = {  # on top of recipes/tiny.toml; its rotation has no meaning with learned positions
     "model__norm": "layernorm",

@@ -29,7 +29,6 @@ from recipes.planning.memory.peak import stage_memory
 from recipes.planning.time.step_time import step_time
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.build import build_from_recipe
-from recipes.training.runtime.processes import compiler, start_processes
 from tests.gpu.environment import device_name, synchronize
 from tests.gpu.setting import Result, Setting
 from threefold.config.deepspeed_json import build_deepspeed_config
@@ -37,6 +36,7 @@ from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import FOLDER, Gpu, gpus, peak_tflops
+from threefold.runtime.processes import compiler, start_processes
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
 KERNELS = 45

@@ -10,7 +10,7 @@ from recipes.launching.causes import (
     diagnose,
 )
 from recipes.launching.failures import Failures
-from recipes.training.runtime.exits import (
+from threefold.runtime.exits import (
     BUSY,
     FINISHED,
     HUNG,

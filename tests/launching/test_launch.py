@@ -13,10 +13,10 @@ import tomli_w
 from models.errors import UserError
 from recipes import launch
 from recipes.nodes import hosts
-from recipes.training.runtime.exits import REJECTED
 from tests.conftest import changed
 from threefold.config.layout import Cluster
 from threefold.config.loading import load_recipe
+from threefold.runtime.exits import REJECTED
 
 
 @pytest.fixture

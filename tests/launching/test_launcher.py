@@ -33,12 +33,12 @@ from recipes.nodes.connection import Agent, Report, on_this_machine
 from recipes.planning.memory.peak import StageMemory
 from recipes.training.preflight.measures import SPARE_NODES
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED, UNFIT
 from recipes.training.snapshots.client import Client
 from recipes.training.snapshots.names import FOLDER_VARIABLE
 from recipes.training.snapshots.node_memory import NodeMemory
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED, UNFIT
 
 # A rank that ends as the file "end-RANK" says, saves and exits with 5 on a signal, and dies with
 # its parent. The first rank writes the events of a run.

@@ -19,11 +19,11 @@ from recipes.planning.inputs.software import THREEFOLD
 from recipes.planning.memory.peak import fullest_stage
 from recipes.planning.time.step_time import step_time
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.exits import FINISHED, STOPPED
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from tests.conftest import changed
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.runtime.exits import FINISHED, STOPPED
 
 # Before the first step, each rank gets a limit of SPARE bytes for further allocations, in place of
 # the size of a GPU's memory.

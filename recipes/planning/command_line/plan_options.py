@@ -4,7 +4,10 @@ import argparse
 from pathlib import Path
 
 from recipes.planning.inputs.job import LinkOverrides
-from recipes.planning.inputs.option_types import (
+from recipes.planning.inputs.software import THREEFOLD
+from recipes.planning.search.layout_search import DEFAULT_HEADROOM
+from threefold.config.loading import DEFAULT_RECIPE
+from threefold.runtime.command_line import (
     duration_in_days,
     failures_per_day,
     imbalance,
@@ -15,9 +18,6 @@ from recipes.planning.inputs.option_types import (
     seconds,
     share,
 )
-from recipes.planning.inputs.software import THREEFOLD
-from recipes.planning.search.layout_search import DEFAULT_HEADROOM
-from threefold.config.loading import DEFAULT_RECIPE
 
 REQUIRED_OPTIONS = {
     "scatter": "table", "rank": "trace", "storage": "failures_per_day",

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError, counted
-from recipes.planning.inputs.option_types import count
 from recipes.preparing.tasks.corpus_tasks import last_word, make_items, next_line
 from recipes.preparing.tasks.harness_samples import items_of_samples
 from recipes.training.data.evaluation.task_file import read_items
 from recipes.training.run_folder.line_file import write_whole
 from threefold.config.sections import repository_path
+from threefold.runtime.command_line import count
 
 MAKERS = {"next-line": next_line, "last-word": last_word}
 DESCRIPTION = """Write a task for evaluation.tasks of a recipe.

@@ -8,11 +8,11 @@ import torch
 import torch._dynamo
 
 from recipes.training.engine.engine import Engine, is_partitioned
-from recipes.training.runtime.processes import check_machine, quiet
 from threefold.config.deepspeed_json import precision, read_deepspeed_json
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.runtime.processes import check_machine, quiet
 
 
 def checked_recipe(request: dict[str, Any], world: World) -> Recipe:

@@ -25,9 +25,9 @@ from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, wr
 from recipes.sweeping.worlds.rank_watch import RankWatch
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
-from recipes.training.runtime.processes import on_gpu, start_processes
 from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
+from threefold.runtime.processes import on_gpu, start_processes
 
 GIB = 2**30
 POLL_SECONDS = 0.05

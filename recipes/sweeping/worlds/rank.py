@@ -10,8 +10,8 @@ from models.errors import UserError
 from recipes.sweeping.trial import Outcome
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
 from recipes.sweeping.worlds.rank_watch import RankWatch
-from recipes.training.runtime.torch_variables import set_torch_variables
 from threefold.config.parallel_dims import World
+from threefold.runtime.environment import set_torch_variables
 
 MAX_REASON_CHARACTERS = 300
 MAX_TRACEBACK_LINES = 20

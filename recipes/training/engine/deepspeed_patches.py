@@ -106,7 +106,7 @@ upstream change that would make the override removable.
   Reason: the initialization makes all replicas equal. Gain: no collective and no warning. Removable
   if the broadcast becomes optional.
 
-`recipes/training/runtime/processes.py`
+`threefold/runtime/processes.py`
 
 - The build of `deepspeed_shm_comm`. Upstream: `init_distributed` probes the compiler, libraries and
   GPUs for every operation of DeepSpeed, and compiles this one on CPUs. Ours: no operation counts as

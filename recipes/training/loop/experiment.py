@@ -11,13 +11,13 @@ from typing import Any
 
 from recipes.planning.inputs.job import Machine
 from recipes.training.loop.rejection import rejections
-from recipes.training.runtime.torch_variables import check_accelerator
 from threefold.config.deepspeed_json import build_deepspeed_config, precision
 from threefold.config.loading import load_recipe, origin
 from threefold.config.parallel_dims import Topology, World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
+from threefold.runtime.environment import check_accelerator
 
 
 @dataclass(frozen=True)

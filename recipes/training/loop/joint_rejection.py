@@ -10,7 +10,7 @@ import torch.distributed as dist
 from models.errors import UserError
 from recipes.training.loop import rejection
 from recipes.training.run_folder.lock import FolderInUse
-from recipes.training.runtime.exits import leave
+from threefold.runtime.exits import leave
 
 
 @contextmanager

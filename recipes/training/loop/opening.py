@@ -21,7 +21,6 @@ from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.run import Ending, Run
 from recipes.training.loop.start import Claim
-from recipes.training.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 from recipes.training.snapshots.writer import SnapshotWriter
 from recipes.training.supervision.loss_watch import LossWatch
 from recipes.training.tracking.messages import NOT_COMPILED
@@ -31,6 +30,7 @@ from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.step_clock import StepClock
 from recipes.training.tracking.timeline import TimelineRecorder
 from recipes.training.tracking.tracker import open_tracker
+from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 
 
 @contextmanager

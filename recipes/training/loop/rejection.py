@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from models.errors import UserError
 from recipes.training.run_folder.lock import FolderInUse
-from recipes.training.runtime.exits import BUSY, REJECTED, PortInUse, leave
 from threefold.config.parallel_dims import World
+from threefold.runtime.exits import BUSY, REJECTED, PortInUse, leave
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 

@@ -22,14 +22,6 @@ from recipes.training.loop.rejection import rejections
 from recipes.training.run_folder.checkpoint_folders import remove_debris
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse
-from recipes.training.runtime.exits import FINISHED, PortInUse, leave
-from recipes.training.runtime.processes import (
-    check_machine,
-    hosts_of_ranks,
-    on_gpu,
-    start_processes,
-    threads_on_first_node,
-)
 from recipes.training.snapshots.finding import find_snapshot
 from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.supervision.breadcrumb import Breadcrumb
@@ -48,6 +40,14 @@ from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.weights_and_biases.settings import check_wandb, read_wandb_key
 from threefold.config.parallel_dims import check_placement
 from threefold.config.recipe import Recipe
+from threefold.runtime.exits import FINISHED, PortInUse, leave
+from threefold.runtime.processes import (
+    check_machine,
+    hosts_of_ranks,
+    on_gpu,
+    start_processes,
+    threads_on_first_node,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from recipes.training.run_folder.line_file import number
-from recipes.training.runtime.exits import INTERRUPTED
+from threefold.runtime.exits import INTERRUPTED
 
 FIRST_STEP = "first step"  # part of a start-up that metrics.jsonl also counts as a step
 

@@ -32,14 +32,14 @@ import torch
 import torch.distributed as dist
 
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.exits import HUNG
-from recipes.training.runtime.launchers import Process, launchers_of
-from recipes.training.runtime.streams import end_process
 from recipes.training.supervision.background import Background, within
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.flight_recorder import Launched, read_dump
 from recipes.training.supervision.hang_report import HangReport, take_sighting
 from recipes.training.supervision.loss_watch import Severity
+from threefold.runtime.exits import HUNG
+from threefold.runtime.launchers import Process, launchers_of
+from threefold.runtime.output import end_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ECHO_SECONDS = 2.0  # launchers forward signals, so a signal within this time is not a second one

@@ -19,8 +19,8 @@ from pathlib import Path
 if __name__ == "__main__":  # import from the repository's root
     sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
 
-from recipes.training.runtime.launchers import Process
-from recipes.training.runtime.streams import line_label
+from threefold.runtime.launchers import Process
+from threefold.runtime.output import line_label
 
 SECONDS_OF_TICK = 1.0  # without a heartbeat, to count as a second of silence
 SECONDS_TO_SPEAK = 5.0

@@ -3,7 +3,7 @@
 import os
 import time
 
-from recipes.training.runtime.launchers import age_seconds, is_node_agent, launchers_of
+from threefold.runtime.launchers import age_seconds, is_node_agent, launchers_of
 
 
 class Startup:

@@ -14,7 +14,6 @@ from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.progress import Progress
 from recipes.training.run_folder.provenance import code_version
 from recipes.training.run_folder.wall_time import WallTime
-from recipes.training.runtime.exits import INTERRUPTED
 from recipes.training.tracking.display import Display
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.weights_and_biases.alerts import (
@@ -31,6 +30,7 @@ from recipes.training.tracking.weights_and_biases.thread import (
 from threefold.config.loading import value_text
 from threefold.config.phases import Span, StagePlan, changes
 from threefold.config.recipe import Recipe
+from threefold.runtime.exits import INTERRUPTED
 
 
 @contextlib.contextmanager

@@ -32,8 +32,8 @@ from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from models.transformer import rotary_table
 from recipes.tracing.allocation_counter import AllocationCounter
 from recipes.tracing.fake_cluster import one_kernel
-from recipes.training.runtime.processes import compiler, has_compiler, should_compile
 from tests.models.test_transformer import KEY, SHAPES, WITH_DROPOUT
+from threefold.runtime.processes import compiler, has_compiler, should_compile
 
 EPSILON, HEADS, KV_HEADS, D = 1e-5, 4, 2, 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the largest value
@@ -396,9 +396,9 @@ def test_a_cpu_runs_marked_functions_eagerly() -> None:
 
 
 def test_auto_compiles_on_gpus_only() -> None:
-    with mock.patch("recipes.training.runtime.processes.on_gpu", return_value=False):
+    with mock.patch("threefold.runtime.processes.on_gpu", return_value=False):
         assert not should_compile("auto") and should_compile(True)
-    with mock.patch("recipes.training.runtime.processes.on_gpu", return_value=True):
+    with mock.patch("threefold.runtime.processes.on_gpu", return_value=True):
         assert not should_compile(False)
         with mock.patch.dict("os.environ", CC="no-such-compiler"):
             assert not has_compiler()

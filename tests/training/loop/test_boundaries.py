@@ -17,12 +17,12 @@ from recipes.training.loop.run import Ending
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
 from recipes.training.run_folder.progress import Progress
-from recipes.training.runtime.exits import INTERRUPTED, STOPPED
 from recipes.training.supervision.loss_watch import Severity
 from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import StagePlan
+from threefold.runtime.exits import INTERRUPTED, STOPPED
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from recipes.training.checkpoint.resume import hold_together
 from recipes.training.run_folder import lock as lock_module
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lock import FolderInUse, FolderLock
-from recipes.training.runtime.exits import BUSY
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY
+from threefold.runtime.exits import BUSY
 
 HOLDER = """
 import pathlib, sys, time

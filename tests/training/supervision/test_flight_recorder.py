@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from recipes.training.runtime.exits import HUNG
-from recipes.training.runtime.launchers import free_port
 from recipes.training.supervision.background import within
 from recipes.training.supervision.flight_recorder import (
     Launched,
@@ -18,6 +16,8 @@ from recipes.training.supervision.flight_recorder import (
 )
 from recipes.training.supervision.hang_report import HangReport, Sighting
 from tests.ranks import start_ranks
+from threefold.runtime.exits import HUNG
+from threefold.runtime.launchers import free_port
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 
@@ -161,7 +161,7 @@ HANGING = """
 import os, sys, time
 import torch, torch.distributed as dist
 from pathlib import Path
-from recipes.training.runtime.processes import start_processes
+from threefold.runtime.processes import start_processes
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor

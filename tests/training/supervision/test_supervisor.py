@@ -17,9 +17,6 @@ import torch
 from deepspeed.constants import default_pg_timeout
 
 from models.parallel.collectives import TensorAxis, begin_sum_of_copies, wait_for
-from recipes.training.runtime.exits import HUNG
-from recipes.training.runtime.launchers import Process, is_launcher
-from recipes.training.runtime.processes import collective_timeout
 from recipes.training.supervision import hang_report
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.hang_report import (
@@ -35,6 +32,9 @@ from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY
 from threefold.config.sections import Supervision
+from threefold.runtime.exits import HUNG
+from threefold.runtime.launchers import Process, is_launcher
+from threefold.runtime.processes import collective_timeout
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 
@@ -103,8 +103,8 @@ SUPERVISED = """
 import os, pathlib, signal, sys, time
 import torch
 from recipes.training.supervision import supervisor
-from recipes.training.runtime.processes import start_processes
-from recipes.training.runtime.streams import outlive_output
+from threefold.runtime.processes import start_processes
+from threefold.runtime.output import outlive_output
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.loss_watch import Severity
 from recipes.training.supervision.supervisor import Supervisor
@@ -239,8 +239,8 @@ import os, sys, time
 import torch, torch.distributed as dist
 from datetime import timedelta
 from pathlib import Path
-from recipes.training.runtime.launchers import Process
-from recipes.training.runtime.processes import start_processes
+from threefold.runtime.launchers import Process
+from threefold.runtime.processes import start_processes
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor

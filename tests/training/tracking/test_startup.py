@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.launchers import age_seconds
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.runtime.launchers import age_seconds
 
 LAUNCHED = """
 import json, time

@@ -15,7 +15,6 @@ from models.errors import UserError
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.line_file import LineFile
 from recipes.training.run_folder.progress import Progress
-from recipes.training.runtime.exits import INTERRUPTED, STOPPED
 from recipes.training.tracking.display import Display
 from recipes.training.tracking.meter import Meter
 from recipes.training.tracking.tracker import open_tracker
@@ -26,6 +25,7 @@ from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
 from tests.ranks import free_port
 from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.runtime.exits import INTERRUPTED, STOPPED
 
 OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
 LINE = {
@@ -200,10 +200,10 @@ import atexit, errno, fcntl, pathlib
 from recipes.training.tracking.weights_and_biases import thread as wandb_thread
 from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
-from recipes.training.runtime.exits import leave
+from threefold.runtime.exits import leave
 from threefold.config.loading import load_recipe
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.streams import outlive_output
+from threefold.runtime.output import outlive_output
 
 def refuse(*_):
     raise OSError(errno.ENOSYS, "Function not implemented")

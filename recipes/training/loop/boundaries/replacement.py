@@ -24,9 +24,9 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.launchers import free_port
-from recipes.training.runtime.streams import finish_output
 from threefold.config.sections import REPOSITORY
+from threefold.runtime.launchers import free_port
+from threefold.runtime.output import finish_output
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun
 SECONDS_FOR_READER = 30.0  # maximum wait until the reader of the output has taken all of it

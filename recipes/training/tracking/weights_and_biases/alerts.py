@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.training.runtime.exits import HUNG
+from threefold.runtime.exits import HUNG
 
 INFO, WARN, ERROR = "INFO", "WARN", "ERROR"  # levels of W&B
 MAX_TITLE = 63  # characters, the limit of W&B

@@ -10,7 +10,6 @@ import pytest
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.run_folder.lease import grant
 from recipes.training.run_folder.progress import Progress
-from recipes.training.runtime.exits import HUNG, STOPPED
 from recipes.training.tracking.tracker import open_tracker
 from recipes.training.tracking.weights_and_biases import thread as wandb_thread
 from recipes.training.tracking.weights_and_biases.alerts import (
@@ -28,6 +27,7 @@ from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.runtime.exits import HUNG, STOPPED
 
 OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
 START = {"event": "start", "step": 0}

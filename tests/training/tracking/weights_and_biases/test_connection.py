@@ -200,7 +200,7 @@ sys.path[0] = "."
 from pathlib import Path
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from recipes.training.run_folder.folder import RunFolder
-from recipes.training.runtime.exits import leave
+from threefold.runtime.exits import leave
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 
 folder = RunFolder(Path(sys.argv[1]))

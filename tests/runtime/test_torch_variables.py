@@ -9,16 +9,16 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from recipes.training.runtime.processes import check_machine
-from recipes.training.runtime.torch_variables import (
+from threefold.config.loading import REPOSITORY
+from threefold.config.parallel_dims import World
+from threefold.runtime.environment import (
     check_workspace,
     cores_of_rank,
     set_flight_recorder,
     set_thread_count,
     set_torch_variables,
 )
-from threefold.config.loading import REPOSITORY
-from threefold.config.parallel_dims import World
+from threefold.runtime.processes import check_machine
 
 INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 
@@ -38,7 +38,7 @@ def recorded(torch_version: str, on_gpu: bool, **given: str) -> dict[str, str]:
 def test_a_torch_without_metadata_gets_the_newest_names() -> None:
     environment: dict[str, str] = {}
     with mock.patch(
-        "recipes.training.runtime.torch_variables.version",
+        "threefold.runtime.environment.version",
         side_effect=PackageNotFoundError("torch"),
     ):
         set_torch_variables(environment)

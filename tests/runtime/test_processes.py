@@ -9,9 +9,9 @@ import deepspeed
 import pytest
 import tomli_w
 
-from recipes.training.runtime.exits import BUSY
-from recipes.training.runtime.launchers import free_port
 from tests.ranks import join_world, run_ranks, start_ranks
+from threefold.runtime.exits import BUSY
+from threefold.runtime.launchers import free_port
 
 # Rank 0 of two ranks; the other one is not needed, because rank 0 ends first.
 RANK_0 = """
@@ -19,7 +19,7 @@ import os, sys
 os.environ |= {{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "{port}"}}
 sys.argv = ["pretrain.py", "{recipe}", "--run-dir", "{folder}/run", *{options}]
 from recipes import pretrain
-from recipes.training.runtime import processes
+from threefold.runtime import processes
 processes.launchers_of = lambda pid: {launchers}
 pretrain.main()
 """
@@ -62,7 +62,7 @@ def test_a_busy_port_is_one_line_with_a_free_port(
 def test_a_free_port_is_free_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("0.0.0.0", free_port())) as server:
         ports = iter([server.getsockname()[1], other := free_port()])
-        monkeypatch.setattr("recipes.training.runtime.launchers.random_port", lambda: next(ports))
+        monkeypatch.setattr("threefold.runtime.launchers.random_port", lambda: next(ports))
         assert free_port() == other
 
 

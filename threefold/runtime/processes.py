@@ -24,16 +24,16 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import default_pg_timeout
 
 from models.errors import UserError
-from recipes.training.runtime.exits import PortInUse
-from recipes.training.runtime.gpu_support import check_gpus
-from recipes.training.runtime.launchers import free_port, launchers_of
-from recipes.training.runtime.torch_variables import (
+from threefold.config.parallel_dims import World
+from threefold.runtime.environment import (
     check_workspace,
     cores_of_rank,
     set_flight_recorder,
     set_torch_variables,
 )
-from threefold.config.parallel_dims import World
+from threefold.runtime.exits import PortInUse
+from threefold.runtime.gpu_support import check_gpus
+from threefold.runtime.launchers import free_port, launchers_of
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_KEPT_BLOCK_BYTES = 32 * 2**20  # glibc's upper limit of the threshold

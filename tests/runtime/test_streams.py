@@ -15,8 +15,8 @@ from threefold.config.loading import REPOSITORY
 
 PRINTING = """
 import sys, time, traceback
-from recipes.training.runtime import streams
-streams.outlive_output()
+from threefold.runtime import output
+output.outlive_output()
 {body}
 """
 
@@ -188,7 +188,7 @@ streams.end_process(0)
 
 FOR_JSON = """
 import ctypes, os, sys
-from recipes.training.runtime.streams import stdout_for_json
+from threefold.runtime.output import stdout_for_json
 with stdout_for_json(True):
     ctypes.CDLL(None).printf(b"of C\\n")  # stays in C's buffer, because stdout is a pipe
     os.system("echo of a child")

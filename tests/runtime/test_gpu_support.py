@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from models.errors import UserError
-from recipes.training.runtime.gpu_support import check_architecture, check_gpus, runs_on
-from recipes.training.runtime.processes import check_machine
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import device_names_of_machine, load_gpu, machine_has_gpu
+from threefold.runtime.gpu_support import check_architecture, check_gpus, runs_on
+from threefold.runtime.processes import check_machine
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 
@@ -22,7 +22,7 @@ CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"
 def machine(name: str, capability: tuple[int, int], *, hip: str | None = None) -> Iterator[None]:
     """Simulate a node with the given GPUs and torch's wheels for CUDA 13."""
     with (
-        mock.patch("recipes.training.runtime.processes.on_gpu", return_value=True),
+        mock.patch("threefold.runtime.processes.on_gpu", return_value=True),
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "device_count", return_value=1),
         mock.patch.object(torch.cuda, "get_device_name", return_value=name),

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from models.errors import UserError
-from recipes.training.runtime.streams import end_process, finish_output
+from threefold.runtime.output import end_process, finish_output
 
 FINISHED = 0  # every step is done and saved
 REJECTED = 2  # nothing was started; the message names the setting to change

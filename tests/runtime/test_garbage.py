@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from recipes.training.runtime.garbage import (
+from threefold.runtime.garbage import (
     collect_garbage,
     hold_garbage,
     pause_collection,

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from recipes.training.runtime.exits import interrupts_blocked
 from threefold.config.loading import REPOSITORY
+from threefold.runtime.exits import interrupts_blocked
 
 COMMANDS = sorted(
     path.name for path in (REPOSITORY / "recipes").glob("*.py") if path.stem[0] != "_"
 )
 INTERRUPT = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
 WORK = f"""
-from recipes.training.runtime.exits import end_at_interrupt, raise_at_interrupt
+from threefold.runtime.exits import end_at_interrupt, raise_at_interrupt
 end_at_interrupt()
 raise_at_interrupt()
 try:
