@@ -34,11 +34,14 @@ from recipes.training.tracking.messages import summarize
 from recipes.training.tracking.startup import Startup
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
 from threefold.runtime.environment import set_thread_count, set_torch_variables
-from threefold.runtime.exits import FINISHED, REJECTED, leave, raise_at_interrupt
-from threefold.runtime.garbage import (
+from threefold.runtime.exits import (
+    FINISHED,
+    REJECTED,
     collect_garbage,
     hold_garbage,
+    leave,
     pause_collection,
+    raise_at_interrupt,
     resume_collection,
 )
 from threefold.runtime.output import label_lines, outlive_output

@@ -59,7 +59,7 @@ from recipes.nodes.leftovers import end_leftovers, kill_group
 from recipes.nodes.snapshot_server import ServerProcess
 from recipes.nodes.standby_pool import StandbyPool
 from recipes.training.snapshots.names import FOLDER_VARIABLE
-from threefold.runtime.launchers import free_port
+from threefold.runtime.environment import free_port
 
 SECONDS_BETWEEN_CHECKS = 0.5
 BOOT_ID = "/proc/sys/kernel/random/boot_id"

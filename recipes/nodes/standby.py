@@ -20,7 +20,7 @@ import os
 import time
 
 from recipes import pretrain
-from threefold.runtime.garbage import pause_collection
+from threefold.runtime.exits import pause_collection
 
 
 def main() -> None:

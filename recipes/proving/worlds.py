@@ -18,8 +18,8 @@ from typing import Any
 from recipes.proving.compare import Leg, Outcome
 from recipes.proving.layouts import ProofCase
 from threefold.config.loading import REPOSITORY
+from threefold.runtime.environment import free_port
 from threefold.runtime.exits import interrupts_blocked
-from threefold.runtime.launchers import free_port
 
 RANK_ENVIRONMENT = {  # environment variables of every rank
     "DS_ACCELERATOR": "cpu",

@@ -72,7 +72,7 @@ def count_gpus(options: argparse.Namespace) -> int:
     """Return the number of GPUs, or of ranks on a CPU; print a message and return 0 if unusable."""
     import torch
 
-    from threefold.runtime.gpu_support import check_gpus
+    from threefold.runtime.processes import check_gpus
 
     if options.device == "cpu":
         return options.ranks

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from threefold.runtime.garbage import (
+from threefold.runtime.exits import (
     collect_garbage,
     hold_garbage,
     pause_collection,

@@ -12,8 +12,7 @@ from models.errors import UserError
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import device_names_of_machine, load_gpu, machine_has_gpu
-from threefold.runtime.gpu_support import check_architecture, check_gpus, runs_on
-from threefold.runtime.processes import check_machine
+from threefold.runtime.processes import check_architecture, check_gpus, check_machine, runs_on
 
 CUDA_13 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 

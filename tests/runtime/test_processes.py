@@ -10,8 +10,8 @@ import pytest
 import tomli_w
 
 from tests.ranks import join_world, run_ranks, start_ranks
+from threefold.runtime.environment import free_port
 from threefold.runtime.exits import BUSY
-from threefold.runtime.launchers import free_port
 
 # Rank 0 of two ranks; the other one is not needed, because rank 0 ends first.
 RANK_0 = """
@@ -62,7 +62,7 @@ def test_a_busy_port_is_one_line_with_a_free_port(
 def test_a_free_port_is_free_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("0.0.0.0", free_port())) as server:
         ports = iter([server.getsockname()[1], other := free_port()])
-        monkeypatch.setattr("threefold.runtime.launchers.random_port", lambda: next(ports))
+        monkeypatch.setattr("threefold.runtime.environment.random_port", lambda: next(ports))
         assert free_port() == other
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import join_world, run_ranks
-from threefold.runtime.rank_tree import FAN_OUT, RankTree, levels
+from threefold.runtime.processes import FAN_OUT, RankTree, levels
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 31, 32, 33, 1024, 1025, 16384])

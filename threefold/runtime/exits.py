@@ -1,7 +1,8 @@
-"""Exit codes of a run, for launchers and scripts, and the orderly end of a process."""
+"""Exit codes, the orderly end of a process, and garbage collection between steps only."""
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -100,3 +101,35 @@ def _print_uncaught(
 
 def _interrupted() -> str:
     return f"{Path(sys.argv[0]).name}: interrupted"
+
+
+# Garbage collection between steps only, not during imports or within a step.
+#
+# Within a step, Python would start a collection at a different point on each rank, and every rank
+# would wait for each of these collections.
+
+
+def pause_collection() -> None:
+    """Turn the collector off during imports.
+
+    Imports create hundreds of thousands of objects to scan, but hardly any garbage.
+    """
+    gc.disable()
+
+
+def resume_collection() -> None:
+    """Turn the collector on again, and exempt all existing objects from it."""
+    gc.freeze()
+    gc.enable()
+
+
+def hold_garbage() -> None:
+    """Exempt all existing objects from collection, and collect only on request."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def collect_garbage() -> None:
+    """Collect garbage among the objects created since `hold_garbage`, in a few milliseconds."""
+    gc.collect()

@@ -17,7 +17,7 @@ from recipes.nodes.hosts import read_hostfile
 from recipes.proving.worlds import rank_variables
 from recipes.sweeping.trial import WorldKind
 from recipes.sweeping.worlds.protocol import WorldFiles
-from threefold.runtime.launchers import free_port, random_port
+from threefold.runtime.environment import free_port, random_port
 
 SECONDS_TO_TERMINATE = 10.0  # for a launcher to end its processes on other nodes
 # Run a command that the kernel kills when its parent process ends, for whatever reason. The

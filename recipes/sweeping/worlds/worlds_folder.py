@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 from recipes.training.run_folder.lock import is_running, machine_id
-from threefold.runtime.launchers import start_ticks
+from threefold.runtime.environment import start_ticks
 
 HEARTBEAT_SECONDS = 2.0
 ABANDONED_SECONDS = 60.0  # without a heartbeat; ranks exit after 30 (rank_watch.py)

@@ -53,7 +53,7 @@ from recipes.training.runtime.host_memory import host_copy
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.runtime.rank_tree import RankTree
+from threefold.runtime.processes import RankTree
 
 FULL_DISK_MESSAGES = tuple(map(os.strerror, FULL_DISK_ERRORS))  # in the messages of failed saves
 SECONDS_BETWEEN_TRIES = 10.0  # of the last save, while the disk is full

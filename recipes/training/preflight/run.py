@@ -38,8 +38,7 @@ from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.tracking.startup import Startup
 from threefold.pipeline.stage import ProcessGrid
 from threefold.runtime.exits import UNFIT, leave
-from threefold.runtime.processes import driver_name, on_gpu
-from threefold.runtime.rank_tree import RankTree
+from threefold.runtime.processes import RankTree, driver_name, on_gpu
 
 SECONDS_WITHOUT_PROGRESS = 60  # after which supervision ends a preflight that hangs
 EXCHANGE_TIMEOUT = timedelta(minutes=10)

@@ -37,8 +37,8 @@ from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.flight_recorder import Launched, read_dump
 from recipes.training.supervision.hang_report import HangReport, take_sighting
 from recipes.training.supervision.loss_watch import Severity
+from threefold.runtime.environment import Process, launchers_of
 from threefold.runtime.exits import HUNG
-from threefold.runtime.launchers import Process, launchers_of
 from threefold.runtime.output import end_process
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

@@ -3,7 +3,7 @@
 import os
 import time
 
-from threefold.runtime.launchers import age_seconds, is_node_agent, launchers_of
+from threefold.runtime.environment import age_seconds, is_node_agent, launchers_of
 
 
 class Startup:

@@ -16,8 +16,8 @@ from recipes.training.supervision.flight_recorder import (
 )
 from recipes.training.supervision.hang_report import HangReport, Sighting
 from tests.ranks import start_ranks
+from threefold.runtime.environment import free_port
 from threefold.runtime.exits import HUNG
-from threefold.runtime.launchers import free_port
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 

@@ -12,7 +12,7 @@ from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
-from threefold.runtime.launchers import age_seconds
+from threefold.runtime.environment import age_seconds
 
 LAUNCHED = """
 import json, time
