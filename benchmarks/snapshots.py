@@ -30,7 +30,6 @@ from statistics import median
 from typing import Any
 
 from models.cost import parameter_count
-from recipes.planning.goodput.renewal import FaultCosts, best_interval
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.trial import start, train_step
 from recipes.proving.worlds import free_port, rank_variables
@@ -42,6 +41,7 @@ from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.snapshots.writer import SnapshotWriter
 from threefold.config.loading import DEFAULT_RECIPE, parse_recipe
 from threefold.config.parallel_dims import World
+from threefold.plan.goodput import FaultCosts, best_interval
 from threefold.runtime.command_line import count
 from threefold.runtime.processes import start_processes
 

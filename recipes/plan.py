@@ -43,24 +43,24 @@ from recipes.planning.command_line.plan_options import (
     links_of,
     parse_command_line,
 )
-from recipes.planning.goodput.costs import fault_costs, snapshot_costs
-from recipes.planning.goodput.goodput_report import GoodputCase, goodput_lines, goodput_table
-from recipes.planning.inputs.cluster import recipe_on_cluster
-from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job, zero3_in_pipeline
-from recipes.planning.inputs.software import load_software
-from recipes.planning.measured.comparison import compare
-from recipes.planning.measured.fit import Fit, fit_table
-from recipes.planning.memory.peak import fits
-from recipes.planning.output import family_report, plan_report, plan_table, recipe_edits
-from recipes.planning.output.catalogue import recipe_table, zero_stage_lines
-from recipes.planning.output.stages.stage_report import stage_rows, stages_lines, stages_table
-from recipes.planning.search.family import largest, members
-from recipes.planning.search.layout_search import SearchResult, search
-from recipes.planning.time.step_time import step_time
 from recipes.training.data.corpus_manifest import unused_rows
 from threefold.config.layout import Cluster
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.plan import family_report, plan_table, recipe_edits, report
+from threefold.plan.calibration.comparison import compare
+from threefold.plan.calibration.fit import Fit, fit_table
+from threefold.plan.catalogue import recipe_table, zero_stage_lines
+from threefold.plan.cluster import recipe_on_cluster
+from threefold.plan.costs import fault_costs, snapshot_costs
+from threefold.plan.family import largest, members
+from threefold.plan.goodput_report import GoodputCase, goodput_lines, goodput_table
+from threefold.plan.job import Job, Machine, job_without_layout, own_job, zero3_in_pipeline
+from threefold.plan.memory.peak import fits
+from threefold.plan.search import SearchResult, search
+from threefold.plan.software import load_software
+from threefold.plan.stage_report import stage_rows, stages_lines, stages_table
+from threefold.plan.time.step import step_time
 from threefold.runtime.exits import raise_at_interrupt
 from threefold.runtime.output import escape_output, stdout_for_json
 
@@ -150,8 +150,8 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace, *, whole
         print(json.dumps(table))
     else:
         if fit.source:
-            print(plan_report.calibration_text(fit))
-        print(plan_report.heading(whole.recipe, own or job), end="\n\n")
+            print(report.calibration_text(fit))
+        print(report.heading(whole.recipe, own or job), end="\n\n")
         if stages:
             print(f'Stage "{options.stage or whole.names[0]}":')
         print_plan(recipe, own, problem, steps=steps)
@@ -160,7 +160,7 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace, *, whole
         if own and options.failures_per_day:
             print("\n".join(goodput_lines(goodput_case(recipe, own, options))))
         if zero3 := zero3_in_pipeline(recipe, machine, software):
-            print(plan_report.zero3_in_pipeline_text(*map(adjust, zero3)))
+            print(report.zero3_in_pipeline_text(*map(adjust, zero3)))
         if options.top:
             print()
             print_search(recipe, own, result)
@@ -197,7 +197,7 @@ def goodput_case(recipe: Recipe, own: Job, options: argparse.Namespace) -> Goodp
 def print_plan(recipe: Recipe, own: Job | None, problem: str, *, steps: int) -> None:
     """Print the predictions for the recipe's own layout, or the reason why it is not valid."""
     if own:
-        print("\n".join(plan_report.plan_text(own, steps)))
+        print("\n".join(report.plan_text(own, steps)))
     else:
         print(f"The recipe's own layout is not valid: {problem}")
     if unexportable := export_problem(recipe.model):
@@ -212,7 +212,7 @@ def print_plan(recipe: Recipe, own: Job | None, problem: str, *, steps: int) -> 
 def print_search(recipe: Recipe, own: Job | None, result: SearchResult) -> None:
     """Print the fastest layouts, and the options that select the first one."""
     time = step_time(own) if own else None
-    print("\n".join(plan_report.search_lines(result, time)))
+    print("\n".join(report.search_lines(result, time)))
     if result.plans and (changes := recipe_edits.changes(recipe, result.plans[0])):
         print(f"To use layout 1: {changes}")
 
@@ -231,7 +231,7 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
             "draw; use a valid layout, --top 1 or more nodes"
         )
     # Imported only here: matplotlib takes a second to import, and most plans draw no picture.
-    from recipes.planning.output.pictures import plan_picture
+    from threefold.plan import plan_picture
 
     if options.timeline:
         plan_picture.draw_timeline(job, title=recipe.name, file=options.timeline)
@@ -258,7 +258,7 @@ def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
         print(json.dumps(table | {"links": links, "calibration": fit.table()}))
     else:
         if fit.source:
-            print(plan_report.calibration_text(fit))
+            print(report.calibration_text(fit))
         lines = family_report.family_lines(
             family,
             cluster,
@@ -294,22 +294,22 @@ def compare_tables(options: argparse.Namespace) -> int:
         print(f"plan.py: skipped {path}: not a table of runs", file=sys.stderr)
     if options.scatter or options.heatmap:
         # As in `draw`: matplotlib takes a second to import.
-        from recipes.planning.output.pictures import table_picture
+        from threefold.plan import pictures
 
         if options.scatter:
-            table_picture.draw_scatter(results, file=options.scatter)
+            pictures.draw_scatter(results, file=options.scatter)
         if options.heatmap:
-            table_picture.draw_heatmaps(results, file=options.heatmap)
+            pictures.draw_heatmaps(results, file=options.heatmap)
     if options.json:
         tables = {name: result | {"calibration": fit.table()} for name, result in results.items()}
         print(json.dumps(tables if options.table.is_dir() else next(iter(tables.values()))))
         return 0
     if fit.source:
-        print(plan_report.calibration_text(fit))
-    print(plan_report.EVALUATION_HEADER)
+        print(report.calibration_text(fit))
+    print(report.EVALUATION_HEADER)
     for name, result in results.items():
-        print(plan_report.evaluation_text(name, result["summary"]))
-    for reason, count in plan_report.skipped(results.values()):
+        print(report.evaluation_text(name, result["summary"]))
+    for reason, count in report.skipped(results.values()):
         print(f"plan.py: skipped {count} row{'s' * (count > 1)}: {reason}", file=sys.stderr)
     return 0
 

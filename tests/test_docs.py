@@ -16,14 +16,14 @@ import pytest
 
 from models.cost import parameter_count
 from recipes import plan
-from recipes.planning.output import catalogue
-from recipes.planning.output.catalogue import ZERO_STAGE_HEADER, ZERO_STAGE_ROWS
-from recipes.planning.output.recipe_reference import reference
 from tests.commands import run_here
 from tests.conftest import shipped_configs, shipped_recipes
 from tests.ranks import run_ranks
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
+from threefold.plan import catalogue
+from threefold.plan.catalogue import ZERO_STAGE_HEADER, ZERO_STAGE_ROWS
+from threefold.plan.recipe_reference import reference
 from threefold.runtime.exits import leave_handlers_out
 
 MAX_README_LINES = 200
@@ -268,7 +268,7 @@ def test_every_package_of_training_is_explained() -> None:
 
 def test_the_proofs_are_counted_right() -> None:
     from tests.config.test_schema import BAD
-    from tests.planning.test_catalogue import COPIES
+    from tests.plan.test_catalogue import COPIES
     from tests.training.engine.test_layouts import CASES, QUICK_KEYS
 
     page = " ".join(DOCS["testing.md"].split())
@@ -323,7 +323,7 @@ def test_every_recipe_key_has_a_meaning() -> None:
 
 
 def test_the_errors_of_published_tables_are_those_shown() -> None:
-    done = run_here(plan.main, "--table", "recipes/planning/measured/published", "--json")
+    done = run_here(plan.main, "--table", "benchmarks/planner_accuracy", "--json")
     page = DOCS["planner.md"]
     shown = [
         line.split("|")[2:6] for line in page.splitlines() if re.match(r"\| \w.*A100 \|", line)

@@ -250,7 +250,7 @@ def test_imports_only_from_lower_floors(module: str) -> None:
         ("threefold.config.recipe", "from models.sharding import Sharding"),
         ("recipes.training.data.dataset", "from recipes.training.checkpoint import reader"),
         ("recipes.training.data.dataset", "def f():\n    import transformers"),
-        ("recipes.planning.inputs.job", "from recipes.training.tracking.tracker import Tracker"),
+        ("threefold.plan.job", "from recipes.training.tracking.tracker import Tracker"),
         (
             "recipes.training.supervision.hang_report",
             "from recipes.training.supervision.supervisor import Supervisor",

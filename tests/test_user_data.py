@@ -19,8 +19,6 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, dynamic_module_uti
 from models.errors import UserError
 from recipes.converting.adopt import TheirFiles, read_config
 from recipes.nodes.hosts import read_hostfile
-from recipes.planning.measured.closed_forms import evaluate
-from recipes.planning.measured.table import read_table
 from recipes.prepare_data import parse_command_line
 from recipes.preparing.formats import text_files
 from recipes.preparing.formats.tables import from_library
@@ -47,6 +45,8 @@ from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import FOLDER, read_gpu
+from threefold.plan.calibration.compare import evaluate
+from threefold.plan.calibration.table import read_table
 from threefold.runtime.environment import check_accelerator
 from threefold.runtime.processes import check_port
 
@@ -187,7 +187,7 @@ def test_a_table_by_formula(text: str, named: str, tmp_path: Path) -> None:
 
 
 def test_a_table_with_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
-    published = REPOSITORY / "recipes/planning/measured/published" / "narayanan2021.csv"
+    published = REPOSITORY / "benchmarks/planner_accuracy" / "narayanan2021.csv"
     (tmp_path / "x.csv").write_bytes(published.read_bytes() + b"\xff\n")
     assert "x.csv: this is not valid CSV" in rejection(read_table, tmp_path / "x.csv")
     (tmp_path / "y.csv").write_bytes(ZERO.encode() + b"\xff\n")

@@ -19,10 +19,10 @@ from benchmarks.one_step.rows import OUR_ENTRY, Setting
 from benchmarks.one_step.shapes import CPU_SHAPES, GPU_SHAPES, PRECISIONS, Shape
 from benchmarks.taking_turns import Player, median_seconds, players, take_turns
 from models.errors import UserError, toml_value
-from recipes.planning.inputs.job import Machine, job_of
-from recipes.planning.time.step_time import step_time
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import Gpu, efficiency_lines, file_of, processor_name, read_gpu
+from threefold.plan.job import Machine, job_of
+from threefold.plan.time.step import step_time
 
 MEASURED = (  # keys of [efficiency] that can be measured on one device
     "matmul_efficiency", "matmul_tile_cost", "matmul_depth_cost", "wave_quantization",

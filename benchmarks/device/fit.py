@@ -10,9 +10,9 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from benchmarks.taking_turns import Player
-from recipes.planning.inputs.kernels import fused_attention_seconds, matmul_seconds
-from recipes.planning.time.block_time import BACKWARD_SLOWER
 from threefold.gpus.datasheet import Gpu, rounded
+from threefold.plan.time.block import BACKWARD_SLOWER
+from threefold.plan.time.kernels import fused_attention_seconds, matmul_seconds
 
 CPU_ROWS, GPU_ROWS = (256, 1024), (2048, 8192)  # tokens of a micro-batch
 CPU_SIZES = ((512, 512), (1536, 512), (2816, 512), (512, 1408), (4096, 512), (3072, 1024),

@@ -23,7 +23,6 @@ from benchmarks.pipelines.sleeping_layer import SHAPE, SleepingLayer
 from benchmarks.pipelines.sleeping_stages import deepspeed_config
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.planning.time.data_time import DataTraffic
 from recipes.training.engine.optimizer.parameter_groups import UpdateRule, buckets_of_stage
 from tests.ranks import join_world, run_ranks
 from threefold.pipeline import gradients as reducing
@@ -32,6 +31,7 @@ from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.stage import ProcessGrid, Stage
+from threefold.plan.time.update import DataTraffic
 from threefold.runtime.processes import quiet
 
 DATA_RANKS = 2

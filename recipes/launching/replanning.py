@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.errors import UserError
-from recipes.planning.inputs.cluster import recipe_on_cluster
-from recipes.planning.inputs.job import Job, Machine, job_without_layout, own_job
-from recipes.planning.inputs.software import load_software
-from recipes.planning.memory.peak import GIB, StageMemory, fits, fullest_stage, limit_after_shortage
-from recipes.planning.output.recipe_edits import edits, options_of
-from recipes.planning.search.layout_search import DEFAULT_HEADROOM, Plan, is_near_tie, search
-from recipes.planning.time.step_time import step_time
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.plan.cluster import recipe_on_cluster
+from threefold.plan.job import Job, Machine, job_without_layout, own_job
+from threefold.plan.memory.peak import GIB, StageMemory, fits, fullest_stage, limit_after_shortage
+from threefold.plan.recipe_edits import edits, options_of
+from threefold.plan.search import DEFAULT_HEADROOM, Plan, is_near_tie, search
+from threefold.plan.software import load_software
+from threefold.plan.time.step import step_time
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from recipes.planning.inputs.job import Job, Machine, job_of
-from recipes.planning.inputs.software import THREEFOLD
-from recipes.planning.memory.peak import GIB, StageMemory, fullest_stage, limit_after_shortage
-from recipes.planning.output.recipe_edits import options_of
-from recipes.planning.search.layout_search import search
-from recipes.planning.time.step_time import step_time
 from threefold.config.recipe import Recipe
+from threefold.plan.job import Job, Machine, job_of
+from threefold.plan.memory.peak import GIB, StageMemory, fullest_stage, limit_after_shortage
+from threefold.plan.recipe_edits import options_of
+from threefold.plan.search import search
+from threefold.plan.software import THREEFOLD
+from threefold.plan.time.step import step_time
 
 MAX_CANDIDATES = 500  # the fastest layouts that are compared
 

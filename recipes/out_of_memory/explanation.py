@@ -16,12 +16,12 @@ from recipes.out_of_memory.allocated import (
     save_snapshot,
 )
 from recipes.out_of_memory.alternative import Alternative, alternative
-from recipes.planning.inputs.job import job_of
-from recipes.planning.inputs.software import THREEFOLD
-from recipes.planning.memory.peak import GIB, StageMemory, memory_of_stage
 from recipes.training.engine.engine import Engine
 from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.start import Claim
+from threefold.plan.job import job_of
+from threefold.plan.memory.peak import GIB, StageMemory, memory_of_stage
+from threefold.plan.software import THREEFOLD
 from threefold.runtime.exits import STOPPED, leave
 from threefold.runtime.processes import driver_name, on_gpu
 

@@ -9,16 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from models.errors import UserError
-from recipes.planning.inputs.cluster import recipe_on_cluster
-from recipes.planning.inputs.job import Machine, job_without_layout
-from recipes.planning.memory.peak import GIB, fits, host_bytes
-from recipes.planning.output.recipe_edits import edits, in_layout, value_of
-from recipes.planning.search.layout_search import (
-    TOO_LARGE_FOR_GPU,
-    TOO_LARGE_FOR_HOST,
-    Plan,
-    search,
-)
 from recipes.sweeping.trial import Rejection, Trial
 from threefold.config.deepspeed_json import build_deepspeed_config, require_auto
 from threefold.config.loading import load_recipe
@@ -26,6 +16,16 @@ from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import short
+from threefold.plan.cluster import recipe_on_cluster
+from threefold.plan.job import Machine, job_without_layout
+from threefold.plan.memory.peak import GIB, fits, host_bytes
+from threefold.plan.recipe_edits import edits, in_layout, value_of
+from threefold.plan.search import (
+    TOO_LARGE_FOR_GPU,
+    TOO_LARGE_FOR_HOST,
+    Plan,
+    search,
+)
 
 ALL = 10**9  # more layouts than a search finds
 

@@ -8,11 +8,11 @@ from itertools import combinations
 from statistics import mean, median
 from typing import Any
 
-from recipes.planning.measured.evaluation import MIN_RANKED_LAYOUTS, rank_correlation
-from recipes.planning.output.plan_report import layout_line
 from recipes.sweeping.choice import Choice
 from recipes.sweeping.splitting.parts import PARTS, PLANNED_PARTS, Split, planned_parts
 from recipes.sweeping.trial import FAULTS, OUTCOMES, Result, Trial, competitors
+from threefold.plan.calibration.evaluation import MIN_RANKED_LAYOUTS, rank_correlation
+from threefold.plan.report import layout_line
 
 MAX_BEST = 5  # layouts in the summary, for each recipe and number of GPUs
 MAX_REASON_CHARACTERS = 160  # in a progress line

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from recipes.planning.inputs.stage_contents import stage_parameters
 from recipes.sweeping.splitting.parts import SPLIT_STEPS
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.trial import Result, Trial, competitors
 from recipes.sweeping.worlds.launchers import Launcher
 from recipes.sweeping.worlds.world import World, WorldAbandoned, WorldFailed
 from threefold.gpus.datasheet import is_cpu
+from threefold.plan.stage_contents import stage_parameters
 
 # Time limit of a trial. Building initializes the weights and may compile kernels.
 SECONDS_TO_BUILD = 60.0

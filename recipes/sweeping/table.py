@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from models.config import ModelConfig
-from recipes.planning.inputs.job import JobLayout
-from recipes.planning.measured.row_reader import EXPERT_COLUMNS
-from recipes.planning.output.plan_report import rates
 from recipes.sweeping.splitting.parts import PARTS, PLANNED_PARTS, Split, planned_parts
 from recipes.sweeping.trial import Rejection, Result, Trial
+from threefold.plan.calibration.runs_table import EXPERT_COLUMNS
+from threefold.plan.job import JobLayout
+from threefold.plan.report import rates
 
 FRAMEWORK = "Threefold"
 COLUMNS = (

@@ -10,14 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
-from recipes.planning.inputs.job import Job, Machine, job_of
-from recipes.planning.memory.peak import GIB, fullest_stage
-from recipes.planning.time.step_time import StepTime, step_time
 from recipes.sweeping.splitting.parts import SPLIT_STEPS, Split
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.layout import Cluster
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import is_cpu
+from threefold.plan.job import Job, Machine, job_of
+from threefold.plan.memory.peak import GIB, fullest_stage
+from threefold.plan.time.step import StepTime, step_time
 
 Outcome = Literal["ok", "out_of_memory", "hung", "crashed", "rejected", "too_large"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)

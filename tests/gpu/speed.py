@@ -24,9 +24,6 @@ from benchmarks.one_step.shapes import (
 )
 from benchmarks.taking_turns import Player, cores_at_hand, players
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.planning.inputs.job import Machine, job_of
-from recipes.planning.memory.peak import stage_memory
-from recipes.planning.time.step_time import step_time
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.build import build_from_recipe
 from tests.gpu.environment import device_name, synchronize
@@ -36,6 +33,9 @@ from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import FOLDER, Gpu, gpus, peak_tflops
+from threefold.plan.job import Machine, job_of
+from threefold.plan.memory.peak import stage_memory
+from threefold.plan.time.step import step_time
 from threefold.runtime.processes import compiler, start_processes
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8

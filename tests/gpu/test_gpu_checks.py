@@ -24,8 +24,6 @@ from benchmarks.one_step.shapes import can_compile, cpu_shape
 from models.cost import parameter_count
 from models.kernels.attention import causal_attention
 from models.parallel import cross_entropy
-from recipes.planning.inputs.job import Machine, job_of
-from recipes.planning.memory.peak import stage_memory
 from recipes.training.data.token_file import TokenFile
 from tests.gpu import kernels, nanogpt, training
 from tests.gpu.__main__ import main, publish
@@ -59,6 +57,8 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import load_gpu, read_gpu
 from threefold.pipeline.schedules import SCHEDULES
+from threefold.plan.job import Machine, job_of
+from threefold.plan.memory.peak import stage_memory
 
 CPU = {"device": "cpu", "gpus": 1, "small": True}
 

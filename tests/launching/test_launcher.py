@@ -30,7 +30,6 @@ from recipes.launching.launcher import Launcher
 from recipes.launching.rank_command import forwarded, in_container
 from recipes.launching.replanning import Placement
 from recipes.nodes.connection import Agent, Report, on_this_machine
-from recipes.planning.memory.peak import StageMemory
 from recipes.training.preflight.measures import SPARE_NODES
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.snapshots.client import Client
@@ -38,6 +37,7 @@ from recipes.training.snapshots.names import FOLDER_VARIABLE
 from recipes.training.snapshots.node_memory import NodeMemory
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.plan.memory.peak import StageMemory
 from threefold.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED, UNFIT
 
 # A rank that ends as the file "end-RANK" says, saves and exits with 5 on a signal, and dies with

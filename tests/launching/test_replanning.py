@@ -3,9 +3,9 @@
 import pytest
 
 from recipes.launching.replanning import Replanner
-from recipes.planning.memory.peak import limit_after_shortage
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
+from threefold.plan.memory.peak import limit_after_shortage
 
 SEVEN_B = REPOSITORY / "recipes/llama/7b.toml"
 SMALL_NODES = ["cluster.gpus_per_node=4"]  # whose layouts are found sooner

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from recipes.planning.inputs.job import Machine, job_of
-from recipes.planning.time.step_time import step_time
 from recipes.reporting.record.plan_comparison import predict
 from recipes.reporting.record.run_record import RunRecord, read_run
 from tests.reporting.synthetic import recipe_of, write_run
 from threefold.gpus.datasheet import load_gpu
+from threefold.plan.job import Machine, job_of
+from threefold.plan.time.step import step_time
 
 
 def record_of(folder: Path, *overrides: str, mfu: float | None, peak: float = 1.0) -> RunRecord:

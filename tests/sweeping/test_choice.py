@@ -8,12 +8,12 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
-from recipes.planning.inputs.job import Machine, job_without_layout
-from recipes.planning.search.layout_search import search
 from recipes.sweeping.choice import Request, choose, values_of_setting
 from recipes.sweeping.trial import Trial
 from tests.conftest import changed, small_recipe
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
+from threefold.plan.job import Machine, job_without_layout
+from threefold.plan.search import search
 
 LLAMA = DEFAULT_RECIPE.parent / "llama" / "7b.toml"
 

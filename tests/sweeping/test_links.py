@@ -16,9 +16,6 @@ import torch.distributed as dist
 
 from models.errors import UserError
 from recipes import plan
-from recipes.planning.inputs.job import Machine
-from recipes.planning.inputs.kernels import matmul_seconds
-from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
 from recipes.sweeping.links import link_datasheet, timing
 from recipes.sweeping.links.fit import FitFailed, fitted_gpu
 from recipes.sweeping.links.measurements import SIZES, LinkTime, Measurements, RankRate
@@ -30,6 +27,9 @@ from tests.ranks import join_world, run_ranks
 from tests.sweeping.sweeps import copy_of_code, processes_with, rejection_of
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import FOLDER, Gpu, gpus, load_gpu, read_gpu
+from threefold.plan.job import Machine
+from threefold.plan.time.kernels import matmul_seconds
+from threefold.plan.time.network import all_reduce_seconds, transfer_seconds
 
 LINK_KEYS = (
     "node_link_gigabytes_per_second", "node_link_efficiency", "node_link_latency_seconds",

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from recipes.planning.measured.table import REQUIRED_COLUMNS, read_table
-from recipes.planning.output.plan_report import rates
 from recipes.sweeping.table import (
     COLUMNS,
     row_of_rejection,
@@ -19,6 +17,8 @@ from recipes.sweeping.table import (
 from recipes.sweeping.trial import Rejection, Result, Trial
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from threefold.config.loading import parse_recipe
+from threefold.plan.calibration.table import REQUIRED_COLUMNS, read_table
+from threefold.plan.report import rates
 
 SHAPES = {
     "llama": {},

@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from recipes.planning.inputs.job import LinkOverrides
-from recipes.planning.inputs.software import THREEFOLD
-from recipes.planning.search.layout_search import DEFAULT_HEADROOM
 from threefold.config.loading import DEFAULT_RECIPE
+from threefold.plan.job import LinkOverrides
+from threefold.plan.search import DEFAULT_HEADROOM
+from threefold.plan.software import THREEFOLD
 from threefold.runtime.command_line import (
     duration_in_days,
     failures_per_day,

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from models.errors import UserError
-from recipes.planning.inputs.job import Machine, own_job
-from recipes.planning.inputs.software import THREEFOLD
-from recipes.planning.memory.peak import GIB, fullest_stage
-from recipes.planning.output.predicted_metrics import metrics_of_job
 from recipes.reporting.record.run_record import RunRecord
 from threefold.config.deepspeed_json import precision, read_deepspeed_json
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import gpus, load_gpu
+from threefold.plan.job import Machine, own_job
+from threefold.plan.memory.peak import GIB, fullest_stage
+from threefold.plan.predicted_metrics import metrics_of_job
+from threefold.plan.software import THREEFOLD
 
 PEAK_TOLERANCE = 1e-3  # relative, of the peak that the metrics imply
 USUAL_GPUS_PER_NODE = 8

@@ -5,7 +5,7 @@ link and its latency:
 
     seconds = rate coefficient / rate + latency coefficient * latency + fixed seconds
 
-The coefficients are read off `recipes/planning/time/network.py`, so that the fit follows its
+The coefficients are read off `threefold/plan/time/network.py`, so that the fit follows its
 formulas. It is a least-squares fit of relative errors, because the sizes differ by a factor of 256
 or more.
 """
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log, sqrt
 
-from recipes.planning.inputs.job import Machine
-from recipes.planning.inputs.kernels import matmul_seconds
-from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
 from recipes.sweeping.links.measurements import LinkTime, Measurements
 from threefold.gpus.datasheet import Gpu, rounded
+from threefold.plan.job import Machine
+from threefold.plan.time.kernels import matmul_seconds
+from threefold.plan.time.network import all_reduce_seconds, transfer_seconds
 
 UNLIMITED = float("inf")  # rate of a link that takes no time
 ROUNDS = 30  # of the fit; it converges to three digits within ten

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
-from recipes.planning.inputs.cluster import DEFAULT_CLUSTER
 from recipes.sweeping.links import link_datasheet
 from recipes.sweeping.links.fit import FitFailed, fitted_gpu
 from recipes.sweeping.links.measurements import MATMUL_SIZE, SIZES, Measurements
@@ -21,6 +20,7 @@ from recipes.sweeping.worlds.worlds_folder import WorldsFolder
 from threefold.config.sections import REPOSITORY
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import Gpu, load_gpu, read_gpu
+from threefold.plan.cluster import DEFAULT_CLUSTER
 
 WORLDS = REPOSITORY / "runs" / "links"  # of all commands; on a file system that all nodes share
 SECONDS_TO_MEASURE = 600.0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from recipes.planning.time.step_time import StepTime
+from threefold.plan.time.step import StepTime
 
 SPLIT_STEPS = 3  # instrumented steps of a trial, after the measured ones
 PARTS = (

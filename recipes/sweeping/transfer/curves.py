@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from models.config import ModelConfig, nearest_multiples
 from models.errors import UserError
-from recipes.planning.inputs.cluster import recipe_on_cluster
 from recipes.sweeping.choice import values_of_setting
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.config.sections import short
+from threefold.plan.cluster import recipe_on_cluster
 
 T = TypeVar("T")
 

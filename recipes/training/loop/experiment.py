@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.planning.inputs.job import Machine
 from recipes.training.loop.rejection import rejections
 from threefold.config.deepspeed_json import build_deepspeed_config, precision
 from threefold.config.loading import load_recipe, origin
@@ -17,6 +16,7 @@ from threefold.config.parallel_dims import Topology, World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
+from threefold.plan.job import Machine
 from threefold.runtime.environment import check_accelerator
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from models.errors import UserError
 from models.kernels.attention import document_kernel_name
-from recipes.planning.output.predicted_metrics import predicted_metrics_of_run
 from recipes.training.checkpoint.resume import Request, Start, find_start
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
@@ -30,6 +29,7 @@ from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.step_clock import StepClock
 from recipes.training.tracking.timeline import TimelineRecorder
 from recipes.training.tracking.tracker import open_tracker
+from threefold.plan.predicted_metrics import predicted_metrics_of_run
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 
 

@@ -4,10 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from models.errors import UserError
-from recipes.planning.inputs.job import Machine, job_of
-from recipes.planning.inputs.kernels import matmul_seconds
-from recipes.planning.memory.peak import GIB, stage_memory
-from recipes.planning.time.network import all_reduce_seconds, transfer_seconds
 from recipes.training.preflight.measures import (
     DATA,
     MATMUL,
@@ -19,6 +15,10 @@ from recipes.training.preflight.measures import (
 )
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
+from threefold.plan.job import Machine, job_of
+from threefold.plan.memory.peak import GIB, stage_memory
+from threefold.plan.time.kernels import matmul_seconds
+from threefold.plan.time.network import all_reduce_seconds, transfer_seconds
 
 
 @dataclass(frozen=True)

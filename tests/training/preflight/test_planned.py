@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from recipes.planning.inputs.job import Machine
 from recipes.training.preflight.measures import DATA, MATMUL, NETWORK, NODE_LINK, TENSOR, LinkReport
 from recipes.training.preflight.planned import Planned, planned
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import load_gpu
+from threefold.plan.job import Machine
 
 BYTES = {NODE_LINK: 2**26, NETWORK: 2**26, TENSOR: 2**26, DATA: 2**26}
 

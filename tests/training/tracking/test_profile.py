@@ -12,15 +12,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from recipes.planning.inputs.kernels import fused_attention_seconds, matmul_seconds
-from recipes.planning.inputs.software import THREEFOLD
-from recipes.planning.time.block_time import BACKWARD_SLOWER
 from recipes.training.run_folder.folder import RunFolder
 from recipes.training.tracking.profiling.operations import Operation, operations_table
 from recipes.training.tracking.profiling.profiler import StepProfiler, operations_of
 from tests.conftest import changed, small_recipe
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import load_gpu
+from threefold.plan.software import THREEFOLD
+from threefold.plan.time.block import BACKWARD_SLOWER
+from threefold.plan.time.kernels import fused_attention_seconds, matmul_seconds
 
 H100 = load_gpu("H100")
 

@@ -1,0 +1,963 @@
+"""The planner: formulas, search, tables, calibration and the command."""
+
+import csv
+import errno
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from math import gcd
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from models.config import ModelConfig
+from models.cost import parameter_count
+from models.errors import UserError
+from recipes import plan
+from tests.commands import run_here
+from tests.conftest import shipped_recipes
+from threefold.config.loading import (
+    REPOSITORY,
+    apply_overrides,
+    load_recipe,
+    parse_recipe,
+)
+from threefold.config.recipe import Recipe
+from threefold.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
+from threefold.pipeline.gradients import MAX_RUNNING
+from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches, most_in_flight
+from threefold.pipeline.simulation import pipeline_seconds
+from threefold.plan import recipe_edits
+from threefold.plan import search as layout_search
+from threefold.plan.calibration import compare, evaluation
+from threefold.plan.calibration.calibration import (
+    MAX_ROWS,
+    Calibration,
+    calibrate,
+    evenly_spaced_rows,
+)
+from threefold.plan.calibration.fit import fit_table
+from threefold.plan.calibration.runs_table import number
+from threefold.plan.calibration.table import read_row, read_table
+from threefold.plan.footprint import DEEPSPEED, MEGATRON, RUNNING_BUCKETS
+from threefold.plan.job import Job, JobLayout, Machine, job_of, zero3_in_pipeline
+from threefold.plan.memory.activations import block_bytes, micro_batches_in_flight
+from threefold.plan.memory.model_states import state_bytes
+from threefold.plan.memory.peak import (
+    GIB,
+    fits,
+    fullest_stage,
+    host_bytes,
+    stage_memory,
+    state_of_stage,
+)
+from threefold.plan.recipe_edits import changes
+from threefold.plan.report import rates
+from threefold.plan.search import (
+    DEFAULT_HEADROOM,
+    MIN_TOKENS_PER_CONTEXT_RANK,
+    divisors,
+    is_near_tie,
+    search,
+    simplicity,
+    valid_layouts,
+)
+from threefold.plan.search import INTERLEAVED_CHUNKS as INTERLEAVED
+from threefold.plan.software import STACKS, THREEFOLD, load_software
+from threefold.plan.stage_contents import stage_parameters
+from threefold.plan.time.kernels import matmul_seconds
+from threefold.plan.time.network import all_reduce_seconds, gather_seconds
+from threefold.plan.time.passes import timeline_of
+from threefold.plan.time.step import step_time
+from threefold.plan.time.update import data_traffic
+
+PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
+LIMITS = {  # table -> documented limits of the mean and the largest error, in percent
+    "narayanan2021": (4, 8),
+    "korthikanti2022": (5, 8),
+    "megascale2024": (6, 8),
+}
+RESULTS = ("step_time_s", "tflops_per_gpu", "mfu_pct", "mem_gb", "oom")
+CHUNKS = {name: schedule.chunks or 3 for name, schedule in SCHEDULES.items()}
+CLUSTERED = [path for path in shipped_recipes() if path.parent.name != "recipes"]
+
+
+def planned(name: str, *overrides: str) -> tuple[Recipe, Job]:
+    """Return a shipped recipe and its job on its own cluster."""
+    recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.toml", overrides)
+    return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
+
+
+def with_layout(job: Job, **sizes: object) -> Job:
+    """Return a job in another layout, with the remaining GPUs as data-parallel replicas."""
+    layout = replace(job.layout, **sizes)
+    data = job.machine.gpus // (layout.tensor * layout.pipeline)
+    return replace(job, layout=replace(layout, data=data))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_buckets_of_zero_3_take_all_their_memory_on_a_gpu_and_the_written_part_on_a_cpu(
+    tensor: int,
+) -> None:
+    recipe = load_recipe(
+        REPOSITORY / "recipes" / "tiny.toml",
+        [
+            "deepspeed=ds_configs/zero3_fp32.json",
+            "layout.pipeline=1",
+            f"layout.tensor={tensor}",
+        ],
+    )
+    buffers = {
+        name: stage_memory(job_of(recipe, Machine.of(load_gpu(name), gpus=4)))[0].buffers
+        for name in ("cpu", "H100")
+    }
+    bucket = 4 * 5e8  # bytes of DeepSpeed's default
+    own = 4 * parameter_count(recipe.model) / tensor
+    assert buffers["H100"] >= bucket
+    assert own <= buffers["cpu"] < 4 * own
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_published_steps_are_predicted(name: str) -> None:
+    rows = read_table(PUBLISHED / f"{name}.csv")
+    summary = evaluation.summary(rows, evaluation.predict(rows, Calibration()))
+    mean, largest = LIMITS[name]
+    assert summary["compared"] == len(rows) > 3 and summary["skipped"] == 0
+    assert summary["mean_absolute_error_percent"] < mean
+    assert summary["max_absolute_error_percent"] < largest
+    assert summary["false_alarms"] == 0
+
+
+def test_published_memory_is_predicted() -> None:
+    summary = compare.evaluate(PUBLISHED / "zero2020.csv")["summary"]
+    assert summary["memory_max_absolute_error_percent"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "printed", "unit"),
+    [  # Korthikanti et al. 2022, by the formulas of its section 4 and 18 bytes a parameter
+        ("22B", "params+optimizer", 45.56, "GiB"),
+        ("175B", "activations, no recompute, no SP", 66.84, "GiB"),
+        ("530B", "activations, SP+selective", 23.08, "GiB"),
+        ("1T", "SP+selective", 20.2, "% of tensor parallelism alone"),
+    ],
+)
+def test_korthikantis_memory_is_predicted(model: str, what: str, printed: float, unit: str) -> None:
+    cells = {"model": model, "what": what, "value": str(printed), "unit": unit}
+    predicted, expected = compare.korthikanti(cells)
+    assert predicted == pytest.approx(expected, rel=0.01)
+
+
+def test_narayanans_trillion_has_its_published_rate() -> None:
+    """Table 1: 163 TFLOP/s on each of 3,072 A100, 502 PFLOP/s in all, recomputation counted."""
+    _, job = planned("megatron/1t")
+    software = next(stack for stack in STACKS if stack.name == "megatron-lm-2021")
+    job = replace(job, software=software)
+    rate = rates(job, step_time(job).total, 1)
+    assert rate.hardware_tflops == pytest.approx(163, rel=0.04)
+    assert rate.hardware_tflops * 3072 / 1000 == pytest.approx(502, rel=0.04)
+
+
+def test_results_do_not_enter_predictions(tmp_path: Path) -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    for cells in lines:
+        without = cells | dict.fromkeys(RESULTS, "")
+        other = cells | {"step_time_s": "1e6", "mem_gb": "1", "oom": "1", "mfu_pct": "99"}
+        jobs = [read_row(each).job for each in (cells, without, other)]
+        assert jobs[0] is not None and jobs[0] == jobs[1] == jobs[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"precision": "fp8"}, "precision fp8 is not modelled"),
+        ({"framework": "Pathways"}, "framework Pathways is not modelled"),
+        ({"gpu": "TPU v4"}, "gpu TPU v4 has no datasheet"),
+        ({"gpu": "GB200"}, "gpu GB200 has no datasheet"),
+        ({"layers": ""}, "layers is empty"),
+        ({"pp": "unstated"}, "pp is unstated"),
+        ({"dp": "7"}, "tp x pp x cp x dp = 7 and gpus = 32"),
+        ({"heads": "23"}, "heads = 23 does not divide hidden_size = 2304"),
+        ({"precision": "fp8 (bf16 rest)"}, "precision fp8 (bf16 rest) is not modelled"),
+        ({"gpu": "H100 PCIe"}, "gpu H100 PCIe is another board"),
+        ({"gpu": "A100-SXM4-64GB"}, "A100-SXM4-64GB with 64 GB has no datasheet"),
+        ({"gpus_per_node": "0"}, "gpus_per_node is 0"),
+        ({"inter_gbps_per_gpu": "-1"}, "inter_gbps_per_gpu is -1"),
+        ({"mbs": "0.5"}, "mbs is 0.5"),
+        ({"mbs": "1e400"}, "mbs is 1e400"),
+        ({"mbs": "1.2.3"}, "mbs is 1.2.3"),
+        ({"gbs": "4"}, "gbs = 4 is less than dp x mbs = 512"),
+        ({"zero_stage": "7"}, "zero_stage is 7"),
+        ({"seq_parallel": "perhaps"}, "seq_parallel is perhaps"),
+        ({"recompute": "block"}, "recompute is block"),
+        ({"tp": "32", "dp": "1"}, "heads = 24 over tp = 32 is not modelled"),
+        ({"pp": "32", "dp": "1"}, "pp x vpp = 32 is more than layers = 24"),
+    ],
+)
+def test_an_incomplete_row_is_skipped_with_the_reason(changes: dict[str, str], reason: str) -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        cells = next(csv.DictReader(file))
+    row = read_row(cells | changes)
+    assert row.job is None and reason in row.skipped
+
+
+def test_assumptions_about_a_row_are_reported() -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        cells = next(csv.DictReader(file))
+    row = read_row(cells | {"vocab": "unstated", "recompute": "", "inter_gbps_per_gpu": ""})
+    assert row.job is not None and len(row.assumed) == 3
+    assert "recompute = full (the least that fits)" in row.assumed  # 32 layers' scores do not
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        ("1,024", 1024),
+        ("1e3", 1000),
+        (" 8 (presumed)", 8),
+        ("unstated (51200 presumed)", 51200),
+        ("1: zero1=8", 1),
+        ("unstated", None),
+        ("1,02", None),
+        ("12abc", None),
+        ("-3", None),
+        ("1e400", None),
+        ("", None),
+    ],
+)
+def test_numbers_of_cells(cell: str, expected: float | None) -> None:
+    assert number(cell) == expected
+
+
+def test_cells_accept_synonyms(tmp_path: Path) -> None:
+    with (PUBLISHED / "korthikanti2022.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    words = {"zero_stage": "ZeRO-0", "recompute": "Full", "precision": "FP16", "gbs": "4.0"}
+    assert read_row(lines[0] | words).job == read_row(lines[0]).job
+    assert read_row(lines[1] | {"seq_parallel": "true"}).job == read_row(lines[1]).job
+    marked = tmp_path / "excel.csv"  # as Excel writes "CSV UTF-8"
+    marked.write_text((PUBLISHED / "korthikanti2022.csv").read_text(), encoding="utf-8-sig")
+    assert read_table(marked) == read_table(PUBLISHED / "korthikanti2022.csv")
+
+
+def test_attention_dropout_writes_the_scores() -> None:
+    fused, written = (
+        step_time(planned("llama/8b", f"model.attention_dropout={p}")[1]) for p in (0.0, 0.1)
+    )
+    assert written.compute > 1.5 * fused.compute
+
+
+def test_an_odd_number_of_tokens_is_not_misaligned() -> None:
+    even, odd = (
+        step_time(planned("llama/7b", f"model.sequence_length={s}")[1]) for s in (2048, 2047)
+    )
+    assert odd.total < 1.05 * even.total
+
+
+def test_calibration_finds_the_factors_of_a_cluster() -> None:
+    """The rows are predictions for a machine with known factors."""
+    truth = Calibration(compute=1.2, network=1.5)
+    jobs = [
+        with_layout(planned("llama/70b", "layout.recompute=full")[1], **changes)
+        for changes in (
+            {"tensor": 8, "pipeline": 1},
+            {"tensor": 8, "pipeline": 2},
+            {"tensor": 4, "pipeline": 4},
+            {"tensor": 4, "pipeline": 1, "zero_stage": 3},
+            {"tensor": 2, "pipeline": 1, "zero_stage": 3},
+            {"tensor": 1, "pipeline": 1, "zero_stage": 3},
+        )
+    ]
+    found = calibrate([(job, step_time(truth.of(job)).total) for job in jobs])
+    assert found.compute == pytest.approx(1.2, rel=0.05)
+    assert found.network > 1.05  # a factor with little influence is pulled towards 1
+    errors = [step_time(found.of(j)).total / step_time(truth.of(j)).total - 1 for j in jobs]
+    assert max(map(abs, errors)) < 0.03
+    unfitted = [step_time(j).total / step_time(truth.of(j)).total - 1 for j in jobs]
+    assert min(map(abs, unfitted)) > 0.1
+
+
+def test_calibration_takes_at_most_eight_rows_evenly() -> None:
+    assert evenly_spaced_rows(3) == [0, 1, 2]
+    assert evenly_spaced_rows(15) == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert all(len(evenly_spaced_rows(n)) <= MAX_ROWS for n in range(1, 100))
+    assert all({0, n - 1} <= set(evenly_spaced_rows(n)) for n in range(1, 100))
+
+
+def test_runs_on_other_gpus_do_not_calibrate_a_plan(tmp_path: Path) -> None:
+    table = PUBLISHED / "narayanan2021.csv"
+    done = run_plan("recipes/llama/7b.toml", "--gpu", "H100", "--calibrate", str(table))
+    assert done.returncode == 2
+    assert "its runs are on A100-80GB, and the plan is for H100; use runs on H100" in done.stderr
+    lines = table.read_text().splitlines()
+    both = tmp_path / "both.csv"
+    both.write_text(
+        "\n".join([*lines, *(each.replace("A100-SXM4-80GB", "H100") for each in lines[1:3])])
+    )
+    fit = fit_table(both, "H100")
+    assert fit.left_out == len(lines) - 1 and len(fit.rows) == 2
+    assert fit_table(both).left_out == 0
+    own = ("recipes/llama/7b.toml", "--gpu", "H100", "--top", "0")
+    text = run_plan(*own, "--calibrate", str(both)).stdout
+    assert f"left out {len(lines) - 1} rows on other GPUs" in text
+
+
+@pytest.mark.parametrize("time", ["fast", "-5", "nan", "inf", "0"])
+def test_a_row_whose_time_cannot_be_read_is_skipped(time: str, tmp_path: Path) -> None:
+    header, line, *_ = (PUBLISHED / "narayanan2021.csv").read_text().splitlines()
+    column = header.split(",").index("step_time_s")
+    cells = line.split(",")
+    cells[column] = time
+    row = read_row(dict(zip(f"{header},mfu_pct".split(","), [*cells, "40"], strict=True)))
+    assert row.job is None and row.skipped == f"step_time_s is {time}"
+    table = tmp_path / "table.csv"
+    table.write_text(f"{header}\n{','.join(cells)}\n")
+    with pytest.raises(UserError, match=f"rows were skipped: step_time_s is {time}"):
+        fit_table(table)
+
+
+def test_calibration_of_threefold_may_go_far(tmp_path: Path) -> None:
+    """A table that is 20 times slower than planned is fitted, and the plan uses the fit."""
+    header = "row_id,framework,arch,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpu,gpus,"
+    header += "gpus_per_node,precision,tp,pp,vpp,dp,zero_stage,schedule,mbs,gbs,step_time_s"
+    lines, truth = [header], Calibration(compute=20.0, node_links=4.0)
+    for index, (tp, pp, dp, mbs) in enumerate(
+        [(1, 1, 2, 1), (1, 1, 2, 2), (1, 1, 2, 4), (2, 1, 1, 1), (2, 1, 1, 4), (1, 2, 1, 1),
+         (1, 2, 1, 2), (1, 2, 1, 4), (2, 1, 1, 2), (2, 1, 1, 8), (1, 2, 1, 8), (1, 1, 2, 8)]
+    ):  # fmt: skip
+        cells = (
+            f"r{index},Threefold,llama,4,192,6,2,512,2048,256,cpu,2,2,fp32,{tp},{pp},1,{dp},1,1f1b"
+        )
+        row = read_row(dict(zip(header.split(","), f"{cells},{mbs},32,1".split(","), strict=True)))
+        assert row.job is not None, row.skipped
+        lines.append(f"{cells},{mbs},32,{step_time(truth.of(row.job)).total}")
+    table = tmp_path / "sweep.csv"
+    table.write_text("\n".join(lines) + "\n")
+    fit = fit_table(table)
+    assert fit.used is not None and fit.others is not None
+    assert (fit.used.steps, fit.others.steps) == (MAX_ROWS, 12 - MAX_ROWS)
+    assert fit.others.before > 0.8 and fit.others.after < 0.1
+    own = ("recipes/tiny.toml", "--json", "--top", "0")
+    plain, fitted = run_plan(*own), run_plan(*own, "--calibrate", str(table))
+    assert json.loads(plain.stdout)["calibration"] is None
+    calibration = json.loads(fitted.stdout)["calibration"]
+    assert calibration["factors"]["compute"] == pytest.approx(fit.factors.compute)
+    times = [json.loads(done.stdout)["own"]["step_seconds"]["total"] for done in (plain, fitted)]
+    assert times[1] > 10 * times[0]
+    text = run_plan("recipes/tiny.toml", "--top", "0", "--calibrate", str(table)).stdout
+    assert "mean error on the other rows (4): " in text and "without calibration" in text
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"schedule": "zb-v", "vpp": "1"}, "schedule zb-v has 2 chunks; vpp is 1"),
+        ({"schedule": "looped-bfs"}, "schedule looped-bfs is not modelled"),
+        ({"layers_per_stage": "3 1 0"}, "layers_per_stage is 3 1 0, for 2 stages of 4"),
+        ({"layers_per_stage": "3;1"}, "layers_per_stage is 3;1"),
+        ({"precision": "fp32", "gpu": "MI300X"}, ""),
+    ],
+)
+def test_columns_of_threefold_are_read(cells: dict[str, str], reason: str) -> None:
+    row = {
+        "row_id": "a", "framework": "Threefold", "arch": "llama", "layers": "4", "hidden": "192",
+        "heads": "6", "kv_heads": "2", "ffn": "512", "vocab": "2048", "seq": "256", "gpu": "cpu",
+        "gpus": "2", "gpus_per_node": "2", "precision": "fp32", "tp": "1", "pp": "2", "vpp": "1",
+        "dp": "1", "zero_stage": "1", "schedule": "zb-h1", "recompute": "full",
+        "recompute_interval": "2", "layers_per_stage": "3 1", "mbs": "2", "gbs": "8",
+    }  # fmt: skip
+    job = read_row(row).job
+    assert job is not None and job.precision == "fp32" and job.software.name == "threefold"
+    layout = job.layout
+    assert (layout.schedule, layout.layers_per_stage) == ("zb-h1", (3, 1))
+    assert (layout.recompute, layout.recompute_interval) == ("full", 2)
+    if reason:
+        assert read_row(row | cells).skipped == reason
+
+
+def test_the_search_leaves_headroom_and_puts_simple_near_ties_first() -> None:
+    job = planned("gpt/6.7b", "cluster.nodes=2")[1]
+    limit = job.machine.gpu.memory_gib * GIB
+    full = search(job, 10_000, headroom=0.0)
+    found = search(job, 10_000, headroom=0.3)
+    assert max(plan.memory.total for plan in full.plans) > 0.9 * limit
+    assert max(plan.memory.total for plan in found.plans) <= 0.7 * limit
+    assert len(found.plans) < len(full.plans)
+    plans = search(job, 1000).plans
+    fastest = min(plan.time.total for plan in plans)
+    ties = [plan for plan in plans if is_near_tie(plan.time.total, fastest)]
+    assert plans[: len(ties)] == ties and len(ties) > 1
+    assert simplicity(ties[0].job.layout) == min(simplicity(each.job.layout) for each in ties)
+    assert ties[0].time.total > fastest  # otherwise the order by time would be the same
+
+
+def test_a_plan_warns_of_full_memory_and_of_idle_stages() -> None:
+    text = run_plan("recipes/llama/7b.toml", "--top", "0", "--set", "batch.global_sequences=64")
+    assert "Warning: 4 micro-batches for 2 stages" in text.stdout
+    assert "Use a smaller layout.pipeline, or" in text.stdout  # micro-batches have one sequence
+    larger = ["--set", "batch.micro_sequences=2", "--set", "batch.global_sequences=128"]
+    text = run_plan("recipes/llama/7b.toml", "--top", "0", *larger)
+    assert "Use a smaller batch.micro_sequences or layout.pipeline, or" in text.stdout
+    assert "Warning" not in run_plan("recipes/llama/7b.toml", "--top", "0").stdout
+    keys = ("layout.tensor=4", "layout.schedule=interleaved", "layout.chunks=8")
+    options = [word for key in keys for word in ("--set", key)]
+    full = run_plan("recipes/llama/70b.toml", "--top", "0", *options)
+    assert "% of the GPU memory is free; leave 8%" in full.stdout
+    done = run_plan("recipes/llama/7b.toml", "--headroom", "8")
+    assert done.returncode == 2 and "8 is not at least 0 and below 1; use 0.08" in done.stderr
+
+
+def test_the_gain_of_the_first_layout_is_explained() -> None:
+    text = run_plan("recipes/llama/70b.toml", "--top", "1", "--nodes", "4").stdout
+    line = next(line for line in text.splitlines() if line.startswith("Layout 1 is "))
+    gained = float(re.search(r"is ([0-9.]+) s faster", line)[1])
+    parts = [float(each) for each in re.findall(r" [-+][0-9]+\.[0-9]+", line.partition(":")[2])]
+    assert parts and sum(parts) == pytest.approx(-gained, rel=0.4)
+
+
+def test_ranking_is_measured_by_pairs_and_by_the_first() -> None:
+    rows = read_table(PUBLISHED / "narayanan2021.csv")[:3]
+    group = []
+    for row, predicted, measured in zip(rows, (2.0, 1.0, 3.0), (20.0, 30.0, 40.0), strict=True):
+        row = replace(row, measured=replace(row.measured, step_seconds=measured))
+        group.append(evaluation.Prediction(row, row.job, predicted, 1.0, True))
+    assert evaluation.kendall_tau(group) == pytest.approx((2 - 1) / 3)
+    assert evaluation.regret(group) == pytest.approx(30 / 20 - 1)
+
+
+def test_every_recipe_fits_the_cluster_that_it_names() -> None:
+    for path in CLUSTERED:
+        recipe, job = planned(f"{path.parent.name}/{path.stem}")
+        assert fullest_stage(job).total <= job.machine.gpu.memory_gib * GIB, path
+        time = step_time(job)
+        assert time.total > 0 and all(getattr(time, each) >= 0 for each in ("bubble", "data")), path
+        rate = rates(job, time.total, recipe.training.steps)
+        assert 0.1 < rate.mfu < 0.7, path
+
+
+def test_stage_parameters_are_the_models() -> None:
+    """Without padding, all stages and tensor ranks together hold each parameter, norms t times."""
+    for name in ("gpt/125m", "llama/7b"):
+        job = planned(name, "model.vocab_size=32768")[1]
+        model = job.model
+        whole = held_by_all(job, JobLayout())
+        assert whole == parameter_count(model)
+        tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
+        interleaved = JobLayout(pipeline=4, chunks=3, schedule="interleaved")
+        assert held_by_all(job, JobLayout(pipeline=4)) == whole + tied
+        assert held_by_all(job, interleaved) == whole + tied
+        assert held_by_all(job, JobLayout(pipeline=4, chunks=2, schedule="zb-v")) == whole
+        assert held_by_all(job, JobLayout(tensor=2)) * 2 > whole
+
+
+def held_by_all(job: Job, layout: JobLayout) -> int:
+    """Return the parameters of one rank of each stage, summed over the stages."""
+    return sum(stage_parameters(replace(job, layout=layout)))
+
+
+def test_a_job_fits_if_the_gpu_has_its_memory() -> None:
+    _, job = planned("llama/7b")
+    gib = fullest_stage(job).total / GIB
+    for memory, expected in ((1.001 * gib, True), (0.999 * gib, False)):
+        gpu = replace(job.machine.gpu, memory_gib=memory)
+        assert fits(replace(job, machine=replace(job.machine, gpu=gpu))) is expected
+
+
+def test_our_stages_are_balanced_and_published_stages_are_unchanged() -> None:
+    _, job = planned("llama/70b")
+    assert job.blocks_of_virtual_stages == (20, 20, 21, 19)
+    _, other = planned("llama/70b", "layout.layers_per_stage=[18, 20, 20, 22]")
+    assert other.blocks_of_virtual_stages == (18, 20, 20, 22)
+    assert step_time(other).total > step_time(job).total
+    theirs = replace(job, software=next(s for s in STACKS if s.name == "megatron-core"))
+    assert theirs.blocks_of_virtual_stages == (20, 20, 20, 20)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "micro_batches", "expected"),
+    [
+        (JobLayout(), 0, 8, 1),
+        (JobLayout(pipeline=4), 0, 8, 4),
+        (JobLayout(pipeline=4), 3, 8, 1),
+        (JobLayout(pipeline=4), 0, 2, 2),
+        # Korthikanti et al. 2022, section 4.2.3: p (1 + (p - 1) / (p m)) of a stage's layers
+        (JobLayout(pipeline=8, chunks=3, schedule="interleaved"), 0, 64, 8 * (1 + 7 / (8 * 3))),
+        (JobLayout(pipeline=4, chunks=2, schedule="dualpipev"), 2, 8, 4.5),
+    ],
+)
+def test_micro_batches_in_flight(
+    layout: JobLayout, stage: int, micro_batches: int, expected: float
+) -> None:
+    assert micro_batches_in_flight(layout, stage, micro_batches) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_micro_batches_in_flight_match_the_orders(schedule: str) -> None:
+    chunks = CHUNKS[schedule]
+    for p in (2, 3, 4, 7):
+        for m in (1, 2, p, p + 1, 2 * p, 2 * p + 3, 4 * p):
+            if m < min_micro_batches(schedule, p):
+                continue
+            pipeline = Pipeline(stages=p, chunks=chunks, micro_batches=m, schedule=schedule)
+            layout = JobLayout(pipeline=p, chunks=chunks, schedule=schedule)
+            held = [most_in_flight(order) / chunks for order in pipeline.orders]
+            assert [micro_batches_in_flight(layout, i, m) for i in range(p)] == held, (p, m)
+
+
+@pytest.mark.parametrize("path", CLUSTERED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_formula_of_the_step_is_the_simulation(path: Path) -> None:
+    _, job = planned(f"{path.parent.name}/{path.stem}")
+    assert bubble_error(job) < 0.02
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["llama/70b", "llama/405b", "gpt/175b", "qwen3/32b", "llama/7b"])
+def test_the_formula_of_every_schedule_is_the_simulation(name: str, schedule: str) -> None:
+    _, job = planned(name)
+    layout = replace(job.layout, schedule=schedule, chunks=CHUNKS[schedule])
+    for recompute in ("none", "full"):
+        other = replace(job, layout=replace(layout, recompute=recompute))
+        assert bubble_error(other) < (0.05 if schedule == "zb-v" else 0.03)
+
+
+def bubble_error(job: Job) -> float:
+    """Return the relative error of the formula for a step's passes against the simulation."""
+    time = step_time(job)
+    passes = time.compute + time.tensor + time.context + time.expert
+    formula = passes + time.pipeline + time.bubble
+    return abs(formula / pipeline_seconds(timeline_of(job)) - 1)
+
+
+def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
+    """Their equation 2: s b h (10 + 24 / t + 5 a s / (h t)), and table 2 with sequence parallel."""
+    model = ModelConfig(
+        layers=1, hidden_size=6144, heads=64, kv_heads=64, ffn_hidden_size=24576,
+        vocab_size=51200, sequence_length=2048, norm="layernorm", positions="learned",
+        activation="gelu", bias=True, tie_embeddings=True,
+    )  # fmt: skip
+    row = 2048 * 4 * 6144
+    scores = 5 * 64 * 2048 / 6144
+    for t, split, expected in (
+        (1, False, 34 + scores),
+        (8, False, 10 + (24 + scores) / 8),
+        (8, True, (34 + scores) / 8),
+    ):
+        layout = JobLayout(tensor=t, sequence_parallel=split, micro_sequences=4)
+        assert block_bytes(model, layout, MEGATRON, False) == pytest.approx(
+            row * expected, rel=1e-3
+        )
+
+
+def test_each_zero_stage_shards_the_documented_state() -> None:
+    """Rajbhandari et al. 2020, section 5: optimizer, then gradients, then weights."""
+    held = {
+        stage: state_bytes(DEEPSPEED["bf16"], JobLayout(data=10, zero_stage=stage), 10**9)
+        for stage in (1, 2, 3)
+    }
+    assert held[1] == (2e9, 4e9, 1.2e9)
+    assert held[2] == (2e9, 4e8, 1.2e9)
+    assert held[3] == (2e8, 4e8, 1.2e9)
+
+
+def test_a_ring_moves_its_share_and_uses_all_links_of_a_node() -> None:
+    machine = Machine.of(load_gpu("H100"), gpus=64)
+    gpu, size = machine.gpu, 1e12  # large enough for latencies to be negligible
+    inside = gather_seconds(machine, size, ranks=8, stride=1)
+    assert inside == pytest.approx(7 / 8 * size / (450e9 * gpu.node_link_efficiency), rel=1e-3)
+    one_link = gather_seconds(machine, size, ranks=8, stride=8)
+    assert one_link == pytest.approx(7 / 8 * size / (50e9 * gpu.network_efficiency), rel=1e-3)
+    all_links = gather_seconds(machine, size, ranks=64, stride=1)
+    links = min(450e9 * gpu.node_link_efficiency, 8 * 50e9 * gpu.network_efficiency)
+    assert all_links == pytest.approx(63 / 64 * size / links, rel=1e-3)
+    assert all_reduce_seconds(machine, size, ranks=64, stride=1) == pytest.approx(
+        2 * all_links, rel=1e-3
+    )
+    assert gather_seconds(machine, size, ranks=1, stride=1) == 0
+
+
+def test_a_matmul_with_short_misaligned_rows_is_slow() -> None:
+    gpu = load_gpu("A100-80GB")
+
+    def seconds(inner: int) -> float:
+        return matmul_seconds(gpu, "bf16", rows=4096, columns=4096, inner=inner, batch=32)
+
+    assert seconds(112) < 1.1 * seconds(104) and seconds(108) > 2 * seconds(112)
+
+
+def test_more_micro_batches_mean_less_bubble() -> None:
+    job = planned("llama/70b")[1]
+    shares = []
+    for sequences in (512, 2048, 8192):
+        time = step_time(replace(job, global_sequences=sequences))
+        shares.append(time.bubble / time.total)
+    assert shares == sorted(shares, reverse=True) and shares[0] > 2 * shares[2]
+
+
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    time = step_time(planned("llama/405b")[1])
+    parts = ("compute", "tensor", "pipeline", "bubble", "data", "optimizer", "waiting")
+    assert time.total == pytest.approx(sum(getattr(time, part) for part in parts))
+    assert len(time.forward) == len(time.backward) == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [("llama/13b", 2), ("llama/405b", 64), ("gpt/350m", 1)],  # in fp16 too
+)
+def test_the_best_layouts_can_be_run_and_match_the_prediction(name: str, nodes: int) -> None:
+    recipe, job = planned(name, f"cluster.nodes={nodes}")
+    found = search(job, 5)
+    assert len(found.plans) == 5
+    seconds = [plan.time.total for plan in found.plans]
+    ties = [is_near_tie(each, min(seconds)) for each in seconds]
+    assert ties == sorted(ties, reverse=True) and min(seconds) <= step_time(job).total
+    slower = [each for each, tie in zip(seconds, ties, strict=True) if not tie]
+    assert slower == sorted(slower)
+    for fitting in found.plans:
+        assert fitting.memory.total <= job.machine.gpu.memory_gib * GIB * (1 - DEFAULT_HEADROOM)
+        table = recipe.model_dump(mode="json", exclude_none=True)
+        apply_overrides(table, changes(recipe, fitting).split()[1::2])
+        again = job_of(parse_recipe(table, "edited"), job.machine)  # reads the DeepSpeed JSON too
+        assert again.layout == fitting.job.layout
+        assert step_time(again).total == fitting.time.total
+
+
+def test_the_options_for_a_layout_select_it() -> None:
+    few = "cluster.nodes=4"
+    recipe, job = planned("llama/70b", few)
+    best = search(job, 1).plans[0]
+    options = changes(recipe, best).split()
+    assert options and options[::2] == ["--set"] * (len(options) // 2)
+    assert planned("llama/70b", few, *options[1::2])[1].layout == best.job.layout
+
+
+def test_a_search_finds_every_layout_of_a_recipe() -> None:
+    """By brute force over all sizes, on a small machine."""
+    small = ("cluster.nodes=1", "cluster.gpus_per_node=4", "batch.global_sequences=4")
+    recipe, job = planned("llama/7b", *small)
+    machine = job.machine
+    rejected: Counter[str] = Counter()
+    seen = set(valid_layouts(job, rejected))
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    valid = set()
+    ways = [
+        (schedule, chunks)
+        for schedule, kind in SCHEDULES.items()
+        for chunks in ((kind.chunks,) if kind.chunks else INTERLEAVED)
+        if schedule != "gpipe"  # as fast as 1F1B, with more memory
+    ]
+    sizes = product(range(1, 5), range(1, 5), range(1, 5), (1, 2, 4), ways)
+    for tensor, pipeline, context, micro_sequences, (schedule, chunks) in sizes:
+        short = recipe.model.sequence_length // context < MIN_TOKENS_PER_CONTEXT_RANK
+        if context > 1 and (short or gcd(context, micro_sequences) > 1):
+            continue  # one with fewer context ranks is as good
+        table["layout"] |= {
+            "tensor": tensor, "pipeline": pipeline, "context": context, "schedule": schedule,
+            "chunks": chunks,
+        }  # fmt: skip
+        table["batch"]["micro_sequences"] = micro_sequences
+        try:
+            valid.add(job_of(parse_recipe(table, "valid"), machine).layout)
+        except UserError:
+            continue
+    # The search chooses the way to other context ranks' keys.
+    plain = {
+        replace(s, context_attention="gather")
+        for s in seen
+        if s.zero_stage == 1 and s.recompute == "none"
+    }
+    assert {s.context for s in plain} == {1, 2}
+    assert {s for s in plain if not s.sequence_parallel} == valid
+    assert {s.recompute for s in seen} == {
+        "none",
+        "full",
+    }  # selective recomputation would save nothing
+    _, written = planned("llama/7b", "cluster.nodes=1", "model.attention_dropout=0.1")
+    assert "selective" in {s.recompute for s in valid_layouts(written, rejected)}
+
+
+def test_rejected_layouts_are_counted_by_reason() -> None:
+    _, job = planned("llama/405b", "cluster.nodes=16")
+    found = search(job, 1)
+    assert found.rejected["too large for a GPU"] > 100
+    assert found.rejected["tensor groups across nodes"] > 0
+    _, job = planned("llama/70b")
+    small = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=8), precision="fp16")
+    nothing = search(small, 1)
+    assert not nothing.plans and nothing.nearest is not None and nothing.nearest[1] > 10
+
+
+@pytest.mark.parametrize(("gpus", "any_fits"), [(8, False), (16, True)])
+def test_skipping_layouts_with_too_much_state_changes_nothing(
+    gpus: int, any_fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, job = planned("llama/13b", "deepspeed=ds_configs/zero1_fp16.json")
+    job = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=gpus))
+    computed = []
+    memory_of = layout_search.memory_of_stage
+    monkeypatch.setattr(
+        layout_search, "memory_of_stage", lambda *of: computed.append(of) or memory_of(*of)
+    )
+    found = search(job, 3)
+    with_skipping = len(computed)
+    assert bool(found.plans) == any_fits
+    assert (found.nearest is None) == any_fits
+    computed.clear()
+    monkeypatch.setattr(layout_search, "state_exceeds", lambda job, limit: False)
+    assert search(job, 3) == found
+    assert len(computed) > with_skipping
+
+
+def test_a_layout_is_skipped_only_if_its_state_is_too_large_with_any_recomputation() -> None:
+    """Full recomputation may leave fewer blocks, or more, on the first stage."""
+    _, job = planned("qwen3/30b-a3b")
+    fewer = JobLayout(pipeline=2, schedule="interleaved", chunks=8, context=2, data=2)
+    more = JobLayout(pipeline=2, schedule="zb-v", chunks=2, data=4)
+    for sizes in (fewer, more):
+        plain = replace(job, layout=sizes)
+        full = replace(job, layout=replace(sizes, recompute="full"))
+        state, recomputed = (sum(state_of_stage(each, 0)) for each in (plain, full))
+        assert (recomputed < state) == (sizes is fewer)
+        assert not layout_search.state_exceeds(plain, max(state, recomputed))
+        assert not layout_search.state_exceeds(plain, min(state, recomputed))
+        assert layout_search.state_exceeds(plain, 0.999 * min(state, recomputed))
+
+
+def test_rejected_context_sizes_are_counted() -> None:
+    _, job = planned("llama/7b")
+    machine = Machine.of(load_gpu("H100"), gpus=8, gpus_per_node=1)
+    job = replace(job, machine=machine, global_sequences=3)
+    few = "context sizes with fewer than 2,048 tokens per rank"
+    uneven = "context sizes that do not divide a sequence into two slices per rank"
+    for length, reasons in (
+        (2048, {few: 5}),
+        (4098, {few: 3, uneven: 2}),
+        (12290, {few: 1, uneven: 4}),
+    ):
+        model = replace(job.model, layers=2, sequence_length=length)
+        nothing = search(replace(job, model=model), 1)
+        assert not nothing.tried
+        expected = {"data ranks that do not divide the global batch": 2, **reasons}
+        rest = {"pipelines with more stages than blocks": 2, "tensor groups across nodes": 3}
+        assert nothing.rejected == expected | rest
+
+
+def test_layouts_too_large_for_the_host_are_rejected() -> None:
+    """Each process builds its stage with 4 bytes per parameter, but only its shard with ZeRO-3."""
+    _, job = planned("llama/70b")
+    gpus = job.machine.gpus
+    whole = replace(job, layout=JobLayout(data=gpus, zero_stage=2))
+    assert host_bytes(whole) == pytest.approx(8 * 4 * parameter_count(job.model), rel=0.01)
+    sharded = replace(job, layout=JobLayout(data=gpus // 2, context=2, zero_stage=3))
+    shard = 2 * parameter_count(job.model) / gpus  # bf16
+    assert host_bytes(sharded) == pytest.approx(8 * shard, rel=0.01)
+    job = replace(job, machine=Machine.of(job.machine.gpu, gpus=16))
+    assert search(job, 1).rejected["too large for the host that builds them"] > 0
+    roomy = replace(job.machine, gpu=replace(job.machine.gpu, node_memory_gib=10**6))
+    assert "too large for the host" not in str(search(replace(job, machine=roomy), 1).rejected)
+
+
+def test_runs_that_were_out_of_memory_are_counted() -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
+        cells = next(csv.DictReader(file))
+    large = {"mbs": "512", "gbs": "16384", "recompute": "none", "step_time_s": ""}
+    rows = [read_row(cells | large | {"oom": "1"}), read_row(cells), read_row(cells | large)]
+    summary = evaluation.summary(rows, evaluation.predict(rows, Calibration()))
+    assert (summary["out_of_memory_rows"], summary["out_of_memory_flagged"]) == (1, 1)
+    assert summary["false_alarms"] == 1
+
+
+def test_divisors_are_complete_and_sorted() -> None:
+    for whole in (1, 12, 49, 97, 4096):
+        assert divisors(whole) == [n for n in range(1, whole + 1) if whole % n == 0]
+
+
+def test_hardware_files_are_complete_and_found_by_name() -> None:
+    names = {gpu.name for gpu in gpus()}
+    assert names >= {"V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X", "cpu"}
+    with pytest.raises(UserError, match='gpu = "A100" is not known; use one of A100-40GB'):
+        load_gpu("A100")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus"),
+    [
+        ("NVIDIA A100", ["A100-40GB", "A100-80GB"]),
+        ("a100-80gb", ["A100-40GB", "A100-80GB"]),
+        ("A100-80GB", ["A100-80GB"]),
+        ("RTX A1000", []),
+        ("GH200", []),
+    ],
+)
+def test_a_name_means_whole_models(name: str, gpus: list[str]) -> None:
+    assert [gpu.name for gpu in gpus_of_name(name)] == gpus
+
+
+def test_a_hardware_file_with_a_wrong_key_is_rejected(tmp_path: Path) -> None:
+    text = (FOLDER / "h100.toml").read_text()
+    broken = tmp_path / "h100.toml"
+    broken.write_text(text.replace("straggling", "stragling"))
+    with pytest.raises(UserError, match="missing or unknown: straggling, stragling"):
+        read_gpu(broken)
+
+
+def run_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does, in this process."""
+    return run_here(plan.main, *arguments)
+
+
+def test_the_command_needs_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys; sys.argv = ['plan.py', 'recipes/llama/7b.toml', '--nodes', '2', '--json']\n"
+        "from recipes import plan\n"
+        "try:\n    plan.main()\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'deepspeed', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["parameters"] == 6_738_415_616 and found["own"]["fits"] and found["best"]
+
+
+def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    done = run_plan("recipes/llama/7b.toml", "--nodes", "1", "--gpu", "H200", "--write", str(file))
+    assert "8 x H200 on 1 node" in done.stdout and file.exists()
+    recipe = load_recipe(file)
+    assert (recipe.cluster.nodes, recipe.cluster.gpu, recipe.name) == (1, "H200", "llama-7b")
+    again = json.loads(run_plan(str(file), "--json").stdout)
+    assert again["own"]["layout"] == again["best"][0]["layout"]
+    rejected = run_plan("recipes/llama/7b.toml", "--write", str(file))
+    assert rejected.returncode == 2 and "the file exists; use another name" in rejected.stderr
+    with pytest.raises(UserError, match=r"folder .*/none does not exist; create it"):
+        recipe_edits.check_file(tmp_path / "none" / "mine.toml")
+    result = layout_search.SearchResult(plans=[mock.Mock()])
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with (
+        mock.patch.object(recipe_edits, "in_layout", return_value=recipe),
+        mock.patch.object(Path, "open", side_effect=full),
+        pytest.raises(UserError, match=r"No space left on device\); free disk space, or use"),
+    ):
+        recipe_edits.write_recipe(recipe, result, tmp_path / "full.toml")
+
+
+def test_the_exit_code_reports_the_fit() -> None:
+    assert run_plan("recipes/llama/7b.toml", "--top", "0").returncode == 0
+    large = run_plan("recipes/llama/405b.toml", "--nodes", "8", "--top", "0")
+    assert large.returncode == 1 and "The recipe's own layout is not valid" in large.stdout
+    full = run_plan(
+        "recipes/llama/7b.toml", "--set", "batch.micro_sequences=8", "--top", "0", "--gpu", "H100"
+    )
+    assert full.returncode == 1 and "DOES NOT FIT" in full.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["recipes/llama/7b.toml", "--gpu", "A100"], 'gpu = "A100" is not known; use one of'),
+        (["recipes/llama/7b.toml", "--nodes", "0"], "cluster.nodes = 0"),
+        (["recipes/llama/7b.toml", "--software", "x"], "invalid --software x: expected one of"),
+        (
+            ["recipes/llama/8b.toml", "--gpu", "V100-32GB"],
+            "bf16, which the GPU V100-32GB",
+        ),
+        (["nowhere.toml"], "no such recipe"),
+        (["--table", "nowhere.csv"], "nowhere.csv"),
+        (["--table", "requirements.txt"], "it is not a table of runs"),
+        (["--top", "-1"], "invalid --top -1"),
+        (["--scatter", "errors.png"], "--scatter requires --table"),
+        (["--rank", "1"], "--rank requires --trace"),
+        (["--trace", "--write", "mine.toml"], "--write requires a plan"),
+    ],
+)
+def test_bad_options_are_rejected(arguments: list[str], message: str) -> None:
+    done = run_plan(*arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_table_is_compared_as_json(tmp_path: Path) -> None:
+    table = PUBLISHED / "narayanan2021.csv"
+    other = PUBLISHED / "korthikanti2022.csv"
+    found = json.loads(run_plan("--table", str(table), "--calibrate", str(other), "--json").stdout)
+    assert [set(row) >= {"row_id", "predicted_step_seconds"} for row in found["rows"]] == [True] * 6
+    assert found["summary"]["skipped"] == 0
+    assert set(found["calibration"]["factors"]) >= {"compute", "network"}
+    assert len(found["calibration"]["rows"]) == 6
+
+
+def test_a_folder_of_tables_is_compared(tmp_path: Path) -> None:
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "runs.csv").write_bytes((PUBLISHED / "narayanan2021.csv").read_bytes())
+    found = json.loads(run_plan("--table", str(tmp_path), "--json").stdout)
+    assert list(found) == ["runs"] and found["runs"]["summary"]["rows"] == 6
+    text = run_plan("--table", str(tmp_path)).stdout
+    assert "| runs | 6 |" in text
+
+
+def test_later_stages_hold_fewer_activations() -> None:
+    memory = stage_memory(planned("llama/70b")[1])
+    activations = [stage.activations for stage in memory]
+    assert activations == sorted(activations, reverse=True)
+    assert all(stage.total > stage.counted > 0 for stage in memory)
+
+
+def test_the_default_software_is_threefold_and_names_are_unique() -> None:
+    names = [stack.name for stack in STACKS]
+    assert names[0] == THREEFOLD.name and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("precision", "sent_bytes"), [("fp32", 4), ("bf16", 2)])
+def test_gradients_are_counted_as_the_json_sends_them(
+    precision: str, sent_bytes: int, tmp_path: Path
+) -> None:
+    config = json.loads((REPOSITORY / "ds_configs" / "zero1_bf16.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config | {"communication_data_type": precision}))
+    recipe, job = planned("llama/7b", f'deepspeed="{file}"')
+    ranks, stride = job.layout.data, job.layout.tensor
+    parameters = max(stage_parameters(job))
+    reduced, gathered = (
+        gather_seconds(job.machine, size * parameters, ranks=ranks, stride=stride)
+        for size in (sent_bytes, 2)
+    )
+    traffic = data_traffic(job)
+    assert (traffic.reduced, traffic.gathered) == pytest.approx((reduced, gathered))
+    # Other stacks have their own precision.
+    for name, expected in (("megatron-lm-2021", 2), ("megatron-lm-2023", 4)):
+        other = job_of(recipe, job.machine, load_software(name))
+        assert other.software.bytes_of_gradients(2) == expected
+
+
+def test_the_planner_knows_how_many_buckets_are_sent_at_once() -> None:
+    """The planner does not import the engine, because that would import torch."""
+    assert RUNNING_BUCKETS == MAX_RUNNING
+
+
+ZERO3 = {"deepspeed": "ds_configs/zero3_bf16.json"}
+
+
+def test_zero3_in_a_pipeline_is_rejected_with_its_price() -> None:
+    """Both passes of every micro-batch would gather the weights of the stage."""
+    zero3 = ["--set", "deepspeed=ds_configs/zero3_bf16.json"]
+    done = run_plan("recipes/llama/70b.toml", "--top=0", *zero3)
+    recipe, job = planned("llama/70b")
+    weights = 2 * parameter_count(recipe.model) / (8 * 4)  # bytes in bf16, tensor 8 x pipeline 4
+    gathered = 2 * 32 * weights * 63 / 64 / GIB  # two passes of 32 micro-batches, 64 data ranks
+    assert f"about {gathered:.0f} GiB per GPU in each step" in done.stdout
+    found = re.search(r"would take ([\d.]+) s; with ZeRO-2 it takes ([\d.]+) s", done.stdout)
+    assert found and done.returncode == 1
+    layouts = (replace(job.layout, zero_stage=stage) for stage in (3, 2))
+    expected = [step_time(replace(job, layout=layout)).total for layout in layouts]
+    assert [float(text) for text in found.groups()] == pytest.approx(expected, abs=0.06)
+    assert expected[0] > 1.2 * expected[1]
+    lone = replace(job.machine, gpus=32)  # a single data rank
+    assert zero3_in_pipeline(recipe.model_copy(update=ZERO3 | {"cluster": None}), lone) is None

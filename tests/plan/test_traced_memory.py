@@ -1,0 +1,270 @@
+"""The planner's memory formulas agree with traces of DeepSpeed's allocations."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.tracing.trace import trace
+from tests.conftest import shipped_recipes
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from threefold.config.recipe import Recipe
+from threefold.plan.job import Job, Machine, job_of
+from threefold.plan.memory.peak import memory_of_stage, stage_memory
+
+CATALOGUE = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]
+TOLERANCE = 0.03  # for the recipes; the tests of single layouts add 0.01
+GPT = [
+    "model.norm=layernorm",
+    "model.positions=learned",
+    "model.activation=gelu",
+    "model.bias=true",
+]
+SMALL = [  # a model of a few blocks as large as those of the large recipes
+    "model.layers=8",
+    "model.hidden_size=4096",
+    "model.heads=32",
+    "model.kv_heads=8",
+    "model.ffn_hidden_size=11008",
+    "cluster.nodes=1",
+    "batch.global_sequences=64",
+]
+EXPERTS = [
+    "model.experts.count=8", "model.experts.per_token=2", "model.experts.ffn_hidden_size=4096",
+]  # fmt: skip
+MUON = ['optimizer.kind="muon"']
+VARIANTS = {
+    "tensor": ["layout.tensor=4", "layout.pipeline=1"],
+    "tensor, stages": ["layout.tensor=2", "layout.pipeline=2", "model.layers=4"],
+    "sequence parallel, stages": [
+        "layout.tensor=4", "layout.pipeline=2", "layout.sequence_parallel=true",
+    ],
+    "selective": ["layout.tensor=2", "layout.pipeline=4", "layout.recompute=selective"],
+    "full by 2": [
+        "layout.pipeline=4", "layout.recompute=full", "layout.recompute_interval=2",
+    ],
+    "dualpipev": ["layout.pipeline=4", "layout.schedule=dualpipev"],
+    "dualpipev, tensor": [
+        "layout.tensor=2", "layout.pipeline=2", "layout.schedule=dualpipev",
+        "layout.sequence_parallel=true", "layout.recompute=full",
+    ],
+    "interleaved": ["layout.pipeline=4", "layout.schedule=interleaved"],
+    "interleaved, 3 chunks, tensor": [
+        "layout.tensor=2", "layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=3",
+        "model.layers=12",
+    ],
+    "interleaved, full": [
+        "layout.pipeline=2", "layout.schedule=interleaved", "layout.recompute=full",
+    ],
+    "interleaved, uneven": [
+        "layout.pipeline=4", "layout.schedule=interleaved", "model.layers=13",
+    ],
+    "zb-h1": ["layout.pipeline=4", "layout.schedule=zb-h1"],
+    "zb-h1, tensor": ["layout.tensor=2", "layout.pipeline=4", "layout.schedule=zb-h1"],
+    "zb-h1, sequence parallel": [
+        "layout.tensor=2", "layout.pipeline=2", "layout.schedule=zb-h1",
+        "layout.sequence_parallel=true",
+    ],
+    "zb-h1, full": ["layout.pipeline=4", "layout.schedule=zb-h1", "layout.recompute=full"],
+    "zb-h1, fp16": [
+        "deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=4", "layout.schedule=zb-h1",
+    ],
+    "zb-v": ["layout.pipeline=4", "layout.schedule=zb-v"],
+    "zb-v, tensor": [
+        "layout.tensor=4", "layout.pipeline=2", "layout.schedule=zb-v",
+        "layout.sequence_parallel=true",
+    ],
+    "zb-v, full": ["layout.pipeline=4", "layout.schedule=zb-v", "layout.recompute=full"],
+    "fp16": ["deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=2", "model.layers=2"],
+    "fp32": ["deepspeed=ds_configs/zero1_fp32.json", "layout.pipeline=2"],
+    "dualpipev, uneven": [
+        "layout.pipeline=4", "layout.schedule=dualpipev", "model.layers=13",
+    ],
+    "zero-2, one micro-batch": [
+        "deepspeed=ds_configs/zero2_fp32.json", "layout.pipeline=1", "batch.global_sequences=8",
+    ],
+    "zero-3, one micro-batch": [
+        "deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "batch.global_sequences=8",
+        "model.layers=2",
+    ],
+    "zero-3, full, one micro-batch": [
+        "deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "batch.global_sequences=8",
+        "layout.recompute=full",
+    ],
+    "fp16, one micro-batch": [
+        "deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=1", "batch.global_sequences=8",
+    ],
+    "fp32, one micro-batch": [
+        "deepspeed=ds_configs/zero1_fp32.json", "layout.pipeline=1", "batch.global_sequences=8",
+    ],
+    "zero-2, stages": ["deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=2"],
+    "zero-2, every 2": [
+        "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=2", "layout.reduce_every=2",
+    ],
+    "zero-2, shard group": [
+        "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=2", "layout.shard_group=2",
+    ],
+    "shard group": ["layout.pipeline=2", "layout.tensor=2", "layout.shard_group=1"],
+    "zero-2, zb-v": [
+        "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=4", "layout.schedule=zb-v",
+    ],
+    "zero-2": ["deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1", "model.layers=3"],
+    "zero-3": ["deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "model.layers=4"],
+    "gpt, dropout": [*GPT, "model.dropout=0.1", "layout.tensor=2", "layout.pipeline=2"],
+    "attention dropout": [*GPT, "model.attention_dropout=0.1", "layout.pipeline=1"],
+    "context, gather": ["layout.context=2", "layout.pipeline=1"],
+    "context, ring": [
+        "layout.context=4", "layout.context_attention=ring", "layout.pipeline=1",
+    ],
+    "context, ulysses": [
+        "layout.context=4", "layout.context_attention=ulysses", "layout.pipeline=1",
+    ],
+    "context, tensor, stages": [
+        "layout.context=2", "layout.tensor=2", "layout.pipeline=2", "layout.sequence_parallel=true",
+    ],
+    "context, full": [
+        "layout.context=4", "layout.pipeline=2", "layout.recompute=full",
+    ],
+    "context, long": [
+        "layout.context=8", "layout.context_attention=ring", "layout.pipeline=1",
+        "model.sequence_length=32768", "batch.global_sequences=4",
+    ],
+    "context, long, gather": [
+        "layout.context=8", "layout.pipeline=1", "model.sequence_length=32768",
+        "batch.global_sequences=4",
+    ],
+    "context, long, ulysses": [
+        "layout.context=8", "layout.context_attention=ulysses", "layout.pipeline=1",
+        "model.sequence_length=32768", "batch.global_sequences=4",
+    ],
+    "context, attention dropout": [
+        *GPT, "model.attention_dropout=0.1", "layout.context=2", "layout.pipeline=1",
+    ],
+    "experts": [*EXPERTS, "layout.pipeline=1"],
+    "experts, expert": [*EXPERTS, "layout.expert=4", "layout.pipeline=2"],
+    "experts, tensor": [*EXPERTS, "layout.tensor=2", "layout.pipeline=2"],
+    "experts, tensor, expert": [
+        *EXPERTS, "layout.tensor=2", "layout.expert=2", "layout.pipeline=1",
+        "layout.sequence_parallel=true",
+    ],
+    "experts, columns": [
+        *EXPERTS, "layout.tensor=2", "layout.expert_tensor_parallel=true", "layout.pipeline=2",
+    ],
+    "experts, columns, expert": [
+        *EXPERTS, "layout.tensor=2", "layout.expert_tensor_parallel=true", "layout.expert=2",
+        "layout.pipeline=1", "layout.sequence_parallel=true",
+    ],
+    "experts, columns, zb-h1": [
+        *EXPERTS, "layout.tensor=4", "layout.expert_tensor_parallel=true", "layout.pipeline=2",
+        "layout.schedule=zb-h1", "layout.sequence_parallel=true",
+    ],
+    "experts, zb-h1": [
+        *EXPERTS, "layout.expert=2", "layout.pipeline=4", "layout.schedule=zb-h1",
+    ],
+    "experts, full": [
+        *EXPERTS, "layout.expert=4", "layout.pipeline=2", "layout.recompute=full",
+    ],
+    "experts, fp32": [
+        *EXPERTS, "layout.expert=4", "layout.pipeline=2", "deepspeed=ds_configs/zero1_fp32.json",
+    ],
+    "experts, shared": [
+        *EXPERTS, "model.experts.shared=1", "model.experts.dense_layers=1", "layout.expert=4",
+        "layout.pipeline=2",
+    ],
+    "experts, sigmoid": [
+        *EXPERTS, "model.experts.router=sigmoid", "model.experts.bias_update=0.001",
+        "layout.expert=4", "layout.pipeline=2",
+    ],
+    "experts, many": [
+        *EXPERTS, "model.experts.count=64", "model.experts.per_token=8",
+        "model.experts.ffn_hidden_size=1024", "layout.expert=8", "layout.pipeline=1",
+    ],
+    "attention dropout, selective": [
+        *GPT, "model.attention_dropout=0.1", "layout.pipeline=2", "layout.recompute=selective",
+    ],
+    "context, attention dropout, selective": [
+        *GPT, "model.attention_dropout=0.1", "layout.context=2", "layout.pipeline=1",
+        "layout.context_attention=ulysses", "layout.recompute=selective",
+        "deepspeed=ds_configs/zero1_fp32.json",
+    ],
+    "attention dropout, full": [
+        *GPT, "model.attention_dropout=0.1", "layout.pipeline=1", "layout.recompute=full",
+    ],
+    "muon": [*MUON, "layout.tensor=2", "layout.pipeline=2"],
+    "muon, zero-2": [*MUON, "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1"],
+    "muon, zero-3": [
+        *MUON, "deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "model.layers=4",
+    ],
+    "muon, one data rank": [*MUON, "layout.tensor=4", "layout.pipeline=2"],
+    "muon, experts": [*MUON, *EXPERTS, "layout.expert=4", "layout.pipeline=2"],
+    "qk-norm": ["model.qk_norm=true", "layout.tensor=2", "layout.pipeline=1"],
+}  # fmt: skip
+
+QUICK = ("tensor, stages", "fp16", "zero-2", "zero-3, one micro-batch")
+LONG = (  # the other layouts are exhaustive tests
+    "sequence parallel, stages", "full by 2", "interleaved", "zb-v, tensor", "zero-2, stages",
+    "context, tensor, stages", "experts, columns", "muon, experts",
+)  # fmt: skip
+assert set(QUICK + LONG) <= set(VARIANTS)
+RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}
+LONG_RECIPES = ("llama-70b",)
+assert set(LONG_RECIPES) <= set(RECIPES.values())
+EXHAUSTIVE = pytest.mark.exhaustive
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of the test of a layout."""
+    return [] if name in QUICK else [pytest.mark.long if name in LONG else EXHAUSTIVE]
+
+
+def planned_job(path: Path, overrides: list[str]) -> tuple[Recipe, Job]:
+    """Return a recipe and its job on its own cluster."""
+    recipe = load_recipe(path, overrides)
+    return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
+
+
+def difference(recipe: Recipe, job: Job, stage: int) -> float:
+    """Return the relative error of a stage's planned memory against its first rank's trace."""
+    ranks = job.machine.gpus // job.layout.pipeline
+    traced = trace(recipe, job.machine.gpus, job.machine.gpus_per_node, stage * ranks)
+    return memory_of_stage(job, stage).counted / traced.peak_bytes - 1
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in VARIANTS])
+def test_the_formula_agrees_with_a_trace(name: str) -> None:
+    path = REPOSITORY / "recipes" / "llama" / "7b.toml"
+    recipe, job = planned_job(path, [*SMALL, *VARIANTS[name]])
+    for stage in {0, job.layout.pipeline - 1}:
+        assert abs(difference(recipe, job, stage)) < TOLERANCE + 0.01
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("attention", ["gather", "ring", "ulysses"])
+def test_activations_shrink_with_the_context_ranks(attention: str) -> None:
+    path = REPOSITORY / "recipes" / "llama" / "7b.toml"
+    settings = [*SMALL, "layout.pipeline=1", "model.sequence_length=32768"]
+    kept = []  # by the blocks of a rank; the rest of the activations is that of one operation
+    for context in (1, 2, 4, 8):
+        more = [f"layout.context={context}"]
+        if context > 1:
+            more.append(f"layout.context_attention={attention}")
+        recipe, job = planned_job(path, [*settings, *more])
+        assert abs(difference(recipe, job, 0)) < TOLERANCE
+        kept.append(context * memory_of_stage(job, 0).activations)
+    if attention == "ulysses":  # which keeps a copy of the attention's output
+        kept[0] = kept[1]
+    assert max(kept) <= (1 + TOLERANCE) * min(kept)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=name, marks=pytest.mark.long if name in LONG_RECIPES else EXHAUSTIVE)
+        for path, name in RECIPES.items()
+    ],
+)
+def test_the_formula_agrees_with_a_trace_of_every_recipe(path: Path) -> None:
+    """The comparison is on the fullest stage, which decides whether the layout fits."""
+    recipe, job = planned_job(path, [])
+    memory = stage_memory(job)
+    fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
+    assert abs(difference(recipe, job, fullest)) < TOLERANCE

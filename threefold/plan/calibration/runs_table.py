@@ -1,0 +1,390 @@
+"""Conversion of a row in a table of runs into a job, with assumed values for unstated cells."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from models.config import Experts, ModelConfig
+from models.errors import UserError
+from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
+from threefold.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
+from threefold.pipeline.schedules import SCHEDULES
+from threefold.plan.job import Job, JobLayout, Machine
+from threefold.plan.memory.peak import GIB, fullest_stage
+from threefold.plan.software import STACKS, Software
+
+DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
+MAX_NUMBER = 10**12
+MEMORY_TOLERANCE = 0.05  # relative difference of a GPU's nominal and its reported memory
+REPORTED_MEMORY = 0.985  # share of the nominal memory that CUDA reports
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {  # prefix of `arch` -> fields of ModelConfig
+    "llama": {
+        "norm": "rmsnorm",
+        "positions": "rope",
+        "activation": "swiglu",
+        "bias": False,
+        "tie_embeddings": False,
+    },
+    "gpt": {
+        "norm": "layernorm",
+        "positions": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "tie_embeddings": True,
+    },
+}
+EXPERT_COLUMNS = {  # column -> field of Experts
+    "experts": "count",
+    "experts_per_token": "per_token",
+    "expert_ffn": "ffn_hidden_size",
+    "shared_experts": "shared",
+    "dense_layers": "dense_layers",
+}
+RECOMPUTATIONS = ("none", "selective", "full")  # from least to most
+YES, NO = ("1", "1.0", "yes", "true"), ("", "0", "0.0", "no", "false")
+NUMBER = r"(\d{1,3}(?:,\d{3})+|\d*\.?\d+(?:[eE][+-]?\d+)?)"  # 1,024 and 1e3 too
+
+
+def architecture_switches(arch: str) -> Mapping[str, Any]:
+    """Return the fields of ModelConfig for an architecture.
+
+    Raises:
+        UserError: the architecture is not modelled.
+    """
+    for prefix, switches in ARCHITECTURES.items():
+        if arch.startswith(prefix):
+            return switches
+    raise UserError(f"arch {arch} is not modelled")
+
+
+def number(cell: str | None) -> float | None:
+    """Return the number at the beginning of a cell, such as "4 (best)"; None if there is none.
+
+    "unstated (51200 presumed)" is 51200.
+    """
+    text = (cell or "").strip()
+    match = re.match(rf"{NUMBER}(?![\w.,%-])", text) or re.search(rf"\({NUMBER} presumed\)", text)
+    value = float(match[1].replace(",", "")) if match else None
+    return value if value is None or value < MAX_NUMBER else None
+
+
+@cache
+def with_memory(gpu: Gpu, stated: float) -> Gpu:
+    """Return the GPU, with the stated memory in GB if that differs from its datasheet's.
+
+    CUDA reports 1 to 2 % less than the nominal size.
+    """
+    if abs(gpu.memory_gib / stated - 1) < MEMORY_TOLERANCE:
+        return gpu
+    return replace(gpu, memory_gib=REPORTED_MEMORY * stated)
+
+
+def with_selective_share(job: Job, share: float) -> Job:
+    """Return the job with another share of activations kept by selective recomputation."""
+    footprint = replace(job.footprint, selective=share)
+    footprints = {**job.software.footprint, job.precision: footprint}
+    return replace(job, software=replace(job.software, footprint=footprints))
+
+
+def is_yes(cell: str | None) -> bool:
+    """Return True for 1, yes or true."""
+    return (cell or "").strip().lower() in YES
+
+
+def is_no(cell: str | None) -> bool:
+    """Return True for 0, no, false or an empty cell."""
+    return (cell or "").strip().lower() in NO
+
+
+class RowReader:
+    """Reader of a row's cells, which records the values that it assumes for unstated cells."""
+
+    def __init__(self, cells: dict[str, str]):
+        self.cells = {key: (value or "").strip() for key, value in cells.items() if key}
+        self.assumed: list[str] = []
+
+    def job(self) -> Job:
+        """Return the job of the row.
+
+        Raises:
+            UserError: a cell is missing, cannot be read, or describes an unsupported feature.
+        """
+        software, machine, model = self.software(), self.machine(), self.model()
+        precision = self.precision()
+        if precision not in machine.gpu.peak_tflops:
+            raise UserError(f"precision {precision} is not modelled on {machine.gpu.name}")
+        job = Job(
+            model=model,
+            machine=machine,
+            layout=self.layout(model, machine.gpus),
+            global_sequences=self.whole("gbs"),
+            precision=precision,
+            software=software,
+        )
+        together = job.layout.data * job.layout.micro_sequences
+        if job.global_sequences < together:
+            raise UserError(f"gbs = {job.global_sequences} is less than dp x mbs = {together}")
+        if job.global_sequences % together:
+            self.assumed.append(f"{job.micro_batches} micro-batches (gbs over {together}, rounded)")
+        return self.with_recomputation(job)
+
+    def cell(self, key: str) -> str:
+        """Return a cell; empty if there is no such column."""
+        return self.cells.get(key, "")
+
+    def whole(self, key: str, usual: int | None = None, why: str = "usual") -> int:
+        """Return a whole number of at least 1; without a `usual` value, the cell is required."""
+        found = self.positive(key, usual, why)
+        if found != int(found):
+            raise UserError(f"{key} is {self.cell(key)}")
+        return int(found)
+
+    def positive(self, key: str, usual: float | None = None, why: str = "usual") -> float:
+        """Return a number above 0; without a `usual` value, the cell is required."""
+        text, found = self.cell(key), number(self.cell(key))
+        if found is None and usual is not None and (not text or "unstated" in text):
+            self.assumed.append(f"{key} = {usual:g} ({why})")
+            return usual
+        if found is None or found <= 0:
+            raise UserError(f"{key} is {text or 'empty'}")
+        return found
+
+    def precision(self) -> str:
+        """Return the precision of the matmuls."""
+        text = self.cell("precision").lower()
+        found = next((each for each in ("bf16", "fp16", "fp32") if each in text), None)
+        if found is None or "fp8" in text or "fp4" in text:
+            raise UserError(f"precision {self.cell('precision') or 'empty'} is not modelled")
+        return found
+
+    def software(self) -> Software:
+        """Return the software stack of the framework, with the row's attention kernel."""
+        framework, kernel = self.cell("framework"), self.cell("attention_kernel")
+        if framework == "Megatron-DeepSpeed" and "alibi" in self.cell("arch"):
+            framework += " (BigScience)"  # only this fork of it has ALiBi
+        stage = self.zero_stage()
+        stack = next(
+            (s for s in STACKS if framework.startswith(s.framework) and stage in s.zero_stages),
+            None,
+        )
+        if stack is None:
+            raise UserError(f"framework {framework or 'empty'} is not modelled")
+        if "unfused" in kernel:
+            return replace(stack, fused_attention=False, attention_dropout=True)
+        return replace(stack, fused_attention=True) if "flash" in kernel else stack
+
+    def gpu(self) -> Gpu:
+        """Return the GPU of the row."""
+        name = self.cell("gpu")
+        if any(board.split()[-1].lower() in name.lower() for board in OTHER_BOARDS):
+            raise UserError(f"gpu {name} is another board and has no datasheet")
+        found = gpus_of_name(name)
+        size = re.search(r"(\d+) ?gb", name.lower())
+        stated = float(size[1]) if size else number(self.cell("gpu_mem_gb"))
+        if len(found) <= 1:
+            if not found:
+                raise UserError(f"gpu {name or 'empty'} has no datasheet")
+            return found[0] if stated is None else with_memory(found[0], stated)
+        for gpu in found:
+            if stated is not None and abs(gpu.memory_gib - stated) < 4:
+                return gpu
+        if stated is not None:
+            raise UserError(f"gpu {name} with {stated:g} GB has no datasheet")
+        largest = max(found, key=lambda gpu: gpu.memory_gib)
+        self.assumed.append(f"gpu = {largest.name} (no memory is stated)")
+        return largest
+
+    def machine(self) -> Machine:
+        """Return the GPUs and their links."""
+        gpu = self.gpu()
+        usual = Machine.of(
+            gpu, gpus=self.whole("gpus"), gpus_per_node=self.whole("gpus_per_node", 8)
+        )
+        why = f"a usual {gpu.name} node's"
+        return replace(
+            usual,
+            node_link_gigabytes_per_second=self.positive(
+                "intra_gbps_unidir", usual.node_link_gigabytes_per_second, why
+            ),
+            network_gigabytes_per_second=self.positive(
+                "inter_gbps_per_gpu", usual.network_gigabytes_per_second, why
+            ),
+        )
+
+    def model(self) -> ModelConfig:
+        """Return the shape of the model."""
+        switches = architecture_switches(self.cell("arch") or "gpt")
+        heads = self.whole("heads")
+        return ModelConfig(
+            layers=self.whole("layers"),
+            hidden_size=self.whole("hidden"),
+            heads=heads,
+            kv_heads=self.whole("kv_heads", heads, "as many as heads"),
+            ffn_hidden_size=self.whole("ffn"),
+            vocab_size=self.whole("vocab", DEFAULT_VOCABULARY, "Megatron's GPT-2 vocabulary"),
+            sequence_length=self.whole("seq"),
+            head_size=self.whole("head_size") if self.cell("head_size") else None,
+            experts=self.experts(),
+            **{**switches, **self.model_switches()},
+        )
+
+    def experts(self) -> Experts | None:
+        """Return the experts of the model; None if it is dense."""
+        if not self.cell("experts"):
+            return None
+        sizes: dict[str, Any] = {
+            key: self.whole(name)
+            for name, key in EXPERT_COLUMNS.items()
+            if self.cell(name) not in ("", "0")
+        }
+        return Experts(**sizes)
+
+    def model_switches(self) -> dict[str, Any]:
+        """Return the switches of the model that the row states in columns of their own."""
+        stated = {key: self.cell(key) for key in ("tie_embeddings", "qk_norm") if self.cell(key)}
+        for key, text in stated.items():
+            if not (is_yes(text) or is_no(text)):
+                raise UserError(f"{key} is {text}")
+        return {key: is_yes(text) for key, text in stated.items()}
+
+    def layout(self, model: ModelConfig, count: int) -> JobLayout:
+        """Return the layout, without recomputation."""
+        tensor, pipeline = self.whole("tp"), self.whole("pp")
+        context = self.whole("cp", 1, "none") if self.cell("cp") else 1
+        data = self.whole("dp", max(1, count // (tensor * pipeline * context)), "remaining ranks")
+        ranks = tensor * pipeline * context * data
+        if ranks != count:
+            raise UserError(f"tp x pp x cp x dp = {ranks} and gpus = {count}")
+        expert = self.whole("ep") if self.cell("ep") else 1
+        if data * context % expert:
+            raise UserError(f"ep = {expert} does not divide cp x dp = {context * data}")
+        if expert > 1 and self.zero_stage() != 1:
+            raise UserError(f"ep = {expert} with zero_stage = {self.zero_stage()} is not modelled")
+        parts = self.whole("etp") if self.cell("etp") else 1
+        if parts not in (1, tensor):
+            raise UserError(f"etp = {parts} with tp = {tensor} is not modelled")
+        if model.experts is None and parts > 1:
+            raise UserError(f"etp = {parts} without experts")
+        if model.experts and model.experts.ffn_hidden_size % parts:
+            width = model.experts.ffn_hidden_size
+            raise UserError(f"expert_ffn = {width} over etp = {parts} is not modelled")
+        ranks = expert * tensor // parts
+        if model.experts and model.experts.count % ranks:
+            over = "ep" if parts > 1 else "ep x tp"
+            raise UserError(f"experts = {model.experts.count} over {over} = {ranks}")
+        for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
+            if size % tensor:
+                raise UserError(f"{name} = {size} over tp = {tensor} is not modelled")
+        chunks = self.whole("vpp", 1, "no interleaving") if pipeline > 1 else 1
+        schedule = self.schedule(chunks) if pipeline > 1 else "1f1b"
+        if pipeline * chunks > model.layers:
+            raise UserError(f"pp x vpp = {pipeline * chunks} is more than layers = {model.layers}")
+        split = self.cell("seq_parallel")
+        if not (is_yes(split) or is_no(split)):
+            raise UserError(f"seq_parallel is {split}")
+        overlap = self.cell("ep_overlap")
+        if not (is_yes(overlap) or is_no(overlap)):
+            raise UserError(f"ep_overlap is {overlap}")
+        exchanges = model.experts is not None and expert * tensor > parts
+        if is_yes(overlap) and not (exchanges and schedule in PAIRED_SCHEDULES):
+            raise UserError(f"ep_overlap = {overlap} with ep = {expert} and schedule = {schedule}")
+        return JobLayout(
+            tensor=tensor,
+            pipeline=pipeline,
+            chunks=chunks,
+            schedule=schedule,
+            layers_per_stage=self.layers_per_stage(model, pipeline * chunks),
+            context=context,
+            context_attention=self.context_attention(),
+            data=data,
+            expert=expert,
+            expert_tensor=parts,
+            expert_overlap=is_yes(overlap),
+            zero_stage=self.zero_stage(),
+            shard_group=self.shard_group(),
+            sequence_parallel=is_yes(split),
+            recompute_interval=self.recompute_interval(),
+            micro_sequences=self.whole("mbs", 1, "unstated"),
+        )
+
+    def context_attention(self) -> str:
+        """Return the algorithm of attention over context ranks; by default, Megatron-Core's."""
+        kind = self.cell("cp_kind") or "ring"
+        if kind not in CONTEXT_ATTENTIONS:
+            raise UserError(f"cp_kind is {kind}; use one of {', '.join(CONTEXT_ATTENTIONS)}")
+        return kind
+
+    def schedule(self, chunks: int) -> str:
+        """Return the pipeline schedule; without a column, it follows from the number of chunks."""
+        name = self.cell("schedule") or ("interleaved" if chunks > 1 else "1f1b")
+        if name not in SCHEDULES:
+            raise UserError(f"schedule {name} is not modelled")
+        if SCHEDULES[name].chunks not in (chunks, None):
+            raise UserError(f"schedule {name} has {SCHEDULES[name].chunks} chunks; vpp is {chunks}")
+        return name
+
+    def recompute_interval(self) -> int:
+        """Return the number of blocks that are recomputed together."""
+        return self.whole("recompute_interval") if self.cell("recompute_interval") else 1
+
+    def layers_per_stage(self, model: ModelConfig, stages: int) -> tuple[int, ...] | None:
+        """Return the blocks of each virtual stage; None if the row does not state them."""
+        text = self.cell("layers_per_stage")
+        if not text:
+            return None
+        if not re.fullmatch(r"[0-9]{1,6}( [0-9]{1,6})*", text):
+            raise UserError(f"layers_per_stage is {text}")
+        blocks = tuple(map(int, text.split()))
+        if len(blocks) != stages or sum(blocks) != model.layers:
+            raise UserError(f"layers_per_stage is {text}, for {stages} stages of {model.layers}")
+        return blocks
+
+    def zero_stage(self) -> int:
+        """Return the ZeRO stage, 0 .. 3; the cell may also say "ZeRO-1" or "FSDP"."""
+        text = self.cell("zero_stage")
+        found = re.match(r"(?:zero|stage)?[- ]*([0-9]{1,9})(?![\w.])", text, re.IGNORECASE)
+        if found and int(found[1]) <= 3:
+            return int(found[1])
+        if "FSDP" in text:
+            self.assumed.append(f"zero_stage = 3 ({text})")
+            return 3
+        if text and "unstated" not in text:
+            raise UserError(f"zero_stage is {text}")
+        presumed = number(text)
+        self.assumed.append(f"zero_stage = {int(presumed or 0)} (unstated)")
+        return int(presumed or 0)
+
+    def shard_group(self) -> int:
+        """Return the number of ranks that shard the optimizer state; 0 for all data ranks."""
+        found = re.search(r"zero[12]=([1-9][0-9]{0,8})(?![0-9])", self.cell("zero_stage"))
+        return int(found[1]) if found else 0
+
+    def with_recomputation(self, job: Job) -> Job:
+        """Return the job with the row's recomputation; if unstated, with the least that fits.
+
+        With FSDP, the share that "selective" keeps is a setting of the user. If the usual share
+        does not fit, half of it is assumed.
+        """
+        stated = self.cell("recompute").lower()
+        choices = {
+            each: replace(job, layout=replace(job.layout, recompute=each))
+            for each in RECOMPUTATIONS
+        }
+        memory = job.machine.gpu.memory_gib * GIB
+        for each, choice in choices.items():
+            if stated.startswith(each):
+                kept = choice.footprint.selective
+                if each == "selective" and kept and fullest_stage(choice).total > memory:
+                    self.assumed.append(f"selective recomputation keeps {kept / 2:.0%} (to fit)")
+                    return with_selective_share(choice, kept / 2)
+                return choice
+        if stated and "unstated" not in stated:
+            raise UserError(f"recompute is {self.cell('recompute')}")
+        least = next(
+            (each for each, choice in choices.items() if fullest_stage(choice).total <= memory),
+            "full",
+        )
+        self.assumed.append(f"recompute = {least} (the least that fits)")
+        return choices[least]

@@ -1,0 +1,137 @@
+"""The catalogue: tables of the shipped recipes and of the ZeRO stages, with predictions."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from models.cost import parameter_count
+from models.errors import UserError
+from threefold.config.loading import (
+    REPOSITORY,
+    in_one_line,
+    load_recipe,
+    load_recipes,
+    recipes_in_repository,
+    short,
+)
+from threefold.config.recipe import Recipe
+from threefold.pipeline.schedules import schedule_name
+from threefold.plan.job import Job, JobLayout, Machine, job_of, job_without_layout
+from threefold.plan.memory.peak import GIB, fullest_stage
+from threefold.plan.report import rates
+from threefold.plan.search import Plan, is_near_tie, search
+from threefold.plan.time.step import step_time
+
+TABLE_HEADER = (
+    "| recipe | parameters | tokens | cluster | tensor x pipeline x data | micro-batch | memory | "
+    "MFU | days |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+ZERO_STAGE_HEADER = (
+    "| GPUs | recipe | ZeRO-1 | ZeRO-2 | ZeRO-3 | choice |",
+    "|---|---|---|---|---|---|",
+)
+ZERO_STAGE_ROWS = (
+    (8, "llama/7b"),
+    (64, "llama/13b"),
+    (512, "llama/70b"),
+    (1024, "llama/70b"),
+    (4096, "llama/405b"),
+)  # number of GPUs, recipe
+
+
+def recipe_table() -> tuple[list[str], list[str]]:
+    """Return a Markdown table of all recipes with a [cluster], by family and model size.
+
+    Returns:
+        The lines of the table, and one line about each recipe that cannot be planned.
+    """
+    recipes, problems = load_recipes(recipes_in_repository())
+    lines = list(TABLE_HEADER)
+    for path in sorted(recipes, key=lambda p: (p.parent.name, parameter_count(recipes[p].model))):
+        if cluster := recipes[path].cluster:
+            try:
+                lines.append(recipe_row(path, recipes[path], Machine.of_cluster(cluster)))
+            except UserError as problem:
+                problems.append(f"{short(path)}: {in_one_line(problem)}")
+    return lines, problems
+
+
+def recipe_row(path: Path, recipe: Recipe, machine: Machine) -> str:
+    """Return a recipe's row of the table."""
+    gpu = machine.gpu
+    job = job_of(recipe, machine)
+    seconds = step_time(job).total
+    rate = rates(job, seconds, recipe.training.steps)
+    billions = parameter_count(recipe.model) / 1e9
+    trillions = recipe.training.steps * recipe.tokens_per_step / 1e12
+    cells = [
+        str(path.relative_to(REPOSITORY / "recipes").with_suffix("")),
+        f"{billions:,.0f} B" if billions > 100 else f"{billions:.3g} B",
+        f"{trillions:.3g} T",
+        f"{machine.gpus:,} {gpu.name}",
+        layout_text(job.layout),
+        str(job.layout.micro_sequences),
+        f"{fullest_stage(job).total / GIB:.0f} of {gpu.memory_gib:.0f} GiB",
+        f"{rate.mfu:.0%}",
+        f"{rate.days:,.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def layout_text(layout: JobLayout) -> str:
+    """Return the sizes of the axes, and every setting that is not the default."""
+    extras = [
+        *([f"context {layout.context}"] if layout.context > 1 else []),
+        *([f"expert {layout.expert}"] if layout.expert > 1 else []),
+        *([f"expert tensor {layout.expert_tensor}"] if layout.expert_tensor > 1 else []),
+        *(["expert overlap"] if layout.expert_overlap else []),
+        *(["sequence parallel"] if layout.sequence_parallel else []),
+        *([f"recompute {layout.recompute}"] if layout.recompute != "none" else []),
+        *([schedule_name(layout.schedule, layout.chunks)] if layout.schedule != "1f1b" else []),
+        *([f"ZeRO-{layout.zero_stage}"] if layout.zero_stage != 1 else []),
+        *([f"shard group {layout.shard_group}"] if layout.shard_group else []),
+    ]
+    return ", ".join([f"{layout.tensor} x {layout.pipeline} x {layout.data}", *extras])
+
+
+def zero_stage_lines() -> Iterator[str]:
+    """Yield a Markdown table: time, memory and layout (tensor x pipeline x data) of each stage."""
+    yield from ZERO_STAGE_HEADER
+    for gpus, name in ZERO_STAGE_ROWS:
+        plans = fastest_of_each_stage(job_on(name, gpus))
+        texts = (plan_text(plans[n]) if n in plans else "does not fit" for n in (1, 2, 3))
+        yield f"| {' | '.join([f'{gpus:,}', name, *texts, choice(plans)])} |"
+
+
+def job_on(name: str, gpus: int) -> Job:
+    """Return a shipped recipe's job on another number of its GPUs."""
+    recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.toml")
+    assert recipe.cluster is not None
+    machine = Machine.of_cluster(recipe.cluster)
+    return job_without_layout(recipe, replace(machine, gpus=gpus))
+
+
+def fastest_of_each_stage(job: Job) -> dict[int, Plan]:
+    """Return the plan with the shortest step for each ZeRO stage with a layout that fits."""
+    fastest: dict[int, Plan] = {}
+    for plan in search(job, sys.maxsize).plans:
+        stage = plan.job.layout.zero_stage
+        if stage not in fastest or plan.time.total < fastest[stage].time.total:
+            fastest[stage] = plan
+    return fastest
+
+
+def choice(plans: dict[int, Plan]) -> str:
+    """Return the stages whose times are within NEAR_TIE of the fastest one, as text."""
+    best = min(plan.time.total for plan in plans.values())
+    close = [str(n) for n, plan in sorted(plans.items()) if is_near_tie(plan.time.total, best)]
+    return "ZeRO-" + " or ".join(close)
+
+
+def plan_text(plan: Plan) -> str:
+    """Return the seconds per step, the memory, and the layout without its ZeRO stage."""
+    layout = layout_text(replace(plan.job.layout, zero_stage=1))
+    micro = plan.job.layout.micro_sequences
+    return f"{plan.time.total:.1f} s, {plan.memory.total / GIB:.0f} GiB: {layout}, micro {micro}"

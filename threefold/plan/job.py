@@ -1,0 +1,387 @@
+"""The planner's description of a training job: model, machine, layout, batch and software."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from typing import TypeVar
+
+from models.config import ModelConfig
+from models.cost import parameter_count
+from models.errors import UserError
+from threefold.config.deepspeed_json import (
+    BYTES,
+    build_deepspeed_config,
+    communication_precision,
+    precision,
+    read_deepspeed_json,
+    zero_stage,
+)
+from threefold.config.layout import Cluster
+from threefold.config.parallel_dims import Topology, World
+from threefold.config.recipe import Recipe
+from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
+from threefold.pipeline.balance import divide_blocks, divide_evenly, head_in_blocks
+from threefold.pipeline.schedules import default_group
+from threefold.plan.footprint import Footprint
+from threefold.plan.software import THREEFOLD, Software
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkOverrides:
+    """Links of a cluster that differ from its GPU's datasheet; None keeps the datasheet's value.
+
+    Rates are per GPU and in one direction. The efficiencies of the datasheet apply to them.
+    """
+
+    node_link_gigabytes_per_second: float | None = None
+    network_gigabytes_per_second: float | None = None
+    network_latency_seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The GPUs of a job and their links; rates are per GPU and in one direction."""
+
+    gpu: Gpu
+    gpus: int
+    gpus_per_node: int = 8
+    node_link_gigabytes_per_second: float
+    network_gigabytes_per_second: float
+    network_contention: float  # share of the network's rate left if groups share a node's links
+
+    @classmethod
+    def of_cluster(cls, cluster: Cluster, links: LinkOverrides | None = None) -> "Machine":
+        """Return the machine of a recipe's [cluster] section.
+
+        Args:
+            cluster: nodes and GPUs
+            links: links that differ from the GPU's datasheet
+
+        Raises:
+            UserError: the GPU is not known.
+        """
+        given = vars(links) if links else {}
+        values = {name: value for name, value in given.items() if value is not None}
+        gpu = load_gpu(cluster.gpu)
+        gpu = replace(gpu, **values) if values else gpu
+        gpus = cluster.nodes * cluster.gpus_per_node
+        return cls.of(gpu, gpus=gpus, gpus_per_node=cluster.gpus_per_node)
+
+    @classmethod
+    def of(cls, gpu: Gpu, *, gpus: int, gpus_per_node: int = 8) -> "Machine":
+        """Return a machine of `gpus` GPUs, in nodes with the usual links of this GPU."""
+        return cls(
+            gpu=gpu,
+            gpus=gpus,
+            gpus_per_node=gpus_per_node,
+            node_link_gigabytes_per_second=gpu.node_link_gigabytes_per_second,
+            network_gigabytes_per_second=gpu.network_gigabytes_per_second,
+            network_contention=gpu.network_contention,
+        )
+
+    @classmethod
+    def of_run(cls, cluster: Cluster | None, world: World, device: str) -> "Machine | None":
+        """Return the machine of a run; None if its GPU has no datasheet.
+
+        Args:
+            cluster: the recipe's [cluster] section
+            world: the ranks of the run
+            device: the driver's name of the GPU; "cpu" on a CPU
+
+        Raises:
+            UserError: `cluster.gpu` has no datasheet.
+        """
+        name = cluster.gpu if cluster else device
+        gpu = load_gpu(name) if cluster or name == "cpu" else gpu_of_device(name)
+        return cls.of(gpu, gpus=world.size, gpus_per_node=world.local_size) if gpu else None
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes; the last one may be partly filled."""
+        return -(-self.gpus // self.gpus_per_node)
+
+
+def links_text(machine: Machine) -> str:
+    """Describe the links of a machine; the latency only if it differs from the datasheet's."""
+    latency = machine.gpu.network_latency_seconds
+    is_datasheets = latency == load_gpu(machine.gpu.name).network_latency_seconds
+    return (
+        f"links per GPU: {machine.node_link_gigabytes_per_second:g} GB/s within a node, "
+        f"{machine.network_gigabytes_per_second:g} GB/s between nodes"
+        + ("" if is_datasheets else f", network latency {latency * 1e6:g} microseconds")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobLayout:
+    """The division of a model and its batch over the machine, which the planner chooses."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1  # virtual stages per pipeline stage
+    context: int = 1  # ranks that share a sequence
+    context_attention: str = "gather"  # or "ring" or "ulysses"
+    expert: int = 1  # replicas that divide the experts
+    expert_tensor: int = 1  # tensor ranks that divide the columns of each expert
+    expert_overlap: bool = False  # exchanges of tokens overlap with other micro-batches' passes
+    data: int = 1
+    zero_stage: int = 1
+    reduce_every: int = 0  # micro-batches per reduction of ZeRO-2; 0: the default
+    shard_group: int = 0  # replicas that shard the optimizer state; 0: all
+    schedule: str = "1f1b"
+    layers_per_stage: tuple[int, ...] | None = None  # blocks per virtual stage; None: automatic
+    sequence_parallel: bool = False
+    recompute: str = "none"  # "selective": the attention core, "full": blocks
+    recompute_interval: int = 1
+    micro_sequences: int = 1
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Tensor ranks that shard the activations between matmuls."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def exchanging_ranks(self) -> int:
+        """Ranks that have different experts and exchange tokens."""
+        return self.expert * self.tensor // self.expert_tensor
+
+    @property
+    def replicas(self) -> int:
+        """Ranks with the same part of the model: data x context."""
+        return self.data * self.context
+
+    @property
+    def optimizer_ranks(self) -> int:
+        """Ranks that shard the optimizer state, from ZeRO-1 on."""
+        return (self.shard_group or self.replicas) if self.zero_stage else 1
+
+    @property
+    def gpus(self) -> int:
+        """The total number of ranks."""
+        return self.tensor * self.pipeline * self.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training job whose memory and step time are predicted.
+
+    Attributes:
+        precision: precision of the matmuls, a key of `Gpu.peak_tflops`
+        expert_imbalance: rows of the expert rank with the most tokens, relative to the mean
+        optimizer: `optimizer.kind` of the recipe
+    """
+
+    model: ModelConfig
+    machine: Machine
+    layout: JobLayout
+    global_sequences: int
+    precision: str
+    software: Software
+    expert_imbalance: float = 1.0
+    optimizer: str = "adamw"
+
+    def with_layout(self, layout: JobLayout) -> "Job":
+        """Return the same job in another layout; `dataclasses.replace` takes much longer."""
+        return Job(
+            model=self.model,
+            machine=self.machine,
+            layout=layout,
+            global_sequences=self.global_sequences,
+            precision=self.precision,
+            software=self.software,
+            expert_imbalance=self.expert_imbalance,
+            optimizer=self.optimizer,
+        )
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches per step of each data rank."""
+        layout = self.layout
+        return max(1, round(self.global_sequences / (layout.data * layout.micro_sequences)))
+
+    @cached_property
+    def blocks_of_virtual_stages(self) -> tuple[int, ...]:
+        """Number of blocks of each virtual stage, in the model's order."""
+        layout, model = self.layout, self.model
+        if layout.layers_per_stage is not None:
+            return layout.layers_per_stage
+        if not self.software.balances_stages:
+            return divide_evenly(model.layers, layout.pipeline * layout.chunks)
+        return divide_blocks(
+            model.layers,
+            schedule=layout.schedule,
+            stages=layout.pipeline,
+            chunks=layout.chunks,
+            head=head_in_blocks(model, layout.recompute),
+        )
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """The memory footprint of the software in this precision and ZeRO stage."""
+        found = self.software.footprint[self.precision]
+        found = found.zero1 if found.zero1 and not self.shards_in_passes else found
+        if self.machine.gpu.device == "cpu":  # which holds only the written part of an allocation
+            written = parameter_count(self.model) / self.layout.tensor
+            return replace(found, bucket_elements=min(found.bucket_elements, written))
+        return found
+
+    @property
+    def shards_in_passes(self) -> bool:
+        """True if every pass communicates shards: ZeRO-3, and ZeRO-2 without groups."""
+        stage = self.layout.zero_stage
+        return stage == 3 or (stage == 2 and not self.software.reduces_in_groups)
+
+    @property
+    def micro_batches_per_reduction(self) -> int:
+        """Micro-batches after which gradients are reduced over the data ranks."""
+        layout = self.layout
+        if layout.zero_stage < 2 or self.shards_in_passes:
+            return self.micro_batches
+        default = default_group(layout.schedule, layout.pipeline)
+        return min(self.micro_batches, layout.reduce_every or default)
+
+    @property
+    def writes_scores(self) -> bool:
+        """True if attention scores are written to memory, for dropout or without a fused kernel."""
+        return not self.software.fused_attention or self.model.attention_dropout > 0
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one global batch."""
+        return self.global_sequences * self.model.sequence_length
+
+
+def once_per_job(function: Callable[[Job], Value]) -> Callable[[Job], Value]:
+    """Cache a function's result in its job, as `cached_property` does for a method.
+
+    A search calls such a function many times per job.
+    """
+    name = f"{function.__module__}.{function.__qualname__}"
+
+    @wraps(function)
+    def cached(job: Job) -> Value:
+        known = job.__dict__
+        try:
+            return known[name]
+        except KeyError:
+            value = known[name] = function(job)
+            return value
+
+    return cached
+
+
+def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
+    """Return a recipe's job on a machine, in the recipe's own layout.
+
+    Raises:
+        UserError: the recipe cannot run on this machine.
+    """
+    topology = recipe.topology(World(size=machine.gpus, local_size=machine.gpus_per_node))
+    config = build_deepspeed_config(recipe, topology)
+    layout = layout_of(recipe, topology, zero_stage(config))
+    return replace(job_without_layout(recipe, machine, software), layout=layout)
+
+
+def layout_of(recipe: Recipe, topology: Topology, stage: int) -> JobLayout:
+    """Return a recipe's layout with the sizes of a topology and a ZeRO stage."""
+    section = recipe.layout
+    return JobLayout(
+        tensor=topology.tensor,
+        pipeline=topology.pipeline,
+        chunks=section.chunks,
+        context=topology.context,
+        context_attention=section.context_attention,
+        expert=topology.expert,
+        expert_tensor=topology.expert_tensor,
+        expert_overlap=section.expert_overlap,
+        data=topology.data,
+        zero_stage=stage,
+        reduce_every=section.reduce_every,
+        shard_group=topology.shard_group if topology.is_hybrid else 0,
+        schedule=section.schedule,
+        layers_per_stage=tuple(section.layers_per_stage) if section.layers_per_stage else None,
+        sequence_parallel=section.sequence_parallel,
+        recompute=section.recompute,
+        recompute_interval=section.recompute_interval,
+        micro_sequences=recipe.batch.micro_sequences,
+    )
+
+
+def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job | None, str]:
+    """Return the recipe's job in its own layout, or None and the reason why it is not valid."""
+    try:
+        return job_of(recipe, machine, software), ""
+    except UserError as problem:
+        return None, str(problem)
+
+
+def zero3_in_pipeline(
+    recipe: Recipe, machine: Machine, software: Software = THREEFOLD
+) -> tuple[Job, Job] | None:
+    """Return a ZeRO-2 and a ZeRO-3 job for a recipe that combines ZeRO-3 with a pipeline.
+
+    Such a recipe is rejected; the jobs predict the step times that are the reason. Returns None for
+    other recipes, and with a single data rank, over which neither stage shards anything.
+    """
+    try:
+        topology = recipe.topology(World(size=machine.gpus, local_size=machine.gpus_per_node))
+    except UserError:  # the recipe is rejected for another reason
+        return None
+    stage = zero_stage(read_deepspeed_json(recipe.deepspeed, recipe))
+    if stage != 3 or topology.pipeline == 1 or topology.replicas == 1:
+        return None
+    job = job_without_layout(recipe, machine, software)
+    zero2, zero3 = (replace(job, layout=layout_of(recipe, topology, n)) for n in (2, 3))
+    return zero2, zero3
+
+
+def job_without_layout(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
+    """Return a recipe's job on a machine, with a one-rank layout that the caller replaces.
+
+    Threefold sums gradients in the precision that the recipe's JSON sets; other software stacks
+    use their own precision.
+
+    Raises:
+        UserError: the GPU does not compute in the recipe's precision.
+    """
+    config = read_deepspeed_json(recipe.deepspeed, recipe)
+    kind = precision(config)
+    if kind not in machine.gpu.peak_tflops:
+        raise UserError(
+            f'deepspeed = "{recipe.deepspeed}" computes in {kind}, which the GPU '
+            f"{machine.gpu.name} does not support; use "
+            f"ds_configs/zero1_{next(iter(machine.gpu.peak_tflops))}.json"
+        )
+    footprint = software.footprint[kind]
+    if software.name == THREEFOLD.name:
+        sent = BYTES[communication_precision(config)]
+        software = replace(software, gradient_bytes=sent)
+        footprint = with_sent_bytes(footprint, sent)
+    zero = config["zero_optimization"]
+    footprint = replace(
+        footprint,
+        bucket_elements=zero.get("reduce_bucket_size", footprint.bucket_elements),
+        group_bucket_elements=zero.get("reduce_bucket_size", footprint.group_bucket_elements),
+        gathered_elements=zero.get("stage3_max_live_parameters", footprint.gathered_elements),
+    )
+    return Job(
+        model=recipe.model,
+        machine=machine,
+        layout=JobLayout(),
+        global_sequences=recipe.batch.global_sequences,
+        precision=kind,
+        software=replace(software, footprint={**software.footprint, kind: footprint}),
+        optimizer=recipe.optimizer.kind,
+    )
+
+
+def with_sent_bytes(footprint: Footprint, sent: int) -> Footprint:
+    """Return the footprint of a stack that sums gradients of `sent` bytes each.
+
+    ZeRO-1 sums fp32 gradients in place, and gradients of another type in a copy.
+    """
+    zero1 = footprint.zero1 and with_sent_bytes(footprint.zero1, sent)
+    copied = 0 if sent == BYTES["fp32"] else sent
+    return replace(footprint, sent=sent, reducing=copied, zero1=zero1)

@@ -1,0 +1,310 @@
+"""Activation memory: bytes kept per block, and the number of micro-batches in flight.
+
+Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, q and k the
+columns of all queries and of all keys, a heads, t tensor ranks; bytes.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from operator import mul, sub
+
+from models.config import ModelConfig
+from threefold.plan.footprint import Footprint
+from threefold.plan.job import Job, JobLayout, once_per_job
+from threefold.plan.stage_contents import (
+    blocks_of_stages,
+    dense_blocks,
+    load_factor,
+    tokens_per_micro_batch,
+)
+
+ROW_NUMBER_BYTES = 8 * 4 + 4  # of a token and expert: indices of rows and the gate
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Numbers of micro-batches whose activations a stage holds at one moment.
+
+    Attributes:
+        whole: in each chunk, micro-batches between their forward and their backward pass
+        left: in each chunk, micro-batches with only the weight-gradient pass left
+        ends: one micro-batch in `left` still has to run the backward pass of its last block
+    """
+
+    whole: tuple[float, ...]
+    left: tuple[float, ...]
+    ends: bool = False
+
+    @cached_property
+    def count(self) -> float:
+        """The number of micro-batches; one chunk of a micro-batch counts as a fraction."""
+        return (sum(self.whole) + sum(self.left)) / len(self.whole)
+
+
+def micro_batches_in_flight(layout: JobLayout, stage: int, micro_batches: int) -> float:
+    """Return the largest number of micro-batches in flight on a stage."""
+    full = layout.recompute == "full"
+    schedule, p, v = layout.schedule, layout.pipeline, layout.chunks
+    return _most_in_flight(schedule, p, v, stage, micro_batches, full)
+
+
+@lru_cache(maxsize=2**16)
+def _most_in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -> float:
+    return max(each.count for each in _in_flight(schedule, p, v, i, m, full))
+
+
+def in_flight(layout: JobLayout, stage: int, micro_batches: int) -> tuple[InFlight, ...]:
+    """Return the moments at which the activations of a stage may peak.
+
+    For stage i of p stages with v chunks:
+    1F1B: p - i micro-batches (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
+    Interleaved: one more than Megatron's warm-up of 2 (p - i - 1) + r (v - 1) chunks in rounds of r
+    (megatron/core/pipeline_parallel/schedules.py).
+    GPipe: all micro-batches.
+    DualPipeV: 2 p - i in the first chunk and i + 1 in the second.
+    ZB-H1: as 1F1B, and i more with deferred weight gradients.
+    ZB-V: 2 p chunks (Qi et al. 2023, arXiv 2401.10241).
+    `order.py` defines the orders.
+    """
+    # With full recomputation, backward passes take longer relative to forward passes.
+    full = layout.recompute == "full"
+    return _in_flight(layout.schedule, layout.pipeline, layout.chunks, stage, micro_batches, full)
+
+
+@lru_cache(maxsize=2**16)
+def _in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -> tuple[InFlight, ...]:
+    if schedule == "gpipe":
+        return (InFlight((m,), (0,)),)
+    if schedule == "dualpipev":
+        return (InFlight((2 * p - i, i + 1), (0, 0)),)
+    if schedule == "zb-h1":
+        ahead = min(m, p - i)
+        waiting = min(i, m - ahead)
+        return (
+            InFlight((ahead,), (waiting,)),
+            InFlight((ahead - 1,), (waiting + 1,), ends=True),
+            InFlight((0,), (min(m, i + 1),), ends=True),
+        )
+    if schedule == "zb-v":
+        out, back = min(m, 2 * p - 1 - i), min(m, i + 1)
+        # An upper bound on the deferred passes; the middle of a pipeline has slightly fewer.
+        most = p + ((3 * i + 3) // 4 if full else (2 * i + 1) // 3)
+        left = min(out + back, most) if m >= 2 * p else out + back
+        rest = min(2 * m, 2 * p) - left
+        both = InFlight((rest / 2, rest / 2), (left / 2, left / 2), ends=True)
+        return InFlight((out, back), (0, 0)), both
+    if v == 1:
+        return (InFlight((min(m, p - i),), (0,)),)
+    each = round_size(p, m)
+    chunks = min(m * v, each * (v - 1) + 2 * (p - i - 1) + 1)
+    held = [min(each, max(0, chunks - each * chunk)) for chunk in range(v)]
+    held[0] += max(0, chunks - each * v)  # of the next round
+    return (InFlight(tuple(held), (0,) * v),)
+
+
+def in_flight_at_the_end(layout: JobLayout, stage: int, micro_batches: int) -> InFlight:
+    """Return the micro-batches in flight when only the first chunk has backward passes left.
+
+    An interleaved stage then holds a round of micro-batches. In a folded schedule, a stage holds
+    one micro-batch for each stage from itself to the fold.
+    """
+    if layout.schedule == "interleaved":
+        held = round_size(layout.pipeline, micro_batches)
+    else:
+        held = min(micro_batches, layout.pipeline - stage)
+    others = (0,) * (layout.chunks - 1)
+    return InFlight((held, *others), (0, *others))
+
+
+def round_size(stages: int, micro_batches: int) -> int:
+    """Return the number of consecutive micro-batches of a chunk in an interleaved pipeline."""
+    return -(-micro_batches // max(1, micro_batches // stages))
+
+
+def most_activations(job: Job, stage: int, *, forward_of_zb_v: bool = False) -> float:
+    """Return the largest activation memory of a stage while it runs a pass.
+
+    forward_of_zb_v: the peak during a forward pass of ZB-V, when the most weight gradients are
+        deferred and none of them has started. In the other schedules, both kinds of passes have the
+        same peak.
+    """
+    moments = in_flight(job.layout, stage, job.micro_batches)
+    if forward_of_zb_v:
+        moments = tuple(replace(each, ends=False) for each in moments)
+    return max(held_activations(job, stage, each) for each in moments) + receive_bytes(job)
+
+
+def held_activations(job: Job, stage: int, moment: InFlight) -> float:
+    """Return the bytes of a stage's activations at a moment."""
+    held = sum(moment.whole) * boundary_bytes(job, stage)
+    dense, blocks = dense_blocks(job)[stage], blocks_of_stages(job)[stage]
+    with_experts, of_dense = bytes_of_blocks(job)
+    is_deferring = any(moment.left)
+    kinds = [(with_experts, blocks)]
+    if any(dense):
+        kinds = [(with_experts, tuple(map(sub, blocks, dense))), (of_dense, dense)]
+    for (kept, deferred), counts in kinds:
+        held += kept * sum(map(mul, counts, moment.whole))
+        if is_deferring:
+            held += deferred * sum(map(mul, counts, moment.left))
+    if is_deferring:
+        held -= with_experts[1] * moment.ends
+    return held
+
+
+@once_per_job
+def bytes_of_blocks(job: Job) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return (kept, deferred) bytes of a block with experts and of a dense block.
+
+    They are the results of `activation_bytes` and `deferred_bytes`. In a model without experts,
+    both pairs are equal.
+    """
+    layout, footprint = job.layout, job.footprint
+    fused = not job.writes_scores
+    models = [job.model] if job.model.experts is None else [job.model, job.model.dense]
+    pairs = [
+        (
+            activation_bytes(model, layout, footprint, fused, job.expert_imbalance),
+            deferred_bytes(model, layout, footprint),
+        )
+        for model in models
+    ]
+    return pairs[0], pairs[-1]
+
+
+def block_bytes(
+    model: ModelConfig,
+    layout: JobLayout,
+    footprint: Footprint,
+    fused_attention: bool,
+    imbalance: float = 1.0,
+) -> float:
+    """Return the bytes that a block keeps for its backward pass, without recomputation.
+
+    Korthikanti et al. 2022 (arXiv 2205.05198), section 4: per token 10 h + 24 h / t for GPT's
+    block in 16 bits with dropout, and 5 a s / t for written scores. This function adds up the parts
+    and also covers grouped queries and gated MLPs. Fused attention keeps 4 bytes per head instead
+    of the scores.
+    """
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
+    size = footprint.weight
+    h, f = model.hidden_size, model.mlp_size
+    q, k = model.query_size, model.key_value_size
+    if model.norm == "layernorm":  # input, output and statistics
+        norms = 2 * (2 * size) * h + 2 * 8
+    else:  # `footprint.norm` covers an fp32 copy of the input, if there is one
+        norms = 2 * footprint.norm * h + 2 * 4
+    whole = norms + (2 * h if footprint.dropout or model.dropout else 0)
+    split = size * (q + 2 * k) + size * q
+    if model.positions == "rope" and not footprint.apart:
+        split += size * (q + k)
+    if model.qk_norm:
+        more = size * (q + 2 * k) if footprint.apart else (footprint.norm - size) * (q + k)
+        split += more + 4 * (model.heads + model.kv_heads)
+    split += size * (footprint.gated if model.activation == "swiglu" else 2) * f
+    split += core_bytes(model, layout, footprint, fused_attention)
+    split += routed_bytes(model, layout, footprint, imbalance)
+    return tokens * (whole / layout.sequence_ranks + split / t)
+
+
+def routed_bytes(
+    model: ModelConfig, layout: JobLayout, footprint: Footprint, imbalance: float
+) -> float:
+    """Return the bytes that the router and the experts keep per token of a tensor rank.
+
+    For each of a token's experts: the input, that of the activation and its result, which a rank
+    keeps for the tokens that it computes, and the output, which the rank of the token keeps. For
+    the router, logits and scores in fp32, and the numbers of the rows. With expert tensor
+    parallelism, each tensor rank keeps the inputs of all tensor ranks.
+    """
+    experts = model.experts
+    if experts is None:
+        return 0.0
+    size, h, f = footprint.weight, model.hidden_size, experts.ffn_hidden_size
+    divided = layout.expert * layout.tensor > 1
+    input_bytes = layout.expert_tensor * (size * h + (8 if divided else 0))  # and a row's number
+    computed = input_bytes + size * (model.activation_columns(f) + f)
+    of_token = size * h + ROW_NUMBER_BYTES
+    rows = experts.per_token * (computed * load_factor(layout, imbalance) + of_token)
+    return rows + 2 * 4 * experts.count
+
+
+def activation_bytes(
+    model: ModelConfig,
+    layout: JobLayout,
+    footprint: Footprint,
+    fused_attention: bool,
+    imbalance: float = 1.0,
+) -> float:
+    """Return the bytes that a block keeps for its backward pass in a layout."""
+    if layout.recompute == "full":
+        row = tokens_per_micro_batch(model, layout) * model.hidden_size * footprint.weight
+        return row / layout.sequence_ranks / layout.recompute_interval
+    kept = block_bytes(model, layout, footprint, fused_attention, imbalance)
+    if layout.recompute == "none":
+        return kept
+    if footprint.selective is not None:
+        return kept * footprint.selective
+    core = core_bytes(model, layout, footprint, fused_attention) / layout.tensor
+    return kept - tokens_per_micro_batch(model, layout) * core
+
+
+def core_bytes(
+    model: ModelConfig, layout: JobLayout, footprint: Footprint, fused_attention: bool
+) -> float:
+    """Return the bytes that the attention core keeps per token.
+
+    Fused attention keeps a statistic per head, and with "ulysses" its output as well, which the
+    exchange copies. Otherwise scores, softmax and dropout mask are kept, and the keys and values
+    that were gathered from other context ranks.
+    """
+    if fused_attention:
+        copied = layout.context_attention == "ulysses"
+        return 4 * model.heads + (footprint.weight * model.query_size if copied else 0)
+    scores = (2 * footprint.weight + 1) * model.heads * model.sequence_length
+    if layout.context > 1 and layout.context_attention != "ulysses":
+        return scores + footprint.weight * 2 * model.key_value_size * layout.context
+    return scores
+
+
+def deferred_bytes(model: ModelConfig, layout: JobLayout, footprint: Footprint) -> float:
+    """Return the bytes that a block keeps for deferred weight gradients of its four linears.
+
+    They are the inputs and the gradients of the outputs. Under sequence parallelism the inputs of
+    the first and third linear are sharded along the sequence and gathered again when needed; the
+    gradients of the outputs of the second and fourth are not sharded.
+    """
+    t, h, f = layout.tensor, model.hidden_size, model.mlp_size
+    inputs = 2 * h / layout.sequence_ranks + (model.query_size + f) / t
+    gradients = (model.query_size + 2 * model.key_value_size + model.gate_and_up_size) / t + 2 * h
+    if model.experts is not None:
+        f = model.experts.ffn_hidden_size
+        row = 2 * h * layout.expert_tensor + model.activation_columns(f) + f
+        inputs += model.experts.per_token * row / t
+    return footprint.weight * tokens_per_micro_batch(model, layout) * (inputs + gradients)
+
+
+def boundary_bytes(job: Job, stage: int) -> float:
+    """Return the bytes of a chunk's input and output that a stage keeps per micro-batch.
+
+    Threefold's engine frees an output once it is sent, and the input already counts as the input of
+    the first block's norm.
+    """
+    layout, model = job.layout, job.model
+    if layout.pipeline == 1 or not job.footprint.stock_pipeline:
+        return 0.0
+    row = tokens_per_micro_batch(model, layout) * model.hidden_size * job.footprint.weight
+    received = row / layout.sequence_ranks if stage > 0 else 0.0
+    sent = row / layout.tensor if stage < layout.pipeline - 1 else 0.0
+    if layout.recompute == "full" and stage > 0:
+        received = 0.0  # it is the first block's input
+    return received + sent
+
+
+def receive_bytes(job: Job) -> float:
+    """Return the bytes of the buffer for the next activation or gradient, allocated in advance."""
+    layout, model = job.layout, job.model
+    if layout.pipeline == 1 or job.footprint.stock_pipeline:
+        return 0.0
+    row = tokens_per_micro_batch(model, layout) * model.hidden_size * job.footprint.weight
+    return row / layout.tensor

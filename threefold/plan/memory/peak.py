@@ -1,0 +1,324 @@
+"""Peak memory of the ranks of each stage during a step.
+
+Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, q and k the
+columns of all queries and of all keys, a heads, v vocabulary, t tensor ranks; bytes.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from models.cost import block_parameters, position_parameters
+from threefold.config.deepspeed_json import BYTES
+from threefold.plan.job import Job, once_per_job
+from threefold.plan.memory.activations import (
+    held_activations,
+    in_flight_at_the_end,
+    micro_batches_in_flight,
+    most_activations,
+    receive_bytes,
+)
+from threefold.plan.memory.grouped_gradients import grouped_bytes, table_gradient_bytes
+from threefold.plan.memory.model_states import TransientBytes, state_bytes, transient_bytes
+from threefold.plan.memory.muon_working import momentum_parameters, muon_working_bytes
+from threefold.plan.memory.working import (
+    block_working_bytes,
+    forward_working_bytes,
+    loss_bytes,
+    waiting_loss_bytes,
+)
+from threefold.plan.stage_contents import (
+    blocks_of_stages,
+    dense_blocks,
+    last_stage,
+    own_parameters,
+    routed_stage_parameters,
+    stage_parameters,
+    table_parameters,
+    tokens_per_micro_batch,
+)
+
+GIB = 2**30
+MIN_SAVING = 0.15  # share of the counted memory that another layout must save after a shortage
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes per rank of one stage at its peak within a step; the parts add up to `total`."""
+
+    weights: float
+    gradients: float
+    optimizer: float  # fp32 weights and moments
+    activations: float  # of all micro-batches in flight
+    working: float  # of the current operation, such as a recomputed block or the logits
+    buffers: float  # DeepSpeed's
+    overhead: float  # CUDA, NCCL, fragmentation
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return self.counted + self.overhead
+
+    @property
+    def counted(self) -> float:
+        """The bytes allocated by the program itself, without overhead."""
+        return self.state + self.activations + self.working + self.buffers
+
+    @property
+    def state(self) -> float:
+        """The bytes of weights, gradients and optimizer state."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def limit_after_shortage(memory: StageMemory) -> float:
+    """Return the memory in bytes that another layout may need if memory ran out in this one.
+
+    Args:
+        memory: predicted memory of the fullest stage of the layout that ran out of memory
+    """
+    return (1 - MIN_SAVING) * memory.counted + memory.overhead
+
+
+def stage_memory(job: Job) -> list[StageMemory]:
+    """Return the peak memory of each stage."""
+    return [memory_of_stage(job, stage) for stage in range(job.layout.pipeline)]
+
+
+def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
+    """Return the peak memory of the fullest stage.
+
+    Not all stages need to be computed. Among stages with the same number of blocks, the activations
+    in flight grow or shrink monotonically, so the fullest stage is the first or the last of them, a
+    neighbour of the pipeline's ends, or the first stage that runs more micro-batches than it
+    holds, because it has accumulated gradients when its activations peak.
+
+    Args:
+        first: the first stage's memory, if known
+    """
+    layout, micro_batches = job.layout, job.micro_batches
+    last = layout.pipeline - 1
+    stages_by_blocks: dict[tuple[int, ...], list[int]] = {}
+    for stage, blocks in enumerate(blocks_of_stages(job)):
+        stages_by_blocks.setdefault(blocks, []).append(stage)
+    candidates = {min(1, last), max(0, last - 1), last}
+    for stages in stages_by_blocks.values():
+        running_more = (
+            stage
+            for stage in stages
+            if micro_batches_in_flight(layout, stage, micro_batches) < micro_batches
+        )
+        candidates |= {stages[0], stages[-1], next(running_more, 0)}
+    memory = [first or memory_of_stage(job, 0)]
+    memory += [memory_of_stage(job, stage) for stage in candidates - {0}]
+    return max(memory, key=lambda each: each.total)
+
+
+def host_bytes(job: Job) -> float:
+    """Return the bytes of host memory that a node's processes need to build the model.
+
+    Each process builds the whole part of its stage and tensor rank in fp32, which ZeRO-1 and 2
+    shard later. Under ZeRO-3 it builds its shard on the GPU, and DeepSpeed moves the shard through
+    host memory once.
+    """
+    together = min(job.machine.gpus, job.machine.gpus_per_node)
+    parameters = max(stage_parameters(job)) * together
+    if job.layout.zero_stage == 3:
+        return BYTES[job.precision] * parameters / job.layout.replicas
+    return BYTES["fp32"] * parameters
+
+
+def fits(job: Job) -> bool:
+    """Return True if every stage fits into GPU memory and, during its construction, the host's."""
+    gpu = job.machine.gpu
+    fullest = max(stage.total for stage in stage_memory(job))
+    return fullest <= gpu.memory_gib * GIB and host_bytes(job) <= gpu.node_memory_gib * GIB
+
+
+# A NamedTuple, because a search creates hundreds of thousands of moments, and it takes longer to
+# create frozen dataclasses.
+class Moment(NamedTuple):
+    """Bytes at one moment of a step, in addition to the state kept between steps."""
+
+    activations: float = 0.0
+    working: float = 0.0
+    gradients: float = 0.0
+    buffers: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return self.activations + self.working + self.gradients + self.buffers
+
+
+def memory_of_stage(job: Job, stage: int) -> StageMemory:
+    """Return the peak memory of one stage."""
+    footprint, parameters = job.footprint, stage_parameters(job)[stage]
+    state = state_of_stage(job, stage) if stage else state_of_first_stage(job)
+    weights, gradients, optimizer = state
+    moment = max(peak_candidates(job, stage, parameters), key=lambda each: each.total)
+    wasted = footprint.fragmentation * (moment.activations + moment.working)
+    return StageMemory(
+        weights=weights,
+        gradients=gradients + moment.gradients,
+        optimizer=optimizer,
+        activations=moment.activations,
+        working=moment.working,
+        buffers=moment.buffers,
+        overhead=context_gib(job) * GIB + wasted,
+    )
+
+
+def state_of_stage(job: Job, stage: int) -> tuple[float, float, float]:
+    """Return the bytes of weights, of gradients and of optimizer state that a stage keeps."""
+    parameters, routed = stage_parameters(job)[stage], routed_stage_parameters(job)[stage]
+    momentum = momentum_parameters(job, stage)
+    return state_bytes(job.footprint, job.layout, parameters, routed, momentum)
+
+
+@once_per_job
+def state_of_first_stage(job: Job) -> tuple[float, float, float]:
+    """Return the bytes that `state_of_stage` returns for the first stage."""
+    return state_of_stage(job, 0)
+
+
+def context_gib(job: Job) -> float:
+    """Return the GiB of CUDA and the communication library, which no allocator counts."""
+    found = job.footprint.overhead_gib
+    return job.machine.gpu.context_gib if found is None else found
+
+
+def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
+    """Return the moments of a step at which a stage may reach its peak.
+
+    They are the end of the forward pass (with the loss on the last stage) and a block's backward
+    pass, both with all activations; the reduction of gradients; and the update, without
+    activations.
+    """
+    layout, footprint = job.layout, job.footprint
+    flying = micro_batches_in_flight(layout, stage, job.micro_batches)
+    activations = in_forward = most_activations(job, stage)
+    if layout.schedule == "zb-v":
+        in_forward = most_activations(job, stage, forward_of_zb_v=True)
+    is_grouped = layout.zero_stage == 2 and not job.shards_in_passes
+    passing = (
+        grouped_bytes(job, stage) if is_grouped else transient_bytes(footprint, layout, parameters)
+    )
+    # During the first micro-batch only the newest weight gradients exist. A step that has no more
+    # micro-batches than are in flight reaches its peak in the first one.
+    first_only = job.micro_batches <= flying
+    gradients = passing.gradients
+    newest = gradients
+    if first_only and not job.shards_in_passes and not is_grouped:
+        newest = footprint.running_gradient * newest_parameters(job, stage)
+    # ZeRO-2 allocates its buckets in each backward pass; other buckets stay from the first backward
+    # pass on. ZeRO-3 gathers in both passes.
+    before_backward = layout.zero_stage == 2 or (first_only and not job.shards_in_passes)
+    block = block_working_bytes(job, first_only)
+    forward = max(forward_working_bytes(job), loss_bytes(job, stage, first_only))
+    found = [
+        Moment(
+            in_forward,
+            forward,
+            0.0 if first_only else gradients,
+            0.0 if before_backward and not is_grouped else passing.buffers,
+        ),
+        Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
+        Moment(
+            working=muon_working_bytes(job, stage),
+            gradients=footprint.updating * own_parameters(job, stage) / layout.optimizer_ranks,
+        ),
+    ]
+    reduced = gradients + passing.reducing
+    if not job.shards_in_passes:  # at the end of the step
+        held = held_bytes(job, stage)
+        found.append(Moment(gradients=reduced, buffers=passing.reducing_buffers + held))
+        if is_grouped:
+            found += table_reductions(job, stage, activations, passing)
+    else:  # whenever a bucket is full, which is after its part of the backward pass
+        left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
+        working = block_working_bytes(job, first_only, reducing=True)
+        found.append(Moment(left, working, reduced, passing.reducing_buffers))
+        if layout.zero_stage == 2:
+            found.append(head_reduction(job, activations, passing.buffers))
+    if not footprint.stock_pipeline and layout.chunks > 1 and layout.replicas > 1:
+        # The other chunks' gradients are already being reduced during the first chunk's backward
+        # pass.
+        early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))
+        ending = in_flight_at_the_end(layout, stage, job.micro_batches)
+        held = held_activations(job, stage, ending) + receive_bytes(job)
+        found.append(Moment(held, block, gradients + early))
+    return found
+
+
+def table_reductions(
+    job: Job, stage: int, activations: float, passing: TransientBytes
+) -> list[Moment]:
+    """Return the moments at which the gradient of the head or the embedding is a bucket itself.
+
+    The head's is the first of a backward pass, and the embedding's the last.
+    """
+    table = table_gradient_bytes(job)
+    found = []
+    if stage == last_stage(job.layout):
+        found.append(Moment(activations, 0.0, passing.gradients + table, passing.buffers))
+    if stage == 0:
+        flying = max(1, micro_batches_in_flight(job.layout, stage, job.micro_batches))
+        left = activations * (1 - 1 / flying)
+        once = job.footprint.weight * table_parameters(job.model, job.layout.tensor)
+        found.append(Moment(left, once, passing.gradients + table, passing.buffers))
+    return found
+
+
+def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
+    """Return the moment at which ZeRO-2 reduces the head's gradient, if no bucket can hold it.
+
+    DeepSpeed reduces such a gradient separately as soon as it exists, and converts it to the
+    precision of the sum while all activations are still held.
+    """
+    model, footprint = job.model, job.footprint
+    head = table_parameters(model, job.layout.tensor)
+    if model.tie_embeddings or head <= footprint.bucket_elements:
+        return Moment()
+    size, sent = footprint.weight, footprint.sent or footprint.weight
+    converted = sent if sent != size else 0.0
+    return Moment(activations, 0.0, size * head, buckets + converted * head)
+
+
+def first_chunk_parameters(job: Job, stage: int) -> int:
+    """Return the parameters of a stage's first chunk."""
+    model, tensor = job.model, job.layout.tensor
+    dense = dense_blocks(job)[stage][0]
+    found = (blocks_of_stages(job)[stage][0] - dense) * parameters_of_block(job)
+    if dense:
+        found += dense * block_parameters(model.dense, tensor)
+    if stage == 0:
+        found += table_parameters(model, tensor) + position_parameters(model)
+    return found
+
+
+@once_per_job
+def parameters_of_block(job: Job) -> int:
+    """Return a rank's parameters of a block, which has experts if the model has them."""
+    return block_parameters(job.model, job.layout.tensor, job.layout.expert)
+
+
+def newest_parameters(job: Job, stage: int) -> float:
+    """Return the parameters whose gradients exist during the first block's backward pass."""
+    layout, model = job.layout, job.model
+    found = parameters_of_block(job)
+    if stage == last_stage(layout):
+        found += table_parameters(model, layout.tensor)
+    return found
+
+
+def held_bytes(job: Job, stage: int) -> float:
+    """Return the bytes that the last stage of DeepSpeed's own pipeline holds between steps.
+
+    They are logits, inputs and gradients.
+    """
+    layout, model = job.layout, job.model
+    if layout.pipeline == 1 or not job.footprint.stock_pipeline or stage != last_stage(layout):
+        return 0.0
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
+    logits = job.footprint.held_logits * tokens * model.padded_vocab_size(t) / t
+    rows = 4 * job.footprint.weight * tokens * model.hidden_size
+    return logits + rows / layout.sequence_ranks

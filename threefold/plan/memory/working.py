@@ -1,0 +1,229 @@
+"""Working memory of the current operation, in addition to the kept activations.
+
+The operation is a block's forward or backward pass, or the loss.
+
+Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, v vocabulary,
+t tensor ranks; bytes.
+"""
+
+from models.cost import tokens_at_a_time
+from threefold.config.deepspeed_json import BYTES
+from threefold.pipeline.schedules import SCHEDULES
+from threefold.plan.job import Job, once_per_job
+from threefold.plan.memory.activations import block_bytes, core_bytes
+from threefold.plan.stage_contents import (
+    last_stage,
+    routed_rows,
+    table_parameters,
+    tokens_per_micro_batch,
+)
+
+FORWARD_ROWS = 3  # at the end of a block: the outputs of its two halves, and their sum
+
+
+@once_per_job
+def forward_working_bytes(job: Job) -> float:
+    """Return the bytes at the end of a block's forward pass, in addition to kept activations."""
+    rows = FORWARD_ROWS * row_bytes(job) + routed_forward_bytes(job)
+    return max(rows, context_bytes(job, backward=False))
+
+
+def context_bytes(job: Job, *, backward: bool) -> float:
+    """Return the bytes of keys, values and their gradients during attention over context ranks.
+
+    "gather": keys and values of whole sequences, twice while they are put into the order of the
+    sequence; backward also their fp32 gradients, twice while they are put into the order of the
+    ranks. "ring": keys and values of two ranks; backward also the fp32 gradients of three. Both
+    also have an fp32 output of this rank's queries. "ulysses": queries, keys and values before and
+    after the exchange.
+    """
+    model, layout, size = job.model, job.layout, job.footprint.weight
+    if layout.context == 1:
+        return 0.0
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
+    keys = tokens * 2 * model.key_value_size / t
+    queries = tokens * model.query_size / t
+    wide = BYTES["fp32"]
+    if layout.context_attention == "ulysses":
+        return 2 * size * (queries + keys)
+    if layout.context_attention == "ring":
+        held = keys * (2 * size + (3 * wide if backward else 0))
+    else:
+        whole = keys * layout.context
+        held = whole * (size + (2 * wide if backward else 0))
+        return max(2 * size * whole, held + queries * wide)
+    return held + queries * wide
+
+
+def row_bytes(job: Job) -> float:
+    """Return the bytes of an unsharded tensor [s, b, h]."""
+    tokens = tokens_per_micro_batch(job.model, job.layout)
+    return job.footprint.weight * tokens * job.model.hidden_size
+
+
+def block_working_bytes(job: Job, first_only: bool, *, reducing: bool = False) -> float:
+    """Return the bytes that a block's backward pass needs in addition to its kept activations.
+
+    Args:
+        job: the planned job
+        first_only: True for the first micro-batch of the step, when there are no earlier gradients
+        reducing: True while gradients of weights are reduced, before or after the attention core's
+            backward pass
+    """
+    needs = _needs_of_first_pass(job) if first_only else _needs_of_later_pass(job)
+    if job.model.attention_dropout and not reducing:
+        needs = max(needs, dropout_core_bytes(job))
+    return _recomputed_bytes(job) + needs
+
+
+@once_per_job
+def _recomputed_bytes(job: Job) -> float:
+    """Return the bytes of the activations that a block's backward pass computes again."""
+    layout, footprint = job.layout, job.footprint
+    if layout.recompute != "full":
+        return 0.0
+    recomputed = layout.recompute_interval * block_bytes(
+        job.model, layout, footprint, not job.writes_scores, job.expert_imbalance
+    )
+    if not footprint.stock_pipeline:  # the input of the first block was kept
+        recomputed -= row_bytes(job) / layout.sequence_ranks
+    return recomputed
+
+
+@once_per_job
+def _needs_of_first_pass(job: Job) -> float:
+    return _needs_of_pass(job, first_only=True)
+
+
+@once_per_job
+def _needs_of_later_pass(job: Job) -> float:
+    return _needs_of_pass(job, first_only=False)
+
+
+def _needs_of_pass(job: Job, *, first_only: bool) -> float:
+    """Return the bytes of a block's backward pass, without its attention's dropout."""
+    footprint = job.footprint
+    needs = footprint.rows * row_bytes(job)
+    needs += footprint.weight * mlp_working_elements(job, first_only)
+    needs += routed_working_bytes(job)
+    return max(needs, context_bytes(job, backward=True))
+
+
+def dropout_core_bytes(job: Job) -> float:
+    """Return the bytes that an attention core with dropout adds in its backward pass.
+
+    They are the gradients of its scores and, with selective recomputation, the recomputed scores,
+    dropout mask and gathered keys. They exist after the gradients of the block's MLP are freed.
+    """
+    layout, model, footprint = job.layout, job.model, job.footprint
+    per_token = footprint.score * model.sequence_length * model.heads
+    if layout.recompute == "selective" and footprint.selective is None:
+        per_token += core_bytes(model, layout, footprint, fused_attention=False)
+    return tokens_per_micro_batch(model, layout) * per_token / layout.tensor
+
+
+def mlp_working_elements(job: Job, first_only: bool) -> float:
+    """Return the peak number of gradient elements that an MLP's backward pass adds.
+
+    Gradients that take the place of a kept activation do not count. The peak is the largest of
+    three: the gradients of the output matrix and its input; of the inputs of the activation
+    function; of the first matrix and its input, after the activation's backward pass. If weight
+    gradients are deferred, only the gradients of activations count, and the input of the output
+    matrix is still kept.
+    """
+    layout, model = job.layout, job.model
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
+    h, f, gate_and_up = model.hidden_size, model.mlp_size, model.gate_and_up_size
+    if job.footprint.stock_pipeline:
+        return (tokens * (gate_and_up + f) + (0 if first_only else h * gate_and_up)) / t
+    if SCHEDULES[layout.schedule].splits:
+        return tokens * (gate_and_up + f) / t
+    first_matrix = (h * gate_and_up - tokens * f) / t + h * tokens
+    return max(f * (tokens + h) / t, tokens * gate_and_up / t, first_matrix)
+
+
+def routed_forward_bytes(job: Job) -> float:
+    """Return the bytes of the outputs of experts at the end of a layer, when they are exchanged."""
+    if job.model.experts is None:
+        return 0.0
+    return job.footprint.weight * routed_rows(job) * job.model.hidden_size
+
+
+def routed_working_bytes(job: Job) -> float:
+    """Return the bytes that the backward pass of the experts adds to the kept activations.
+
+    They are the gradients of the outputs, of the activation's output and input, and of the inputs;
+    at most two of them exist at the same time.
+    """
+    experts = job.model.experts
+    if experts is None:
+        return 0.0
+    h, f = job.model.hidden_size, experts.ffn_hidden_size // job.layout.expert_tensor
+    columns = job.model.activation_columns(f)
+    return job.footprint.weight * routed_rows(job) * max(2 * h, h + f, f + columns, columns + h)
+
+
+def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
+    """Return the bytes of the loss or of the output matrix's gradient; 0 before the last stage.
+
+    Args:
+        job: the planned job
+        stage: index of the stage
+        first_only: True for the first micro-batch of the step; afterwards, DeepSpeed's pipeline
+            still holds the logits of the previous one
+    """
+    if stage != last_stage(job.layout):
+        return 0.0
+    if job.footprint.loss_in_parts:
+        return loss_in_parts_bytes(job)
+    layout, model, footprint = job.layout, job.model, job.footprint
+    tokens, size = tokens_per_micro_batch(model, layout), footprint.weight
+    columns = model.padded_vocab_size(layout.tensor) / layout.tensor
+    each = footprint.logit
+    if footprint.stock_pipeline:
+        if job.shards_in_passes:  # no pipeline: the forward pass holds logits and softmax
+            each -= 2 * size
+        elif first_only:
+            each -= size
+    gradient = 0.0
+    if not first_only and not job.shards_in_passes:
+        gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
+    return max(tokens * columns * each, gradient) + 2 * row_bytes(job)
+
+
+def loss_in_parts_bytes(job: Job) -> float:
+    """Return the working memory of a loss that computes logits for a part of the tokens at a time.
+
+    It consists of the gradient of the output matrix; either the logits or a second copy of this
+    gradient for the optimizer, whichever is larger; the input and output of the last norm and the
+    gradient of its output; and, under sequence parallelism, the rows gathered from all tensor
+    ranks.
+    """
+    layout, model = job.layout, job.model
+    tokens = tokens_per_micro_batch(model, layout)
+    columns = model.padded_vocab_size(layout.tensor) // layout.tensor
+    logits = tokens_at_a_time(tokens, columns, job.machine.gpu.device) * columns
+    table = table_parameters(model, layout.tensor)
+    rows = 2 / layout.sequence_ranks + (2 if layout.sequence_ranks > 1 else 1)
+    return job.footprint.weight * (table + max(table, logits)) + rows * row_bytes(job)
+
+
+def waiting_loss_bytes(job: Job, stage: int) -> float:
+    """Return the bytes of the loss that a stage keeps until the backward pass.
+
+    The gradient of the head's input stays until the backward pass ends. In a folded schedule, the
+    last virtual stage is on the first stage, and other passes run between the loss and its backward
+    pass.
+    """
+    layout, model, footprint = job.layout, job.model, job.footprint
+    if stage != last_stage(layout):
+        return 0.0
+    folded = SCHEDULES[layout.schedule].folded
+    if footprint.loss_in_parts:
+        table = footprint.weight * table_parameters(model, layout.tensor) if folded else 0.0
+        return table + row_bytes(job) / layout.sequence_ranks
+    if not folded:
+        return 0.0
+    columns = model.padded_vocab_size(layout.tensor) / layout.tensor
+    softmax = footprint.logit - footprint.weight  # bytes per logit
+    return softmax * columns * tokens_per_micro_batch(model, layout)

@@ -1,0 +1,132 @@
+"""Edits of a recipe that select a plan's layout, as options or in a copy of the recipe."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from models.errors import FULL_DISK_ERRORS, UserError
+from threefold.config.deepspeed_json import read_deepspeed_json, shipped_json, zero_stage
+from threefold.config.loading import parse_recipe
+from threefold.config.recipe import Recipe
+from threefold.pipeline.schedules import SCHEDULES
+from threefold.plan.search import Plan, SearchResult
+
+
+def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """Return the recipe keys that select a plan's layout.
+
+    The recipe's DeepSpeed JSON is kept if it has the plan's ZeRO stage.
+    """
+    layout, section = plan.job.layout, recipe.layout
+    deepspeed = recipe.deepspeed
+    if zero_stage(read_deepspeed_json(deepspeed)) != layout.zero_stage:
+        deepspeed = shipped_json(layout.zero_stage, plan.job.precision)
+    others: dict[str, Any] = {}
+    if SCHEDULES[layout.schedule].chunks is None or "chunks" in section.model_fields_set:
+        others["layout.chunks"] = layout.chunks
+    if section.layers_per_stage is not None:  # an option can change this key, but not remove it
+        others["layout.layers_per_stage"] = list(plan.job.blocks_of_virtual_stages)
+    if layout.context > 1:
+        others["layout.context_attention"] = layout.context_attention
+    elif section.context_attention != "gather":  # other values are invalid without context ranks
+        others["layout.context_attention"] = "gather"
+    if section.reduce_every:  # plans have the default, unless the layout is the recipe's own
+        others["layout.reduce_every"] = layout.reduce_every
+    if section.shard_group or layout.shard_group:
+        others["layout.shard_group"] = layout.shard_group
+    return {
+        "deepspeed": deepspeed,
+        "layout.tensor": layout.tensor,
+        "layout.pipeline": layout.pipeline,
+        "layout.context": layout.context,
+        "layout.expert": layout.expert,
+        "layout.expert_tensor_parallel": layout.expert_tensor > 1,
+        "layout.expert_overlap": layout.expert_overlap,
+        "layout.schedule": layout.schedule,
+        "layout.sequence_parallel": layout.sequence_parallel,
+        "layout.recompute": layout.recompute,
+        "layout.recompute_interval": layout.recompute_interval,
+        "batch.micro_sequences": layout.micro_sequences,
+        **others,
+    }
+
+
+def changes(recipe: Recipe, plan: Plan) -> str:
+    """Return the options of pretrain.py that change the recipe's layout to a plan's."""
+    return " ".join(f"--set {option}" for option in options_of(recipe, plan))
+
+
+def options_of(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return the values of --set that change the recipe's layout to a plan's."""
+    options = []
+    for key, value in edits(recipe, plan).items():
+        if value_of(recipe, key) != value:
+            text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+            options.append(f"{key}={text}")
+    return options
+
+
+def in_layout(recipe: Recipe, plan: Plan, origin: str) -> Recipe:
+    """Return a copy of the recipe in a plan's layout.
+
+    Args:
+        recipe: the planned recipe
+        plan: a layout for it
+        origin: name for error messages
+    """
+    table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    for key, value in edits(recipe, plan).items():
+        section, _, name = key.rpartition(".")
+        (table.setdefault(section, {}) if section else table)[name] = value
+    return parse_recipe(table, origin)
+
+
+def value_of(recipe: Recipe, key: str) -> Any:
+    """Return the value of `section.key` or `key`."""
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(recipe, section) if section else recipe, name)
+
+
+def check_file(path: Path) -> None:
+    """Raise a UserError if a recipe cannot be written to a file because of its name."""
+    if path.exists() or path.is_symlink():
+        raise UserError(f"--write {path}: the file exists; use another name")
+    if not path.absolute().parent.is_dir():
+        raise UserError(
+            f"--write {path}: folder {path.absolute().parent} does not exist; create it"
+        )
+
+
+def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
+    """Write a copy of the recipe with the fastest layout.
+
+    Raises:
+        UserError: no layout fits, or the file exists or cannot be written.
+    """
+    if not result.plans:
+        reasons = "; ".join(
+            f"{count:,} {reason}" for reason, count in result.rejected.most_common()
+        )
+        raise UserError(
+            f"--write {path}: no layout is left; rejected: {reasons}; use another number of nodes, "
+            f"a larger GPU or a smaller --headroom"
+        )
+    best = in_layout(recipe, result.plans[0], str(path))
+    text = tomli_w.dumps(best.model_dump(mode="json", exclude_none=True))
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(
+                f"# {recipe.name} in the layout that plan.py predicts to be the fastest.\n\n"
+            )
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"--write {path}: the file exists; use another name") from None
+    except OSError as error:
+        path.unlink(missing_ok=True)  # leaves no incomplete file behind
+        is_full = error.errno in FULL_DISK_ERRORS
+        remedy = "free disk space" if is_full else "make the folder writable"
+        raise UserError(
+            f"--write {path} cannot be written ({error.strerror}); {remedy}, or use another folder"
+        ) from None

@@ -1,0 +1,331 @@
+"""Text that plan.py prints: a plan, better layouts, the errors of a table."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from models.config import ModelConfig
+from models.cost import (
+    active_parameter_count,
+    flops_per_token,
+    parameter_count,
+    recomputed_flops_per_token,
+)
+from models.errors import counted
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
+from threefold.pipeline.schedules import schedule_name
+from threefold.plan.calibration.fit import Fit, Quality
+from threefold.plan.job import Job, JobLayout, links_text
+from threefold.plan.memory.peak import GIB, StageMemory, host_bytes, stage_memory
+from threefold.plan.search import (
+    DEFAULT_HEADROOM,
+    NEAR_TIE,
+    SearchResult,
+    is_near_tie,
+)
+from threefold.plan.stage_contents import stages_text
+from threefold.plan.time.step import StepTime, step_time
+
+TIME_PARTS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
+MIN_MICRO_BATCHES_PER_STAGE = 4
+MEMORY_PARTS = [field.name for field in fields(StageMemory)]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Throughput and cost of a run.
+
+    Attributes:
+        model_tflops: TFLOP/s per GPU, without recomputation
+        hardware_tflops: TFLOP/s per GPU, with recomputation
+    """
+
+    model_tflops: float
+    hardware_tflops: float
+    mfu: float
+    tokens_per_second: float
+    days: float
+    gpu_hours: float
+    dollars: float
+
+
+def rates(job: Job, seconds: float, steps: int) -> Rates:
+    """Return the rates of a run of `steps` steps that take `seconds` each."""
+    gpus, gpu = job.machine.gpus, job.machine.gpu
+    flops = flops_per_token(job.model) * job.tokens_per_step
+    again = recomputed_flops_per_token(job.model, job.layout.recompute) * job.tokens_per_step
+    model_tflops = flops / seconds / gpus / 1e12
+    hours = steps * seconds / 3600
+    return Rates(
+        model_tflops=model_tflops,
+        hardware_tflops=(flops + again) / seconds / gpus / 1e12,
+        mfu=model_tflops / gpu.peak_tflops[job.precision],
+        tokens_per_second=job.tokens_per_step / seconds,
+        days=hours / 24,
+        gpu_hours=hours * gpus,
+        dollars=hours * gpus * gpu.dollars_per_hour,
+    )
+
+
+def heading(recipe: Recipe, job: Job) -> str:
+    """Describe a recipe and its machine in two lines."""
+    machine, plan = job.machine, StagePlan(recipe)
+    stages = f" to {plan.spans[-1].recipe.tokens_per_step:,}" if len(plan.spans) > 1 else ""
+    return (
+        f"{recipe.name}: {parameters_text(recipe.model)}, "
+        f"{short_count(plan.total_tokens)} tokens, {counted(recipe.training.steps, 'step')} of "
+        f"{plan.spans[0].recipe.tokens_per_step:,}{stages} tokens\n"
+        f"{machine.gpus:,} x {machine.gpu.name} on {machine.nodes} "
+        f"node{'s' * (machine.nodes > 1)}, {job.precision}, software {job.software.name}; "
+        f"{links_text(machine)}"
+    )
+
+
+def parameters_text(model: ModelConfig) -> str:
+    """Describe the number of parameters: "46.7 B parameters, of which 12.9 B compute a token"."""
+    text = f"{short_count(parameter_count(model))} parameters"
+    if model.experts is None:
+        return text
+    return f"{text}, of which {short_count(active_parameter_count(model))} compute a token"
+
+
+def short_count(count: float) -> str:
+    """Format a count in thousands, millions, billions or trillions, such as 70.6 B."""
+    for size, letter in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if count >= size:
+            return f"{count / size:,.3g}{letter}"
+    return f"{count:.3g}"
+
+
+def layout_line(layout: JobLayout) -> str:
+    """Describe a layout in one line."""
+    recompute = layout.recompute
+    if layout.recompute_interval > 1:
+        recompute += f" by {layout.recompute_interval}"
+    return (
+        f"tensor {layout.tensor} x pipeline {layout.pipeline}"
+        + (f" x context {layout.context}" if layout.context > 1 else "")
+        + f" x data {layout.data}, "
+        + (f"expert {layout.expert}, " if layout.expert > 1 else "")
+        + (f"expert tensor {layout.expert_tensor}, " if layout.expert_tensor > 1 else "")
+        + ("expert overlap, " if layout.expert_overlap else "")
+        + f"ZeRO-{layout.zero_stage}"
+        + (f" in groups of {layout.shard_group}" if layout.shard_group else "")
+        + f", {schedule_name(layout.schedule, layout.chunks)}"
+        + (f", {layout.context_attention}" if layout.context > 1 else "")
+        + (", sequence parallel" if layout.sequence_parallel else "")
+        + f", recompute {recompute}, micro-batch size {layout.micro_sequences}"
+    )
+
+
+def plan_text(job: Job, steps: int) -> Iterator[str]:
+    """Yield lines with a layout's memory by stage, the parts of its step time, and its rates."""
+    time, memory = step_time(job), stage_memory(job)
+    many = "es" * (job.micro_batches > 1)
+    yield f"{layout_line(job.layout)}, {job.micro_batches:,} micro-batch{many} per step"
+    if job.layout.pipeline > 1:
+        yield stages_text(job)
+    yield ""
+    yield "GiB per GPU     " + "".join(f"{name:>12}" for name in [*MEMORY_PARTS, "total"])
+    for name, stage in distinct_stages(memory):
+        cells = [getattr(stage, each) for each in MEMORY_PARTS] + [stage.total]
+        yield f"{name:16}" + "".join(f"{cell / GIB:12.2f}" for cell in cells)
+    yield from fit_lines(job, memory)
+    yield ""
+    used = {"context": job.layout.context > 1, "expert": job.model.experts is not None}
+    parts = [name for name in TIME_PARTS if used.get(name, True)]
+    yield "seconds per step" + "".join(f"{name:>12}" for name in [*parts, "total"])
+    spent = [getattr(time, name) for name in parts]
+    yield f"{'':16}" + "".join(f"{seconds:12.3f}" for seconds in [*spent, time.total])
+    yield f"{'':16}" + "".join(f"{seconds / time.total:12.1%}" for seconds in spent)
+    yield ""
+    yield rates_text(rates(job, time.total, steps))
+    yield from warnings(job, memory)
+
+
+def warnings(job: Job, memory: Sequence[StageMemory]) -> Iterator[str]:
+    """Yield warnings about a layout that fits, but leaves little memory free or stages idle."""
+    limit = job.machine.gpu.memory_gib * GIB
+    free = 1 - max(stage.total for stage in memory) / limit
+    if 0 <= free < DEFAULT_HEADROOM:
+        yield (
+            f"Warning: {free:.0%} of the GPU memory is free; leave {DEFAULT_HEADROOM:.0%}, because "
+            f"predictions are off by a few per cent, and the allocator needs room."
+        )
+    layout = job.layout
+    if job.micro_batches < MIN_MICRO_BATCHES_PER_STAGE * layout.pipeline and layout.pipeline > 1:
+        smaller = "batch.micro_sequences or layout.pipeline"
+        if layout.micro_sequences == 1:
+            smaller = "layout.pipeline"
+        yield (
+            f"Warning: {job.micro_batches} micro-batches for {layout.pipeline} stages; with fewer "
+            f"than {MIN_MICRO_BATCHES_PER_STAGE} for each stage, stages are often idle. Use a "
+            f"smaller {smaller}, or a larger batch.global_sequences."
+        )
+
+
+def fit_lines(job: Job, memory: Sequence[StageMemory]) -> Iterator[str]:
+    """Yield the memory of the fullest stage and, if it is too small, that of the host."""
+    fullest = max(stage.total for stage in memory) / GIB
+    limit = job.machine.gpu.memory_gib
+    if fullest > limit:
+        yield f"DOES NOT FIT: needs {fullest:.1f} of {limit:g} GiB"
+    else:
+        yield f"fits: {fullest:.1f} of {limit:g} GiB, {1 - fullest / limit:.0%} free"
+    host, host_limit = host_bytes(job) / GIB, job.machine.gpu.node_memory_gib
+    if host > host_limit:
+        yield (
+            f"DOES NOT FIT IN HOST MEMORY: building the model needs {host:,.0f} of "
+            f"{host_limit:,.0f} GiB per node"
+        )
+
+
+def zero3_in_pipeline_text(zero2: Job, zero3: Job) -> str:
+    """Return the price of ZeRO-3 in a pipeline, given the job with ZeRO-2 and with ZeRO-3."""
+    allowed, rejected = step_time(zero2).total, step_time(zero3).total
+    return (
+        f"layout.pipeline = {zero3.layout.pipeline} with ZeRO-3: a step would take "
+        f"{rejected:,.1f} s; with ZeRO-2 it takes {allowed:,.1f} s."
+    )
+
+
+def rates_text(rate: Rates) -> str:
+    """Format rates in two lines."""
+    recomputing = ""
+    if rate.hardware_tflops > rate.model_tflops:
+        recomputing = f" ({rate.hardware_tflops:.3g} including recomputation)"
+    days = f"{rate.days:,.1f} days" if rate.days >= 1 else f"{24 * rate.days:.2g} hours"
+    return (
+        f"{rate.model_tflops:.3g} TFLOP/s per GPU{recomputing}, MFU {rate.mfu:.1%}, "
+        f"{rate.tokens_per_second:,.0f} tokens/s\n"
+        f"{days}, {short_count(rate.gpu_hours)} GPU hours, about ${short_count(rate.dollars)}"
+    )
+
+
+def distinct_stages(memory: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
+    """Merge neighbouring stages of equal memory into groups, such as "stage 2 .. 7".
+
+    Of more than four groups, return only the first, the fullest of those between, and the last.
+    """
+    groups: list[tuple[int, int, StageMemory]] = []
+    for number, stage in enumerate(memory):
+        if groups and groups[-1][2] == stage:
+            groups[-1] = (groups[-1][0], number, stage)
+        else:
+            groups.append((number, number, stage))
+    if len(groups) > 4:  # with 1F1B, each stage holds one micro-batch less than the one before
+        fullest = max(groups[1:-1], key=lambda group: group[2].total)
+        groups = [groups[0], fullest, groups[-1]]
+    return [
+        (f"stage {first}" + (f" .. {last}" if last > first else ""), stage)
+        for first, last, stage in groups
+    ]
+
+
+def search_lines(result: SearchResult, own: StepTime | None) -> Iterator[str]:
+    """Yield lines with the best layouts, an explanation of the first, and the rejected layouts.
+
+    Args:
+        own: time of a step in the recipe's own layout; None if that layout is not valid
+    """
+    if result.plans:
+        yield f"Best of {result.tried:,} layouts:"
+    fastest = min((plan.time.total for plan in result.plans), default=0.0)
+    ties = [is_near_tie(plan.time.total, fastest) for plan in result.plans]
+    for rank, plan in enumerate(result.plans, start=1):
+        seconds = plan.time.total
+        yield (
+            f"{rank:3}.{'=' if ties[rank - 1] and sum(ties) > 1 else ' '}{seconds:9.3f} s"
+            + (f" ({seconds / own.total - 1:+.1%})" if own else "")
+            + f"  {plan.memory.total / GIB:5.1f} GiB  {layout_line(plan.job.layout)}"
+        )
+    if result.plans and own and result.plans[0].time.total < own.total:
+        yield difference_text(result.plans[0].time, own)
+    if sum(ties) > 1:
+        yield (
+            f"= within {NEAR_TIE:.0%} of the fastest; simplest first. Measure these layouts to "
+            f"choose."
+        )
+    if not result.plans:
+        yield f"None of {result.tried:,} layouts fits."
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in result.rejected.most_common())
+    if reasons:
+        yield f"Rejected: {reasons}."
+    if result.nearest and not result.plans:
+        layout, excess = result.nearest
+        yield f"The closest needs {excess:.1f} GiB more per GPU: {layout_line(layout)}"
+
+
+def difference_text(best: StepTime, own: StepTime) -> str:
+    """Explain in a sentence where layout 1 gains and loses time against the recipe's own layout."""
+    gained = own.total - best.total
+    parts = {name: getattr(best, name) - getattr(own, name) for name in TIME_PARTS}
+    shown = sorted(parts.items(), key=lambda part: part[1])
+    large = [f"{name} {change:+.3f}" for name, change in shown if abs(change) >= gained / 10]
+    return f"Layout 1 is {gained:.3f} s faster than the recipe's own layout: {', '.join(large)}."
+
+
+def evaluation_text(name: str, summary: Mapping[str, Any]) -> str:
+    """Format the errors of a table as a row of Markdown."""
+
+    def cell(key: str, form: str = ".1f") -> str:
+        value = summary.get(key)
+        return "" if value is None else format(value, form)
+
+    false_alarms = ""
+    if summary.get("predicted"):  # of the rows that ran
+        ran = summary["predicted"] - summary.get("out_of_memory_rows", 0)
+        false_alarms = f"{summary['false_alarms']} of {ran}"
+    return " | ".join(
+        [
+            f"| {name}",
+            cell("compared", "d"),
+            cell("mean_absolute_error_percent"),
+            cell("max_absolute_error_percent"),
+            cell("bias_percent", "+.1f"),
+            cell("kendall_tau", ".2f"),
+            cell("mean_regret_percent"),
+            cell("memory_mean_absolute_error_percent"),
+            false_alarms,
+            f"{summary['skipped']} |",
+        ]
+    )
+
+
+EVALUATION_HEADER = (
+    "| table | rows | mean error, % | largest | bias | tau | regret, % | memory error, % | "
+    "false alarms | skipped |\n|---|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def calibration_text(fit: Fit) -> str:
+    """Format the factors of a calibration, the rows used, and the errors, in one line each."""
+    factors = ", ".join(f"{name} x {factor:.3f}" for name, factor in asdict(fit.factors).items())
+    lines = [
+        f"calibrated with {fit.source}: {factors}",
+        f"fitted to {', '.join(row.row_id for row in fit.rows)}",
+    ]
+    for rows, quality in (("these rows", fit.used), ("the other rows", fit.others)):
+        if quality and quality.steps:
+            lines.append(f"mean error on {rows} ({quality.steps}): {quality_text(quality)}")
+    if fit.left_out:
+        lines.append(f"left out {fit.left_out} row{'s' * (fit.left_out > 1)} on other GPUs")
+    return "\n".join(lines) + "\n"
+
+
+def quality_text(quality: Quality) -> str:
+    """Format errors with and without calibration, as in "3.1 %, 45.0 % without calibration"."""
+    text = f"{quality.after:.1%}, {quality.before:.1%} without calibration"
+    if quality.tau is None or quality.tau_before is None:
+        return text
+    return f"{text}; Kendall's tau {quality.tau:.2f}, {quality.tau_before:.2f} without"
+
+
+def skipped(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """Return the reasons for skipped rows with their numbers, most frequent first."""
+    reasons: Counter[str] = Counter()
+    for result in results:
+        reasons.update(result["summary"].get("skipped_reasons", {}))
+    return reasons.most_common()

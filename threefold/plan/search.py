@@ -1,0 +1,387 @@
+"""Exhaustive search for the fastest layouts of a model on a machine."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from heapq import nsmallest
+from itertools import product
+from math import gcd
+
+from threefold.config.deepspeed_json import is_shipped
+from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
+from threefold.pipeline.schedules import SCHEDULES, min_micro_batches
+from threefold.plan.job import Job, JobLayout
+from threefold.plan.memory.peak import (
+    GIB,
+    StageMemory,
+    fullest_stage,
+    host_bytes,
+    memory_of_stage,
+    state_of_first_stage,
+)
+from threefold.plan.time.block import context_seconds
+from threefold.plan.time.step import StepTime, step_time
+
+MAX_MICRO_SEQUENCES = 64
+MIN_TOKENS_PER_CONTEXT_RANK = 2048  # fewer make matmuls inefficient
+RECOMPUTE_INTERVALS = (1, 2, 4)  # with full recomputation
+INTERLEAVED_CHUNKS = (2, 4, 8)  # virtual stages per pipeline stage
+# The Ultra-Scale Playbook recommends filling 85 to 90 % of the memory. Predictions are off by a few
+# per cent, and the allocator needs room.
+DEFAULT_HEADROOM = 0.08
+TOO_LARGE_FOR_GPU = "too large for a GPU"  # reasons of rejected layouts
+TOO_LARGE_FOR_HOST = "too large for the host that builds them"
+NEAR_TIE = 0.02  # relative difference of predicted times that is within the prediction error
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout that fits, with its memory and step time."""
+
+    job: Job
+    memory: StageMemory  # of the fullest stage
+    time: StepTime
+
+
+@dataclass
+class SearchResult:
+    """The outcome of a search.
+
+    Attributes:
+        plans: the fastest layouts that fit: first the layouts within NEAR_TIE of the fastest one,
+            from the simplest on, then the others, from the fastest on
+        tried: number of valid layouts
+        rejected: reason -> number of rejected layouts; an invalid size of an axis counts once, for
+            all layouts with this size
+        nearest: the layout that exceeds the GPU memory least, and its excess in GiB; None if any
+            layout fits
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    tried: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    nearest: tuple[JobLayout, float] | None = None
+
+
+def search(
+    job: Job,
+    top: int,
+    *,
+    headroom: float = DEFAULT_HEADROOM,
+    predict_time: Callable[[Job], StepTime] = step_time,
+) -> SearchResult:
+    """Find the `top` fastest layouts that fit for a job's model, batch and machine.
+
+    A layout fits if it leaves the share `headroom` of a GPU's memory free.
+
+    This is the procedure of the Ultra-Scale Playbook (Hugging Face 2025: fit a step in memory,
+    reach the global batch, maximise throughput), with predictions instead of runs. Recomputation
+    saves memory and costs time: if a layout fits, it is not tried with more recomputation, and if
+    it does not fit with full recomputation, it is not tried with less.
+    """
+    result = SearchResult()
+    fitting: list[Plan] = []
+    limit = job.machine.gpu.memory_gib * GIB * (1 - headroom)
+    # `fits`: the layout fits with less recomputation. `hopeless`: it does not even fit with full
+    # recomputation.
+    fits = hopeless = False
+    # Layouts whose state exceeds this are skipped: they cannot fit, and need more than
+    # `result.nearest`.
+    state_limit = math.inf
+    for layout in valid_layouts(job, result.rejected):
+        result.tried += 1
+        candidate = job.with_layout(layout)
+        if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
+            result.rejected[TOO_LARGE_FOR_HOST] += 1
+            continue
+        if layout.recompute == "none" and state_exceeds(candidate, state_limit):
+            fits, hopeless = False, True
+        elif layout.recompute == "none":
+            memory = memory_within(candidate, limit)
+            fits = memory.total <= limit
+            if not fits:
+                recomputed, recomputed_memory = with_full_recomputation(candidate, limit)
+                hopeless = recomputed_memory.total > limit
+                excess = (recomputed_memory.total - limit) / GIB
+                nearest = result.nearest[1] if result.nearest else math.inf
+                if hopeless and not fitting and excess < nearest:
+                    result.nearest = recomputed.layout, excess
+                    state_limit = recomputed_memory.total
+        elif fits:
+            continue
+        elif not hopeless:
+            if layout.recompute == "full":
+                candidate, memory = recomputed, recomputed_memory
+            else:
+                memory = memory_within(candidate, limit)
+            fits = memory.total <= limit
+        if fits:
+            fitting.append(Plan(candidate, memory, predict_time(candidate)))
+            state_limit, result.nearest = limit, None
+        else:
+            result.rejected[TOO_LARGE_FOR_GPU] += 1
+    result.plans = nsmallest(top, fitting, key=order_of_plans(fitting))
+    return result
+
+
+def state_exceeds(job: Job, limit: float) -> bool:
+    """Return True if the first stage's state exceeds a limit with no and with full recomputation.
+
+    The two differ because the recomputation changes the division of the blocks over the stages.
+    """
+    if sum(state_of_first_stage(job)) <= limit:
+        return False
+    full = job.with_layout(replace(job.layout, recompute="full"))
+    return sum(state_of_first_stage(full)) > limit
+
+
+def order_of_plans(plans: Sequence[Plan]) -> Callable[[Plan], tuple[float, ...]]:
+    """Return the sort key of plans: near-ties come first, by simplicity; the others by time."""
+    fastest = min((plan.time.total for plan in plans), default=0.0)
+
+    def key(plan: Plan) -> tuple[float, ...]:
+        if is_near_tie(plan.time.total, fastest):
+            return (0, *simplicity(plan.job.layout), plan.time.total, plan.memory.total)
+        return (1, plan.time.total, plan.memory.total)
+
+    return key
+
+
+def is_near_tie(seconds: float, fastest: float) -> bool:
+    """Return True if a time differs from the fastest one by less than the prediction error."""
+    return seconds <= fastest * (1 + NEAR_TIE)
+
+
+def simplicity(layout: JobLayout) -> tuple[int, ...]:
+    """Return the sort key of a layout's simplicity: fewer axes, then plainer settings, first."""
+    return (
+        (layout.tensor > 1) + (layout.pipeline > 1) + (layout.context > 1) + (layout.expert > 1),
+        layout.expert_tensor > 1,
+        layout.expert_overlap,
+        list(SCHEDULES).index(layout.schedule),
+        layout.chunks,
+        layout.zero_stage,
+        layout.shard_group > 0,
+        layout.sequence_parallel,
+        ("none", "selective", "full").index(layout.recompute),
+        layout.pipeline,
+        layout.tensor,
+        layout.context,
+        layout.expert,
+    )
+
+
+def with_full_recomputation(job: Job, limit: float) -> tuple[Job, StageMemory]:
+    """Return the job with full recomputation, and its memory.
+
+    Of the recomputation intervals, choose the first that fits, or else the one with the least
+    memory.
+    """
+    tried = []
+    for interval in RECOMPUTE_INTERVALS:
+        layout = replace(job.layout, recompute="full", recompute_interval=interval)
+        candidate = job.with_layout(layout)
+        memory = memory_within(candidate, limit)
+        if memory.total <= limit:
+            return candidate, memory
+        tried.append((candidate, memory))
+        if memory.state > limit:  # the state does not depend on the interval
+            break
+    return min(tried, key=lambda each: each[1].total)
+
+
+def memory_within(job: Job, limit: float) -> StageMemory:
+    """Return the fullest stage's memory, or the first stage's if that already exceeds `limit`."""
+    memory = memory_of_stage(job, 0)
+    return memory if memory.total > limit else fullest_stage(job, first=memory)
+
+
+def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
+    """Yield all valid layouts of a job on its machine, and count the rejected sizes by reason."""
+    gpus, sequences = job.machine.gpus, job.global_sequences
+    for tensor in divisors(gpus):
+        if reason := tensor_rejection(job, tensor):
+            rejected[reason] += 1
+            continue
+        for pipeline in divisors(gpus // tensor):
+            if pipeline > job.model.layers:
+                rejected["pipelines with more stages than blocks"] += 1
+                continue
+            for context in divisors(gpus // tensor // pipeline):
+                if reason := context_rejection(job, context):
+                    rejected[reason] += 1
+                    continue
+                data = gpus // tensor // pipeline // context
+                if job.model.experts and job.model.sequence_length // context % tensor:
+                    rejected["tensor ranks that cannot divide the tokens among experts"] += 1
+                    continue
+                if sequences % data:
+                    rejected["data ranks that do not divide the global batch"] += 1
+                    continue
+                for micro_sequences in divisors(sequences // data):
+                    if micro_sequences > MAX_MICRO_SEQUENCES:
+                        break
+                    if gcd(context, micro_sequences) > 1:
+                        # A smaller context and micro-batch have the same tokens per rank and
+                        # communicate less.
+                        continue
+                    sizes = JobLayout(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        context=context,
+                        data=data,
+                        micro_sequences=micro_sequences,
+                    )
+                    sizes = with_context_attention(job, sizes)
+                    for divided in expert_divisions(job, sizes):
+                        yield from layout_variants(job, divided, rejected)
+
+
+def expert_divisions(job: Job, sizes: JobLayout) -> Iterator[JobLayout]:
+    """Yield `sizes` with every valid division of the experts.
+
+    Tensor ranks have whole experts where that is possible, because dividing the columns of each
+    expert communicates more and needs more memory.
+    """
+    experts = job.model.experts
+    if experts is None:
+        yield sizes
+        return
+    for expert in divisors(sizes.replicas):
+        if experts.count % (expert * sizes.tensor) == 0:
+            yield replace(sizes, expert=expert)
+        elif experts.count % expert == 0 and experts.ffn_hidden_size % sizes.tensor == 0:
+            yield replace(sizes, expert=expert, expert_tensor=sizes.tensor)
+
+
+def context_rejection(job: Job, context: int) -> str:
+    """Return the reason why a context size is not tried; empty if it is, as 1 always is."""
+    length = job.model.sequence_length
+    if context > 1 and length // context < MIN_TOKENS_PER_CONTEXT_RANK:
+        return f"context sizes with fewer than {MIN_TOKENS_PER_CONTEXT_RANK:,} tokens per rank"
+    if context > 1 and length % (2 * context):
+        return "context sizes that do not divide a sequence into two slices per rank"
+    return ""
+
+
+def with_context_attention(job: Job, sizes: JobLayout) -> JobLayout:
+    """Return the sizes with the way to reach other ranks' keys that exposes the least time."""
+    if sizes.context == 1:
+        return replace(sizes, context_attention="gather")
+    kinds = [kind for kind in CONTEXT_ATTENTIONS if context_attention_is_valid(job, sizes, kind)]
+    layouts = [replace(sizes, context_attention=kind) for kind in kinds]
+    return min(layouts, key=lambda layout: sum(context_seconds(job.with_layout(layout))))
+
+
+def context_attention_is_valid(job: Job, sizes: JobLayout, kind: str) -> bool:
+    """Return True unless a context rank would get a fraction of a key-value head."""
+    return kind != "ulysses" or job.model.kv_heads // sizes.tensor % sizes.context == 0
+
+
+def tensor_rejection(job: Job, tensor: int) -> str:
+    """Return the reason why a tensor-parallel size is not valid; empty if it is valid."""
+    model = job.model
+    if job.machine.gpus_per_node % tensor:
+        return "tensor groups across nodes"
+    dense = model.ffn_hidden_size if model.has_dense_layers else 0
+    if any(size % tensor for size in (model.heads, model.kv_heads, dense)):
+        return "tensor sizes that do not divide heads, kv_heads or ffn_hidden_size"
+    experts = model.experts
+    if experts:
+        divides = experts.count % tensor == 0 or experts.ffn_hidden_size % tensor == 0
+        if not divides:
+            return "tensor sizes that divide neither the experts nor their columns"
+        if experts.shared_ffn_hidden_size % tensor:
+            return "tensor sizes that do not divide the shared experts"
+    return ""
+
+
+def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Iterator[JobLayout]:
+    """Yield layouts of these sizes with every other setting.
+
+    The other settings are schedule, ZeRO stage, sequence parallelism and recomputation.
+
+    Recomputation is the innermost loop, from none to full, as `search` expects. Selective
+    recomputation is included only if attention scores are written; otherwise it saves nothing.
+    """
+    micro_batches = job.with_layout(sizes).micro_batches
+    schedules = []
+    for schedule, chunks in schedules_of(sizes.pipeline, job.model.layers):
+        if micro_batches >= min_micro_batches(schedule, sizes.pipeline):
+            schedules.append((schedule, chunks))
+        else:
+            rejected["dualpipev with fewer than two micro-batches per stage"] += 1
+    stages = [1]
+    if sizes.replicas > 1:
+        possible = {2} if job.software.reduces_in_groups else set()
+        if sizes.pipeline == 1 and sizes.expert == 1:
+            possible = {2, 3}
+        stages += [n for n in sorted(possible) if is_shipped(n, job.precision)]
+    splits = [False]
+    if sizes.tensor > 1 and job.model.sequence_length // sizes.context % sizes.tensor == 0:
+        splits.append(True)
+    recomputations = ["none", "full"]
+    if job.writes_scores:
+        recomputations.insert(1, "selective")
+    sharded = [(stage, 0) for stage in stages]
+    if group := shard_group_of_node(job, sizes):
+        sharded += [(stage, group) for stage in stages if stage == 2]
+    variants = [(*each, overlap) for each in schedules for overlap in overlaps(job, sizes, *each)]
+    for (schedule, chunks, overlap), (stage, group), split in product(variants, sharded, splits):
+        for recompute in recomputations:
+            settings = {
+                "schedule": schedule,
+                "chunks": chunks,
+                "expert_overlap": overlap,
+                "zero_stage": stage,
+                "shard_group": group,
+                "sequence_parallel": split,
+                "recompute": recompute,
+            }
+            yield JobLayout(**(vars(sizes) | settings))  # faster than `replace`
+
+
+def overlaps(job: Job, sizes: JobLayout, schedule: str, chunks: int) -> list[bool]:
+    """Return the settings of `expert_overlap` that are possible with a schedule."""
+    exchanges = job.model.experts and sizes.exchanging_ranks > 1
+    hides = job.software.expert_overlap > 0 and job.machine.gpu.device != "cpu"
+    if not (exchanges and hides and schedule in PAIRED_SCHEDULES):
+        return [False]
+    layout = replace(sizes, schedule=schedule, chunks=chunks)
+    least = min_micro_batches(schedule, sizes.pipeline, paired=True)
+    return [False, True] if job.with_layout(layout).micro_batches >= least else [False]
+
+
+def shard_group_of_node(job: Job, sizes: JobLayout) -> int:
+    """Return the replicas of a node if they can be a shard group of several, otherwise 0.
+
+    It is tried with ZeRO-2, which may reduce gradients several times per step. ZeRO-1 reduces them
+    once, and a shard group makes that slower. Other software is planned without shard groups.
+    """
+    group = job.machine.gpus_per_node // sizes.tensor
+    possible = job.software.reduces_in_groups and sizes.expert == 1 and group > 1
+    return group if possible and sizes.replicas > group and sizes.replicas % group == 0 else 0
+
+
+@cache
+def schedules_of(pipeline: int, layers: int) -> list[tuple[str, int]]:
+    """Return the schedules of a pipeline with their numbers of chunks.
+
+    GPipe is not among them: it is as fast as 1F1B and needs more memory.
+    """
+    if pipeline == 1:
+        return [("1f1b", 1)]
+    return [
+        (name, chunks)
+        for name, schedule in SCHEDULES.items()
+        for chunks in ((schedule.chunks,) if schedule.chunks else INTERLEAVED_CHUNKS)
+        if pipeline * chunks <= layers and name != "gpipe"
+    ]
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number in ascending order."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n < number]

@@ -1,0 +1,165 @@
+"""Blocks and parameters of each pipeline stage."""
+
+from functools import lru_cache
+from typing import Any
+
+from models.config import ModelConfig
+from models.cost import (
+    block_parameters,
+    norm_parameters,
+    position_parameters,
+    routed_parameters,
+)
+from threefold.pipeline import schedules
+from threefold.pipeline.balance import balance_text, head_in_blocks, imbalance
+from threefold.pipeline.schedules import virtual_stage_of
+from threefold.plan.job import Job, JobLayout, once_per_job
+
+
+@once_per_job
+def blocks_of_stages(job: Job) -> tuple[tuple[int, ...], ...]:
+    """Return the number of blocks of each chunk of each stage."""
+    layout = job.layout
+    blocks = job.blocks_of_virtual_stages
+    return _blocks_of_stages(blocks, layout.schedule, layout.pipeline, layout.chunks)
+
+
+@lru_cache(maxsize=4096)
+def _blocks_of_stages(
+    blocks: tuple[int, ...], schedule: str, pipeline: int, chunks: int
+) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(blocks[virtual_stage_of(schedule, pipeline, stage, chunk)] for chunk in range(chunks))
+        for stage in range(pipeline)
+    )
+
+
+def stage_imbalance(job: Job) -> float:
+    """Return the slowest stage's work relative to the mean of all stages."""
+    return imbalance(job.blocks_of_virtual_stages, **_sharing(job))
+
+
+def stages_text(job: Job) -> str:
+    """Describe the division of the blocks over the stages in one line."""
+    return balance_text(job.blocks_of_virtual_stages, **_sharing(job))
+
+
+def _sharing(job: Job) -> dict[str, Any]:
+    layout = job.layout
+    head = head_in_blocks(job.model, layout.recompute)
+    return {"schedule": layout.schedule, "stages": layout.pipeline, "head": head}
+
+
+@once_per_job
+def stage_parameters(job: Job) -> tuple[int, ...]:
+    """Return the parameters per rank of each stage; both ends count tied embeddings."""
+    layout, last = job.layout, last_stage(job.layout)
+    return _stage_parameters(
+        job.model, layout.tensor, layout.expert, last, blocks_of_stages(job), dense_blocks(job)
+    )
+
+
+@once_per_job
+def routed_stage_parameters(job: Job) -> tuple[int, ...]:
+    """Return the parameters of experts per rank of each stage."""
+    block = routed_parameters(job.model, job.layout.tensor, job.layout.expert)
+    both = zip(blocks_of_stages(job), dense_blocks(job), strict=True)
+    return tuple(block * (sum(chunks) - sum(dense)) for chunks, dense in both)
+
+
+def own_parameters(job: Job, stage: int) -> float:
+    """Return `replicas` times the parameters that a rank updates.
+
+    A replicated weight counts once, a weight of an expert `expert` times.
+    """
+    routed = routed_stage_parameters(job)[stage]
+    return stage_parameters(job)[stage] + routed * (job.layout.expert - 1)
+
+
+@once_per_job
+def dense_blocks(job: Job) -> tuple[tuple[int, ...], ...]:
+    """Return the number of blocks of each chunk of each stage before the first block with experts.
+
+    They are all 0 for a dense model, whose blocks do not differ.
+    """
+    layout = job.layout
+    found = dense_of_virtual_stages(job)
+    return _blocks_of_stages(found, layout.schedule, layout.pipeline, layout.chunks)
+
+
+@once_per_job
+def dense_of_virtual_stages(job: Job) -> tuple[int, ...]:
+    """Return the number of blocks of each virtual stage before the first block with experts."""
+    left = job.model.experts.dense_layers if job.model.experts else 0
+    if not left:
+        return (0,) * len(job.blocks_of_virtual_stages)
+    found = []
+    for blocks in job.blocks_of_virtual_stages:
+        found.append(min(left, blocks))
+        left -= found[-1]
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _stage_parameters(
+    model: ModelConfig,
+    tensor: int,
+    expert: int,
+    last: int,
+    blocks: tuple[tuple[int, ...], ...],
+    dense: tuple[tuple[int, ...], ...],
+) -> tuple[int, ...]:
+    block = block_parameters(model, tensor, expert)
+    dense_block = block_parameters(model.dense, tensor)
+    held = [
+        block * sum(chunks) + (dense_block - block) * sum(without_experts)
+        for chunks, without_experts in zip(blocks, dense, strict=True)
+    ]
+    table = table_parameters(model, tensor)
+    held[0] += table + position_parameters(model)
+    held[last] += norm_parameters(model)
+    if last != 0 or not model.tie_embeddings:
+        held[last] += table
+    return tuple(held)
+
+
+def table_parameters(model: ModelConfig, tensor: int) -> int:
+    """Return the parameters of a tensor rank's part of the embedding or output matrix."""
+    return model.padded_vocab_size(tensor) // tensor * model.hidden_size
+
+
+def last_stage(layout: JobLayout) -> int:
+    """Return the stage that computes the logits."""
+    return schedules.last_stage(layout.schedule, layout.pipeline, layout.chunks)
+
+
+def routed_rows(job: Job) -> float:
+    """Return the rows that a rank's experts compute of a micro-batch, on the busiest rank.
+
+    A token is a row for each of its experts. Expert ranks exchange equal numbers of tokens. With
+    expert tensor parallelism, each tensor rank computes the rows of all tensor ranks.
+    """
+    return exchanged_rows(job) * job.layout.expert_tensor
+
+
+def exchanged_rows(job: Job) -> float:
+    """Return the rows that a rank receives from the expert ranks, on the busiest rank."""
+    model, layout = job.model, job.layout
+    if model.experts is None:
+        return 0.0
+    own = tokens_per_micro_batch(model, layout) / layout.tensor
+    return own * model.experts.per_token * load_factor(layout, job.expert_imbalance)
+
+
+def load_factor(layout: JobLayout, imbalance: float) -> float:
+    """Return the busiest rank's rows relative to the mean of all ranks.
+
+    It is `imbalance` if ranks have different experts. Tensor ranks that divide the columns of the
+    same experts compute the same rows.
+    """
+    return imbalance if layout.exchanging_ranks > 1 else 1.0
+
+
+def tokens_per_micro_batch(model: ModelConfig, layout: JobLayout) -> int:
+    """Return the tokens of a micro-batch on one rank."""
+    return layout.micro_sequences * model.sequence_length // layout.context

@@ -1,0 +1,481 @@
+"""Predicted time of a block, the embedding and the head, forward and backward.
+
+Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, d head size,
+t tensor ranks. All times are seconds of one micro-batch on one rank.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from math import ceil
+from typing import NamedTuple
+
+from models.cost import block_parameters, tokens_at_a_time
+from threefold.config.deepspeed_json import BYTES
+from threefold.pipeline.schedules import SCHEDULES
+from threefold.plan.job import Job, JobLayout
+from threefold.plan.stage_contents import (
+    exchanged_rows,
+    routed_rows,
+    tokens_per_micro_batch,
+)
+from threefold.plan.time.kernels import (
+    fused_attention_seconds,
+    matmul_seconds,
+    memory_seconds,
+)
+from threefold.plan.time.network import (
+    all_reduce_seconds,
+    all_to_all_seconds,
+    gather_seconds,
+    pass_seconds,
+)
+
+# Bytes per logit that the cross-entropy reads and writes, forward and backward, in fp32: conversion
+# (6), maximum (4), exponential (8), sum (4), scaling and subtraction (8), conversion back (6).
+LOSS_BYTES = 36
+# Reads and writes of each logit, in the model's precision, if the loss computes a part of the
+# tokens at a time: one for the maximum, one for the sum, two to overwrite it with its gradient.
+LOSS_PASSES = 4
+BACKWARD_SLOWER = 1 / 0.85  # slowdown of matmuls in fused attention's backward pass; fitted
+# Reads and writes of a row that a rank sends to an expert: copied before the exchange, in the order
+# of the experts (2), copied back after the reverse one (2), read and added (2).
+SENT_MOVES = 6
+# Reads and writes of a row that an expert computes: copied in the order of the experts after the
+# exchange (2), copied back before the reverse one (2).
+COMPUTED_MOVES = 4
+# Reads and writes of a row that tensor ranks gather: copied for every rank (1), and its partial
+# outputs added (1).
+GATHERED_MOVES = 2
+ELEMENTWISE_KERNELS = 8  # launches in a block's forward pass
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of a pass: computation, and exposed communication of the axes within a stage."""
+
+    compute: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum of all parts."""
+        return self.compute + self.tensor + self.context + self.expert
+
+    def __add__(self, other: "PassTime") -> "PassTime":
+        return PassTime(
+            self.compute + other.compute,
+            self.tensor + other.tensor,
+            self.context + other.context,
+            self.expert + other.expert,
+        )
+
+    def __mul__(self, count: float) -> "PassTime":
+        return PassTime(
+            self.compute * count, self.tensor * count, self.context * count, self.expert * count
+        )
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """Times of the forward and the backward pass of a block or a stage.
+
+    Attributes:
+        weights: the part of the backward pass that can be deferred: gradients of linear weights
+    """
+
+    forward: PassTime = PassTime()
+    backward: PassTime = PassTime()
+    weights: PassTime = PassTime()
+
+    @property
+    def total(self) -> float:
+        """The seconds of both passes."""
+        return self.forward.total + self.backward.total
+
+    def __add__(self, other: "ForwardBackward") -> "ForwardBackward":
+        return ForwardBackward(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.weights + other.weights,
+        )
+
+    def __mul__(self, count: float) -> "ForwardBackward":
+        return ForwardBackward(self.forward * count, self.backward * count, self.weights * count)
+
+
+def block_job(job: Job) -> Job:
+    """Return a job reduced to the settings that affect a block's time, as a key for caching."""
+    layout = job.layout
+    sharded = job.shards_in_passes
+    splits = SCHEDULES[layout.schedule].splits
+    return replace(
+        job,
+        global_sequences=1,
+        layout=JobLayout(
+            tensor=layout.tensor,
+            context=layout.context,
+            context_attention=layout.context_attention,
+            expert=layout.expert,
+            expert_tensor=layout.expert_tensor,
+            data=layout.data if sharded else 1,
+            zero_stage=layout.zero_stage if sharded else 1,
+            sequence_parallel=layout.sequence_parallel,
+            recompute=layout.recompute,
+            micro_sequences=layout.micro_sequences,
+            # Deferred weight gradients cannot hide exchanges of tokens. ZB-H1 stands for all
+            # schedules that defer them.
+            schedule="zb-h1" if job.model.experts and splits else "1f1b",
+        ),
+    )
+
+
+@lru_cache(maxsize=4096)
+def block_passes(job: Job) -> ForwardBackward:
+    """Return the times of one block; the backward pass includes recomputation.
+
+    Args:
+        job: a job as returned by `block_job`
+    """
+    layout, software = job.layout, job.software
+    matmuls, matmuls_backward, matmuls_of_weights = _matmuls(job)
+    core, core_backward = _attention(job)
+    elementwise, elementwise_backward = _elementwise(job)
+    tensor, tensor_backward = _tensor_collectives(job)
+    context, context_backward = _context_collectives(
+        job, core / software.era, core_backward / software.era
+    )
+
+    expert, expert_backward = _expert_collectives(job)
+    columns = _column_collectives(job)
+    forward = (matmuls + core + elementwise) / software.era
+    backward = (matmuls_backward + core_backward + elementwise_backward) / software.era
+    recomputing = PassTime()
+    if layout.recompute == "full":
+        again = max(forward, software.block_seconds)
+        recomputing = PassTime(again, tensor + columns, context, expert)
+    elif layout.recompute == "selective":
+        recomputing = PassTime(core / software.era, context=context)
+    host, host_backward = software.block_seconds, 2 * software.block_seconds
+    ahead = PassTime(max(forward, host), tensor + columns, context, expert)
+    slower = max(backward, host_backward)
+    back = PassTime(slower, tensor_backward + columns, context_backward, expert_backward)
+    back += recomputing
+    # The backward pass has three collectives for every two of the forward pass. One of the three
+    # gathers an input again for the gradient of a weight.
+    gathered = tensor_backward / 3 if layout.sequence_parallel else 0.0
+    weights = PassTime(matmuls_of_weights / software.era, gathered)
+    if job.shards_in_passes:
+        ahead, back = _with_shards(job, ahead, back)
+    return ForwardBackward(ahead, back, weights)
+
+
+class MatmulTime(NamedTuple):
+    """Seconds of a matmul and of its backward pass.
+
+    For each forward matmul, the backward pass has two: the gradient of the input and the gradient
+    of the weight. `backward` includes both; `weights` is the part for weight gradients.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weights: float = 0.0
+
+
+def _matmuls(job: Job) -> MatmulTime:
+    """Return the times of all matmuls of a block.
+
+    A dense block has four. A block with experts has the attention's two, those of the shared
+    experts, the router's, and the experts', among which the rows are divided equally.
+    """
+    model, t = job.model, job.layout.tensor
+    tokens, h = tokens_per_micro_batch(model, job.layout), model.hidden_size
+    shapes = [
+        (tokens, h, (model.query_size + 2 * model.key_value_size) // t, 1),
+        (tokens, model.query_size // t, h, 1),
+    ]
+    if model.mlp_size:
+        shapes += _mlp_shapes(job)
+    if model.experts is not None:
+        shapes += [(tokens // t, h, model.experts.count, 1), *_expert_shapes(job)]
+    times = [_matmul(job, shape) for shape in shapes]
+    return MatmulTime(*(sum(parts) for parts in zip(*times, strict=True)))
+
+
+MatmulShape = tuple[int, int, int, int]  # rows, inner, columns, number of equal matmuls
+
+
+def _mlp_shapes(job: Job) -> list[MatmulShape]:
+    """Return the two matmuls of a dense block's MLP, or of the shared experts."""
+    model, t = job.model, job.layout.tensor
+    tokens, h = tokens_per_micro_batch(model, job.layout), model.hidden_size
+    return [(tokens, h, model.gate_and_up_size // t, 1), (tokens, model.mlp_size // t, h, 1)]
+
+
+def _expert_shapes(job: Job) -> list[MatmulShape]:
+    """Return the two matmuls of a rank's experts, among which the rows are divided equally."""
+    model, layout, parts = job.model, job.layout, job.layout.expert_tensor
+    assert model.experts is not None
+    f = model.experts.ffn_hidden_size
+    here = model.experts.count * parts // (layout.tensor * layout.expert)
+    rows, h = ceil(routed_rows(job) / here), model.hidden_size
+    columns = model.activation_columns(f) // parts
+    return [(rows, h, columns, here), (rows, f // parts, h, here)]
+
+
+def _matmul(job: Job, shape: MatmulShape) -> MatmulTime:
+    rows, inner, columns, batch = shape
+    seconds = partial(matmul_seconds, job.machine.gpu, job.precision, batch=batch)
+    forward = seconds(rows=rows, columns=columns, inner=inner)
+    of_input = seconds(rows=rows, columns=inner, inner=columns)
+    weights = seconds(rows=columns, columns=inner, inner=padded(rows))
+    return MatmulTime(forward, of_input + weights, weights)
+
+
+def padded(tokens: int) -> int:
+    """Return the number of tokens rounded up to a multiple of 8, to count as aligned.
+
+    It is the inner size of a weight gradient. The tokens are not the contiguous dimension of this
+    matmul's inputs, so an odd number of tokens does not slow it down.
+    """
+    return -(-tokens // 8) * 8
+
+
+def _attention(job: Job) -> tuple[float, float]:
+    """Return the forward and backward times of the attention core, fused or with written scores."""
+    model, layout, software, gpu = job.model, job.layout, job.software, job.machine.gpu
+    s, d = model.sequence_length, model.attention_head_size
+    batch = layout.micro_sequences * model.heads // layout.tensor
+    if not job.writes_scores:
+        # Half of the scores are masked, and the context ranks share the other half.
+        flops = 4 * s * s * d * batch / 2 / layout.context
+        fused = fused_attention_seconds(gpu, job.precision, flops=flops)
+        fused /= software.attention
+        # The backward pass has five matmuls instead of two (Dao 2023, arXiv 2307.08691, section
+        # 4.1).
+        return fused, 2.5 * fused * BACKWARD_SLOWER
+    rows = s // layout.context
+    scores = matmul_seconds(gpu, job.precision, rows=rows, columns=s, inner=d, batch=batch)
+    values = matmul_seconds(gpu, job.precision, rows=rows, columns=d, inner=s, batch=batch)
+    size = BYTES[job.precision]
+    drops = software.attention_dropout or model.attention_dropout > 0
+    dropout = 2 * size + 1 if drops else 0
+    softmax = memory_seconds(gpu, batch * rows * s * (2 * size + dropout))
+    softmax_backward = memory_seconds(gpu, batch * rows * s * (3 * size + dropout))
+    return (
+        scores + values + softmax + 3 * gpu.kernel_seconds,
+        scores + 3 * values + softmax_backward + 3 * gpu.kernel_seconds,
+    )
+
+
+def _elementwise(job: Job) -> tuple[float, float]:
+    """Return the forward and backward times of element-wise operations, by the bytes they move.
+
+    Reads and writes of [s, b, h] in the forward pass: two norms (2 each) and two residual additions
+    with bias and dropout (3 each), which only sequence parallelism shards. Sharded over the tensor
+    ranks: the preparation of queries, keys and values (2 each), the attention's output (2), and the
+    MLP's activation (2 of its columns, 3 with a gate). Each row of an expert is also copied to its
+    place before and after the exchanges. The backward pass moves 1.5 times as much.
+    """
+    model, layout, gpu = job.model, job.layout, job.machine.gpu
+    whole = (2 * 2 + 2 * 3) * model.hidden_size / layout.sequence_ranks
+    heads = 4 * (model.query_size + model.key_value_size) / layout.tensor
+    activation = (model.gate_and_up_size + model.mlp_size) / layout.tensor
+    columns = (whole + heads + activation) * job.software.elementwise
+    moved = tokens_per_micro_batch(model, layout) * columns
+    if model.experts is not None:
+        h, f, parts = model.hidden_size, model.experts.ffn_hidden_size, layout.expert_tensor
+        moves = COMPUTED_MOVES + (GATHERED_MOVES if parts > 1 else 0)
+        row = moves * h + (model.activation_columns(f) + f) / parts
+        routed = routed_rows(job) * row + exchanged_rows(job) * SENT_MOVES * h
+        moved += routed * job.software.elementwise
+    moved *= BYTES[job.precision]
+    forward = memory_seconds(gpu, moved) + ELEMENTWISE_KERNELS * gpu.kernel_seconds
+    return forward, 1.5 * forward
+
+
+def _tensor_collectives(job: Job) -> tuple[float, float]:
+    """Return the exposed times of the tensor-parallel collectives, forward and backward.
+
+    Each pass has two all-reduces of [s, b, h] (Shoeybi et al. 2019, arXiv 1909.08053, figure 4).
+    With sequence parallelism, reduce-scatters and all-gathers move the same number of bytes, and
+    the backward pass gathers both inputs again (Korthikanti et al. 2022, arXiv 2205.05198, section
+    4.2.2). Experts need none, but without sequence parallelism an all-gather of their outputs, half
+    of an all-reduce; the shared experts have the collectives of an MLP.
+    """
+    layout, software, model = job.layout, job.software, job.model
+    row = tokens_per_micro_batch(model, layout) * model.hidden_size * BYTES[job.precision]
+    once = all_reduce_seconds(job.machine, row, ranks=layout.tensor, stride=1)
+    halves = 2.0 if model.mlp_size else 1.0
+    if model.experts is not None and not layout.sequence_parallel:
+        halves += 0.5
+    forward = once * (1 if software.parallel_block else halves)
+    backward = forward * (1.5 if layout.sequence_parallel else 1.0)
+    return (
+        forward * (1 - software.tensor_overlap),
+        backward * (1 - software.tensor_overlap_backward),
+    )
+
+
+def _expert_collectives(job: Job) -> tuple[float, float]:
+    """Return the exposed times of the exchanges of tokens, forward and backward.
+
+    Each pass has two all-to-alls; that of the numbers of tokens is too short to count. The two
+    matmuls of the shared experts run during one exchange each, forward and backward. The gradients
+    of the experts' first matrices run during the last one, unless the schedule defers them.
+    """
+    layout, model, software = job.layout, job.model, job.software
+    ranks = layout.exchanging_ranks
+    if model.experts is None or ranks == 1:
+        return 0.0, 0.0
+    moved = exchanged_rows(job) * model.hidden_size * BYTES[job.precision]
+    once = all_to_all_seconds(job.machine, moved, ranks=ranks, stride=layout.expert_tensor)
+    # On a CPU, the same cores compute and communicate.
+    share = 0.0 if job.machine.gpu.device == "cpu" else software.expert_overlap
+    first, second = MatmulTime(), MatmulTime()
+    if model.mlp_size:
+        first, second = (_matmul(job, shape) for shape in _mlp_shapes(job))
+    if SCHEDULES[layout.schedule].splits:
+        back = [first.backward - first.weights, second.backward - second.weights]
+    else:
+        of_experts = _matmul(job, _expert_shapes(job)[0]).weights
+        back = [first.backward + of_experts, second.backward]
+
+    def exposed(*computed: float) -> float:
+        return sum(once - share * min(once, each / software.era) for each in computed)
+
+    return exposed(first.forward, second.forward), exposed(*back)
+
+
+def _column_collectives(job: Job) -> float:
+    """Return the time in which expert tensor parallelism gathers rows and sums partial outputs.
+
+    It is the same in both passes.
+    """
+    ranks = job.layout.expert_tensor
+    if job.model.experts is None or ranks == 1:
+        return 0.0
+    moved = routed_rows(job) * job.model.hidden_size * BYTES[job.precision]
+    return 2 * gather_seconds(job.machine, moved, ranks=ranks, stride=1)
+
+
+def context_seconds(job: Job) -> tuple[float, float]:
+    """Return the exposed times of a block's communication on the context axis, in both passes."""
+    core, core_backward = _attention(job)
+    era = job.software.era
+    return _context_collectives(job, core / era, core_backward / era)
+
+
+def _context_collectives(job: Job, core: float, core_backward: float) -> tuple[float, float]:
+    """Return the exposed times of the context axis's communication, forward and backward.
+
+    "ring": keys and values travel during attention, which hides them up to its own time (Liu et al.
+    2023, arXiv 2310.01889, section 3). In the backward pass, fp32 gradients travel with them, and
+    one more pass returns the gradients to their owners.
+    "gather": only attention to a rank's own slices hides the gathers, 1 / 2c of all pairs. The
+    backward pass also sums fp32 gradients. With attention dropout, which needs whole rows, nothing
+    hides the gather, and the keys are kept for the backward pass.
+    "ulysses": two all-to-alls in each pass, which nothing hides (Jacobs et al. 2023, arXiv
+    2309.14509, section 3.2).
+    """
+    layout, model, machine = job.layout, job.model, job.machine
+    ranks, stride, size, wide = layout.context, layout.tensor, BYTES[job.precision], BYTES["fp32"]
+    if ranks == 1:
+        return 0.0, 0.0
+    tokens = tokens_per_micro_batch(model, layout)
+    keys = tokens * 2 * model.key_value_size / layout.tensor  # elements of a rank
+    if layout.context_attention == "ulysses":
+        queries = tokens * model.query_size / layout.tensor
+        both = sum(
+            all_to_all_seconds(machine, elements * size, ranks=ranks, stride=stride)
+            for elements in (queries + keys, queries)
+        )
+        return both, both
+    gathered, summed = (
+        gather_seconds(machine, ranks * keys * each, ranks=ranks, stride=stride)
+        for each in (size, wide)
+    )
+    if model.attention_dropout:
+        return gathered, summed
+    if layout.context_attention == "ring":
+        forward, backward, last = (
+            pass_seconds(machine, keys * each, ranks=ranks, stride=stride)
+            for each in (size, size + wide, wide)
+        )
+        exposed_backward = max(0.0, (ranks - 1) * backward - core_backward) + last
+        return max(0.0, (ranks - 1) * forward - core), exposed_backward
+    exposed_backward = max(0.0, gathered - core_backward / (2 * ranks))
+    return max(0.0, gathered - core / (2 * ranks)), exposed_backward + summed
+
+
+def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, PassTime]:
+    """Add the communication of weights (ZeRO-3) and gradients sharded over the data ranks.
+
+    ZeRO-3 gathers the weights before both passes and reduces the gradients after the backward pass
+    (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2). Weights that are released between
+    the recomputation and the backward pass of a block are gathered a third time.
+    """
+    layout, software = job.layout, job.software
+    parameters = block_parameters(job.model, layout.tensor, layout.expert)
+    ranks, stride, messages = layout.replicas, layout.tensor, software.messages_per_block
+    gathers = again = 0.0
+    if layout.zero_stage == 3:
+        weights = parameters * BYTES[job.precision]
+        gathers = gather_seconds(
+            job.machine, weights, ranks=ranks, stride=stride, messages=messages
+        )
+        if layout.recompute == "full":
+            again = gathers * max(0.0, 1 - software.kept_elements / parameters)
+    gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
+    if layout.zero_stage == 2 and not software.reduce_scatter:
+        reduce = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
+    else:
+        reduce = gather_seconds(
+            job.machine, gradients, ranks=ranks, stride=stride, messages=messages
+        )
+    return (
+        ahead + PassTime(tensor=_exposed(job, gathers, ahead.total)),
+        back + PassTime(tensor=_exposed(job, gathers + again + reduce, back.total)),
+    )
+
+
+def _exposed(job: Job, communication: float, computation: float) -> float:
+    """Return the part of a communication that the concurrent computation does not hide."""
+    return communication - min(communication, computation) * job.software.shard_overlap
+
+
+@lru_cache(maxsize=4096)
+def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
+    """Return the times of the embedding, and those of the final norm, the logits and the loss.
+
+    Args:
+        job: a job as returned by `block_job`
+    """
+    gpu, t, precision, era = job.machine.gpu, job.layout.tensor, job.precision, job.software.era
+    tokens, h = tokens_per_micro_batch(job.model, job.layout), job.model.hidden_size
+    row = tokens * h * BYTES[precision]
+    reduced = all_reduce_seconds(job.machine, row, ranks=t, stride=1)
+    # Forward: lookup, mask and addition. Backward: the gradients are summed by token.
+    lookup = memory_seconds(gpu, 4 * row)
+    embedding = ForwardBackward(PassTime(lookup, reduced), PassTime(lookup))
+
+    columns = job.model.padded_vocab_size(t) // t
+    rows = tokens  # of one matmul
+    if job.footprint.loss_in_parts:
+        rows = tokens_at_a_time(tokens, columns, gpu.device)
+    logits = matmul_seconds(gpu, precision, rows=rows, columns=columns, inner=h)
+    backward = matmul_seconds(gpu, precision, rows=rows, columns=h, inner=columns)
+    weight = matmul_seconds(gpu, precision, rows=columns, columns=h, inner=padded(rows))
+    logits, backward, weight = (tokens / rows * each for each in (logits, backward, weight))
+    if job.footprint.loss_in_parts:
+        # The forward pass computes both gradients, and the backward pass only scales them.
+        loss = memory_seconds(gpu, tokens * columns * LOSS_PASSES * BYTES[precision])
+        scaled = memory_seconds(gpu, 2 * (row + h * columns * BYTES[precision]))
+        return embedding, ForwardBackward(
+            PassTime((logits + backward + weight + loss) / era), PassTime(scaled / era, reduced)
+        )
+    loss = memory_seconds(gpu, tokens * columns * LOSS_BYTES / 2)
+    return embedding, ForwardBackward(
+        PassTime((logits + loss) / era), PassTime((backward + weight + loss) / era, reduced)
+    )

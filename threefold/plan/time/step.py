@@ -1,0 +1,235 @@
+"""Predicted time of a training step and its parts. All times are seconds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import log2
+
+from threefold.config.deepspeed_json import BYTES
+from threefold.pipeline.balance import PROPORTION_UNITS, pass_proportions
+from threefold.pipeline.schedules import Kind, Pipeline
+from threefold.pipeline.simulation import pipeline_seconds, simulate
+from threefold.plan.job import Job
+from threefold.plan.stage_contents import (
+    blocks_of_stages,
+    dense_blocks,
+    dense_of_virtual_stages,
+    last_stage,
+    tokens_per_micro_batch,
+)
+from threefold.plan.time.block import ForwardBackward, block_job, block_passes, end_passes
+from threefold.plan.time.network import gather_seconds, transfer_seconds
+from threefold.plan.time.optimizer_time import optimizer_time
+from threefold.plan.time.update import data_time
+
+MAX_SIMULATED_STAGES = 4
+MAX_SIMULATED_ROUNDS = 2  # a round has one micro-batch per stage
+
+Lengths = tuple[int, int, int]  # of a forward, a backward and a weight-gradient pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The parts of a step's seconds on the slowest stage."""
+
+    compute: float
+    tensor: float  # tensor-parallel collectives
+    context: float = 0.0  # communication of the context ranks
+    expert: float = 0.0  # exchange of tokens between experts
+    pipeline: float  # transfers between stages
+    bubble: float  # waiting for other stages
+    data: float  # reduction of gradients, gathering of weights
+    optimizer: float
+    waiting: float  # for slower nodes
+    forward: tuple[float, ...]  # of a micro-batch, by stage
+    backward: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        spent = self.compute + self.tensor + self.context + self.expert
+        spent += self.pipeline + self.bubble
+        return spent + self.data + self.optimizer + self.waiting
+
+
+def step_time(job: Job) -> StepTime:
+    """Predict the time of a step.
+
+    The slowest stage runs all its micro-batches one after the other, and is idle for the bubble
+    (`waiting_for_stages`).
+    """
+    layout, machine, software = job.layout, job.machine, job.software
+    stages = stage_passes(job)
+    slowest = max(stages, key=lambda each: each.total)
+    forward, backward = slowest.forward, slowest.backward
+    transfer = transfer_time(job)
+    # Each micro-batch crosses every chunk's boundary once forward and once backward.
+    sent = job.micro_batches * 2 * layout.chunks * transfer * (1 - software.pipeline_overlap)
+    filling = 2 * (layout.pipeline - 1) * transfer
+    bubble = waiting_for_stages(job, stages) + filling
+    data = data_time(job, backward.total)
+    optimizer = optimizer_time(job)
+    hidden = hidden_by_pairs(job, stages.index(slowest), slowest)
+    running = job.micro_batches * slowest.total - hidden
+    busy = running + sent + bubble + data + optimizer
+    doublings = max(0.0, log2(machine.gpus / machine.gpus_per_node))
+    return StepTime(
+        compute=job.micro_batches * (forward.compute + backward.compute),
+        tensor=job.micro_batches * (forward.tensor + backward.tensor),
+        pipeline=sent,
+        bubble=bubble,
+        data=data,
+        optimizer=optimizer,
+        waiting=busy * machine.gpu.straggling * software.straggling * doublings,
+        forward=tuple(each.forward.total for each in stages),
+        backward=tuple(each.backward.total for each in stages),
+        context=job.micro_batches * (forward.context + backward.context),
+        expert=job.micro_batches * (forward.expert + backward.expert) - hidden,
+    )
+
+
+def hidden_by_pairs(job: Job, stage: int, passes: ForwardBackward) -> float:
+    """Return the seconds of exchanges of tokens in a step that pairs of passes hide.
+
+    Each pass of a pair computes while the other one exchanges tokens.
+    """
+    layout = job.layout
+    # On a CPU, the same cores compute and communicate.
+    if not layout.expert_overlap or job.machine.gpu.device == "cpu":
+        return 0.0
+    forward, backward = passes.forward, passes.backward
+    hidden = min(forward.expert, backward.compute) + min(backward.expert, forward.compute)
+    p, v, m = layout.pipeline, layout.chunks, job.micro_batches
+    fewest, more = (pair_count(layout.schedule, p, v, n * p, stage) for n in (2, 3))
+    pairs = fewest + (m - 2 * p) / p * (more - fewest)
+    return job.software.expert_overlap * pairs * hidden / v
+
+
+@lru_cache(maxsize=1024)
+def pair_count(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:
+    """Return the pairs of passes of a stage in a step; see `Pipeline.units`."""
+    pipeline = Pipeline(
+        stages=stages, chunks=chunks, micro_batches=micro_batches, schedule=schedule, paired=True
+    )
+    return sum(len(unit) > 1 for unit in pipeline.units(pipeline.orders[stage]))
+
+
+def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
+    """Return the bubble: the seconds that the slowest stage is idle in a step.
+
+    With 1F1B, the stage waits for one micro-batch of every other stage, partly before its first and
+    partly after its last micro-batch. With interleaving, it waits for only one chunk of every other
+    stage (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). ZB-H1 fills a part of this time
+    with the available weight-gradient passes (Qi et al. 2023, arXiv 2401.10241, table 2). With
+    ZB-V, the stage waits for half a forward pass of each stage if all passes take equally long;
+    otherwise the bubble is simulated. With DualPipeV, which computes the gradients of weights and
+    inputs together, it waits for the backward pass of each stage; if it runs pairs of passes, also
+    for the forward pass. `order.py` defines the orders, and the tests compare these formulas with
+    simulations.
+    """
+    p, v, m = job.layout.pipeline, job.layout.chunks, job.micro_batches
+    schedule = job.layout.schedule
+    slowest = max(stages, key=lambda each: each.total)
+    others = sum(each.total for each in stages) - slowest.total
+    if schedule == "dualpipev":
+        backward = sum(each.backward.total for each in stages) - slowest.backward.total
+        if job.layout.expert_overlap:
+            backward += sum(each.forward.total for each in stages) - slowest.forward.total
+        return max(0.0, backward - slowest.forward.total / 2)
+    if schedule == "zb-h1":
+        weights = sum(each.weights.total for each in stages) - slowest.weights.total
+        missing = max(0, p - m) * slowest.weights.total
+        return others - 2 * weights + missing
+    if schedule == "zb-v":
+        return zero_bubble_v_wait(job, slowest)
+    if m < p:  # each chunk also waits for the last stage
+        return others * (p - m + (m - 1) / v) / (p - 1)
+    return others / v
+
+
+def zero_bubble_v_wait(job: Job, stage: ForwardBackward) -> float:
+    """Return the idle seconds of a ZB-V step if all stages take as long as `stage`.
+
+    The idle time grows in proportion to p - 1 and does not depend on the number of micro-batches,
+    so the simulation uses few stages and micro-batches.
+    """
+    p, m = min(job.layout.pipeline, MAX_SIMULATED_STAGES), job.micro_batches
+    lengths = (
+        round(PROPORTION_UNITS * stage.forward.total / stage.total),
+        round(PROPORTION_UNITS * (stage.backward.total - stage.weights.total) / stage.total),
+        round(PROPORTION_UNITS * stage.weights.total / stage.total),
+    )
+    proportions = pass_proportions(job.model, job.layout.recompute)
+    waited = simulated_wait(p, min(m, MAX_SIMULATED_ROUNDS * p), proportions, lengths)
+    return max(0.0, waited) / sum(lengths) * stage.total * (job.layout.pipeline - 1) / (p - 1)
+
+
+@lru_cache(maxsize=4096)
+def simulated_wait(
+    stages: int, micro_batches: int, proportions: Lengths, lengths: Lengths
+) -> float:
+    """Return the length of a ZB-V step minus the passes of one stage, in the unit of `lengths`.
+
+    Args:
+        proportions: lengths of the passes from which the order is computed
+        lengths: lengths of the passes in the simulation
+    """
+    pipeline = Pipeline(
+        stages=stages, micro_batches=micro_batches, chunks=2, schedule="zb-v",
+        proportions=proportions,
+    )  # fmt: skip
+    takes = {kind: length / 2 for kind, length in zip(Kind, lengths, strict=True)}
+    timeline = simulate(pipeline, lambda work: takes[work.kind])
+    return pipeline_seconds(timeline) - micro_batches * sum(lengths)
+
+
+def stage_passes(job: Job) -> list[ForwardBackward]:
+    """Return the times of a micro-batch's passes through all chunks of each stage."""
+    blocks, dense = (
+        [sum(chunks) for chunks in each] for each in (blocks_of_stages(job), dense_blocks(job))
+    )
+    return _with_ends(job, blocks, dense, last_stage(job.layout))
+
+
+def virtual_stage_passes(job: Job) -> list[ForwardBackward]:
+    """Return the times of a micro-batch's passes through each virtual stage."""
+    return _with_ends(job, job.blocks_of_virtual_stages, dense_of_virtual_stages(job), -1)
+
+
+def _with_ends(
+    job: Job, blocks: Sequence[int], dense: Sequence[int], last: int
+) -> list[ForwardBackward]:
+    """Return the times of parts with these numbers of blocks, the embedding and the head.
+
+    Args:
+        blocks: number of blocks of each part; the first part also has the embedding
+        dense: number of these blocks that precede the first block with experts
+        last: index of the part with the head
+    """
+    shared = block_job(job)
+    block = block_passes(shared)
+    embedding, head = end_passes(shared)
+    dense_block = block_passes(replace(shared, model=job.model.dense)) if any(dense) else block
+    passes = {
+        (count, few): block * (count - few) + dense_block * few
+        for count, few in set(zip(blocks, dense, strict=True))
+    }
+    parts = [passes[each] for each in zip(blocks, dense, strict=True)]
+    parts[0] += embedding
+    parts[last] += head
+    return parts
+
+
+def transfer_time(job: Job) -> float:
+    """Return the seconds of sending a micro-batch's activation to the next stage."""
+    layout = job.layout
+    if layout.pipeline == 1:
+        return 0.0
+    row = tokens_per_micro_batch(job.model, layout) * job.model.hidden_size * BYTES[job.precision]
+    stride = layout.tensor * layout.replicas
+    if not (job.software.split_transfers or layout.sequence_parallel):
+        return transfer_seconds(job.machine, row, stride=stride)
+    part = transfer_seconds(job.machine, row / layout.tensor, stride=stride)
+    if layout.sequence_parallel:
+        return part
+    return part + gather_seconds(job.machine, row, ranks=layout.tensor, stride=1)

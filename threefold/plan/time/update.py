@@ -1,0 +1,224 @@
+"""Predicted time of the communication between data ranks in a step. All times are seconds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from threefold.config.deepspeed_json import BYTES
+from threefold.plan.footprint import RUNNING_BUCKETS
+from threefold.plan.job import Job
+from threefold.plan.stage_contents import (
+    blocks_of_stages,
+    routed_stage_parameters,
+    stage_parameters,
+)
+from threefold.plan.time.network import all_reduce_seconds, gather_seconds
+
+TENSORS_PER_BLOCK = 7  # fused q, k and v; output; gate, up and down; two norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataTraffic:
+    """Communication of a stage's data ranks in a step, if nothing hides it.
+
+    Attributes:
+        reduced: seconds of one reduction of all gradients
+        between: seconds of the sum over shard groups, once in a step
+        gathered: seconds of gathering all updated weights
+        buckets: number of buckets that these are divided into
+        groups: reductions of all gradients in a step
+        every: micro-batches per group
+        chunks: number of chunks of an interleaved schedule; 1 for others
+        stages: number of stages; an interleaved chunk also runs this many micro-batches in a row
+        alternating: forward passes run between the backward passes, unlike in GPipe
+    """
+
+    reduced: float
+    between: float = 0.0
+    gathered: float = 0.0
+    buckets: int = 1
+    groups: int = 1
+    every: int = 1
+    chunks: int = 1
+    stages: int = 1
+    alternating: bool = True
+
+    @property
+    def reductions(self) -> float:
+        """Seconds of all sums of gradients in a step."""
+        return self.groups * self.reduced + self.between
+
+    def exposed_reductions(self, backward: float) -> float:
+        """Return the seconds of `reductions` that Threefold's engine cannot hide.
+
+        The last group's buckets are reduced during its last backward pass, and nothing follows. The
+        passes of the next group hide an earlier group, too. After a pass has started a third
+        reduction, it waits for the first one. The chunks of an interleaved schedule with several
+        micro-batches in a row have no such limit.
+
+        Args:
+            backward: seconds of a micro-batch's backward pass through the stage; a forward pass is
+                assumed to take half as long
+        """
+        buckets = max(1, self.buckets // self.chunks)
+        passing, of_chunk = backward / self.chunks, self.reduced / self.chunks
+        last = exposed_after(passing, (of_chunk, self.between / self.chunks), buckets)
+        if self.chunks > 1:  # the last passes of the next chunk hide the sums of this one
+            last += (self.chunks - 1) * max(0.0, of_chunk - self.stages * passing)
+        if self.groups == 1:
+            return last
+        in_a_row = self.chunks > 1 and self.every > 1
+        running = buckets if in_a_row else min(RUNNING_BUCKETS, buckets)
+        forward = backward / 2 if self.alternating else 0.0
+        of_group = self.every * (forward + backward)
+        until_next = of_group - backward + backward / self.buckets  # until a bucket is complete
+        drained = min(running * of_chunk / buckets, until_next / self.chunks)
+        outlasting = exposed_after(passing, (of_chunk,), buckets) - drained
+        earlier = max(0.0, self.chunks * outlasting, self.reduced - of_group)
+        return last + (self.groups - 1) * earlier
+
+    def exposed_gathering(self, forward: float) -> float:
+        """Return the seconds of `gathered` that the first forward pass cannot hide."""
+        return exposed_after(forward, (self.gathered,), self.buckets)
+
+
+def exposed_after(passing: float, collectives: Sequence[float], buckets: int) -> float:
+    """Return the time by which collectives lengthen a pass that they overlap.
+
+    Equal buckets go through the pass and then through each collective, or in the reverse order.
+    Each handles one bucket at a time. Such a flow shop of equal jobs ends after one job's time and
+    (jobs - 1) times that of the slowest machine (Pinedo, Scheduling, section 6.1).
+
+    Args:
+        passing: seconds of the pass
+        collectives: seconds of each collective for all buckets together
+        buckets: number of buckets
+    """
+    of_bucket = [seconds / buckets for seconds in (passing, *collectives)]
+    return sum(of_bucket) + (buckets - 1) * max(of_bucket) - passing
+
+
+def data_time(job: Job, last_backward: float) -> float:
+    """Return the exposed seconds of reducing gradients and gathering new weights in a step.
+
+    The last backward pass can hide the reduction, and the first forward pass the gathering. For
+    Threefold, this is computed bucket by bucket, except on a CPU, where the same cores run passes
+    and collectives. For other stacks, a fitted share of these two passes is hidden.
+
+    ZeRO-3 communicates in every pass, and DeepSpeed's own ZeRO-2 reduces in every backward pass;
+    the times of the passes include that.
+    """
+    layout, software = job.layout, job.software
+    if layout.replicas == 1 or layout.zero_stage == 3:
+        return 0.0
+    traffic = data_traffic(job)
+    if not software.reduces_in_groups:
+        hidden = min(traffic.reduced, last_backward) * software.data_overlap
+        hidden += min(traffic.gathered, last_backward / 2) * software.gather_overlap
+        return traffic.reductions + traffic.gathered - hidden
+    if job.machine.gpu.device == "cpu":
+        return traffic.reductions + traffic.gathered
+    reductions = traffic.exposed_reductions(last_backward)
+    gathering = traffic.exposed_gathering(last_backward / 2)
+    return (
+        software.data_overlap * reductions
+        + (1 - software.data_overlap) * traffic.reductions
+        + software.gather_overlap * gathering
+        + (1 - software.gather_overlap) * traffic.gathered
+    )
+
+
+def data_traffic(job: Job) -> DataTraffic:
+    """Return the communication of the data ranks of the stage with the most parameters."""
+    layout, software = job.layout, job.software
+    if layout.expert > 1:
+        return _traffic_with_experts(job)
+    ranks, stride = layout.replicas, layout.tensor
+    parameters = max(stage_parameters(job))
+    weights = parameters * BYTES[job.precision]
+    gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
+    reduced = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
+    gathered = 0.0
+    owners, between = layout.optimizer_ranks, 0.0
+    if layout.zero_stage:
+        gathered = gather_seconds(
+            job.machine,
+            weights,
+            ranks=owners,
+            stride=stride,
+            messages=min(owners, tensors_of_stage(job)) if software.broadcasts_weights else 1,
+        )
+    if owners < ranks and software.reduces_in_groups:
+        # A reduce-scatter within each shard group; once in a step, an all-reduce between them.
+        reduced = gather_seconds(job.machine, gradients, ranks=owners, stride=stride)
+        between = all_reduce_seconds(
+            job.machine,
+            parameters / owners * BYTES["fp32"],
+            ranks=ranks // owners,
+            stride=stride * owners,
+        )
+    elif owners < ranks or not software.reduce_scatter:
+        # A reduce-scatter in a part of the data ranks would not sum over all of them.
+        reduced = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
+    if job.shards_in_passes:
+        reduced = 0.0
+    return _in_buckets(job, parameters, reduced=reduced, between=between, gathered=gathered)
+
+
+def _traffic_with_experts(job: Job) -> DataTraffic:
+    """Return `data_traffic` if data ranks divide the experts.
+
+    Experts are reduced and gathered among the ranks with the same experts, other weights among all
+    data ranks.
+    """
+    layout, software = job.layout, job.software
+    stage = max(range(layout.pipeline), key=stage_parameters(job).__getitem__)
+    routed = routed_stage_parameters(job)[stage]
+    spans = (
+        (stage_parameters(job)[stage] - routed, layout.replicas, layout.tensor),
+        (routed, layout.replicas // layout.expert, layout.tensor * layout.expert),
+    )
+    reduced, gathered = (
+        sum(
+            gather_seconds(job.machine, parameters * size, ranks=ranks, stride=stride)
+            for parameters, ranks, stride in spans
+            if ranks > 1
+        )
+        for size in (
+            software.bytes_of_gradients(BYTES[job.precision]),
+            BYTES[job.precision],
+        )
+    )
+    return _in_buckets(job, stage_parameters(job)[stage], reduced=reduced, gathered=gathered)
+
+
+def _in_buckets(
+    job: Job, parameters: float, *, reduced: float, gathered: float, between: float = 0.0
+) -> DataTraffic:
+    """Return traffic with the buckets and groups of a job.
+
+    Args:
+        job: the job
+        parameters: number of parameters of the stage
+        reduced: as in DataTraffic
+        gathered: as in DataTraffic
+        between: as in DataTraffic
+    """
+    every = job.micro_batches_per_reduction
+    layout = job.layout
+    return DataTraffic(
+        buckets=max(1, ceil(parameters / job.footprint.group_bucket_elements)),
+        groups=ceil(job.micro_batches / every),
+        every=every,
+        chunks=layout.chunks if layout.schedule == "interleaved" else 1,
+        stages=layout.pipeline,
+        alternating=layout.schedule != "gpipe",
+        reduced=reduced,
+        between=between,
+        gathered=gathered,
+    )
+
+
+def tensors_of_stage(job: Job) -> int:
+    """Return the number of weights of the largest stage."""
+    return TENSORS_PER_BLOCK * max(sum(chunks) for chunks in blocks_of_stages(job)) + 1
