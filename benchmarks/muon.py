@@ -36,7 +36,7 @@ from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, load_gpu
 from threefold.plan.job import Job, Machine, job_of
-from threefold.plan.time.optimizer_time import muon_time
+from threefold.plan.time.update import muon_time
 from threefold.runtime.command_line import count
 from threefold.runtime.output import stdout_for_json
 

@@ -47,19 +47,30 @@ from recipes.training.data.corpus_manifest import unused_rows
 from threefold.config.layout import Cluster
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.plan import family_report, plan_table, recipe_edits, report
-from threefold.plan.calibration.comparison import compare
+from threefold.plan import catalogue, recipe_edits, report
+from threefold.plan import report as plan_table
+from threefold.plan.calibration.compare import compare
 from threefold.plan.calibration.fit import Fit, fit_table
 from threefold.plan.catalogue import recipe_table, zero_stage_lines
-from threefold.plan.cluster import recipe_on_cluster
-from threefold.plan.costs import fault_costs, snapshot_costs
-from threefold.plan.family import largest, members
-from threefold.plan.goodput_report import GoodputCase, goodput_lines, goodput_table
-from threefold.plan.job import Job, Machine, job_without_layout, own_job, zero3_in_pipeline
+from threefold.plan.goodput import (
+    GoodputCase,
+    fault_costs,
+    goodput_lines,
+    goodput_table,
+    snapshot_costs,
+)
+from threefold.plan.job import (
+    Job,
+    Machine,
+    job_without_layout,
+    own_job,
+    recipe_on_cluster,
+    zero3_in_pipeline,
+)
 from threefold.plan.memory.peak import fits
-from threefold.plan.search import SearchResult, search
+from threefold.plan.report import stage_rows, stages_lines, stages_table
+from threefold.plan.search import SearchResult, largest, members, search
 from threefold.plan.software import load_software
-from threefold.plan.stage_report import stage_rows, stages_lines, stages_table
 from threefold.plan.time.step import step_time
 from threefold.runtime.exits import raise_at_interrupt
 from threefold.runtime.output import escape_output, stdout_for_json
@@ -231,7 +242,7 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
             "draw; use a valid layout, --top 1 or more nodes"
         )
     # Imported only here: matplotlib takes a second to import, and most plans draw no picture.
-    from threefold.plan import plan_picture
+    from threefold.plan import pictures as plan_picture
 
     if options.timeline:
         plan_picture.draw_timeline(job, title=recipe.name, file=options.timeline)
@@ -253,13 +264,13 @@ def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
         warn=leave_out,
     )  # fmt: skip
     if options.json:
-        table = family_report.family_table(family, cluster, options.largest)
+        table = catalogue.family_table(family, cluster, options.largest)
         links = plan_table.links_table(Machine.of_cluster(cluster, links_of(options)))
         print(json.dumps(table | {"links": links, "calibration": fit.table()}))
     else:
         if fit.source:
             print(report.calibration_text(fit))
-        lines = family_report.family_lines(
+        lines = catalogue.family_lines(
             family,
             cluster,
             options.largest,

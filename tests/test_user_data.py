@@ -46,7 +46,7 @@ from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import FOLDER, read_gpu
 from threefold.plan.calibration.compare import evaluate
-from threefold.plan.calibration.table import read_table
+from threefold.plan.calibration.runs_table import read_table
 from threefold.runtime.environment import check_accelerator
 from threefold.runtime.processes import check_port
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from benchmarks.taking_turns import Player
 from threefold.gpus.datasheet import Gpu, rounded
-from threefold.plan.time.block import BACKWARD_SLOWER
-from threefold.plan.time.kernels import fused_attention_seconds, matmul_seconds
+from threefold.plan.time.block import BACKWARD_SLOWER, fused_attention_seconds, matmul_seconds
 
 CPU_ROWS, GPU_ROWS = (256, 1024), (2048, 8192)  # tokens of a micro-batch
 CPU_SIZES = ((512, 512), (1536, 512), (2816, 512), (512, 1408), (4096, 512), (3072, 1024),

@@ -9,8 +9,7 @@ from pathlib import Path
 from models.errors import UserError
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.plan.cluster import recipe_on_cluster
-from threefold.plan.job import Job, Machine, job_without_layout, own_job
+from threefold.plan.job import Job, Machine, job_without_layout, own_job, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, StageMemory, fits, fullest_stage, limit_after_shortage
 from threefold.plan.recipe_edits import edits, options_of
 from threefold.plan.search import DEFAULT_HEADROOM, Plan, is_near_tie, search

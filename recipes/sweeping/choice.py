@@ -16,8 +16,7 @@ from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import short
-from threefold.plan.cluster import recipe_on_cluster
-from threefold.plan.job import Machine, job_without_layout
+from threefold.plan.job import Machine, job_without_layout, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, fits, host_bytes
 from threefold.plan.recipe_edits import edits, in_layout, value_of
 from threefold.plan.search import (

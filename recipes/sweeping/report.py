@@ -11,7 +11,7 @@ from typing import Any
 from recipes.sweeping.choice import Choice
 from recipes.sweeping.splitting.parts import PARTS, PLANNED_PARTS, Split, planned_parts
 from recipes.sweeping.trial import FAULTS, OUTCOMES, Result, Trial, competitors
-from threefold.plan.calibration.evaluation import MIN_RANKED_LAYOUTS, rank_correlation
+from threefold.plan.calibration.fit import MIN_RANKED_LAYOUTS, rank_correlation
 from threefold.plan.report import layout_line
 
 MAX_BEST = 5  # layouts in the summary, for each recipe and number of GPUs

@@ -20,7 +20,7 @@ from benchmarks.one_step.transformers_llama import TransformersLlama
 from benchmarks.taking_turns import Turn, check_first_losses, cores_at_hand, ratio
 from models.errors import UserError
 from threefold.gpus.datasheet import FOLDER, Gpu, load_gpu, read_gpu
-from threefold.plan.time.kernels import matmul_seconds
+from threefold.plan.time.block import matmul_seconds
 
 TINY = cpu_shape(64, 2, 256, micro_batches=2)
 SIZES = ("rows", "columns", "inner")

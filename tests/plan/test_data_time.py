@@ -6,8 +6,7 @@ import pytest
 
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.pipeline.gradients import MAX_RUNNING
-from threefold.plan.cluster import DEFAULT_CLUSTER
-from threefold.plan.job import Machine, job_of
+from threefold.plan.job import DEFAULT_CLUSTER, Machine, job_of
 from threefold.plan.time.update import (
     DataTraffic,
     data_time,

@@ -16,12 +16,11 @@ from tests.commands import run_here
 from tests.conftest import shipped_recipes
 from threefold.config.layout import Cluster
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.plan import family as family_search
-from threefold.plan.calibration.calibration import Calibration
-from threefold.plan.family import Member, largest, members
-from threefold.plan.family_report import family_lines, family_table
+from threefold.plan import search as family_search
+from threefold.plan.calibration.fit import Calibration
+from threefold.plan.catalogue import family_lines, family_table
 from threefold.plan.job import Machine, job_without_layout
-from threefold.plan.search import search
+from threefold.plan.search import Member, largest, members, search
 from threefold.plan.software import load_software
 
 LLAMA = REPOSITORY / "recipes" / "llama"

@@ -9,8 +9,7 @@ import pytest
 from models.cost import parameter_count
 from recipes import plan
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.plan.costs import fault_costs, snapshot_costs
-from threefold.plan.goodput_report import duration
+from threefold.plan.goodput import duration, fault_costs, snapshot_costs
 from threefold.plan.job import Machine, job_of
 from threefold.plan.software import THREEFOLD
 

@@ -12,10 +12,10 @@ from tests.commands import run_here
 from threefold.config.layout import Cluster
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu
-from threefold.plan import family
+from threefold.plan import search
 from threefold.plan.job import LinkOverrides, Machine, job_of, links_text
-from threefold.plan.plan_picture import plan_on_nodes
-from threefold.plan.time.network import all_reduce_seconds, transfer_seconds
+from threefold.plan.pictures import plan_on_nodes
+from threefold.plan.time.block import all_reduce_seconds, transfer_seconds
 from threefold.plan.time.step import step_time
 
 LLAMA_7B = "recipes/llama/7b.toml"
@@ -70,7 +70,7 @@ def test_a_plan_uses_the_links_and_shows_them() -> None:
 
 
 def test_a_family_uses_the_links_and_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(family, "recipes_in_repository", lambda: [])
+    monkeypatch.setattr(search, "recipes_in_repository", lambda: [])
     family_of_one = [*SIZE, "--largest", "1000"]
     options = [*family_of_one, "--network", "1"]
     slow = json.loads(run_plan(*options, "--json").stdout)

@@ -14,12 +14,12 @@ from recipes.tracing.trace import trace
 from recipes.training.engine.optimizer.matrix_plan import Matrix, owners_by_round
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu
-from threefold.plan.costs import own_bytes
-from threefold.plan.hidden_matrices import elements_of, matrices_of_layers
+from threefold.plan.goodput import own_bytes
 from threefold.plan.job import Job, Machine, job_of
-from threefold.plan.memory.muon_working import muon_working_bytes
 from threefold.plan.memory.peak import memory_of_stage
-from threefold.plan.time.optimizer_time import (
+from threefold.plan.memory.working import muon_working_bytes
+from threefold.plan.stage_contents import elements_of, matrices_of_layers
+from threefold.plan.time.update import (
     muon_time,
     newton_schulz_seconds,
     optimizer_time,

@@ -14,10 +14,11 @@ from recipes import plan
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.pipeline.picture import MAX_STAGE_ROWS, evenly_picked
-from threefold.plan import family, plan_picture
+from threefold.plan import pictures
+from threefold.plan import search as family
 from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import GIB, stage_memory
-from threefold.plan.pipeline_picture import timeline
+from threefold.plan.pictures import timeline
 from threefold.plan.search import search
 
 RECIPES = REPOSITORY / "recipes"
@@ -118,12 +119,12 @@ def test_picked_stages_are_spread_evenly() -> None:
 
 
 def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_picture, "MIN_LAST_NODES", 2)
+    monkeypatch.setattr(pictures, "MIN_LAST_NODES", 2)
     relatives = [RECIPES / "llama" / f"{size}.toml" for size in ("1b", "8b", "405b")]
     monkeypatch.setattr(family, "recipes_in_repository", lambda: relatives)
     size = ("cluster.nodes=3", "cluster.gpus_per_node=4", "batch.global_sequences=24")
     recipe, job = load("llama/7b.toml", *size)
-    axes, bar = plan_picture.heatmap(recipe, job).axes
+    axes, bar = pictures.heatmap(recipe, job).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "3"]
     names = [label.get_text().partition("\n")[0] for label in axes.get_yticklabels()]
     assert names == [f"llama-{size}b" for size in (1, 7, 8, 405)]
@@ -133,8 +134,8 @@ def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     }
     assert len(cells) == 4 * 3
     own = search(job, 1).plans[0]
-    assert cells[1, 2] == plan_picture.memory_text(own)
-    assert f"{plan_picture.mfu(own):.0%}" in cells[1, 2]
+    assert cells[1, 2] == pictures.memory_text(own)
+    assert f"{pictures.mfu(own):.0%}" in cells[1, 2]
     assert cells[3, 0] == "-"  # 405B on one node
     (frame,) = [each for each in axes.patches if isinstance(each, Rectangle)]
     assert frame.get_xy() == (1.5, 0.5)
@@ -143,24 +144,24 @@ def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_users_recipe_is_in_its_family() -> None:
     recipe, _ = load("llama/7b.toml", "name=llama-mine", "model.layers=40")
-    names = [each.name for each in plan_picture.family(recipe)]
+    names = [each.name for each in pictures.family(recipe)]
     assert names.index("llama-mine") == names.index("llama-8b") + 1
     other, _ = load("llama/7b.toml", "name=mine")
-    assert plan_picture.family(other) == [other]
+    assert pictures.family(other) == [other]
 
 
 def test_columns_are_powers_of_two_and_the_users_nodes() -> None:
     powers = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    assert plan_picture.node_counts(4) == powers
-    assert plan_picture.node_counts(384) == [*powers[:-1], 384, 512]
-    assert plan_picture.node_counts(1024) == [*powers, 1024]
+    assert pictures.node_counts(4) == powers
+    assert pictures.node_counts(384) == [*powers[:-1], 384, 512]
+    assert pictures.node_counts(1024) == [*powers, 1024]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_pictures_are_written(tmp_path: Path, suffix: str) -> None:
     _, job = load("qwen3/32b.toml")
     file = tmp_path / f"plan{suffix}"
-    plan_picture.draw_timeline(job, title="written", file=file)
+    pictures.draw_timeline(job, title="written", file=file)
     start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
     assert file.read_bytes().startswith(start) and file.stat().st_size > 5000
 
@@ -168,7 +169,7 @@ def test_pictures_are_written(tmp_path: Path, suffix: str) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     _, job = load("llama/8b.toml")
     with pytest.raises(UserError, match=r"gone/x\.png: No such file or directory; use a file in"):
-        plan_picture.draw_timeline(job, title="x", file=tmp_path / "gone" / "x.png")
+        pictures.draw_timeline(job, title="x", file=tmp_path / "gone" / "x.png")
 
 
 @pytest.mark.parametrize("option", ["--timeline", "--heatmap", "--scatter"])
@@ -195,7 +196,7 @@ def test_a_bad_name_is_rejected_before_planning(
 
 
 def test_the_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_picture, "MIN_LAST_NODES", 1)
+    monkeypatch.setattr(pictures, "MIN_LAST_NODES", 1)
     files = {"--timeline": tmp_path / "timeline.png", "--heatmap": tmp_path / "heatmap.svg"}
     options = [str(word) for pair in files.items() for word in pair]
     monkeypatch.setattr("sys.argv", ["plan.py", "--top", "0", *options])

@@ -34,17 +34,16 @@ from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches,
 from threefold.pipeline.simulation import pipeline_seconds
 from threefold.plan import recipe_edits
 from threefold.plan import search as layout_search
-from threefold.plan.calibration import compare, evaluation
-from threefold.plan.calibration.calibration import (
+from threefold.plan.calibration import compare
+from threefold.plan.calibration import fit as evaluation
+from threefold.plan.calibration.fit import (
     MAX_ROWS,
     Calibration,
     calibrate,
     evenly_spaced_rows,
+    fit_table,
 )
-from threefold.plan.calibration.fit import fit_table
-from threefold.plan.calibration.runs_table import number
-from threefold.plan.calibration.table import read_row, read_table
-from threefold.plan.footprint import DEEPSPEED, MEGATRON, RUNNING_BUCKETS
+from threefold.plan.calibration.runs_table import number, read_row, read_table
 from threefold.plan.job import Job, JobLayout, Machine, job_of, zero3_in_pipeline
 from threefold.plan.memory.activations import block_bytes, micro_batches_in_flight
 from threefold.plan.memory.model_states import state_bytes
@@ -68,12 +67,17 @@ from threefold.plan.search import (
     valid_layouts,
 )
 from threefold.plan.search import INTERLEAVED_CHUNKS as INTERLEAVED
-from threefold.plan.software import STACKS, THREEFOLD, load_software
+from threefold.plan.software import (
+    DEEPSPEED,
+    MEGATRON,
+    RUNNING_BUCKETS,
+    STACKS,
+    THREEFOLD,
+    load_software,
+)
 from threefold.plan.stage_contents import stage_parameters
-from threefold.plan.time.kernels import matmul_seconds
-from threefold.plan.time.network import all_reduce_seconds, gather_seconds
-from threefold.plan.time.passes import timeline_of
-from threefold.plan.time.step import step_time
+from threefold.plan.time.block import all_reduce_seconds, gather_seconds, matmul_seconds
+from threefold.plan.time.step import step_time, timeline_of
 from threefold.plan.time.update import data_traffic
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"

@@ -8,14 +8,14 @@ import pytest
 from models.cost import flops_per_token
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu
-from threefold.plan.calibration import evaluation
-from threefold.plan.calibration.calibration import Calibration
-from threefold.plan.calibration.table import Row, read_row
+from threefold.plan.calibration import fit
+from threefold.plan.calibration.fit import Calibration
+from threefold.plan.calibration.runs_table import Row, read_row
 from threefold.plan.job import JobLayout, Machine, job_of
 from threefold.plan.memory.peak import GIB, context_gib, fullest_stage
 from threefold.plan.report import rates
 from threefold.plan.software import load_software
-from threefold.plan.time.network import all_reduce_seconds, gather_seconds
+from threefold.plan.time.block import all_reduce_seconds, gather_seconds
 from threefold.plan.time.step import data_time, step_time
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
@@ -62,7 +62,7 @@ def test_the_error_is_positive_for_a_prediction_that_is_too_long() -> None:
     found = row(step_time_s="2")
     assert found.job is not None
     gib = found.job.machine.gpu.memory_gib
-    prediction = evaluation.Prediction(found, found.job, 3.0, 1.1 * gib, fits=False)
+    prediction = fit.Prediction(found, found.job, 3.0, 1.1 * gib, fits=False)
     assert prediction.error == pytest.approx(0.5) and prediction.too_large
     assert not replace(prediction, memory_gib=0.9 * gib).too_large
 
@@ -78,8 +78,8 @@ def test_a_board_with_another_memory_has_it() -> None:
 
 def test_memory_is_compared_as_it_was_measured() -> None:
     cells = {"mem_gb": "40", "mem_kind": "peak reserved"}
-    (reserved,) = evaluation.predict([row(**cells)], Calibration())
-    (whole,) = evaluation.predict([row(**cells | {"mem_kind": "nvidia-smi"})], Calibration())
+    (reserved,) = fit.predict([row(**cells)], Calibration())
+    (whole,) = fit.predict([row(**cells | {"mem_kind": "nvidia-smi"})], Calibration())
     assert reserved.memory_error is not None and whole.memory_error is not None
     difference = 40 * (whole.memory_error - reserved.memory_error)
     assert difference == pytest.approx(context_gib(whole.job))
@@ -97,7 +97,7 @@ def test_headroom_decides_the_fit_of_a_row() -> None:
         for out_of_memory in (False, True):
             measured = replace(found.measured, out_of_memory=out_of_memory)
             rows = [replace(found, job=job, measured=measured)]
-            summaries.append(evaluation.summary(rows, evaluation.predict(rows, Calibration())))
+            summaries.append(fit.summary(rows, fit.predict(rows, Calibration())))
     keys = ("without_headroom", "false_alarms", "out_of_memory_flagged")
     assert [tuple(each[key] for key in keys) for each in summaries] == [
         (0, 0, 0), (0, 0, 0), (1, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 1),

@@ -12,9 +12,9 @@ from matplotlib.patches import Rectangle
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY
 from threefold.plan import pictures
-from threefold.plan.calibration.calibration import Calibration
-from threefold.plan.calibration.comparison import compare
-from threefold.plan.calibration.table import read_cells
+from threefold.plan.calibration.compare import compare
+from threefold.plan.calibration.fit import Calibration
+from threefold.plan.calibration.runs_table import read_cells
 from threefold.plan.job import JobLayout
 
 PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"

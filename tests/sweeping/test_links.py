@@ -28,8 +28,7 @@ from tests.sweeping.sweeps import copy_of_code, processes_with, rejection_of
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import FOLDER, Gpu, gpus, load_gpu, read_gpu
 from threefold.plan.job import Machine
-from threefold.plan.time.kernels import matmul_seconds
-from threefold.plan.time.network import all_reduce_seconds, transfer_seconds
+from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
 
 LINK_KEYS = (
     "node_link_gigabytes_per_second", "node_link_efficiency", "node_link_latency_seconds",

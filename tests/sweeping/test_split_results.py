@@ -19,7 +19,7 @@ from recipes.sweeping.trial import Result, Trial
 from tests.conftest import changed, quick_and_long, small_recipe
 from tests.sweeping.sweeps import Sweep
 from tests.sweeping.test_table import trial_of
-from threefold.plan.calibration.table import read_table
+from threefold.plan.calibration.runs_table import read_table
 
 SECONDS = dict(zip(PARTS, [0.3, 0.2, 0.02, 0.03, 0.01, 0.1, 0.05, 0.04, 0.007], strict=True))
 

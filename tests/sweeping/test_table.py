@@ -17,7 +17,7 @@ from recipes.sweeping.table import (
 from recipes.sweeping.trial import Rejection, Result, Trial
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from threefold.config.loading import parse_recipe
-from threefold.plan.calibration.table import REQUIRED_COLUMNS, read_table
+from threefold.plan.calibration.runs_table import REQUIRED_COLUMNS, read_table
 from threefold.plan.report import rates
 
 SHAPES = {

@@ -1,9 +1,10 @@
 """The planner's description of a training job: model, machine, layout, batch and software."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from models.config import ModelConfig
 from models.cost import parameter_count
@@ -17,13 +18,13 @@ from threefold.config.deepspeed_json import (
     zero_stage,
 )
 from threefold.config.layout import Cluster
+from threefold.config.loading import load_recipe, parse_recipe
 from threefold.config.parallel_dims import Topology, World
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 from threefold.pipeline.balance import divide_blocks, divide_evenly, head_in_blocks
 from threefold.pipeline.schedules import default_group
-from threefold.plan.footprint import Footprint
-from threefold.plan.software import THREEFOLD, Software
+from threefold.plan.software import THREEFOLD, Footprint, Software
 
 Value = TypeVar("Value")
 
@@ -385,3 +386,46 @@ def with_sent_bytes(footprint: Footprint, sent: int) -> Footprint:
     zero1 = footprint.zero1 and with_sent_bytes(footprint.zero1, sent)
     copied = 0 if sent == BYTES["fp32"] else sent
     return replace(footprint, sent=sent, reducing=copied, zero1=zero1)
+
+
+# The cluster that a job is planned for: the recipe's own or one that options describe.
+
+MAX_GPUS = 10**6
+DEFAULT_CLUSTER: dict[str, Any] = {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}
+
+
+def recipe_on_cluster(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    gpu: str | None = None,
+) -> tuple[Recipe, Cluster]:
+    """Load a recipe and set keys of its [cluster] section.
+
+    A value of None keeps the recipe's value, or that of DEFAULT_CLUSTER if the recipe has none.
+
+    Args:
+        path: TOML file of the recipe
+        overrides: values of --set
+        nodes: number of nodes
+        gpus_per_node: number of GPUs in each node
+        gpu: name of the GPU
+
+    Raises:
+        UserError: the recipe or the cluster is not valid.
+    """
+    recipe = load_recipe(path, overrides)
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    options = {"nodes": nodes, "gpus_per_node": gpus_per_node, "gpu": gpu}
+    given = {key: value for key, value in options.items() if value is not None}
+    cluster = table["cluster"] = DEFAULT_CLUSTER | table.get("cluster", {}) | given
+    if cluster["nodes"] * cluster["gpus_per_node"] > MAX_GPUS:
+        raise UserError(
+            f"cluster.nodes = {cluster['nodes']} x cluster.gpus_per_node = "
+            f"{cluster['gpus_per_node']} are more than {MAX_GPUS:,} GPUs; use fewer"
+        )
+    recipe = parse_recipe(table, str(path))  # validates the new cluster
+    assert recipe.cluster is not None
+    return recipe, recipe.cluster

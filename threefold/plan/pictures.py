@@ -1,11 +1,11 @@
-"""Pictures of measured runs: their times next to the predictions, and heat maps of the best ones.
+"""Pictures of plans and measured runs: timelines, heat maps, predictions and measurements.
 
 Both are drawn from the results of `plan.py --table`, which `planning.measured.comparison` returns.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,18 +14,242 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
+from models.cost import parameter_count
 from models.errors import UserError
-from threefold.pipeline.picture import save_figure
-from threefold.plan.catalogue import layout_text
-from threefold.plan.job import JobLayout
-from threefold.plan.plan_picture import (
-    HEATMAP_COLOURS,
-    cell_ink,
-    colour_scale_end,
+from threefold.config.recipe import Recipe
+from threefold.pipeline.picture import (
+    FIGURE_INCHES,
+    MAX_STAGE_ROWS,
+    PASSES_POINTS,
+    add_legend,
+    draw_passes,
+    evenly_picked,
+    ink,
+    label_passes,
+    save_figure,
+    schedule_title,
+    shown_windows,
+    three_digits,
 )
-from threefold.plan.report import short_count
+from threefold.pipeline.schedules import Pipeline
+from threefold.pipeline.simulation import Timeline, idle_share, pipeline_seconds
+from threefold.plan.catalogue import layout_text
+from threefold.plan.job import Job, JobLayout, job_without_layout
+from threefold.plan.memory.peak import GIB, StageMemory, stage_memory
+from threefold.plan.report import MEMORY_PARTS, rates, short_count
+from threefold.plan.search import DEFAULT_HEADROOM, Plan, best_plan, relatives
+from threefold.plan.time.step import pipeline_of, step_time, timeline_of
+
+# A figure of a job's predicted pipeline timeline and of the memory of its stages.
+
+MAX_STAGE_BARS = 64
+MEMORY_COLOURS = ("#4e79a7", "#86bcb6", "#f1ce63", "#59a14f", "#b07aa1", "#9c755f", "#bab0ac")
+
+
+def timeline(job: Job, title: str) -> Figure:
+    """Return a figure: above, the passes of each stage in time; below, the memory per stage."""
+    pipeline = pipeline_of(job)
+    passes = timeline_of(job)
+    windows = shown_windows(pipeline, passes)
+    stages = evenly_picked(pipeline.stages, MAX_STAGE_ROWS)
+    height = 0.5 + 0.24 * max(3, len(stages))
+    figure = Figure(figsize=(FIGURE_INCHES, height + 3.7), layout="constrained")
+    grid = figure.add_gridspec(2, len(windows), height_ratios=[height, 2.6])
+    axes = [figure.add_subplot(grid[0, column]) for column in range(len(windows))]
+    for each, window in zip(axes, windows, strict=True):
+        rows = [passes[stage] for stage in stages]
+        draw_passes(each, rows, window, points=PASSES_POINTS / len(windows), chunks=pipeline.chunks)
+    label_passes(axes, stages, pipeline)
+    _draw_memory(figure.add_subplot(grid[1, :]), job)
+    figure.suptitle(f"{title}: {_summary(job, pipeline, passes)}", fontsize=10)
+    return figure
+
+
+def _summary(job: Job, pipeline: Pipeline, passes: Timeline) -> str:
+    p, m = pipeline.stages, pipeline.micro_batches
+    spent = f"{three_digits(pipeline_seconds(passes))} s of forward and backward passes"
+    if p > 1:
+        spent = (
+            f"{three_digits(pipeline_seconds(passes))} s in the pipeline, stages idle "
+            f"{idle_share(passes):.1%} of it (bubble, white)"
+        )
+    return (
+        f"{schedule_title(pipeline)}, {p} stage{'s' * (p > 1)}, "
+        f"{m} micro-batch{'es' * (m > 1)}\n{spent}; "
+        f"{three_digits(step_time(job).total)} s per step with gradients, optimizer and stragglers"
+    )
+
+
+def _draw_memory(axes: Axes, job: Job) -> None:
+    """Draw a bar for each stage, and a line at the GPU's memory."""
+    memory = stage_memory(job)
+    stages = evenly_picked(len(memory), MAX_STAGE_BARS)
+    limit_gib = job.machine.gpu.memory_gib
+    handles = list(_stack(axes, [memory[stage] for stage in stages]))
+    axes.axhline(limit_gib, color="#c00000", linestyle="--", linewidth=1.2)
+    limit = Line2D(
+        [], [], label=f"{job.machine.gpu.name}: {limit_gib:g} GiB", color="#c00000",
+        linestyle="--", linewidth=1.2,
+    )  # fmt: skip
+    totals = [memory[stage].total / GIB for stage in stages]
+    if len(stages) <= MAX_STAGE_ROWS:
+        for column, total in enumerate(totals):
+            axes.annotate(
+                f"{total:.1f}", (column, total), (0, 2), textcoords="offset points",
+                ha="center", fontsize=7,
+            )  # fmt: skip
+    spare = max(0.0, (4 - len(stages)) / 2)
+    axes.set_xlim(-0.6 - spare, len(stages) - 0.4 + spare)
+    axes.set_ylim(0, 1.12 * max(limit_gib, *totals))
+    labelled = evenly_picked(len(stages), MAX_STAGE_ROWS)
+    axes.set_xticks(labelled, [str(stages[column]) for column in labelled])
+    axes.tick_params(labelsize=8)
+    axes.set_xlabel("stage", fontsize=9)
+    axes.set_ylabel("peak GiB per GPU", fontsize=9)
+    add_legend(axes, [limit, *reversed(handles)])
+
+
+def _stack(axes: Axes, memory: Sequence[StageMemory]) -> Iterator[Patch]:
+    """Draw the bars part by part from below, and yield a legend entry for each part."""
+    bottom = [0.0] * len(memory)
+    for name, colour in zip(MEMORY_PARTS, MEMORY_COLOURS, strict=True):
+        sizes = [getattr(stage, name) / GIB for stage in memory]
+        if any(sizes):
+            axes.bar(range(len(memory)), sizes, bottom=bottom, color=colour, width=0.75)
+            yield Patch(color=colour, label=name)
+        bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
+
+
+# Pictures of a plan: the timeline of its pipeline, and a heat map of its family.
+
+MIN_LAST_NODES = 512  # the last column of a heat map has at least this many nodes
+HEATMAP_COLOURS = "YlGnBu"
+
+
+def draw_timeline(job: Job, *, title: str, file: Path) -> None:
+    """Write the schedule of a job's pipeline and the memory of its stages.
+
+    Raises:
+        UserError: the file cannot be written, or the schedule does not support this number of
+            micro-batches.
+    """
+    save_figure(timeline(job, title), file)
+
+
+def draw_heatmap(
+    recipe: Recipe, job: Job, *, file: Path, headroom: float = DEFAULT_HEADROOM
+) -> None:
+    """Write a heat map of the best layouts of a recipe's family by number of nodes.
+
+    headroom: share of the GPU memory that the layouts leave free
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    save_figure(heatmap(recipe, job, headroom), file)
+
+
+def heatmap(recipe: Recipe, job: Job, headroom: float = DEFAULT_HEADROOM) -> Figure:
+    """Return a figure of the best layout of each recipe (row) on each number of nodes (column)."""
+    recipes = family(recipe)
+    columns = node_counts(job.machine.nodes)
+    cells = [[plan_on_nodes(each, job, nodes, headroom) for nodes in columns] for each in recipes]
+    shares = [[mfu(plan) if plan else float("nan") for plan in row] for row in cells]
+    figure = Figure(
+        figsize=(2.6 + 0.92 * len(columns), 1.5 + 0.42 * len(recipes)), layout="constrained"
+    )
+    axes = figure.add_subplot()
+    top = colour_scale_end(shares)
+    image = axes.imshow(shares, cmap=HEATMAP_COLOURS, vmin=0.0, vmax=top, aspect="auto")
+    for row, plans in enumerate(cells):
+        for column, plan in enumerate(plans):
+            axes.text(
+                column, row, memory_text(plan), ha="center", va="center", fontsize=7,
+                color=cell_ink(mfu(plan) if plan else None, top),
+            )  # fmt: skip
+    own = columns.index(job.machine.nodes), recipes.index(recipe)
+    frame = Rectangle(
+        (own[0] - 0.5, own[1] - 0.5), 1, 1, clip_on=False, fill=False, edgecolor="#c00000",
+        linewidth=1.6, zorder=10,
+    )  # fmt: skip
+    axes.add_patch(frame)
+    axes.set_xticks(range(len(columns)), [str(nodes) for nodes in columns], fontsize=8)
+    axes.set_yticks(range(len(recipes)), [row_label(each) for each in recipes], fontsize=8)
+    axes.set_xlabel(f"nodes of {job.machine.gpus_per_node} x {job.machine.gpu.name}", fontsize=9)
+    axes.set_title(
+        "Fastest layout that fits: tensor x pipeline x data (c: context ranks), and its MFU\n"
+        f"-: none fits, or the global batch is not divisible; red: nodes of {recipe.name}",
+        fontsize=9,
+    )
+    bar = figure.colorbar(image, ax=axes, pad=0.01, format=lambda share, _: f"{share:.0%}")
+    bar.set_label("predicted MFU", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+    return figure
+
+
+def cell_ink(share: float | None, top: float) -> str:
+    """Return the text colour of a cell; the colour scale ends at `top`."""
+    if share is None:
+        return ink((1.0, 1.0, 1.0))
+    red, green, blue, _ = matplotlib.colormaps[HEATMAP_COLOURS](share / top)
+    return ink((red, green, blue))
+
+
+def colour_scale_end(shares: Sequence[Sequence[float]]) -> float:
+    """Return the upper end of the colour scale: the next multiple of 10 % above all shares."""
+    highest = max((share for row in shares for share in row if share == share), default=0.1)
+    return min(1.0, -(-highest // 0.1) * 0.1)
+
+
+def family(recipe: Recipe) -> list[Recipe]:
+    """Return a recipe and the shipped recipes of its family, the smallest model first."""
+    found = [recipe, *relatives(recipe).values()]
+    return sorted(found, key=lambda each: parameter_count(each.model))
+
+
+def node_counts(own: int) -> list[int]:
+    """Return the powers of two up to the largest column, and the recipe's own number of nodes."""
+    most = max(MIN_LAST_NODES, own)
+    return sorted({2**power for power in range(most.bit_length())} | {own})
+
+
+def plan_on_nodes(
+    recipe: Recipe, job: Job, nodes: int, headroom: float = DEFAULT_HEADROOM
+) -> Plan | None:
+    """Return the best layout of a recipe on `nodes` of the job's nodes; None if none fits."""
+    # With the links of the job's machine, which options or a calibration may have changed.
+    machine = replace(job.machine, gpus=nodes * job.machine.gpus_per_node)
+    try:
+        return best_plan(job_without_layout(recipe, machine, job.software), headroom)
+    except UserError:  # the GPU does not support the recipe's precision
+        return None
+
+
+def mfu(plan: Plan) -> float:
+    """Return the model FLOPs utilization of a plan."""
+    return rates(plan.job, plan.time.total, steps=1).mfu
+
+
+def memory_text(plan: Plan | None) -> str:
+    """Return the text of a cell: a layout and its MFU."""
+    if plan is None:
+        return "-"
+    layout = plan.job.layout
+    sizes = [layout.tensor, layout.pipeline, layout.data]
+    context = f"c{layout.context} " if layout.context > 1 else ""
+    stage = f", ZeRO-{layout.zero_stage}" if layout.zero_stage > 1 else ""
+    return f"{context}{' x '.join(map(str, sizes))}\n{mfu(plan):.0%}{stage}"
+
+
+def row_label(recipe: Recipe) -> str:
+    """Return the label of a row: a recipe, its size and its batch."""
+    return (
+        f"{recipe.name}\n{short_count(parameter_count(recipe.model))} parameters, "
+        f"{short_count(recipe.tokens_per_step)} tokens per step"
+    )
+
 
 TABLE_MARKERS = "osD^vPX<>phd*8"
 MAX_LARGE_POINTS = 200  # tables with more rows are drawn with small points

@@ -1,22 +1,152 @@
-"""Properties of training software: its fused kernels and its overlap of communication."""
+"""Properties of training software: fused kernels, overlap of communication, memory footprints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from models.errors import UserError
-from threefold.plan.footprint import (
-    DEEPSPEED,
-    DEEPSPEED_2022,
-    INTERNEVO,
-    MEGATRON,
-    MEGATRON_CORE,
-    NANOTRON,
-    NEMO,
-    SHARDED,
-    TORCHTITAN,
-    Footprint,
-    footprints,
-)
+from threefold.config.deepspeed_json import GRADIENT_BUCKET_ELEMENTS
+
+# Memory footprints of training software, in bytes per parameter, activation or logit.
+
+RUNNING_BUCKETS = 2  # `MAX_RUNNING` of `threefold/pipeline/gradients.py`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes per parameter, per activation and in fixed buffers.
+
+    Attributes:
+        weight: bytes per parameter in the precision of the matmuls
+        gradient: bytes per parameter kept between steps, sharded over data ranks by ZeRO-2 and 3
+        running_gradient: additional bytes per parameter from the first backward pass to the update
+        optimizer: bytes per parameter, sharded over the data ranks from ZeRO-1 on
+        zero3_copy: additional bytes per parameter under ZeRO-3, sharded likewise
+        bucket_elements: elements of a ZeRO gradient bucket (DeepSpeed's reduce_bucket_size)
+        group_bucket_elements: elements of a bucket of Threefold's ZeRO-1 and ZeRO-2
+        gathered_elements: most elements that ZeRO-3 gathers at once (stage3_max_live_parameters)
+        bucket: bytes of buckets, allocated from the first backward pass on
+        reducing: additional bytes per parameter during the gradient reduction
+        reducing_one_bucket: the same if all of a stage's parameters fit into one bucket
+        reducing_bucket: additional bytes of buckets during the gradient reduction
+        updating: additional bytes per parameter of a rank's share during its update
+        norm: bytes per input element of an RMSNorm, kept for its backward pass
+        apart: q, k and v are kept separately, instead of the fused projection and rotated q and k
+        gated: number of f-sized tensors that a SwiGLU keeps (gate, up, silu(gate), their product)
+        rows: number of h-sized tensors in the working memory of a block's backward pass
+        loss_in_parts: logits exist for only a part of the tokens at a time, and the loss's forward
+            pass computes the gradients of its input and of the output matrix
+        logit: bytes per logit of the current micro-batch during its loss
+        head: bytes per logit while the gradient of the output matrix is computed
+        score: bytes per written attention score that its backward pass adds to the kept ones
+        held_logits: bytes per logit that the last stage still holds after a step
+        stock_pipeline: like DeepSpeed's pipeline, a stage keeps sent activations, the previous
+            micro-batch's logits, and a copy of the gradients even for one data rank
+        dropout: dropout masks are kept even if the model's dropout is unknown
+        selective: share of a block's activations that selective recomputation keeps; None: all
+            except those of the attention core
+        overhead_gib: GiB of the CUDA context and the communication library; None: the datasheet's
+        fragmentation: share of the activations that the caching allocator wastes
+        sent: bytes of a gradient during its reduction over the data ranks; None: as `weight`
+        zero1: the footprint under ZeRO-1; None: this one
+    """
+
+    weight: float = 2
+    gradient: float = 4
+    running_gradient: float = 0
+    optimizer: float = 12  # fp32 weight and two moments
+    zero3_copy: float = 0
+    bucket_elements: float = 0
+    group_bucket_elements: float = GRADIENT_BUCKET_ELEMENTS
+    gathered_elements: float = 0
+    bucket: float = 0
+    reducing: float = 0
+    reducing_one_bucket: float = 0
+    reducing_bucket: float = 0
+    updating: float = 0
+    norm: float = 8
+    gated: float = 4
+    apart: bool = False
+    rows: float = 3
+    loss_in_parts: bool = False
+    logit: float = 10
+    head: float = 6
+    score: float = 8
+    held_logits: float = 0
+    stock_pipeline: bool = True
+    dropout: bool = False
+    selective: float | None = None
+    overhead_gib: float | None = None
+    fragmentation: float = 0.05
+    sent: float | None = None
+    zero1: "Footprint | None" = None
+
+
+# DeepSpeed 0.19 with our recipes, counted operation by operation (`plan.py --trace`). ZeRO-1
+# keeps the fp32 gradients of the whole stage in one tensor from step to step. It sums them over the
+# data ranks in place, or in copies if the JSON sets a type with fewer bytes. fp32 weights are
+# updated in place. ZeRO-2 of DeepSpeed and ZeRO-3 have buckets of 5e8 elements.
+DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
+ZERO = replace(
+    DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True, score=3,
+    stock_pipeline=False,
+)  # fmt: skip
+FP16 = replace(ZERO, gradient=0, running_gradient=2, updating=6)
+FP32 = replace(
+    ZERO, weight=4, gradient=0, running_gradient=4, optimizer=8, zero3_copy=4, norm=8, score=7,
+)  # fmt: skip
+DEEPSPEED = {
+    "bf16": ZERO,
+    "fp16": replace(FP16, zero1=replace(FP16, gradient=4, running_gradient=0, updating=0)),
+    "fp32": replace(FP32, zero1=replace(FP32, gradient=4, running_gradient=0)),
+}
+# DeepSpeed's own pipeline, which keeps gradients in 16 bits until their reduction.
+STOCK_PIPELINE = {
+    "bf16": replace(
+        DEEPSPEED_ZERO, running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4
+    ),
+    "fp16": replace(
+        DEEPSPEED_ZERO, gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6,
+        held_logits=4,
+    ),
+    "fp32": replace(
+        DEEPSPEED_ZERO, weight=4, gradient=0, running_gradient=4, bucket=2e9, reducing_bucket=2e9,
+        norm=12, logit=12, head=12, held_logits=8,
+    ),
+}  # fmt: skip
+# The same pipeline in 2022, fitted to nvidia-smi's figures for BLOOM's runs, which had several
+# communicators and an allocator that returned less memory.
+DEEPSPEED_2022 = {
+    precision: replace(footprint, overhead_gib=9.0, fragmentation=0.12)
+    for precision, footprint in STOCK_PIPELINE.items()
+}
+# Korthikanti et al. 2022 (arXiv 2205.05198), table 2 and section 4: 16-bit weights, fp32 gradients
+# and state, dropout everywhere.
+MEGATRON = Footprint(norm=4, gated=3, logit=6, dropout=True)
+# Megatron-Core with Transformer Engine, whose kernels fuse the rotation of q and k and keep one
+# h-sized tensor per norm, as counted by the allocator in runs of 131,072 tokens.
+MEGATRON_CORE = replace(MEGATRON, norm=2, apart=True)
+# The same with gradients in 16 bits: NeMo's runs of Llama 3 8B on 8 GPUs have no room for fp32.
+NEMO = replace(MEGATRON_CORE, gradient=2)
+INTERNEVO = replace(MEGATRON, gradient=2)
+# FSDP: everything but the gathered blocks is sharded over the data ranks (Zhao et al. 2023, arXiv
+# 2304.11277). Between steps, a rank keeps the fp32 weights (4 bytes, of which `weight` counts 2)
+# and Adam's moments (8 bytes). 16-bit weights exist only while they are gathered, two blocks at a
+# time.
+SHARDED = Footprint(
+    norm=4, gated=3, optimizer=10, gathered_elements=1e9, logit=4, selective=0.5,
+    fragmentation=0.02,
+)  # fmt: skip
+# torchtitan's selective recomputation keeps every second matmul. Its loss converts the logits of
+# the whole micro-batch to fp32, so they exist in 16 bits (2), in fp32 (4), as logarithms of
+# probabilities (4) and as their gradient (4).
+TORCHTITAN = replace(SHARDED, logit=14)
+# Fitted to the peaks of the Ultra-Scale Playbook's runs.
+NANOTRON = Footprint(norm=12, gated=3, logit=8, overhead_gib=2.5, fragmentation=0.0)
+
+
+def footprints(footprint: Footprint) -> dict[str, Footprint]:
+    """Return the same footprint for every precision."""
+    return dict.fromkeys(DEEPSPEED, footprint)
 
 
 @dataclass(frozen=True, kw_only=True)

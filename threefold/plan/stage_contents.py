@@ -1,4 +1,4 @@
-"""Blocks and parameters of each pipeline stage."""
+"""Blocks, parameters and matrices for Muon of each pipeline stage."""
 
 from functools import lru_cache
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from models.config import ModelConfig
 from models.cost import (
     block_parameters,
+    hidden_matrices,
     norm_parameters,
     position_parameters,
     routed_parameters,
@@ -163,3 +164,41 @@ def load_factor(layout: JobLayout, imbalance: float) -> float:
 def tokens_per_micro_batch(model: ModelConfig, layout: JobLayout) -> int:
     """Return the tokens of a micro-batch on one rank."""
     return layout.micro_sequences * model.sequence_length // layout.context
+
+
+# The matrices that Muon orthogonalizes in a job, and the ranks that share this work.
+
+Matrices = tuple[tuple[tuple[int, int], float], ...]  # (rows, columns) and number, by shape
+
+
+def ranks_of_exchange(job: Job) -> int:
+    """Return the number of ranks that hold one copy of a stage's optimizer state."""
+    return job.layout.tensor * job.layout.optimizer_ranks
+
+
+def exchange_precision(job: Job) -> str:
+    """Return the precision in which matrices are exchanged and orthogonalized."""
+    return "bf16" if job.precision == "bf16" else "fp32"
+
+
+def blocks_share(job: Job, stage: int) -> float:
+    """Return the fraction of the model's layers that a stage holds."""
+    return sum(blocks_of_stages(job)[stage]) / job.model.layers
+
+
+@lru_cache(maxsize=1024)
+def matrices_of_layers(model: ModelConfig, share: float) -> Matrices:
+    """Return the shapes of the hidden matrices, and the number of each shape in some layers.
+
+    If layers differ (dense and with experts), the matrices of all layers are averaged.
+
+    Args:
+        model: the model
+        share: fraction of the layers
+    """
+    return tuple((shape, n * share) for shape, n in hidden_matrices(model).items())
+
+
+def elements_of(matrices: Matrices) -> float:
+    """Return the number of elements of all matrices."""
+    return sum(rows * columns * n for (rows, columns), n in matrices)

@@ -5,7 +5,7 @@ link and its latency:
 
     seconds = rate coefficient / rate + latency coefficient * latency + fixed seconds
 
-The coefficients are read off `threefold/plan/time/network.py`, so that the fit follows its
+The coefficients are read off `threefold/plan/time/block.py`, so that the fit follows its
 formulas. It is a least-squares fit of relative errors, because the sizes differ by a factor of 256
 or more.
 """
@@ -18,8 +18,7 @@ from math import log, sqrt
 from recipes.sweeping.links.measurements import LinkTime, Measurements
 from threefold.gpus.datasheet import Gpu, rounded
 from threefold.plan.job import Machine
-from threefold.plan.time.kernels import matmul_seconds
-from threefold.plan.time.network import all_reduce_seconds, transfer_seconds
+from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
 
 UNLIMITED = float("inf")  # rate of a link that takes no time
 ROUNDS = 30  # of the fit; it converges to three digits within ten

@@ -20,7 +20,7 @@ from recipes.sweeping.worlds.worlds_folder import WorldsFolder
 from threefold.config.sections import REPOSITORY
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import Gpu, load_gpu, read_gpu
-from threefold.plan.cluster import DEFAULT_CLUSTER
+from threefold.plan.job import DEFAULT_CLUSTER
 
 WORLDS = REPOSITORY / "runs" / "links"  # of all commands; on a file system that all nodes share
 SECONDS_TO_MEASURE = 600.0

@@ -13,7 +13,7 @@ from recipes.sweeping.choice import values_of_setting
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.config.sections import short
-from threefold.plan.cluster import recipe_on_cluster
+from threefold.plan.job import recipe_on_cluster
 
 T = TypeVar("T")
 

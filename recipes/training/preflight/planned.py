@@ -17,8 +17,7 @@ from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Machine, job_of
 from threefold.plan.memory.peak import GIB, stage_memory
-from threefold.plan.time.kernels import matmul_seconds
-from threefold.plan.time.network import all_reduce_seconds, transfer_seconds
+from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
 
 
 @dataclass(frozen=True)

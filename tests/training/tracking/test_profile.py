@@ -19,8 +19,7 @@ from tests.conftest import changed, small_recipe
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import load_gpu
 from threefold.plan.software import THREEFOLD
-from threefold.plan.time.block import BACKWARD_SLOWER
-from threefold.plan.time.kernels import fused_attention_seconds, matmul_seconds
+from threefold.plan.time.block import BACKWARD_SLOWER, fused_attention_seconds, matmul_seconds
 
 H100 = load_gpu("H100")
 

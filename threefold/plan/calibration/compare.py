@@ -1,4 +1,4 @@
-"""Published tables of memory computed by formula: ZeRO's figure 1, Korthikanti's figures 1 and 7.
+"""Comparison of predictions with tables of measurements, and with published closed forms.
 
 Their rows do not describe runs. Each row names a model and a quantity, and gives its value.
 """
@@ -11,14 +11,21 @@ from typing import Any
 from models.config import ModelConfig
 from models.cost import block_parameters
 from models.errors import UserError
-from threefold.plan.calibration.evaluation import mean
-from threefold.plan.calibration.runs_table import architecture_switches, number
-from threefold.plan.calibration.table import columns_of, read_cells
-from threefold.plan.footprint import MEGATRON
+from threefold.plan.calibration import fit
+from threefold.plan.calibration.fit import Calibration, mean
+from threefold.plan.calibration.runs_table import (
+    architecture_switches,
+    columns_of,
+    is_table_of_runs,
+    number,
+    read_cells,
+    read_table,
+)
 from threefold.plan.job import JobLayout
 from threefold.plan.memory.activations import activation_bytes, micro_batches_in_flight
 from threefold.plan.memory.model_states import state_bytes
 from threefold.plan.memory.peak import GIB
+from threefold.plan.software import MEGATRON
 
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 3: layers, hidden, heads, pipeline, chunks,
 # micro-batch; tensor is 8, the sequence 2,048.
@@ -162,3 +169,40 @@ def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
         whole = activations("activations, no recompute, no SP")
         return 100 * activations(quantity) / whole, printed
     return activations(quantity) / GIB, printed
+
+
+# Comparison of predictions with one table of measurements, or with all tables of a folder.
+
+
+def compare(path: Path, factors: Calibration) -> tuple[dict[str, dict[str, Any]], list[Path]]:
+    """Predict the runs of a table, or of all tables in a folder.
+
+    Returns:
+        name -> rows and errors of each table, and the files that are not tables
+
+    Raises:
+        UserError: there is no table, or a table cannot be read.
+    """
+    files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
+    left_out = [file for file in files if path.is_dir() and not is_table(file)]
+    results = {file.stem: compared(file, factors) for file in files if file not in left_out}
+    if not results:
+        raise UserError(f"--table {path}: the folder has no table of runs; use another folder")
+    return results, left_out
+
+
+def compared(path: Path, factors: Calibration) -> dict[str, Any]:
+    """Return the rows and the errors of a table."""
+    if is_closed_form(path):
+        return evaluate(path)
+    rows = read_table(path)
+    predictions = fit.predict(rows, factors)
+    return {
+        "rows": [fit.row_table(each) for each in predictions],
+        "summary": fit.summary(rows, predictions),
+    }
+
+
+def is_table(path: Path) -> bool:
+    """Return True if a file is a table of runs or of memory by formula."""
+    return is_closed_form(path) or is_table_of_runs(path)

@@ -1,15 +1,311 @@
-"""The fit of a calibration to a table of measured runs, and its quality."""
+"""Calibration: a few factors for one cluster, fitted to some of its runs, and its errors."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import combinations
+from math import exp, log, sqrt
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from models.cost import flops_per_token, parameter_count
 from models.errors import UserError
-from threefold.plan.calibration import evaluation
-from threefold.plan.calibration.calibration import Calibration, calibrate, evenly_spaced_rows
-from threefold.plan.calibration.evaluation import Prediction
-from threefold.plan.calibration.table import Row, read_table
+from threefold.plan.calibration.runs_table import Row, read_table
+from threefold.plan.job import Job
+from threefold.plan.memory.peak import GIB, context_gib, fullest_stage
+from threefold.plan.search import DEFAULT_HEADROOM
+from threefold.plan.software import THREEFOLD
+from threefold.plan.time.step import step_time
+
+# Calibration: a few factors for one cluster, fitted to a few of its runs.
+
+MAX_ROWS = 8  # of a table, used for the fit
+MAX_LOG_FACTOR = log(3)  # factors of published stacks stay within 1/3 .. 3
+MAX_LOG_FACTOR_UNMEASURED = log(1000)  # of Threefold's factors, because its speed is only assumed
+LOG_ERROR_SCALE = 0.05  # errors of logarithms count linearly above this, and squared below
+MAX_ROUNDS = 40
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Factors by which each kind of time is multiplied in the prediction."""
+
+    compute: float = 1.0
+    node_links: float = 1.0
+    network: float = 1.0
+    contention: float = 1.0
+    host: float = 1.0
+
+    def of(self, job: Job) -> Job:
+        """Return the job on hardware and software slower by these factors."""
+        software = job.software
+        return replace(
+            job,
+            machine=replace(
+                job.machine,
+                node_link_gigabytes_per_second=job.machine.node_link_gigabytes_per_second
+                / self.node_links,
+                network_gigabytes_per_second=job.machine.network_gigabytes_per_second
+                / self.network,
+                network_contention=min(1.0, job.machine.network_contention / self.contention),
+            ),
+            software=replace(
+                software,
+                era=software.era / self.compute,
+                block_seconds=software.block_seconds * self.host,
+                step_seconds=software.step_seconds * self.host,
+            ),
+        )
+
+
+# The expected standard deviation of each factor's logarithm.
+PRIOR_DEVIATION = Calibration(compute=0.1, node_links=0.1, network=0.2, contention=1.0, host=0.1)
+PRIOR_DEVIATION_UNMEASURED = Calibration(2.0, 2.0, 2.0, 2.0, 2.0)
+
+
+def evenly_spaced_rows(count: int) -> list[int]:
+    """Return at most `MAX_ROWS` of `count` indices, including the first and the last one."""
+    chosen = min(count, MAX_ROWS)
+    return sorted({round(k * (count - 1) / max(1, chosen - 1)) for k in range(chosen)})
+
+
+def calibrate(measured: Sequence[tuple[Job, float]]) -> Calibration:
+    """Fit the factors to measured steps.
+
+    The fit minimizes a robust sum over the rows (Charbonnier's, which is quadratic for small
+    errors and linear for large ones) plus the squares of the factors' logarithms in units of
+    `PRIOR_DEVIATION`, so that a factor without effect on the rows stays at 1; the expected
+    deviations of Threefold are larger. It is a coordinate descent with halving steps.
+
+    Args:
+        measured: jobs and the seconds of their steps
+    """
+    unmeasured = any(job.software.name == THREEFOLD.name for job, _ in measured)
+    largest = MAX_LOG_FACTOR_UNMEASURED if unmeasured else MAX_LOG_FACTOR
+    deviations = asdict(PRIOR_DEVIATION_UNMEASURED if unmeasured else PRIOR_DEVIATION)
+    names = [field.name for field in fields(Calibration)]
+    logs = dict.fromkeys(names, 0.0)
+
+    def cost() -> float:
+        factors = Calibration(**{name: exp(value) for name, value in logs.items()})
+        errors = (log(step_time(factors.of(job)).total / seconds) for job, seconds in measured)
+        rows = sum(2 * (sqrt(1 + (error / LOG_ERROR_SCALE) ** 2) - 1) for error in errors)
+        return rows + sum((logs[name] / deviations[name]) ** 2 for name in names) / 2
+
+    step, best = 0.2, cost()
+    for _ in range(MAX_ROUNDS):
+        improved = False
+        for name in names:
+            for change in (step, -step):
+                before = logs[name]
+                logs[name] = max(-largest, min(largest, before + change))
+                now = cost()
+                if now < best - 1e-9:
+                    best, improved = now, True
+                    break
+                logs[name] = before
+        if not improved:
+            step /= 2
+        if step < 1e-3:
+            break
+    return Calibration(**{name: exp(value) for name, value in logs.items()})
+
+
+# Errors of predictions relative to measurements, by row and for a whole table.
+
+MIN_RANKED_LAYOUTS = 3  # groups with fewer layouts of one model and batch are not ranked
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row of a table and its predictions.
+
+    Attributes:
+        seconds: predicted seconds of a step
+        memory_gib: predicted memory of the fullest stage
+        fits: True if that memory leaves the search's default headroom free
+    """
+
+    row: Row
+    job: Job
+    seconds: float
+    memory_gib: float
+    fits: bool
+
+    @property
+    def too_large(self) -> bool:
+        """True if the predicted memory exceeds the GPU's; with less, a run may still work."""
+        return self.memory_gib > self.job.machine.gpu.memory_gib
+
+    @property
+    def error(self) -> float | None:
+        """The relative error of the time; None if it was not measured."""
+        measured = self.measured_seconds
+        return self.seconds / measured - 1 if measured else None
+
+    @property
+    def measured_seconds(self) -> float | None:
+        """The measured seconds of a step; None if they were not measured."""
+        return self.row.measured.step_seconds
+
+    @property
+    def memory_error(self) -> float | None:
+        """The relative error of the memory; None if it was not measured."""
+        measured = self.row.measured.memory_gib
+        if not measured:
+            return None
+        left_out = context_gib(self.job) if self.row.measured.by_allocator else 0.0
+        return (self.memory_gib - left_out) / measured - 1
+
+
+def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
+    """Predict all rows that describe a job."""
+    predictions = []
+    for row in rows:
+        if row.job is None:
+            continue
+        job = calibration.of(row.job)
+        memory = fullest_stage(job)
+        limit = job.machine.gpu.memory_gib * GIB
+        predictions.append(
+            Prediction(
+                row=row,
+                job=row.job,
+                seconds=step_time(job).total,
+                memory_gib=memory.total / GIB,
+                fits=memory.total <= limit * (1 - DEFAULT_HEADROOM),
+            )
+        )
+    return predictions
+
+
+def row_table(prediction: Prediction) -> dict[str, Any]:
+    """Return a row for --json."""
+    job, measured = prediction.job, prediction.measured_seconds
+    flops = flops_per_token(job.model) * job.tokens_per_step
+    rate = flops / prediction.seconds / job.machine.gpus / 1e12
+    peak = job.machine.gpu.peak_tflops[job.precision]
+    return {
+        "row_id": prediction.row.row_id,
+        "parameters": prediction.row.parameters or parameter_count(job.model),
+        "sequence_length": job.model.sequence_length,
+        "tokens_per_step": job.tokens_per_step,
+        "gpu": job.machine.gpu.name,
+        "gpus": job.machine.gpus,
+        "gpus_per_node": job.machine.gpus_per_node,
+        "precision": job.precision,
+        "software": job.software.name,
+        "layout": asdict(job.layout),
+        "micro_batches": job.micro_batches,
+        "predicted_step_seconds": prediction.seconds,
+        "measured_step_seconds": measured,
+        "error_percent": percent(prediction.error),
+        "predicted_tflops_per_gpu": rate,
+        "predicted_mfu_percent": percent(rate / peak),
+        "measured_mfu_percent": (
+            percent(rate / peak * prediction.seconds / measured) if measured else None
+        ),
+        "predicted_memory_gb": prediction.memory_gib,
+        "measured_memory_gb": prediction.row.measured.memory_gib,
+        "memory_error_percent": percent(prediction.memory_error),
+        "fits": prediction.fits,
+        "too_large": prediction.too_large,
+        "measured_out_of_memory": prediction.row.measured.out_of_memory,
+        "assumed": list(prediction.row.assumed),
+    }
+
+
+def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Return the errors of a whole table; None for quantities that were not measured.
+
+    Kendall's tau and the regret are means over groups of rows that differ only in their layout.
+    A row that ran out of memory counts as flagged if the prediction does not fit with headroom. A
+    row that ran counts as a false alarm only if the prediction exceeds the GPU's whole memory,
+    because some runs used 99 % of it.
+    """
+    errors = [p.error for p in predictions if p.error is not None]
+    memory = [p.memory_error for p in predictions if p.memory_error is not None]
+    groups = ranked_groups(predictions)
+    taus = [kendall_tau(group) for group in groups]
+    regrets = [regret(group) for group in groups]
+    too_large = [p for p in predictions if p.row.measured.out_of_memory]
+    ran = [p for p in predictions if not p.row.measured.out_of_memory]
+    return {
+        "rows": len(rows),
+        "predicted": len(predictions),
+        "compared": len(errors),
+        "mean_absolute_error_percent": percent(mean(map(abs, errors))),
+        "max_absolute_error_percent": percent(max(map(abs, errors), default=None)),
+        "bias_percent": percent(mean(errors)),
+        "kendall_tau": mean(taus),
+        "mean_regret_percent": percent(mean(regrets)),
+        "max_regret_percent": percent(max(regrets, default=None)),
+        "groups": len(groups),
+        "memory_compared": len(memory),
+        "memory_mean_absolute_error_percent": percent(mean(map(abs, memory))),
+        "memory_max_absolute_error_percent": percent(max(map(abs, memory), default=None)),
+        "out_of_memory_rows": len(too_large),
+        "out_of_memory_flagged": sum(not p.fits for p in too_large),
+        "false_alarms": sum(p.too_large for p in ran),
+        "without_headroom": sum(not p.fits and not p.too_large for p in ran),
+        "skipped": sum(row.job is None for row in rows),
+        "skipped_reasons": dict(Counter(row.skipped for row in rows if row.job is None)),
+    }
+
+
+def ranked_groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
+    """Group measured rows of one model, batch and machine; small groups are left out."""
+    groups: dict[Any, list[Prediction]] = defaultdict(list)
+    for each in predictions:
+        if each.error is not None:
+            job = each.job
+            key = (job.model, job.global_sequences, job.machine, job.precision, job.software)
+            groups[key].append(each)
+    return [group for group in groups.values() if len(group) >= MIN_RANKED_LAYOUTS]
+
+
+def kendall_tau(group: Sequence[Prediction]) -> float:
+    """Return the rank correlation of predicted and measured times."""
+    return rank_correlation(_times(group))
+
+
+def rank_correlation(points: Sequence[tuple[float, float]]) -> float:
+    """Return the rank correlation of the two coordinates of points (tau of Kendall 1938).
+
+    It is (concordant - discordant) pairs / all pairs; ties are neither. At least two points.
+    """
+    score = pairs = 0
+    for (x_a, y_a), (x_b, y_b) in combinations(points, 2):
+        x, y = x_a - x_b, y_a - y_b
+        score += (x * y > 0) - (x * y < 0)
+        pairs += 1
+    return score / pairs
+
+
+def regret(group: Sequence[Prediction]) -> float:
+    """Return the slowdown of the predicted-fastest layout relative to the measured-fastest one."""
+    times = _times(group)
+    chosen = min(times, key=lambda time: time[0])[1]
+    return chosen / min(measured for _, measured in times) - 1
+
+
+def _times(group: Sequence[Prediction]) -> list[tuple[float, float]]:
+    """Return the predicted and the measured seconds of the measured rows."""
+    return [
+        (each.seconds, each.measured_seconds) for each in group if each.measured_seconds is not None
+    ]
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """Return the mean of the values; None if there are none."""
+    listed = list(values)
+    return fmean(listed) if listed else None
+
+
+def percent(share: float | None) -> float | None:
+    """Return a share as a percentage."""
+    return None if share is None else 100 * share
 
 
 @dataclass(frozen=True)
@@ -111,8 +407,8 @@ def fit_table(path: Path | None, gpu: str | None = None) -> Fit:
 
 def quality(rows: Sequence[Row], factors: Calibration) -> Quality:
     """Return the errors of predictions for measured rows, with and without calibration."""
-    before = evaluation.predict(rows, Calibration())
-    after = evaluation.predict(rows, factors)
+    before = predict(rows, Calibration())
+    after = predict(rows, factors)
     return Quality(
         steps=len(rows),
         before=_mean_error(before),
@@ -123,9 +419,9 @@ def quality(rows: Sequence[Row], factors: Calibration) -> Quality:
 
 
 def _mean_error(predictions: Sequence[Prediction]) -> float | None:
-    return evaluation.mean(abs(each.error) for each in predictions if each.error is not None)
+    return mean(abs(each.error) for each in predictions if each.error is not None)
 
 
 def _tau(predictions: Sequence[Prediction]) -> float | None:
-    groups = evaluation.ranked_groups(predictions)
-    return evaluation.mean(evaluation.kendall_tau(group) for group in groups)
+    groups = ranked_groups(predictions)
+    return mean(kendall_tau(group) for group in groups)

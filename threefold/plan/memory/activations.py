@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 from operator import mul, sub
 
 from models.config import ModelConfig
-from threefold.plan.footprint import Footprint
 from threefold.plan.job import Job, JobLayout, once_per_job
+from threefold.plan.software import Footprint
 from threefold.plan.stage_contents import (
     blocks_of_stages,
     dense_blocks,

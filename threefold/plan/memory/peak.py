@@ -17,13 +17,19 @@ from threefold.plan.memory.activations import (
     most_activations,
     receive_bytes,
 )
-from threefold.plan.memory.grouped_gradients import grouped_bytes, table_gradient_bytes
-from threefold.plan.memory.model_states import TransientBytes, state_bytes, transient_bytes
-from threefold.plan.memory.muon_working import momentum_parameters, muon_working_bytes
+from threefold.plan.memory.model_states import (
+    TransientBytes,
+    grouped_bytes,
+    state_bytes,
+    table_gradient_bytes,
+    transient_bytes,
+)
 from threefold.plan.memory.working import (
     block_working_bytes,
     forward_working_bytes,
     loss_bytes,
+    momentum_parameters,
+    muon_working_bytes,
     waiting_loss_bytes,
 )
 from threefold.plan.stage_contents import (

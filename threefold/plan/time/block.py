@@ -1,4 +1,4 @@
-"""Predicted time of a block, the embedding and the head, forward and backward.
+"""Predicted seconds of kernels, collectives and transfers, and of a block, embedding and head.
 
 Legend: s sequence (of a context rank), b sequences of a micro-batch, h hidden, f MLP, d head size,
 t tensor ranks. All times are seconds of one micro-batch on one rank.
@@ -6,29 +6,193 @@ t tensor ranks. All times are seconds of one micro-batch on one rank.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import ceil
+from math import ceil, log2
 from typing import NamedTuple
 
 from models.cost import block_parameters, tokens_at_a_time
 from threefold.config.deepspeed_json import BYTES
+from threefold.gpus.datasheet import Gpu
 from threefold.pipeline.schedules import SCHEDULES
-from threefold.plan.job import Job, JobLayout
+from threefold.plan.job import Job, JobLayout, Machine
 from threefold.plan.stage_contents import (
     exchanged_rows,
     routed_rows,
     tokens_per_micro_batch,
 )
-from threefold.plan.time.kernels import (
-    fused_attention_seconds,
-    matmul_seconds,
-    memory_seconds,
-)
-from threefold.plan.time.network import (
-    all_reduce_seconds,
-    all_to_all_seconds,
-    gather_seconds,
-    pass_seconds,
-)
+
+# Predicted seconds of a transformer's kernels on one GPU.
+
+TILES = (
+    (256, 128),
+    (128, 256),
+    (128, 128),
+    (128, 64),
+    (64, 128),
+    (64, 64),
+)  # cuBLAS's output tiles
+
+
+def matmul_seconds(
+    gpu: Gpu, precision: str, *, rows: int, columns: int, inner: int, batch: int = 1
+) -> float:
+    """Return the seconds of `batch` matmuls [rows, inner] x [inner, columns] in one kernel.
+
+    The multiprocessors compute output tiles in waves. If the last wave is only partly filled, the
+    share `wave_quantization` of its empty part adds to the time (tile and wave quantization, NVIDIA
+    Deep Learning Performance: Matrix Multiplication Background). Like cuBLAS, the function uses the
+    fastest tile size. Memory traffic is a lower bound (roofline, Williams et al. 2009).
+    """
+    peak = gpu.peak_tflops[precision] * 1e12 * gpu.matmul_efficiency
+    peak *= min(alignment(gpu, precision, inner), alignment(gpu, precision, columns))
+    depth = inner + gpu.matmul_depth_cost
+    best = float("inf")
+    for tile_rows, tile_columns in TILES:
+        tiles = ceil(rows / tile_rows) * ceil(columns / tile_columns) * batch
+        waves = tiles / gpu.multiprocessors
+        waves += gpu.wave_quantization * (ceil(waves) - waves)
+        cost = 1 + gpu.matmul_tile_cost * (1 / tile_rows + 1 / tile_columns)
+        multiplications = waves * gpu.multiprocessors * tile_rows * tile_columns * depth
+        best = min(best, multiplications * cost)
+    moved = batch * (rows * inner + inner * columns + rows * columns) * BYTES[precision]
+    return max(2 * best / peak, memory_seconds(gpu, moved)) + gpu.kernel_seconds
+
+
+def alignment(gpu: Gpu, precision: str, size: int) -> float:
+    """Return the relative speed of matmuls with rows of `size` elements.
+
+    Tensor cores need rows that are multiples of 16 bytes (cuBLAS documentation, "Tensor Core
+    Usage").
+    """
+    return 1.0 if size * BYTES[precision] % 16 == 0 else gpu.unaligned_efficiency
+
+
+def memory_seconds(gpu: Gpu, moved: float) -> float:
+    """Return the seconds of memory-bound kernels that read and write `moved` bytes."""
+    return moved / (gpu.memory_gigabytes_per_second * 1e9 * gpu.memory_efficiency)
+
+
+def fused_attention_seconds(gpu: Gpu, precision: str, *, flops: float) -> float:
+    """Return the seconds of attention without written scores (Dao 2023, arXiv 2307.08691).
+
+    Published runs with heads of 64 to 128 reach the same rate.
+
+    Args:
+        flops: floating-point operations of the unmasked scores
+    """
+    peak = gpu.peak_tflops[precision] * 1e12 * gpu.matmul_efficiency * gpu.attention_efficiency
+    return flops / peak + gpu.kernel_seconds
+
+
+# Predicted seconds of collectives and of transfers between stages.
+
+# Number of ring steps, within a node or between nodes, that take as long as the network's latency.
+# Fitted to InternEvo's broadcasts and DeepSpeed's ZeRO-3: 8 microseconds per step on A100s.
+RING_STEPS_PER_LATENCY = 8
+
+
+def all_reduce_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) -> float:
+    """Return the seconds of an all-reduce of `moved` bytes.
+
+    It moves twice the bytes of a gather. Across nodes, NCCL uses trees for it.
+    """
+    return 2 * (
+        _moving_seconds(machine, moved, ranks=ranks, stride=stride)
+        + _tree_seconds(machine, ranks=ranks, stride=stride)
+    )
+
+
+def gather_seconds(
+    machine: Machine, moved: float, *, ranks: int, stride: int, messages: int = 1
+) -> float:
+    """Return the seconds of all-gathers or reduce-scatters of `moved` bytes per rank in total.
+
+    NCCL uses rings for gathers, scatters and broadcasts. Each message visits all ranks one after
+    another. If many ranks share few bytes, this latency exceeds the time of the transfer.
+
+    Args:
+        ranks: number of ranks of the group
+        stride: distance between neighbouring global ranks of the group; `stride` groups share a
+            node
+        messages: number of collectives that the bytes are divided into, one after the other
+    """
+    if _ranks_inside(machine, ranks=ranks, stride=stride) == ranks:
+        latency = _tree_seconds(machine, ranks=ranks, stride=stride)
+    else:
+        latency = machine.gpu.network_latency_seconds / RING_STEPS_PER_LATENCY * ranks
+    return _moving_seconds(machine, moved, ranks=ranks, stride=stride) + messages * latency
+
+
+def _ranks_inside(machine: Machine, *, ranks: int, stride: int) -> int:
+    """Return the number of a group's ranks in each node."""
+    return max(1, min(ranks, machine.gpus_per_node // stride))
+
+
+def _tree_seconds(machine: Machine, *, ranks: int, stride: int) -> float:
+    """Return the latency of a collective on a tree of nodes, or of ranks within one node."""
+    inside = _ranks_inside(machine, ranks=ranks, stride=stride)
+    if ranks == 1:
+        return 0.0
+    if inside == ranks:
+        return machine.gpu.node_link_latency_seconds * log2(2 * ranks)
+    return machine.gpu.network_latency_seconds * log2(2 * ranks / inside)
+
+
+def _moving_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) -> float:
+    """Return the seconds of gathering `moved` bytes per rank, without latency.
+
+    A ring moves (n - 1) / n of the bytes through each link (Thakur et al. 2005, section 4.1;
+    NCCL's bus bandwidth). Across nodes, a group with several GPUs in each node divides the bytes
+    over the network links of these GPUs (NCCL has one ring per link), while the links within the
+    node carry their part at the same time.
+    """
+    gpu = machine.gpu
+    inside = _ranks_inside(machine, ranks=ranks, stride=stride)
+    part = (ranks - 1) / ranks * moved
+    rate = machine.node_link_gigabytes_per_second * 1e9 * gpu.node_link_efficiency
+    if inside < ranks:
+        outside = machine.network_gigabytes_per_second * 1e9 * gpu.network_efficiency * inside
+        if stride > 1 and inside > 1:
+            outside *= machine.network_contention
+        rate = min(rate, outside)
+    return part / rate
+
+
+def transfer_seconds(machine: Machine, moved: float, *, stride: int) -> float:
+    """Return the seconds of sending `moved` bytes to the next stage, `stride` ranks away."""
+    gpu = machine.gpu
+    if stride < machine.gpus_per_node:
+        rate = machine.node_link_gigabytes_per_second * 1e9 * gpu.node_link_efficiency
+        return moved / rate + gpu.node_link_latency_seconds
+    rate = machine.network_gigabytes_per_second * 1e9 * gpu.network_efficiency
+    return moved / rate + gpu.network_latency_seconds
+
+
+def pass_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) -> float:
+    """Return the seconds in which each rank of a ring sends `moved` bytes to the next rank.
+
+    The slowest link decides. Between nodes, it is the network link of one GPU.
+    """
+    spans_nodes = _ranks_inside(machine, ranks=ranks, stride=stride) < ranks
+    distance = machine.gpus_per_node if spans_nodes else stride
+    return transfer_seconds(machine, moved, stride=distance)
+
+
+def all_to_all_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) -> float:
+    """Return the seconds in which each rank sends an equal part of `moved` bytes to every rank.
+
+    The bytes for other nodes leave over the GPU's own network link, while those for the same node
+    use the links within the node.
+    """
+    gpu = machine.gpu
+    inside = _ranks_inside(machine, ranks=ranks, stride=stride)
+    node_rate = machine.node_link_gigabytes_per_second * 1e9 * gpu.node_link_efficiency
+    network_rate = machine.network_gigabytes_per_second * 1e9 * gpu.network_efficiency
+    seconds = max(
+        moved * (inside - 1) / ranks / node_rate,
+        moved * (ranks - inside) / ranks / network_rate,
+    )
+    return seconds + _tree_seconds(machine, ranks=ranks, stride=stride)
+
 
 # Bytes per logit that the cross-entropy reads and writes, forward and backward, in fp32: conversion
 # (6), maximum (4), exponential (8), sum (4), scaling and subtraction (8), conversion back (6).

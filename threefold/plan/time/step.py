@@ -1,14 +1,14 @@
-"""Predicted time of a training step and its parts. All times are seconds."""
+"""Predicted seconds of a training step, of its parts and of each pass of its pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 
 from threefold.config.deepspeed_json import BYTES
 from threefold.pipeline.balance import PROPORTION_UNITS, pass_proportions
-from threefold.pipeline.schedules import Kind, Pipeline
-from threefold.pipeline.simulation import pipeline_seconds, simulate
+from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
+from threefold.pipeline.simulation import Timeline, pipeline_seconds, simulate
 from threefold.plan.job import Job
 from threefold.plan.stage_contents import (
     blocks_of_stages,
@@ -17,10 +17,15 @@ from threefold.plan.stage_contents import (
     last_stage,
     tokens_per_micro_batch,
 )
-from threefold.plan.time.block import ForwardBackward, block_job, block_passes, end_passes
-from threefold.plan.time.network import gather_seconds, transfer_seconds
-from threefold.plan.time.optimizer_time import optimizer_time
-from threefold.plan.time.update import data_time
+from threefold.plan.time.block import (
+    ForwardBackward,
+    block_job,
+    block_passes,
+    end_passes,
+    gather_seconds,
+    transfer_seconds,
+)
+from threefold.plan.time.update import data_time, optimizer_time
 
 MAX_SIMULATED_STAGES = 4
 MAX_SIMULATED_ROUNDS = 2  # a round has one micro-batch per stage
@@ -233,3 +238,44 @@ def transfer_time(job: Job) -> float:
     if layout.sequence_parallel:
         return part
     return part + gather_seconds(job.machine, row, ranks=layout.tensor, stride=1)
+
+
+# Order and duration of each pass of a job's pipeline.
+
+
+def pipeline_of(job: Job) -> Pipeline:
+    """Return the pipeline of a job, which determines the order of its passes.
+
+    Raises:
+        UserError: the schedule does not support this number of micro-batches.
+    """
+    layout = job.layout
+    return Pipeline(
+        stages=layout.pipeline,
+        chunks=layout.chunks,
+        micro_batches=job.micro_batches,
+        schedule=layout.schedule,
+        proportions=pass_proportions(job.model, layout.recompute),
+        paired=layout.expert_overlap,
+    )
+
+
+def pass_seconds(job: Job) -> Callable[[Pass], float]:
+    """Return a function from a pass to its predicted seconds."""
+    pipeline = pipeline_of(job)
+    seconds: dict[tuple[Kind, int], float] = {}
+    for virtual_stage, each in enumerate(virtual_stage_passes(job)):
+        deferred = each.weights.total if pipeline.splits else 0.0
+        seconds[FORWARD, virtual_stage] = each.forward.total
+        seconds[BACKWARD, virtual_stage] = each.backward.total - deferred
+        seconds[WEIGHT, virtual_stage] = deferred
+    return lambda work: seconds[work.kind, pipeline.virtual_stage(work.stage, work.chunk)]
+
+
+def timeline_of(job: Job) -> Timeline:
+    """Simulate the start and end of each pass, including transfers and idle times.
+
+    Raises:
+        UserError: the schedule does not support this number of micro-batches.
+    """
+    return simulate(pipeline_of(job), pass_seconds(job), transfer=transfer_time(job))

@@ -7,8 +7,7 @@ from math import prod
 from models.errors import counted
 from threefold.gpus.datasheet import Gpu
 from threefold.plan.software import THREEFOLD
-from threefold.plan.time.block import BACKWARD_SLOWER
-from threefold.plan.time.kernels import fused_attention_seconds, matmul_seconds
+from threefold.plan.time.block import BACKWARD_SLOWER, fused_attention_seconds, matmul_seconds
 
 BACKWARD_MATMULS = 2.5  # per matmul of attention's forward pass (arXiv 2307.08691, section 4.1)
 FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}  # position of a matmul's first factor
