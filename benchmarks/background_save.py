@@ -30,10 +30,10 @@ from recipes.proving.layouts import reference
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint.writer import CheckpointWriter
-from recipes.training.run_folder.folder import RunFolder
 from threefold.config.loading import DEFAULT_RECIPE, parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.processes import start_processes
 
 STEPS_DURING_SAVE = 4  # training steps after each save

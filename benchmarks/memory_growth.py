@@ -27,8 +27,8 @@ import numpy as np
 from models.errors import UserError
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import RANK_ENVIRONMENT, free_port, rank_variables
-from recipes.training.run_folder.folder import RunFolder
 from threefold.config.loading import REPOSITORY
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.command_line import count
 
 VOCABULARY = 512

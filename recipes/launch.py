@@ -38,9 +38,9 @@ from recipes.launching.rank_command import rank_command
 from recipes.launching.replanning import Replanner
 from recipes.nodes.connection import on_this_machine, over_srun, over_ssh
 from recipes.nodes.hosts import read_hostfile, recipe_on_hosts, slurm_hosts
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
 from threefold.config.loading import REPOSITORY, origin
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
 from threefold.runtime.exits import BUSY, REJECTED, raise_at_interrupt
 from threefold.runtime.output import outlive_output
 

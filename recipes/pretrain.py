@@ -28,11 +28,11 @@ from recipes.training.loop.experiment import read_experiment
 from recipes.training.loop.measurements import compare_speed, evaluate, stop_if_unreadable
 from recipes.training.loop.rejection import rejections
 from recipes.training.loop.run import Ending, Run
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.lock import SECONDS_TO_WAIT
 from recipes.training.tracking.messages import summarize
 from recipes.training.tracking.startup import Startup
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.lock import SECONDS_TO_WAIT
 from threefold.runtime.environment import set_thread_count, set_torch_variables
 from threefold.runtime.exits import (
     FINISHED,

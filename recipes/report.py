@@ -27,8 +27,8 @@ from recipes.reporting.page.page import Watching, render
 from recipes.reporting.page.palette import MAX_RUNS
 from recipes.reporting.page.watch import Watcher, serve
 from recipes.reporting.record.run_record import names_of, read_run
-from recipes.training.run_folder.line_file import write_whole
 from threefold.gpus.datasheet import load_gpu
+from threefold.run_folder.json_lines import write_whole
 from threefold.runtime.exits import raise_at_interrupt
 from threefold.runtime.output import escape_output
 

@@ -15,10 +15,10 @@ import argparse
 import os
 
 from models.errors import UserError
-from recipes.training.run_folder.checkpoint_folders import published, step_of
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import LineFile
 from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.run_folder.checkpoint_folders import published, step_of
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import LineFile
 from threefold.runtime.exits import REJECTED, UNFIT
 
 EXCLUDE = """

@@ -20,12 +20,12 @@ from models.errors import UserError
 from recipes.proving.worlds import free_port
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.data.token_file import TokenFile
-from recipes.training.run_folder.checkpoint_folders import published, step_of
-from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
+from threefold.run_folder.checkpoint_folders import published, step_of
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.processes import check_machine
 
 # pretrain.py on a machine whose second rank computes different weights from step 2 on.
@@ -70,7 +70,7 @@ pretrain.main()
 JUMPING = """
 from recipes import pretrain
 from recipes.training.data.dataset import TrainingData
-from recipes.training.run_folder.progress import Progress
+from threefold.run_folder.progress import Progress
 
 resume = TrainingData.resume
 

@@ -29,15 +29,15 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import fingerprint
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.loop.boundaries.replacement import command_of
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.history import History
-from recipes.training.run_folder.progress import Progress
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks, start_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import History
+from threefold.run_folder.progress import Progress
 from threefold.runtime.processes import start_processes
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")

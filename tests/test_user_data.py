@@ -32,9 +32,6 @@ from recipes.reporting.record.run_record import read_run
 from recipes.training.checkpoint.compatibility import check_initial_weights
 from recipes.training.checkpoint.manifest import REMEDY, Manifest
 from recipes.training.data.token_file import TokenFile, write_token_file
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.lock import is_held
-from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.weights_and_biases.settings import (
     check_variables,
     read_run_id,
@@ -47,6 +44,9 @@ from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import FOLDER, read_gpu
 from threefold.plan.calibration.compare import evaluate
 from threefold.plan.calibration.runs_table import read_table
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.lock import is_held
+from threefold.run_folder.progress import Progress
 from threefold.runtime.environment import check_accelerator
 from threefold.runtime.processes import check_port
 
@@ -463,7 +463,7 @@ def test_a_locale_without_utf_8(tmp_path: Path) -> None:
         "from recipes import report\n"
         "from threefold.config.loading import DEFAULT_RECIPE, load_recipe\n"
         "from threefold.config.sections import repository_path\n"
-        "from recipes.training.run_folder.line_file import write_whole\n"
+        "from threefold.run_folder.json_lines import write_whole\n"
         "recipe = load_recipe(DEFAULT_RECIPE, [sys.argv.pop(), sys.argv.pop()])\n"
         "write_whole(Path(sys.argv[1]) / 'recipe.toml', recipe.toml())\n"
         "print(repository_path(recipe.data.validation).read_text(encoding='utf-8'))\n"

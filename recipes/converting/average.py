@@ -22,9 +22,9 @@ from recipes.training.checkpoint.compatibility import (
 )
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
-from recipes.training.run_folder.provenance import versions
 from threefold.config.loading import value_text
 from threefold.config.phases import table_at
+from threefold.run_folder.provenance import versions
 
 BLOCK_ELEMENTS = 2**24  # elements of a tensor that are averaged in float64 at a time
 

@@ -28,11 +28,11 @@ from recipes.training.checkpoint.tensor_file import (
 )
 from recipes.training.data.corpus_manifest import tokenizer_hash
 from recipes.training.data.fingerprint import document_starts
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.tracking.metric_names import task_accuracies, validation_losses
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
 from threefold.config.sections import repository_path, short
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.metric_names import task_accuracies, validation_losses
 
 DTYPES = {  # name in the command -> name in safetensors files, torch's dtype
     "fp32": ("F32", torch.float32),

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import sha256
 from recipes.training.checkpoint.tensor_file import FileRecord
-from recipes.training.run_folder.line_file import flush
 from threefold.config.sections import short
+from threefold.run_folder.json_lines import flush
 
 RUN_FILES = ("recipe.toml", "metrics.jsonl", "events.jsonl")  # a run folder has one of them
 

@@ -19,12 +19,12 @@ from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter
 from recipes.training.checkpoint.writing.assembly import assign_owners
 from recipes.training.checkpoint.writing.rank_files import KINDS_OF_FILE
-from recipes.training.run_folder.provenance import layout_of, versions
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import apply_overrides, parse_recipe
 from threefold.config.parallel_dims import Topology, World
 from threefold.config.phases import recipe_at
 from threefold.config.recipe import Recipe
+from threefold.run_folder.provenance import layout_of, versions
 
 # A change of these keys would make it another run.
 FIXED_KEYS = ("model.", "seed", "data.", "optimizer.kind")

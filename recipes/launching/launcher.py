@@ -28,9 +28,9 @@ from recipes.launching.failures import Failures, GpuErrors
 from recipes.launching.nodes import SECONDS_BETWEEN_LISTS, SECONDS_TO_CONNECT, Nodes
 from recipes.launching.replanning import Placement, Replanner
 from recipes.nodes.connection import AgentSettings, Connect, Connections
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.lease import grant
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.lease import grant
 from threefold.runtime.exits import HUNG, INTERRUPTED
 
 SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start

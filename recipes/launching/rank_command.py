@@ -9,10 +9,10 @@ from pathlib import Path
 
 from models.errors import UserError
 from recipes.launching.attempt import Command
-from recipes.training.run_folder.folder import RunFolder
 from threefold.config.loading import REPOSITORY
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.environment import set_torch_variables
 
 PRETRAIN = REPOSITORY / "recipes" / "pretrain.py"

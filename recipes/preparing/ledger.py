@@ -13,13 +13,13 @@ from recipes.preparing.tokenizer import load_tokenizer
 from recipes.training.data.corpus_manifest import lost_manifest
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import document_starts
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import MAX_INTEGER_IN_LINE
-from recipes.training.run_folder.progress import Progress
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE
+from threefold.run_folder.progress import Progress
 
 MAX_CHARACTERS_SHOWN = 200  # of a window
 

@@ -35,7 +35,7 @@ from recipes.training.data.token_file import (
     token_type,
     write_index,
 )
-from recipes.training.run_folder.line_file import flush
+from threefold.run_folder.json_lines import flush
 
 BLOCK_BYTES = 2**24
 LOCATION_KEYS = ("files", "start", "stop")  # fields of a Piece in pieces.jsonl

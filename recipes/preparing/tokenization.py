@@ -27,7 +27,7 @@ from models.errors import UserError, reason_of
 from recipes.preparing.formats.documents import EmptyPart, Row
 from recipes.preparing.formats.format import READ_ERRORS, Format, NumberedPiece, Piece
 from recipes.training.data.token_file import TokenFileWriter, token_type
-from recipes.training.run_folder.line_file import flush
+from threefold.run_folder.json_lines import flush
 
 PARTS = ("train", "validation")
 REPORT = "report.json"

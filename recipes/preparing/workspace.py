@@ -11,7 +11,7 @@ from typing import IO
 from models.errors import FULL_DISK_ERRORS, UserError, counted
 from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.own_files import mark_workspace
-from recipes.training.run_folder.lock import NO_FLOCK
+from threefold.run_folder.lock import NO_FLOCK
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ from recipes.training.checkpoint.state import KINDS
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
-from recipes.training.run_folder.folder import RunFolder
 from threefold.config.parallel_dims import World
+from threefold.run_folder.folder import RunFolder
 
 SHARED_STEPS = 10  # steps after a checkpoint that two layouts both run
 

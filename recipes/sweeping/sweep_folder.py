@@ -26,9 +26,9 @@ from recipes.proving.proof_corpus import write_corpus
 from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
 from recipes.sweeping.trial import FAULTS, Rejection, Result, Trial, preference
 from recipes.sweeping.worlds.worlds_folder import WorldsFolder
-from recipes.training.run_folder.line_file import flush, write_whole
-from recipes.training.run_folder.lock import FolderInUse, FolderLock
 from threefold.config.loading import value_text
+from threefold.run_folder.json_lines import flush, write_whole
+from threefold.run_folder.lock import FolderInUse, FolderLock
 
 PROBE_BYTES = 2**16
 

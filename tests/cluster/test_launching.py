@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import tomli_w
 
-from recipes.training.run_folder.folder import RunFolder
 from tests.cluster.cluster import NETWORK, Cluster, missing
 from tests.conftest import changed, small_recipe
 from threefold.config.loading import REPOSITORY
+from threefold.run_folder.folder import RunFolder
 
 pytestmark = [
     pytest.mark.cluster,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import tomli_w
 
-from recipes.training.run_folder.folder import RunFolder
 from tests.cluster.cluster import Cluster, missing
 from tests.cluster.test_launching import CPU, Job, metrics, wait_for_step
 from tests.conftest import changed, small_recipe
 from tests.fault_injection import node_loss
+from threefold.run_folder.folder import RunFolder
 
 pytestmark = [
     pytest.mark.cluster,

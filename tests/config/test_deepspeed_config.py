@@ -13,7 +13,6 @@ import pytest
 
 from models.errors import UserError
 from recipes.training.loop.experiment import read_experiment
-from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.messages import announce
 from threefold.config.deepspeed_json import (
     build_deepspeed_config,
@@ -34,6 +33,7 @@ from threefold.config.deepspeed_schema import (
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import Topology, World
 from threefold.config.recipe import Recipe
+from threefold.run_folder.progress import Progress
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"
 PROPOSAL = re.compile(r"\nThis file would be accepted( \(pretrain\.py also [^\n]*\))?:\n")

@@ -33,11 +33,11 @@ from itertools import product
 import tomli_w
 
 from recipes.proving.proof_corpus import write_corpus
-from recipes.training.run_folder.checkpoint_folders import published, step_of
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.unread import UNREAD, Output
 from threefold.config.loading import REPOSITORY
+from threefold.run_folder.checkpoint_folders import published, step_of
 from threefold.runtime.exits import HUNG, INTERRUPTED, STOPPED
 
 HANG_SECONDS = 6

@@ -34,8 +34,8 @@ import tomli_w
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import PRELOADED_MODULES, RANK_ENVIRONMENT, environment, free_port
 from recipes.training.checkpoint.manifest import find_damages
-from recipes.training.run_folder.checkpoint_folders import INCOMPLETE, published, step_of
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
+from threefold.run_folder.checkpoint_folders import INCOMPLETE, published, step_of
 
 IMPORTED = [
     *PRELOADED_MODULES,
@@ -354,7 +354,7 @@ def _forget_moments() -> None:
 def _read_again() -> None:
     """Let a resumed run read the corpus from its beginning."""
     from recipes.training.data.dataset import TrainingData
-    from recipes.training.run_folder.progress import Progress
+    from threefold.run_folder.progress import Progress
 
     healthy = TrainingData.resume
 

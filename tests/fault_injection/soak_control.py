@@ -43,9 +43,6 @@ import tomli_w
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import RANK_ENVIRONMENT, environment, free_port, rank_variables
 from recipes.training.checkpoint.manifest import find_damages
-from recipes.training.run_folder.checkpoint_folders import published, step_of
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import LineFile
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.soak import IMPORTED, TIMED
 from tests.fault_injection.soak_faults import (
@@ -55,6 +52,9 @@ from tests.fault_injection.soak_faults import (
     poison_and_record,
 )
 from threefold.config.loading import load_recipe
+from threefold.run_folder.checkpoint_folders import published, step_of
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import LineFile
 from threefold.runtime.exits import REJECTED
 
 RANKS, STEPS, EVERY = 2, 20, 4

@@ -4,8 +4,8 @@ import os
 import signal
 from typing import Any
 
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import LineFile
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import LineFile
 
 BATCH = 8  # samples of a step
 BAD_SAMPLES = {  # first samples of bad steps, and their consequences
@@ -89,7 +89,7 @@ def die_loading() -> None:
 
 def _count_stale_rollbacks() -> None:
     """Let rollbacks of other branches count, and those before a save of the same step."""
-    from recipes.training.run_folder.history import History
+    from threefold.run_folder.history import History
 
     healthy = History.apply
 
@@ -126,7 +126,7 @@ def _abandon_late() -> None:
 
 def _count_for_ever() -> None:
     """Count every rollback of the run, as if no checkpoint had been saved since."""
-    from recipes.training.run_folder.history import History
+    from threefold.run_folder.history import History
 
     History.rollbacks = lambda self, step: len(self.rolled_back)
 

@@ -53,8 +53,6 @@ from recipes.training.data.checks import check_document_starts, open_corpus
 from recipes.training.data.corpus_manifest import folder_hash, tokenizer_hash
 from recipes.training.data.fingerprint import document_starts, fingerprint
 from recipes.training.data.token_file import TokenFile
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.progress import Progress
 from tests.conftest import VOCAB_SIZE, shipped_configs, shipped_recipes, small_recipe
 from tests.reporting.synthetic import event, write_run
 from threefold.config.deepspeed_json import build_deepspeed_config
@@ -62,6 +60,8 @@ from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, pa
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.progress import Progress
 
 SECONDS = 300.0  # of a whole run
 CPU_SECONDS_PER_INPUT = 10.0  # after which an input counts as a hang

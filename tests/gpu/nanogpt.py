@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from recipes.training.data.token_file import write_token_file
-from recipes.training.tracking.metric_names import validation_losses
 from tests.gpu.runs import start
 from tests.gpu.setting import Result, Setting
+from threefold.run_folder.metric_names import validation_losses
 
 TEXT = Path(__file__).parent / "shakespeare.txt"
 PUBLISHED_LOSS = 1.4697  # nanoGPT's best evaluation; it evaluates every 250 steps

@@ -31,13 +31,13 @@ from recipes.launching.rank_command import forwarded, in_container
 from recipes.launching.replanning import Placement
 from recipes.nodes.connection import Agent, Report, on_this_machine
 from recipes.training.preflight.measures import SPARE_NODES
-from recipes.training.run_folder.folder import RunFolder
 from recipes.training.snapshots.client import Client
 from recipes.training.snapshots.names import FOLDER_VARIABLE
 from recipes.training.snapshots.node_memory import NodeMemory
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.plan.memory.peak import StageMemory
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED, UNFIT
 
 # A rank that ends as the file "end-RANK" says, saves and exits with 5 on a signal, and dies with

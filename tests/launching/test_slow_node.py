@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY
+from threefold.run_folder.folder import RunFolder
 
 
 @pytest.mark.long

@@ -21,11 +21,11 @@ from recipes.proving.relay import run_leg
 from recipes.proving.trial import many_cases
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import SharedState, TrainingState
-from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
+from threefold.run_folder.folder import RunFolder
 
 SHAPES = {
     "llama, grouped queries": {},

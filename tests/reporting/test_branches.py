@@ -6,9 +6,9 @@ from typing import Any
 
 from recipes.reporting.record.branches import abandoned_branches, divide
 from recipes.reporting.record.run_record import read_run
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.progress import Progress
 from tests.reporting.synthetic import line_of, recipe_of, write_run
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.progress import Progress
 
 
 def line(step: int, branch: str = "a", loss: float = 1.0) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from recipes.reporting.page.facts import mixtures, state, stops, summary, wall_t
 from recipes.reporting.record.mixture import shares_read
 from recipes.reporting.record.run_record import names_of, read_run
 from recipes.training.data.mixing import choose_sources
-from recipes.training.run_folder.lock import FolderLock
 from tests.reporting.synthetic import BEGAN, event, recipe_of, write_run
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import StagePlan
+from threefold.run_folder.lock import FolderLock
 
 
 def test_a_line_that_is_being_written_is_left_out_silently(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from recipes.report import main
 from recipes.reporting.page.watch import Watcher
-from recipes.training.run_folder.lock import FolderLock
 from tests.commands import run_here
 from tests.reporting.synthetic import line_of, recipe_of, write_lines, write_run
 from threefold.config.loading import REPOSITORY
+from threefold.run_folder.lock import FolderLock
 
 EVERY = 0.2
 

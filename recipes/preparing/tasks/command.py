@@ -9,8 +9,8 @@ from models.errors import UserError, counted
 from recipes.preparing.tasks.corpus_tasks import last_word, make_items, next_line
 from recipes.preparing.tasks.harness_samples import items_of_samples
 from recipes.training.data.evaluation.task_file import read_items
-from recipes.training.run_folder.line_file import write_whole
 from threefold.config.sections import repository_path
+from threefold.run_folder.json_lines import write_whole
 from threefold.runtime.command_line import count
 
 MAKERS = {"next-line": next_line, "last-word": last_word}

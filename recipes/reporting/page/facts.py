@@ -15,9 +15,9 @@ from recipes.reporting.page.palette import PARTS
 from recipes.reporting.record.mixture import SourceShare, shares_read
 from recipes.reporting.record.plan_comparison import Prediction
 from recipes.reporting.record.run_record import RunRecord
-from recipes.training.run_folder.line_file import MAX_INTEGER_IN_LINE, number
-from recipes.training.run_folder.wall_time import CAUSE_TEXTS
 from threefold.config.phases import StagePlan
+from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE, number
+from threefold.run_folder.wall_time import CAUSE_TEXTS
 
 NONE = "–"  # noqa: RUF001 (a dash)
 MAX_SLOW_RANKS = 5

@@ -32,7 +32,7 @@ from recipes.reporting.page.panels import panels_of
 from recipes.reporting.record.marks import describe, marks_of
 from recipes.reporting.record.plan_comparison import Prediction, predict
 from recipes.reporting.record.run_record import RunRecord
-from recipes.training.run_folder.line_file import number
+from threefold.run_folder.json_lines import number
 
 FOLDER = Path(__file__).parent
 BOKEH = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock, Thread
 
 from models.errors import UserError, reason_of
-from recipes.training.run_folder.lock import is_held
+from threefold.run_folder.lock import is_held
 
 HOST = "127.0.0.1"
 WATCHED = ("metrics.jsonl", "events.jsonl", "recipe.toml", "timeline.svg")

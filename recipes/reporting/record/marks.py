@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from recipes.training.run_folder.line_file import too_large
+from threefold.run_folder.json_lines import too_large
 
 Event = Mapping[str, Any]
 MAX_DEPTH = 4  # of nested lists and tables in a description

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from models.errors import UserError
 from recipes.sweeping.links.measurements import Measurements
-from recipes.training.run_folder.line_file import write_whole
 from threefold.gpus.datasheet import MEASURED_MARK, Gpu, datasheet_text, file_of, read_gpu, rounded
+from threefold.run_folder.json_lines import write_whole
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,59}")
 NODE_LINK_KEYS = ("node_link_efficiency", "node_link_latency_seconds")

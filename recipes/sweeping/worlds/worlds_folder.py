@@ -8,7 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 
-from recipes.training.run_folder.lock import is_running, machine_id
+from threefold.run_folder.lock import is_running, machine_id
 from threefold.runtime.environment import start_ticks
 
 HEARTBEAT_SECONDS = 2.0

@@ -8,12 +8,12 @@ from models.config import SCALING_KEYS, ModelConfig
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, manifest_damage
 from recipes.training.data.corpus_manifest import is_corpus
-from recipes.training.run_folder.progress import Progress
 from threefold.config.deepspeed_json import leaves
 from threefold.config.loading import value_text
 from threefold.config.phases import table_at
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
+from threefold.run_folder.progress import Progress
 
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
 # starts from initial weights.

@@ -26,11 +26,11 @@ from typing_extensions import TypedDict
 from models.config import ModelConfig
 from models.errors import UserError, reason_of
 from recipes.training.checkpoint.tensor_file import FileRecord
-from recipes.training.run_folder.checkpoint_folders import NAME, step_of
-from recipes.training.run_folder.line_file import flush
-from recipes.training.run_folder.progress import Progress, read_from
 from threefold.config.optimization import Batch
 from threefold.config.sections import Stage
+from threefold.run_folder.checkpoint_folders import NAME, step_of
+from threefold.run_folder.json_lines import flush
+from threefold.run_folder.progress import Progress, read_from
 
 FORMAT = 1
 REMEDY = (

@@ -18,17 +18,17 @@ from models.errors import UserError
 from recipes.training.checkpoint import resume_point
 from recipes.training.checkpoint.compatibility import check_parts_read
 from recipes.training.checkpoint.resume_point import ResumePoint
-from recipes.training.run_folder.checkpoint_folders import (
+from threefold.config.recipe import Recipe
+from threefold.run_folder.checkpoint_folders import (
     published,
     stamp_of,
     step_of,
     time_stamp,
 )
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.history import Branch, History
-from recipes.training.run_folder.lock import FolderInUse
-from recipes.training.run_folder.progress import Progress
-from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import Branch, History
+from threefold.run_folder.lock import FolderInUse
+from threefold.run_folder.progress import Progress
 
 SECONDS_BETWEEN_TRIES = 1.0
 SECONDS_BETWEEN_MESSAGES = 30.0

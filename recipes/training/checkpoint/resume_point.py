@@ -19,21 +19,21 @@ from recipes.training.checkpoint.compatibility import (
 )
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.run_folder.checkpoint_folders import (
+from threefold.config.deepspeed_json import read_deepspeed_json
+from threefold.config.loading import parse_recipe
+from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
+from threefold.config.phases import Span, StagePlan
+from threefold.config.recipe import Recipe
+from threefold.run_folder.checkpoint_folders import (
     ABANDONED,
     NAME,
     published,
     set_aside,
     step_of,
 )
-from recipes.training.run_folder.history import Branch
-from recipes.training.run_folder.line_file import flush
-from recipes.training.run_folder.progress import Progress
-from threefold.config.deepspeed_json import read_deepspeed_json
-from threefold.config.loading import parse_recipe
-from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
-from threefold.config.phases import Span, StagePlan
-from threefold.config.recipe import Recipe
+from threefold.run_folder.history import Branch
+from threefold.run_folder.json_lines import flush
+from threefold.run_folder.progress import Progress
 
 Note = Callable[[str], object]  # called before each file is verified, to report progress
 

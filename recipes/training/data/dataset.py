@@ -31,11 +31,11 @@ from recipes.training.data.fingerprint import fingerprint
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.data.order import Mixture, mixture_after, source_numbers
 from recipes.training.data.token_file import TokenFile
-from recipes.training.run_folder.progress import Progress, Read
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import Span, StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
+from threefold.run_folder.progress import Progress, Read
 
 
 class Windows:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from models.errors import UserError
 from recipes.training.loop import rejection
-from recipes.training.run_folder.lock import FolderInUse
+from threefold.run_folder.lock import FolderInUse
 from threefold.runtime.exits import leave
 
 

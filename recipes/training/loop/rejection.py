@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from models.errors import UserError
-from recipes.training.run_folder.lock import FolderInUse
 from threefold.config.parallel_dims import World
+from threefold.run_folder.lock import FolderInUse
 from threefold.runtime.exits import BUSY, REJECTED, PortInUse, leave
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from recipes.training.run_folder.folder import RunFolder
 from recipes.training.supervision.loss_watch import LossWatch
 from recipes.training.supervision.stragglers import SlowStreaks
 from recipes.training.tracking.startup import Startup
@@ -12,6 +11,7 @@ from recipes.training.tracking.step_clock import StepClock
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.checkpoint.resume import Start

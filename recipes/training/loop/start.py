@@ -19,9 +19,6 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.loop.rejection import rejections
-from recipes.training.run_folder.checkpoint_folders import remove_debris
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.lock import FolderInUse
 from recipes.training.snapshots.finding import find_snapshot
 from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.supervision.breadcrumb import Breadcrumb
@@ -40,6 +37,9 @@ from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.weights_and_biases.settings import check_wandb, read_wandb_key
 from threefold.config.parallel_dims import check_placement
 from threefold.config.recipe import Recipe
+from threefold.run_folder.checkpoint_folders import remove_debris
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.lock import FolderInUse
 from threefold.runtime.exits import FINISHED, PortInUse, leave
 from threefold.runtime.processes import (
     check_machine,

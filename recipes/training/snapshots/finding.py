@@ -14,12 +14,12 @@ import torch.distributed as dist
 from recipes.training.checkpoint.compatibility import check_same_run
 from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.resume_point import Note, ResumePoint, no_note
-from recipes.training.run_folder.history import History
 from recipes.training.snapshots.client import Client, SnapshotUnavailable, listings
 from recipes.training.snapshots.names import SnapshotName
 from recipes.training.snapshots.node_memory import NodeMemory, Server
 from recipes.training.snapshots.reader import SnapshotReader
 from threefold.config.recipe import Recipe
+from threefold.run_folder.history import History
 
 PLACE_IN_MESSAGES = Path("memory of the nodes")  # instead of a run's folder of checkpoints
 MANIFEST, DIGEST = "manifest.json", "manifest.sha256"

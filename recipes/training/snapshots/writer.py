@@ -10,10 +10,10 @@ import torch.distributed as dist
 from models.errors import UserError
 from recipes.training.checkpoint.writer import EXCHANGE_TIMEOUT, CheckpointWriter, Counters
 from recipes.training.checkpoint.writing.rank_files import Written, united
-from recipes.training.run_folder.progress import Progress
 from recipes.training.snapshots.names import FP32_BYTES, SnapshotName
 from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.snapshots.partners import Partners
+from threefold.run_folder.progress import Progress
 
 
 class SnapshotWriter:

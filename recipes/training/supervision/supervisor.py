@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from recipes.training.run_folder.folder import RunFolder
 from recipes.training.supervision.background import Background, within
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.flight_recorder import Launched, read_dump
 from recipes.training.supervision.hang_report import HangReport, take_sighting
 from recipes.training.supervision.loss_watch import Severity
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.environment import Process, launchers_of
 from threefold.runtime.exits import HUNG
 from threefold.runtime.output import end_process

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from recipes.training.tracking.metric_names import task_accuracies, validation_losses
+from threefold.run_folder.metric_names import task_accuracies, validation_losses
 
 SECONDS_BETWEEN_LINES = 10.0
 

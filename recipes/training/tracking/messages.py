@@ -9,10 +9,6 @@ from models.errors import counted
 from models.hugging_face.config import export_problem
 from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.data.corpus_manifest import unchecked_tokenizer, unused_rows
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import number
-from recipes.training.run_folder.wall_time import WallTime, shares_text
-from recipes.training.tracking.metric_names import task_accuracies, validation_losses
 from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from threefold.config.deepspeed_json import deepspeed_notes
 from threefold.config.loading import value_text
@@ -21,6 +17,10 @@ from threefold.config.parallel_dims import Topology, World, rank_map
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.pipeline.balance import balance_text
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import number
+from threefold.run_folder.metric_names import task_accuracies, validation_losses
+from threefold.run_folder.wall_time import WallTime, shares_text
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.checkpoint.resume_point import ResumePoint

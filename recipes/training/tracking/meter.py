@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from models.cost import flops_per_token
-from recipes.training.run_folder.progress import Progress
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import peak_tflops
+from threefold.run_folder.progress import Progress
 
 if TYPE_CHECKING:
     from recipes.training.engine.expert_report import ExpertReport

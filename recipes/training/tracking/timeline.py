@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from models.errors import UserError
 from recipes.training.engine.engine import Engine, PipelinedEngine
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import write_whole
 from threefold.config.parallel_dims import Coordinates, Topology
 from threefold.config.recipe import Recipe
 from threefold.pipeline.engine import Event, Recording, passes_of
 from threefold.pipeline.simulation import Timeline, simulate, typical_seconds
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import write_whole
 
 Show = Callable[[int, str, Path], None]
 Steps = dict[int, list[Event]]  # the events of each recorded step

@@ -10,10 +10,6 @@ from typing import Any
 from typing_extensions import override
 
 from models.errors import UserError
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.progress import Progress
-from recipes.training.run_folder.provenance import code_version
-from recipes.training.run_folder.wall_time import WallTime
 from recipes.training.tracking.display import Display
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.weights_and_biases.alerts import (
@@ -30,6 +26,10 @@ from recipes.training.tracking.weights_and_biases.thread import (
 from threefold.config.loading import value_text
 from threefold.config.phases import Span, StagePlan, changes
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.progress import Progress
+from threefold.run_folder.provenance import code_version
+from threefold.run_folder.wall_time import WallTime
 from threefold.runtime.exits import INTERRUPTED
 
 

@@ -21,10 +21,10 @@ from recipes.sweeping.transfer.trials import coordinate_trials, loss_trials
 from recipes.sweeping.trial import Result
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine, StepResult
-from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
+from threefold.run_folder.folder import RunFolder
 
 MUP = {"model__parametrization": "mup", "model__base_hidden_size": 64}
 WIDTHS = (64, 128, 256)

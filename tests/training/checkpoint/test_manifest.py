@@ -14,8 +14,8 @@ from safetensors import safe_open
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
-from recipes.training.run_folder import checkpoint_folders
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
+from threefold.run_folder import checkpoint_folders
 
 SHAPES = {"embedding.weight": (50, 8), "blocks.0.norm.weight": (8,)}
 

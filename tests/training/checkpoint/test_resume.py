@@ -11,12 +11,12 @@ import pytest
 from models.errors import UserError
 from recipes.training.checkpoint import resume_point
 from recipes.training.checkpoint.resume import Request, Start, begin_branch, find_start
-from recipes.training.run_folder.checkpoint_folders import published, set_aside, step_of
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import LineFile
 from tests.training.checkpoint.test_manifest import write_checkpoint
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.run_folder.checkpoint_folders import published, set_aside, step_of
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import LineFile
 
 STEPS = (8, 16, 24, 32)
 MAX_INSTANTS = 200  # more than any request has

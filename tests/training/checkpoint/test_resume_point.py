@@ -16,11 +16,11 @@ from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.resume_point import ResumePoint, find_damage
 from recipes.training.data.dataset import TrainingData
 from recipes.training.data.fingerprint import fingerprint
-from recipes.training.run_folder.progress import Progress
-from recipes.training.run_folder.provenance import layout_of
 from tests.training.checkpoint.test_compatibility import HERE, manifest_of, recipe_of
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
+from threefold.run_folder.progress import Progress
+from threefold.run_folder.provenance import layout_of
 
 
 def test_permitted_changes_are_accepted_and_reported(corpus: Path) -> None:

@@ -20,12 +20,12 @@ from recipes.training.checkpoint.retention import (
     most_saves,
     retain,
 )
-from recipes.training.run_folder.checkpoint_folders import checkpoint_name, published, step_of
 from tests.conftest import changed
 from tests.training.checkpoint.test_manifest import write_checkpoint
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.config.sections import Checkpoint
+from threefold.run_folder.checkpoint_folders import checkpoint_name, published, step_of
 
 Usage = namedtuple("Usage", ["free"])
 

@@ -18,11 +18,11 @@ from recipes.converting.verified_source import open_checkpoint
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
 from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
 
 KINDS = {"fp32": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 LAYOUTS = {

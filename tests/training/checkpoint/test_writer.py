@@ -19,16 +19,16 @@ from recipes.training.checkpoint.retention import RESERVED_BYTES_AT_THE_END, che
 from recipes.training.checkpoint.tensor_file import FileRecord
 from recipes.training.checkpoint.writer import CheckpointWriter, Counters
 from recipes.training.checkpoint.writing.rank_files import Written, united
-from recipes.training.run_folder.checkpoint_folders import checkpoint_name, published, step_of
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import LineFile
-from recipes.training.run_folder.progress import Progress
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
 from tests.test_pretrain import events, metrics
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.run_folder.checkpoint_folders import checkpoint_name, published, step_of
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import LineFile
+from threefold.run_folder.progress import Progress
 
 # pretrain.py on a disk that is full when step 4 is saved. A file system with a quota still reports
 # free space.

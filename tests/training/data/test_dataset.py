@@ -21,13 +21,13 @@ from recipes.training.data.fingerprint import document_starts, fingerprint
 from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.data.mixing import choose_sources, permuted
 from recipes.training.data.token_file import HEADER, TokenFile, write_token_file
-from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.messages import announce
 from tests.conftest import VOCAB_SIZE, changed
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
 from threefold.config.sections import check_weights, whole_shares
+from threefold.run_folder.progress import Progress
 
 
 def build(table: dict[str, Any], data_size: int = 1, data_rank: int = 0) -> TrainingData:

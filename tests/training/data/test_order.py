@@ -12,9 +12,9 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.data.mixing import permuted, place_of
 from recipes.training.data.order import CorpusOrder
 from recipes.training.data.token_file import TokenFile
-from recipes.training.run_folder.progress import Progress
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology
+from threefold.run_folder.progress import Progress
 
 ALONE = Topology(pipeline=1, data=1, tensor=1)
 

@@ -11,11 +11,11 @@ from recipes.converting.verified_source import open_checkpoint
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
 from recipes.training.evaluation.evaluator import Evaluator
-from recipes.training.run_folder.folder import RunFolder
 from tests.ranks import join_world, run_ranks
 from tests.training.evaluation.text_corpus import evaluating_recipe, write_text_corpus
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
 
 STEPS = 40
 

@@ -20,7 +20,6 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.data.evaluation.tasks import Tasks, open_tasks
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
-from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import selected
 from tests.ranks import join_world, run_ranks
 from tests.training.engine.test_layouts import (
@@ -43,6 +42,7 @@ from tests.training.evaluation.conftest import STEPS, TrainedRun
 from tests.training.evaluation.text_corpus import SEQUENCE_LENGTH, evaluating_recipe
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology, World
+from threefold.run_folder.folder import RunFolder
 
 CONTEXT2 = {"layout__context": 2}
 RING = {"layout__context_attention": "ring"}

@@ -14,14 +14,14 @@ from recipes.training.loop.after_step import after_step
 from recipes.training.loop.boundaries import replacement
 from recipes.training.loop.rollback import roll_back
 from recipes.training.loop.run import Ending
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.lock import FolderInUse, FolderLock
-from recipes.training.run_folder.progress import Progress
 from recipes.training.supervision.loss_watch import Severity
 from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import StagePlan
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.lock import FolderInUse, FolderLock
+from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
 
 

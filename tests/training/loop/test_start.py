@@ -14,13 +14,13 @@ from recipes.training.checkpoint.resume_point import ResumePoint
 from recipes.training.checkpoint.retention import RESERVED_DISK_BYTES, checkpoint_bytes
 from recipes.training.loop import start
 from recipes.training.loop.experiment import Experiment, check_stages
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.progress import Progress
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.progress import Progress
 
 Usage = namedtuple("Usage", ["free"])
 LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}

@@ -8,9 +8,9 @@ import pytest
 import tomli_w
 
 from recipes.training.preflight.measures import SPARE_NODES
-from recipes.training.run_folder.folder import RunFolder
 from tests.conftest import changed, quick_and_long, small_recipe
 from tests.ranks import start_ranks
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, HUNG, UNFIT
 
 # One rank per node, in an otherwise ordinary run. Every node but one has the same rates, so that

@@ -18,8 +18,6 @@ from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.loop.start import memory_of_all_nodes
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.history import History, replay
 from recipes.training.snapshots import writer as writer_module
 from recipes.training.snapshots.finding import complete, find_snapshot
 from recipes.training.snapshots.names import FOLDER_VARIABLE
@@ -30,6 +28,8 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import History, replay
 
 FLIPS = 20
 

@@ -162,7 +162,7 @@ import os, sys, time
 import torch, torch.distributed as dist
 from pathlib import Path
 from threefold.runtime.processes import start_processes
-from recipes.training.run_folder.folder import RunFolder
+from threefold.run_folder.folder import RunFolder
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
 from threefold.config.parallel_dims import World

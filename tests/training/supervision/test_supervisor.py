@@ -108,7 +108,7 @@ from threefold.runtime.output import outlive_output
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.loss_watch import Severity
 from recipes.training.supervision.supervisor import Supervisor
-from recipes.training.run_folder.folder import RunFolder
+from threefold.run_folder.folder import RunFolder
 from threefold.config.parallel_dims import World
 from pathlib import Path
 
@@ -241,7 +241,7 @@ from datetime import timedelta
 from pathlib import Path
 from threefold.runtime.environment import Process
 from threefold.runtime.processes import start_processes
-from recipes.training.run_folder.folder import RunFolder
+from threefold.run_folder.folder import RunFolder
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.supervisor import Supervisor
 from threefold.config.parallel_dims import World

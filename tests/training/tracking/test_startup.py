@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.training.run_folder.folder import RunFolder
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.environment import age_seconds
 
 LAUNCHED = """

@@ -12,9 +12,6 @@ import psutil
 import pytest
 
 from models.errors import UserError
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import LineFile
-from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.display import Display
 from recipes.training.tracking.meter import Meter
 from recipes.training.tracking.tracker import open_tracker
@@ -25,6 +22,9 @@ from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
 from tests.ranks import free_port
 from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import LineFile
+from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
 
 OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
@@ -202,7 +202,7 @@ from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from threefold.runtime.exits import leave
 from threefold.config.loading import load_recipe
-from recipes.training.run_folder.folder import RunFolder
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.output import outlive_output
 
 def refuse(*_):

@@ -14,8 +14,8 @@ from recipes.training.checkpoint.resume_point import find_initial_weights
 from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
-from recipes.training.tracking.metric_names import validation_losses
 from threefold.config.parallel_dims import World
+from threefold.run_folder.metric_names import validation_losses
 
 
 def measure_training(request: dict[str, Any], world: World) -> Result:

@@ -23,8 +23,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from recipes.training.run_folder.folder import RunFolder
 from threefold.config.sections import REPOSITORY
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.environment import free_port
 from threefold.runtime.output import finish_output
 

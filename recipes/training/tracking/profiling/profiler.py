@@ -20,12 +20,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from models.errors import UserError
 from recipes.training.engine.engine import Engine
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import write_whole
 from recipes.training.tracking.profiling.operations import Operation, Shapes, operations_table
 from recipes.training.tracking.timeline import Show
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import write_whole
 
 MAX_RECORDED_ALLOCATIONS = 1_000_000  # only the newest allocations of the step are kept
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from recipes.training.run_folder.line_file import write_whole
+from threefold.run_folder.json_lines import write_whole
 
 Mode = Literal["online", "offline", "disabled", "shared"]  # of `wandb.init`
 MAX_REASON_CHARACTERS = 200  # of an error, in a message

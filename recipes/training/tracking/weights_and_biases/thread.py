@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError
-from recipes.training.run_folder.folder import RunFolder
 from recipes.training.tracking.weights_and_biases.alerts import Alert
 from recipes.training.tracking.weights_and_biases.connection import (
     WandbStatus,
@@ -28,6 +27,7 @@ from recipes.training.tracking.weights_and_biases.connection import (
 from recipes.training.tracking.weights_and_biases.media import Picture, SavedCheckpoint, TaskTable
 from recipes.training.tracking.weights_and_biases.settings import requested_mode, wandb_arguments
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import leave_handlers_out
 
 Item = dict[str, Any] | Alert | Picture | SavedCheckpoint

@@ -7,9 +7,6 @@ from unittest import mock
 
 import pytest
 
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.lease import grant
-from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.tracker import open_tracker
 from recipes.training.tracking.weights_and_biases import thread as wandb_thread
 from recipes.training.tracking.weights_and_biases.alerts import (
@@ -27,6 +24,9 @@ from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.lease import grant
+from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import HUNG, STOPPED
 
 OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")

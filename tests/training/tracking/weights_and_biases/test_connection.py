@@ -21,8 +21,6 @@ import pytest
 from typing_extensions import override
 from wandb.sdk import mailbox
 
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.progress import Progress
 from recipes.training.tracking.messages import summarize
 from recipes.training.tracking.tracker import open_tracker
 from recipes.training.tracking.weights_and_biases import thread as wandb_thread
@@ -37,6 +35,8 @@ from recipes.training.tracking.weights_and_biases.settings import requested_mode
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.config.parallel_dims import World
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.progress import Progress
 
 KEY = "k" * 40
 LINE = {
@@ -199,7 +199,7 @@ import sys
 sys.path[0] = "."
 from pathlib import Path
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
-from recipes.training.run_folder.folder import RunFolder
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import leave
 from recipes.training.tracking.weights_and_biases.thread import WandbThread
 

@@ -11,15 +11,15 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import LineFile
-from recipes.training.run_folder.lock import FolderLock
-from recipes.training.run_folder.progress import Progress
 from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import LineFile
+from threefold.run_folder.lock import FolderLock
+from threefold.run_folder.progress import Progress
 
 HOLD = (
     "import sys, time, pathlib; sys.path[0] = '.'\n"
-    "from recipes.training.run_folder.folder import RunFolder\n"
+    "from threefold.run_folder.folder import RunFolder\n"
     "RunFolder(pathlib.Path(sys.argv[1])).hold()"
 )
 

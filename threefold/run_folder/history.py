@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from recipes.training.run_folder.checkpoint_folders import stamp_of
-from recipes.training.run_folder.line_file import MAX_INTEGER_IN_LINE
-from recipes.training.run_folder.progress import Progress, Read, read_from
+from threefold.run_folder.checkpoint_folders import stamp_of
+from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE
+from threefold.run_folder.progress import Progress, Read, read_from
 
 # By event, in addition to the step.
 REQUIRED_FIELDS = {"rollback": {"to", "samples"}, "branch": {"checkpoint", "stamp"}}

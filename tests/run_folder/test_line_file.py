@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.line_file import LineFile
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import LineFile
 
 LINES = [{"event": "save", "step": step} for step in (1, 2, 3)]
 TEXT = "".join(json.dumps(line) + "\n" for line in LINES).encode()

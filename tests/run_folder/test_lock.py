@@ -17,17 +17,17 @@ import tomli_w
 from models.errors import UserError
 from recipes.training.checkpoint import resume
 from recipes.training.checkpoint.resume import hold_together
-from recipes.training.run_folder import lock as lock_module
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.lock import FolderInUse, FolderLock
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY
+from threefold.run_folder import lock as lock_module
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.lock import FolderInUse, FolderLock
 from threefold.runtime.exits import BUSY
 
 HOLDER = """
 import pathlib, sys, time
 sys.path[0] = "."
-from recipes.training.run_folder import lock
+from threefold.run_folder import lock
 lock.BEAT_SECONDS = 0.05
 if sys.argv[2] == "no flock":
     import fcntl
@@ -36,7 +36,7 @@ if sys.argv[2] == "no flock":
     fcntl.flock = refuse
 if sys.argv[3] == "elsewhere":
     lock.machine_id = lambda: "another machine"
-from recipes.training.run_folder.folder import RunFolder
+from threefold.run_folder.folder import RunFolder
 RunFolder(pathlib.Path(sys.argv[1])).hold()
 print("held", flush=True)
 time.sleep(600)
@@ -258,8 +258,8 @@ def test_the_lock_of_another_run_in_a_moved_folder_is_kept(
 LATE = """
 import sys
 from recipes import pretrain
-from recipes.training.run_folder.lock import FolderInUse
-from recipes.training.run_folder.folder import RunFolder
+from threefold.run_folder.lock import FolderInUse
+from threefold.run_folder.folder import RunFolder
 
 def move_aside(self):
     raise FolderInUse("the new folder is in use", alive=True)

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import FULL_DISK_ERRORS, UserError, counted
-from recipes.training.run_folder.checkpoint_folders import time_stamp
-from recipes.training.run_folder.history import History, replay
-from recipes.training.run_folder.lease import Lease, revoke
-from recipes.training.run_folder.line_file import (
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
+from threefold.run_folder.checkpoint_folders import time_stamp
+from threefold.run_folder.history import History, replay
+from threefold.run_folder.json_lines import (
     LineFile,
     flush,
     number,
     write_whole,
 )
-from recipes.training.run_folder.lock import FolderLock
-from recipes.training.run_folder.progress import Progress
-from recipes.training.run_folder.wall_time import seconds_of
-from threefold.config.phases import StagePlan
-from threefold.config.recipe import Recipe
+from threefold.run_folder.lease import Lease, revoke
+from threefold.run_folder.lock import FolderLock
+from threefold.run_folder.progress import Progress
+from threefold.run_folder.wall_time import seconds_of
 
 METRIC_KEYS = {"step": (int,)}
 EVENT_KEYS = {"event": (str,), "step": (int,)}

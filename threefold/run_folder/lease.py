@@ -13,8 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from recipes.training.run_folder.line_file import write_whole
-from recipes.training.run_folder.lock import LOST, FolderInUse
+from threefold.run_folder.json_lines import write_whole
+from threefold.run_folder.lock import LOST, FolderInUse
 
 FILE = "lease"
 

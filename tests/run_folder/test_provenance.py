@@ -1,7 +1,7 @@
 import os
 from pathlib import Path
 
-from recipes.training.run_folder import provenance
+from threefold.run_folder import provenance
 
 
 def test_the_code_version_is_the_commit(tmp_path: Path, monkeypatch) -> None:

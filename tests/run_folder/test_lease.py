@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.lease import Lease, grant
-from recipes.training.run_folder.lock import LOST, FolderInUse
 from threefold.config.loading import REPOSITORY
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.lease import Lease, grant
+from threefold.run_folder.lock import LOST, FolderInUse
 
 WRITE = """
 import sys
 from pathlib import Path
-from recipes.training.run_folder.folder import RunFolder
+from threefold.run_folder.folder import RunFolder
 folder = RunFolder(Path(sys.argv[1]), sys.argv[2])
 folder.hold()
 folder.metric({"step": 1})

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from recipes.preparing.ledger import samples_of
-from recipes.training.run_folder.folder import RunFolder
-from recipes.training.run_folder.history import replay
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import replay
 
 BATCH, LENGTH = 8, 32
 

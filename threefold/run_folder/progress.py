@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from recipes.training.run_folder.line_file import MAX_INTEGER_IN_LINE
 from threefold.config.phases import StagePlan
+from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE
 
 Read = tuple[tuple[int, int], ...]
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from recipes.training.run_folder.line_file import number
+from threefold.run_folder.json_lines import number
 from threefold.runtime.exits import INTERRUPTED
 
 FIRST_STEP = "first step"  # part of a start-up that metrics.jsonl also counts as a step

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from models.errors import a_few, suggestion
-from recipes.training.run_folder.line_file import flush
 from threefold.config.sections import REPOSITORY, short
+from threefold.run_folder.json_lines import flush
 
 NAME = re.compile(r"step-\d{7,}")
 INCOMPLETE = "step-*.incomplete"

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
-from recipes.training.run_folder.line_file import flush
+from threefold.run_folder.json_lines import flush
 from threefold.runtime.environment import start_ticks
 
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
