@@ -16,8 +16,8 @@ import os
 
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.run_folder.checkpoint_folders import published, step_of
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import published, step_of
 from threefold.run_folder.json_lines import LineFile
 from threefold.runtime.exits import REJECTED, UNFIT
 

@@ -108,7 +108,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.training.preflight.verdict",
     "recipes.training.tracking.display",
     "recipes.training.tracking.messages",
-    "threefold.run_folder.metric_names",
+    "threefold.run_folder.json_lines",
     "recipes.training.tracking.startup",
     "recipes.training.tracking.step_clock",
     "recipes.training.tracking.tracker",

@@ -24,8 +24,8 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
-from threefold.run_folder.checkpoint_folders import published, step_of
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import published, step_of
 from threefold.runtime.processes import check_machine
 
 # pretrain.py on a machine whose second rank computes different weights from step 2 on.

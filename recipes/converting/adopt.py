@@ -17,7 +17,7 @@ from models.hugging_face.weights import Counterpart, counterparts
 from models.layer_specs import logical_shapes
 from recipes.converting.weight_files import write_weights
 from recipes.training.checkpoint.manifest import Manifest
-from threefold.run_folder.provenance import versions
+from threefold.run_folder.folder import versions
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = (

@@ -24,7 +24,7 @@ from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import WEIGHTS
 from threefold.config.loading import value_text
 from threefold.config.phases import table_at
-from threefold.run_folder.provenance import versions
+from threefold.run_folder.folder import versions
 
 BLOCK_ELEMENTS = 2**24  # elements of a tensor that are averaged in float64 at a time
 

@@ -32,7 +32,7 @@ from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
 from threefold.config.sections import repository_path, short
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.metric_names import task_accuracies, validation_losses
+from threefold.run_folder.json_lines import task_accuracies, validation_losses
 
 DTYPES = {  # name in the command -> name in safetensors files, torch's dtype
     "fp32": ("F32", torch.float32),

@@ -24,7 +24,7 @@ from threefold.config.loading import apply_overrides, parse_recipe
 from threefold.config.parallel_dims import Topology, World
 from threefold.config.phases import recipe_at
 from threefold.config.recipe import Recipe
-from threefold.run_folder.provenance import layout_of, versions
+from threefold.run_folder.folder import layout_of, versions
 
 # A change of these keys would make it another run.
 FIXED_KEYS = ("model.", "seed", "data.", "optimizer.kind")

@@ -9,7 +9,7 @@ from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.data.corpus_manifest import is_corpus
 from threefold.config.phases import table_at
 from threefold.config.sections import short
-from threefold.run_folder.checkpoint_folders import no_checkpoint, published
+from threefold.run_folder.history import no_checkpoint, published
 
 
 def open_checkpoint(path: Path) -> CheckpointReader:

@@ -10,8 +10,8 @@ from recipes.launching.attempt import Attempt
 from recipes.launching.causes import Diagnosis, shown
 from recipes.launching.nodes import Nodes
 from recipes.nodes.connection import ADVICE
-from threefold.run_folder.checkpoint_folders import published, step_of
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import published, step_of
 
 
 class Announcements:

@@ -30,7 +30,7 @@ from recipes.launching.replanning import Placement, Replanner
 from recipes.nodes.connection import AgentSettings, Connect, Connections
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.lease import grant
+from threefold.run_folder.lock import grant
 from threefold.runtime.exits import HUNG, INTERRUPTED
 
 SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start

@@ -37,7 +37,7 @@ from tests.cluster.cluster import Cluster, missing
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.unread import UNREAD, Output
 from threefold.config.loading import REPOSITORY
-from threefold.run_folder.checkpoint_folders import published, step_of
+from threefold.run_folder.history import published, step_of
 from threefold.runtime.exits import HUNG, INTERRUPTED, STOPPED
 
 HANG_SECONDS = 6

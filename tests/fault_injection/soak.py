@@ -35,7 +35,7 @@ from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import PRELOADED_MODULES, RANK_ENVIRONMENT, environment, free_port
 from recipes.training.checkpoint.manifest import find_damages
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
-from threefold.run_folder.checkpoint_folders import INCOMPLETE, published, step_of
+from threefold.run_folder.history import INCOMPLETE, published, step_of
 
 IMPORTED = [
     *PRELOADED_MODULES,

@@ -52,8 +52,8 @@ from tests.fault_injection.soak_faults import (
     poison_and_record,
 )
 from threefold.config.loading import load_recipe
-from threefold.run_folder.checkpoint_folders import published, step_of
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import published, step_of
 from threefold.run_folder.json_lines import LineFile
 from threefold.runtime.exits import REJECTED
 

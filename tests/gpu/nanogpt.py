@@ -18,7 +18,7 @@ import numpy as np
 from recipes.training.data.token_file import write_token_file
 from tests.gpu.runs import start
 from tests.gpu.setting import Result, Setting
-from threefold.run_folder.metric_names import validation_losses
+from threefold.run_folder.json_lines import validation_losses
 
 TEXT = Path(__file__).parent / "shakespeare.txt"
 PUBLISHED_LOSS = 1.4697  # nanoGPT's best evaluation; it evaluates every 250 steps

@@ -9,8 +9,7 @@ import pytest
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.lease import Lease, grant
-from threefold.run_folder.lock import LOST, FolderInUse
+from threefold.run_folder.lock import LOST, FolderInUse, Lease, grant
 
 WRITE = """
 import sys

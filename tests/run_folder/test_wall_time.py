@@ -8,8 +8,8 @@ import pytest
 from recipes.training.tracking.messages import goodput_line
 from threefold.config.loading import parse_recipe
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import WallTime, shares_text
 from threefold.run_folder.progress import Progress
-from threefold.run_folder.wall_time import WallTime, shares_text
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "attempt", "step": 0, "time": 1000.0},

@@ -1,27 +1,30 @@
-"""The folder of one run: its lock, its recipe, its metrics and its events."""
+"""The folder of one run: lock, recipe, metrics, events, and the versions that produced them."""
 
 import json
 import os
+import platform
+import subprocess
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from models.errors import FULL_DISK_ERRORS, UserError, counted
+from threefold.config.deepspeed_json import read_deepspeed_json
+from threefold.config.loading import REPOSITORY
+from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.run_folder.checkpoint_folders import time_stamp
-from threefold.run_folder.history import History, replay
+from threefold.run_folder.history import History, replay, seconds_of, time_stamp
 from threefold.run_folder.json_lines import (
     LineFile,
     flush,
     number,
     write_whole,
 )
-from threefold.run_folder.lease import Lease, revoke
-from threefold.run_folder.lock import FolderLock
+from threefold.run_folder.lock import FolderLock, Lease, revoke
 from threefold.run_folder.progress import Progress
-from threefold.run_folder.wall_time import seconds_of
 
 METRIC_KEYS = {"step": (int,)}
 EVENT_KEYS = {"event": (str,), "step": (int,)}
@@ -318,3 +321,32 @@ def _cannot_write(file: Path | str, error: OSError) -> UserError:
         f"{file} cannot be written ({error.strerror}); {remedy}, or use --run-dir with another "
         f"folder"
     )
+
+
+# The provenance of a run's numbers: versions of code and libraries, and the layout.
+
+
+def code_version() -> str | None:
+    """Return the repository's commit, with "-dirty" if it has changes; None outside git."""
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of this code, of Python and of the numerical libraries."""
+    libraries = {name: version(name) for name in ("torch", "deepspeed", "numpy")}
+    return {"threefold": code_version(), "python": platform.python_version()} | libraries
+
+
+def layout_of(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+    """Return the layout of a run, with the content of the DeepSpeed JSON."""
+    return topology.axes | {
+        "schedule": recipe.layout.schedule,
+        "deepspeed": recipe.deepspeed,
+        "deepspeed_json": read_deepspeed_json(recipe.deepspeed),
+    }

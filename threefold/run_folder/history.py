@@ -1,4 +1,4 @@
-"""The current branch of a run, derived from events.jsonl alone.
+"""The current branch of a run, its checkpoint folders, and its wall time by cause.
 
 A run abandons completed steps when it rolls back, when it resumes from an earlier checkpoint, and
 when a user resumes it from a chosen checkpoint. The records of the abandoned steps then no longer
@@ -9,14 +9,111 @@ Only the order of the events counts, not their times. A checkpoint is published 
 earlier events are on the disk, so the order is known even if the event of the save itself is lost.
 """
 
+import math
+import os
+import re
+import secrets
+import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from threefold.run_folder.checkpoint_folders import stamp_of
-from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE
+from models.errors import a_few, suggestion
+from threefold.config.sections import REPOSITORY, short
+from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE, flush, number
 from threefold.run_folder.progress import Progress, Read, read_from
+from threefold.runtime.exits import INTERRUPTED
+
+# The checkpoint folders of a run: naming, publishing and setting aside.
+#
+# A folder named `step-0000100` is a complete checkpoint: it was written as
+# `step-0000100.incomplete` and then renamed. A folder whose name begins with `abandoned-` belongs
+# to an abandoned branch.
+
+NAME = re.compile(r"step-\d{7,}")
+INCOMPLETE = "step-*.incomplete"
+ABANDONED_PREFIX = "abandoned-"
+ABANDONED = ABANDONED_PREFIX + "*"
+
+
+def publish(workspace: Path, checkpoint: Path) -> None:
+    """Publish a complete checkpoint with one rename."""
+    if checkpoint.exists():  # a damaged checkpoint, which the run has skipped
+        set_aside(checkpoint)
+    os.rename(workspace, checkpoint)
+    flush(checkpoint.parent)
+
+
+def remove_debris(folder: Path) -> None:
+    """Delete the folders of unfinished saves."""
+    for debris in folder.glob(INCOMPLETE):
+        shutil.rmtree(debris, ignore_errors=True)
+
+
+def set_aside(checkpoint: Path, stamp: str | None = None) -> None:
+    """Rename a checkpoint so that it is kept, but no longer found by a resuming run.
+
+    Args:
+        checkpoint: folder of the checkpoint
+        stamp: part of the new name, shared by all checkpoints and the metrics of a branch; None for
+            the current time
+    """
+    name = f"{ABANDONED_PREFIX}{stamp or time_stamp()}-{checkpoint.name}"
+    os.rename(checkpoint, checkpoint.with_name(name))
+
+
+def stamp_of(abandoned: Path) -> str | None:
+    """Return the stamp in an abandoned checkpoint's name; None if it is not abandoned."""
+    match = re.fullmatch(rf"{ABANDONED_PREFIX}(.+)-{NAME.pattern}", abandoned.name)
+    return match[1] if match else None
+
+
+def time_stamp() -> str:
+    """Return the time and a random number, as part of a unique file name."""
+    return f"{time.strftime('%Y%m%dT%H%M%S')}.{secrets.token_hex(4)}"
+
+
+def published(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def no_checkpoint(path: Path) -> str:
+    """Say that a path has no checkpoint: what was looked for, where, and what exists there."""
+    if not path.exists():
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        problem = f"{path} does not exist{where}"
+    elif path.is_dir():
+        problem = f"{path} has no checkpoint: neither manifest.json nor checkpoints/step-..."
+    else:
+        problem = f"{path} is a file, not a run folder or a checkpoint"
+    parent = next(folder for folder in path.absolute().parents if folder.is_dir())
+    for folder in (parent, parent / "checkpoints"):
+        if saves := published(folder):
+            newest_first = [save.name for save in reversed(saves)]
+            return f"{problem}; {short(folder)} has {a_few(newest_first)}"
+    for folder in (path, parent / "runs", parent, REPOSITORY / "runs"):
+        runs = [run for run in sorted(folder.glob("*")) if published(run / "checkpoints")]
+        if runs:
+            wanted = "" if path.exists() else str(path)
+            return f"{problem}; {suggestion(wanted, [str(short(run)) for run in runs])}"
+    return f"{problem}; train a run first, for example with python recipes/pretrain.py"
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the name of the checkpoint after a step."""
+    return f"step-{step:07d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
 
 # By event, in addition to the step.
 REQUIRED_FIELDS = {"rollback": {"to", "samples"}, "branch": {"checkpoint", "stamp"}}
@@ -209,3 +306,142 @@ def _is_sound(event: dict[str, Any]) -> bool:
         and not any("\0" in name for name in names)
         and all(isinstance(part, dict) for part in parts)
     )
+
+
+# Wall time of a run by cause: kept steps, repeated steps, starts, and waiting.
+#
+# The share of kept steps is the run's goodput. Everything is derived from metrics.jsonl, which
+# holds the kept steps, and from events.jsonl, which records the starts and the repeated steps. A
+# pause between an orderly end of the run and its next start by a command is not part of the wall
+# time: it says nothing about the run, and can be a night.
+
+FIRST_STEP = "first step"  # part of a start-up that metrics.jsonl also counts as a step
+
+
+class WallTime:
+    """The wall time of a run since its first start, by cause; times in seconds.
+
+    Args:
+        events: all events of the run, oldest first
+        metrics: the lines of the steps that were kept
+
+    Attributes:
+        paused: the time between orderly ends of the run and the commands that continued it
+    """
+
+    def __init__(
+        self, events: Iterable[dict[str, Any]] = (), metrics: Iterable[dict[str, Any]] = ()
+    ):
+        self.began: float | None = None
+        self.starts = 0
+        self.kept = self.between = self.validating = self.starting = self.repeated = 0.0
+        self.paused = 0.0
+        self._ended: float | None = None  # time of an orderly end, until the next start
+        self._gap = 0.0  # between an orderly end and the end of the start-up that followed it
+        for event in events:
+            self._note(event)
+        for line in metrics:
+            self.add(line)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Add the metrics of a step."""
+        between = _number(line.get("between_seconds"))
+        self.kept += _number(line.get("step_seconds")) - between
+        self.between += between
+        self.validating += _evaluation_seconds(line)
+
+    def started(self, seconds: dict[str, Any]) -> None:
+        """Add the parts of a start-up."""
+        starting = sum(_number(s) for part, s in seconds.items() if part != FIRST_STEP)
+        self.starting += starting
+        self.paused += max(0.0, self._gap - starting)
+        self._gap = 0.0
+
+    def shares(self, now: float) -> dict[str, float]:
+        """Return the shares of the time until `now` by cause; they add up to 1.
+
+        `waiting` is the rest: the time between a failure and the next start.
+
+        Args:
+            now: seconds since the epoch, as in events.jsonl
+        """
+        known = {
+            "kept": self.kept,
+            "between": self.between,
+            "validating": self.validating,
+            "starting": self.starting,
+            "repeated": self.repeated,
+        }
+        spent = sum(known.values())
+        total = max(self.seconds(now), spent, 1e-9)
+        known["waiting"] = total - spent
+        return {name: seconds / total for name, seconds in known.items()}
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds since the first start, without the pauses."""
+        return now - self.began - self.paused if self.began is not None else 0.0
+
+    def hours(self, now: float) -> float:
+        """Return the hours since the first start, without the pauses."""
+        return self.seconds(now) / 3600
+
+    def _note(self, event: dict[str, Any]) -> None:
+        kind, time = event.get("event"), event.get("time")
+        if kind in ("attempt", "start", "resume") and self.began is None:
+            self.began = _number(time) or None
+        if kind in ("attempt", "start", "resume"):
+            self._note_start(event)
+        if kind in ("start", "resume"):
+            self.starts += 1
+        elif kind == "end" or (kind == "stop" and event.get("exit_code") == INTERRUPTED):
+            self._ended = _number(time) or None
+        elif kind == "first_step" and isinstance(event.get("seconds"), dict):
+            self.started(event["seconds"])
+        elif kind == "repeat":
+            self.repeated += _number(event.get("seconds"))
+
+    def _note_start(self, event: dict[str, Any]) -> None:
+        """Add the pause before a start.
+
+        The event `attempt` is written before a start-up, the events `start` and `resume` after it.
+        A later attempt of the same launch.py continues without a command, so it ends no pause.
+        """
+        self.paused += self._gap  # the start before this one has not come to its first step
+        self._gap, ended, self._ended = 0.0, self._ended, None
+        gap = max(0.0, _number(event.get("time")) - ended) if ended else 0.0
+        if event.get("event") != "attempt":
+            self._gap = gap
+        elif event.get("number") == 1:
+            self.paused += gap
+
+
+def seconds_of(lines: Iterable[dict[str, Any]]) -> float:
+    """Return the time that some steps and their evaluations took."""
+    return sum(_number(line.get("step_seconds")) + _evaluation_seconds(line) for line in lines)
+
+
+def _evaluation_seconds(line: dict[str, Any]) -> float:
+    """Return the time of the validation and the tasks after a step."""
+    return _number(line.get("validation_seconds")) + _number(line.get("task_seconds"))
+
+
+def shares_text(shares: dict[str, float]) -> str:
+    """Return the shares above a thousandth for a message, the largest losses first."""
+    losses = {name: share for name, share in shares.items() if name != "kept" and share >= 1e-3}
+    ordered = sorted(losses.items(), key=lambda each: -each[1])
+    return ", ".join(f"{CAUSE_TEXTS[name]} {share:.1%}" for name, share in ordered)
+
+
+CAUSE_TEXTS = {
+    "between": "between steps",
+    "validating": "validation",
+    "starting": "starts",
+    "repeated": "repeated steps",
+    "waiting": "waiting",
+}
+
+
+def _number(value: Any) -> float:
+    """Return a number of a file that a user may have edited; 0 for anything else."""
+    seconds = number(value)
+    return seconds if seconds is not None and math.isfinite(seconds) else 0.0

@@ -16,8 +16,8 @@ from recipes.reporting.record.mixture import SourceShare, shares_read
 from recipes.reporting.record.plan_comparison import Prediction
 from recipes.reporting.record.run_record import RunRecord
 from threefold.config.phases import StagePlan
+from threefold.run_folder.history import CAUSE_TEXTS
 from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE, number
-from threefold.run_folder.wall_time import CAUSE_TEXTS
 
 NONE = "–"  # noqa: RUF001 (a dash)
 MAX_SLOW_RANKS = 5

@@ -17,10 +17,9 @@ from threefold.config.loading import is_nested_too_deeply, parse_recipe
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import EVENT_KEYS, METRIC_KEYS
-from threefold.run_folder.history import replay
+from threefold.run_folder.history import WallTime, replay
 from threefold.run_folder.json_lines import LineFile, number
 from threefold.run_folder.lock import is_held
-from threefold.run_folder.wall_time import WallTime
 
 MAX_RANKS = 2**24  # a larger number is damage
 MAX_TIMELINE_BYTES = 1_500_000  # of a picture in the page

@@ -28,7 +28,7 @@ from models.errors import UserError, reason_of
 from recipes.training.checkpoint.tensor_file import FileRecord
 from threefold.config.optimization import Batch
 from threefold.config.sections import Stage
-from threefold.run_folder.checkpoint_folders import NAME, step_of
+from threefold.run_folder.history import NAME, step_of
 from threefold.run_folder.json_lines import flush
 from threefold.run_folder.progress import Progress, read_from
 

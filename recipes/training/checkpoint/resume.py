@@ -19,14 +19,15 @@ from recipes.training.checkpoint import resume_point
 from recipes.training.checkpoint.compatibility import check_parts_read
 from recipes.training.checkpoint.resume_point import ResumePoint
 from threefold.config.recipe import Recipe
-from threefold.run_folder.checkpoint_folders import (
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import (
+    Branch,
+    History,
     published,
     stamp_of,
     step_of,
     time_stamp,
 )
-from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.history import Branch, History
 from threefold.run_folder.lock import FolderInUse
 from threefold.run_folder.progress import Progress
 

@@ -24,14 +24,14 @@ from threefold.config.loading import parse_recipe
 from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
 from threefold.config.phases import Span, StagePlan
 from threefold.config.recipe import Recipe
-from threefold.run_folder.checkpoint_folders import (
+from threefold.run_folder.history import (
     ABANDONED,
     NAME,
+    Branch,
     published,
     set_aside,
     step_of,
 )
-from threefold.run_folder.history import Branch
 from threefold.run_folder.json_lines import flush
 from threefold.run_folder.progress import Progress
 

@@ -18,7 +18,7 @@ from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.tensor_file import BYTES
 from threefold.config.recipe import Recipe
 from threefold.config.sections import Checkpoint
-from threefold.run_folder.checkpoint_folders import published, step_of
+from threefold.run_folder.history import published, step_of
 
 RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
 RESERVED_BYTES_AT_THE_END = 2**20  # likewise, during a save after which no step follows

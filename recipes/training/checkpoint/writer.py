@@ -43,16 +43,15 @@ from recipes.training.runtime.host_memory import host_copy
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.run_folder.checkpoint_folders import (
+from threefold.run_folder.folder import RunFolder, layout_of, versions
+from threefold.run_folder.history import (
     checkpoint_name,
     publish,
     published,
     remove_debris,
     step_of,
 )
-from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
-from threefold.run_folder.provenance import layout_of, versions
 from threefold.runtime.processes import RankTree
 
 FULL_DISK_MESSAGES = tuple(map(os.strerror, FULL_DISK_ERRORS))  # in the messages of failed saves

@@ -11,7 +11,7 @@ from recipes.training.loop.measurements import validate
 from recipes.training.loop.rollback import roll_back
 from recipes.training.loop.run import Ending, Run, StepOutcome, is_due, stopped_without_save
 from recipes.training.supervision.loss_watch import BadStep, Severity
-from threefold.run_folder.metric_names import mean_validation_loss, validation_losses
+from threefold.run_folder.json_lines import mean_validation_loss, validation_losses
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds

@@ -37,8 +37,8 @@ from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.weights_and_biases.settings import check_wandb, read_wandb_key
 from threefold.config.parallel_dims import check_placement
 from threefold.config.recipe import Recipe
-from threefold.run_folder.checkpoint_folders import remove_debris
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import remove_debris
 from threefold.run_folder.lock import FolderInUse
 from threefold.runtime.exits import FINISHED, PortInUse, leave
 from threefold.runtime.processes import (

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from threefold.run_folder.metric_names import task_accuracies, validation_losses
+from threefold.run_folder.json_lines import task_accuracies, validation_losses
 
 SECONDS_BETWEEN_LINES = 10.0
 

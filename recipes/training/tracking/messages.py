@@ -18,9 +18,8 @@ from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.pipeline.balance import balance_text
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.json_lines import number
-from threefold.run_folder.metric_names import task_accuracies, validation_losses
-from threefold.run_folder.wall_time import WallTime, shares_text
+from threefold.run_folder.history import WallTime, shares_text
+from threefold.run_folder.json_lines import number, task_accuracies, validation_losses
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.checkpoint.resume_point import ResumePoint

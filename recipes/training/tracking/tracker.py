@@ -26,10 +26,9 @@ from recipes.training.tracking.weights_and_biases.thread import (
 from threefold.config.loading import value_text
 from threefold.config.phases import Span, StagePlan, changes
 from threefold.config.recipe import Recipe
-from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.folder import RunFolder, code_version
+from threefold.run_folder.history import WallTime
 from threefold.run_folder.progress import Progress
-from threefold.run_folder.provenance import code_version
-from threefold.run_folder.wall_time import WallTime
 from threefold.runtime.exits import INTERRUPTED
 
 

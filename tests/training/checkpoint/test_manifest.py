@@ -15,14 +15,14 @@ from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.tensor_file import TensorFileWriter
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
-from threefold.run_folder import checkpoint_folders
+from threefold.run_folder import history
 
 SHAPES = {"embedding.weight": (50, 8), "blocks.0.norm.weight": (8,)}
 
 
 def write_checkpoint(folder: Path, step: int, **facts: Any) -> Path:
     """Write a small checkpoint with two files of tensors."""
-    checkpoint = folder / checkpoint_folders.checkpoint_name(step)
+    checkpoint = folder / history.checkpoint_name(step)
     checkpoint.mkdir(parents=True)
     generator = torch.Generator().manual_seed(step)
     files, tensors = {}, {}
@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_set_aside(tmp_path: Path) -> N
     workspace = tmp_path / "step-0000004.0a1b.incomplete"
     shutil.copytree(checkpoint, workspace)
     (checkpoint / "manifest.json").unlink()
-    checkpoint_folders.publish(workspace, checkpoint)
+    history.publish(workspace, checkpoint)
     assert list(find_damages(checkpoint)) == []
     (aside,) = tmp_path.glob("abandoned-*")
     assert not (aside / "manifest.json").exists()
@@ -159,6 +159,6 @@ def test_an_incomplete_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-0000008.0a1b.incomplete").mkdir()
     (tmp_path / "abandoned-20260101T000000-step-0000006").mkdir()
     (tmp_path / "step-0000009").write_text("a file")
-    assert [path.name for path in checkpoint_folders.published(tmp_path)] == ["step-0000004"]
-    checkpoint_folders.remove_debris(tmp_path)
+    assert [path.name for path in history.published(tmp_path)] == ["step-0000004"]
+    history.remove_debris(tmp_path)
     assert not list(tmp_path.glob("*.incomplete"))

@@ -14,8 +14,8 @@ from recipes.training.checkpoint.resume import Request, Start, begin_branch, fin
 from tests.training.checkpoint.test_manifest import write_checkpoint
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
-from threefold.run_folder.checkpoint_folders import published, set_aside, step_of
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import published, set_aside, step_of
 from threefold.run_folder.json_lines import LineFile
 
 STEPS = (8, 16, 24, 32)

@@ -19,8 +19,8 @@ from recipes.training.data.fingerprint import fingerprint
 from tests.training.checkpoint.test_compatibility import HERE, manifest_of, recipe_of
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import layout_of
 from threefold.run_folder.progress import Progress
-from threefold.run_folder.provenance import layout_of
 
 
 def test_permitted_changes_are_accepted_and_reported(corpus: Path) -> None:

@@ -25,7 +25,7 @@ from tests.training.checkpoint.test_manifest import write_checkpoint
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.config.sections import Checkpoint
-from threefold.run_folder.checkpoint_folders import checkpoint_name, published, step_of
+from threefold.run_folder.history import checkpoint_name, published, step_of
 
 Usage = namedtuple("Usage", ["free"])
 

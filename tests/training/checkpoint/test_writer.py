@@ -25,8 +25,8 @@ from tests.test_pretrain import events, metrics
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
-from threefold.run_folder.checkpoint_folders import checkpoint_name, published, step_of
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import checkpoint_name, published, step_of
 from threefold.run_folder.json_lines import LineFile
 from threefold.run_folder.progress import Progress
 

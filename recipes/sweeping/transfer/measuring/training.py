@@ -15,7 +15,7 @@ from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
 from threefold.config.parallel_dims import World
-from threefold.run_folder.metric_names import validation_losses
+from threefold.run_folder.json_lines import validation_losses
 
 
 def measure_training(request: dict[str, Any], world: World) -> Result:

@@ -9,8 +9,8 @@ from urllib.parse import urlparse
 
 from models.errors import UserError
 from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import code_version
 from threefold.run_folder.json_lines import write_whole
-from threefold.run_folder.provenance import code_version
 
 MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # of WANDB_MODE
 OTHER_NAMES = {"dryrun": "offline", "run": "online"}  # of a mode

@@ -25,7 +25,7 @@ from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.lease import grant
+from threefold.run_folder.lock import grant
 from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import HUNG, STOPPED
 
