@@ -23,8 +23,8 @@ import time
 
 import numpy as np
 
-from recipes.training.data.token_file import TokenFile
 from threefold.config.loading import REPOSITORY
+from threefold.data.token_file import TokenFile
 
 PROCESSES = 2
 PLAIN = """

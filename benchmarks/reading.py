@@ -21,9 +21,9 @@ import time
 
 import numpy as np
 
-from recipes.training.data.dataset import Windows
-from recipes.training.data.mixing import permuted
-from recipes.training.data.token_file import HEADER, MAGIC, TokenFile
+from threefold.data.dataset import Windows
+from threefold.data.mixing import permuted
+from threefold.data.token_file import HEADER, MAGIC, TokenFile
 
 SEQUENCE_LENGTH = 2048
 BATCH = 512  # windows whose indices are computed together, as for a step

@@ -43,10 +43,10 @@ from recipes.planning.command_line.plan_options import (
     links_of,
     parse_command_line,
 )
-from recipes.training.data.corpus_manifest import unused_rows
 from threefold.config.layout import Cluster
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.data.corpus_manifest import unused_rows
 from threefold.plan import catalogue, recipe_edits, report
 from threefold.plan import report as plan_table
 from threefold.plan.calibration.compare import compare

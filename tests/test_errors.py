@@ -67,12 +67,12 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/loop/joint_rejection.py: rejected_together": RAISES,
     "recipes/proving/worlds.py: _rank": "a layout that fails is a finding of the proof",
     "recipes/training/checkpoint/writer.py: CheckpointWriter._begin.work": RAISES,
-    "recipes/training/data/checks.py: _check_manifest": PARSING,
-    "recipes/training/data/evaluation/encoding.py: TaskTokenizer.__init__": FOREIGN,
-    "recipes/training/data/evaluation/task_file.py: _item": PARSING,
-    "recipes/training/data/evaluation/token_bytes.py: token_bytes": PARSING,
+    "threefold/data/corpus.py: _check_manifest": PARSING,
+    "threefold/data/encoding.py: TaskTokenizer.__init__": FOREIGN,
+    "threefold/data/task_file.py: _item": PARSING,
+    "threefold/data/token_bytes.py: token_bytes": PARSING,
     "threefold/config/deepspeed_json.py: _parse": PARSING,
-    "recipes/training/data/evaluation/encoding.py: _read_settings": PARSING,
+    "threefold/data/encoding.py: _read_settings": PARSING,
     "recipes/training/snapshots/client.py: Client.listing": PARSING,
     "recipes/training/snapshots/node_memory.py: NodeMemory.servers": PARSING,
     "recipes/training/supervision/background.py: within.run": CONTINUES,
@@ -85,7 +85,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/training/supervision/background.py: Background._work": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._end": CONTINUES,
     "recipes/training/supervision/supervisor.py: Supervisor._watch": CONTINUES,
-    "recipes/training/data/corpus_manifest.py: read_manifest": PARSING,
+    "threefold/data/corpus_manifest.py: read_manifest": PARSING,
     "recipes/training/tracking/weights_and_biases/thread.py: WandbThread._work": CONTINUES,
     "recipes/training/tracking/weights_and_biases/settings.py: check_variables": PARSING,
     "recipes/training/tracking/weights_and_biases/connection.py: WandbStatus.read": PARSING,
@@ -250,7 +250,7 @@ SCRIPTS = {  # command -> the defect's place, as a user's own line of Python wou
     "convert": "from recipes import convert as command\nfrom recipes.converting import adopt\n"
     "adopt.model_settings = defect",
     "pretrain": "from recipes import pretrain as command\n"
-    "from recipes.training.data import dataset\ndataset.TrainingData._micro_batch = defect",
+    "from threefold.data import dataset\ndataset.TrainingData._micro_batch = defect",
 }
 
 

@@ -19,11 +19,11 @@ import tomli_w
 from models.errors import UserError
 from recipes.proving.worlds import free_port
 from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.data.token_file import TokenFile
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
+from threefold.data.token_file import TokenFile
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
 from threefold.runtime.processes import check_machine
@@ -69,7 +69,7 @@ pretrain.main()
 """
 JUMPING = """
 from recipes import pretrain
-from recipes.training.data.dataset import TrainingData
+from threefold.data.dataset import TrainingData
 from threefold.run_folder.progress import Progress
 
 resume = TrainingData.resume
@@ -605,7 +605,7 @@ def test_a_run_without_validation_reports_crowded_cores_and_repeated_data(
 
 TRUNCATED = """
 from recipes import pretrain
-from recipes.training.data.dataset import TrainingData
+from threefold.data.dataset import TrainingData
 
 healthy = TrainingData.evaluation
 

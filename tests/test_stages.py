@@ -25,8 +25,6 @@ from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.resume import _at
 from recipes.training.checkpoint.resume_point import ResumePoint
-from recipes.training.data.dataset import TrainingData
-from recipes.training.data.fingerprint import fingerprint
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.loop.boundaries.replacement import command_of
 from tests.conftest import changed, small_recipe
@@ -35,6 +33,8 @@ from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
+from threefold.data.dataset import TrainingData
+from threefold.data.fingerprint import fingerprint
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import History
 from threefold.run_folder.progress import Progress

@@ -31,7 +31,6 @@ from recipes.reporting.page.page import render
 from recipes.reporting.record.run_record import read_run
 from recipes.training.checkpoint.compatibility import check_initial_weights
 from recipes.training.checkpoint.manifest import REMEDY, Manifest
-from recipes.training.data.token_file import TokenFile, write_token_file
 from recipes.training.tracking.weights_and_biases.settings import (
     check_variables,
     read_run_id,
@@ -41,6 +40,7 @@ from tests.reporting.synthetic import write_run
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
+from threefold.data.token_file import TokenFile, write_token_file
 from threefold.gpus.datasheet import FOLDER, read_gpu
 from threefold.plan.calibration.compare import evaluate
 from threefold.plan.calibration.runs_table import read_table

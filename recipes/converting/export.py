@@ -26,11 +26,11 @@ from recipes.training.checkpoint.tensor_file import (
     TensorFileWriter,
     split_by_size,
 )
-from recipes.training.data.corpus_manifest import tokenizer_hash
-from recipes.training.data.fingerprint import document_starts
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
 from threefold.config.sections import repository_path, short
+from threefold.data.corpus_manifest import tokenizer_hash
+from threefold.data.fingerprint import document_starts
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import task_accuracies, validation_losses
 

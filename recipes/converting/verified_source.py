@@ -6,9 +6,9 @@ from models.config import ModelConfig
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.data.corpus_manifest import is_corpus
 from threefold.config.phases import table_at
 from threefold.config.sections import short
+from threefold.data.corpus_manifest import is_corpus
 from threefold.run_folder.history import no_checkpoint, published
 
 

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from models.errors import UserError, reason_of
 from recipes.preparing.formats.documents import EmptyPart, Row
 from recipes.preparing.formats.format import READ_ERRORS, Format, NumberedPiece, Piece
-from recipes.training.data.token_file import TokenFileWriter, token_type
+from threefold.data.token_file import TokenFileWriter, token_type
 from threefold.run_folder.json_lines import flush
 
 PARTS = ("train", "validation")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.training.data.token_file import write_token_file
+from threefold.data.token_file import write_token_file
 
 DOCUMENT_TOKENS = (1, 2, 4, 30, 63, 150, 150)  # shorter and longer than a sequence of a proof
 

@@ -26,9 +26,9 @@ from recipes.proving.trial import (
 from recipes.training.checkpoint import resume_point
 from recipes.training.checkpoint.state import KINDS
 from recipes.training.checkpoint.writer import CheckpointWriter
-from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.engine import Engine
 from threefold.config.parallel_dims import World
+from threefold.data.dataset import TrainingData
 from threefold.run_folder.folder import RunFolder
 
 SHARED_STEPS = 10  # steps after a checkpoint that two layouts both run

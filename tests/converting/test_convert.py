@@ -49,13 +49,13 @@ from recipes.training.checkpoint.manifest import Manifest
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.resume_point import find_initial_weights
 from recipes.training.checkpoint.tensor_file import FileRecord
-from recipes.training.data.dataset import TrainingData
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.data.dataset import TrainingData
 from threefold.run_folder.folder import RunFolder
 
 SHAPES: dict[str, dict[str, Any]] = {

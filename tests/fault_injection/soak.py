@@ -353,7 +353,7 @@ def _forget_moments() -> None:
 
 def _read_again() -> None:
     """Let a resumed run read the corpus from its beginning."""
-    from recipes.training.data.dataset import TrainingData
+    from threefold.data.dataset import TrainingData
     from threefold.run_folder.progress import Progress
 
     healthy = TrainingData.resume

@@ -49,10 +49,6 @@ from recipes.reporting.record.run_record import read_run
 from recipes.training.checkpoint import manifest as checkpoint_manifest
 from recipes.training.checkpoint.compatibility import check_initial_weights, check_same_run
 from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.data.checks import check_document_starts, open_corpus
-from recipes.training.data.corpus_manifest import folder_hash, tokenizer_hash
-from recipes.training.data.fingerprint import document_starts, fingerprint
-from recipes.training.data.token_file import TokenFile
 from tests.conftest import VOCAB_SIZE, shipped_configs, shipped_recipes, small_recipe
 from tests.reporting.synthetic import event, write_run
 from threefold.config.deepspeed_json import build_deepspeed_config
@@ -60,6 +56,10 @@ from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, pa
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.data.corpus import check_document_starts, open_corpus
+from threefold.data.corpus_manifest import folder_hash, tokenizer_hash
+from threefold.data.fingerprint import document_starts, fingerprint
+from threefold.data.token_file import TokenFile
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
 

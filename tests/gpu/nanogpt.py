@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from recipes.training.data.token_file import write_token_file
 from tests.gpu.runs import start
 from tests.gpu.setting import Result, Setting
+from threefold.data.token_file import write_token_file
 from threefold.run_folder.json_lines import validation_losses
 
 TEXT = Path(__file__).parent / "shakespeare.txt"

@@ -24,7 +24,6 @@ from benchmarks.one_step.shapes import can_compile, cpu_shape
 from models.cost import parameter_count
 from models.kernels.attention import causal_attention
 from models.parallel import cross_entropy
-from recipes.training.data.token_file import TokenFile
 from tests.gpu import kernels, nanogpt, training
 from tests.gpu.__main__ import main, publish
 from tests.gpu.environment import driver
@@ -55,6 +54,7 @@ from tests.gpu.setting import FAILED, PASSED, SKIPPED, Result, Setting
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
+from threefold.data.token_file import TokenFile
 from threefold.gpus.datasheet import load_gpu, read_gpu
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Machine, job_of

@@ -27,14 +27,14 @@ from recipes.preparing.ledger import samples_of
 from recipes.preparing.own_files import LOCK_TEXT
 from recipes.preparing.prepared_corpus import find_damages
 from recipes.preparing.tokenization import Tokenization
-from recipes.training.data.corpus_manifest import few_tokens, tokenizer_hash
-from recipes.training.data.dataset import TrainingData
-from recipes.training.data.token_file import TokenFile
 from tests.commands import run_here
 from tests.conftest import changed, small_recipe
 from tests.fault_injection.soak_data import soak
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.config.parallel_dims import Topology
+from threefold.data.corpus_manifest import few_tokens, tokenizer_hash
+from threefold.data.dataset import TrainingData
+from threefold.data.token_file import TokenFile
 from threefold.run_folder.folder import RunFolder
 
 TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for i in range(60)]

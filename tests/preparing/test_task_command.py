@@ -18,9 +18,9 @@ from recipes.preparing.tasks.corpus_tasks import (
     validation_texts,
 )
 from recipes.preparing.tasks.harness_samples import items_of_samples
-from recipes.training.data.evaluation.task_file import read_items
 from tests.training.evaluation.text_corpus import write_text_corpus
 from threefold.config.loading import REPOSITORY
+from threefold.data.task_file import read_items
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,6 @@ from recipes.proving.proof_report import Finding, as_json, failures, table, verd
 from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.trial import try_cases
 from recipes.proving.worlds import run_cases
-from recipes.training.data.dataset import TrainingData
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.engine.engine import Engine
 from recipes.training.engine.expert_groups import is_marked
@@ -53,6 +52,7 @@ from tests.conftest import GPT_SWITCHES, changed, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.data.dataset import TrainingData
 from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 
@@ -538,7 +538,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda self, loss, eval_micro_batches=None: loss / (self.micro_batches + 1),
         ),
         "data ranks read one place further": (
-            "recipes.training.data.dataset.TrainingData.places",
+            "threefold.data.dataset.TrainingData.places",
             lambda self, samples, step: PLACES(
                 self, samples + self.recipe.batch.micro_sequences, step
             ),

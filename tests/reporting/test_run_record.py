@@ -14,10 +14,10 @@ from models.errors import UserError
 from recipes.reporting.page.facts import mixtures, state, stops, summary, wall_time_parts
 from recipes.reporting.record.mixture import shares_read
 from recipes.reporting.record.run_record import names_of, read_run
-from recipes.training.data.mixing import choose_sources
 from tests.reporting.synthetic import BEGAN, event, recipe_of, write_run
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import StagePlan
+from threefold.data.mixing import choose_sources
 from threefold.run_folder.lock import FolderLock
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from models.errors import UserError, counted
 from recipes.preparing.tasks.corpus_tasks import last_word, make_items, next_line
 from recipes.preparing.tasks.harness_samples import items_of_samples
-from recipes.training.data.evaluation.task_file import read_items
 from threefold.config.sections import repository_path
+from threefold.data.task_file import read_items
 from threefold.run_folder.json_lines import write_whole
 from threefold.runtime.command_line import count
 

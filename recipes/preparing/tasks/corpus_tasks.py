@@ -10,8 +10,8 @@ import numpy as np
 
 from models.errors import UserError, counted
 from recipes.preparing.tokenization import fast_tokenizer
-from recipes.training.data.checks import check_part
-from recipes.training.data.token_file import TokenFile
+from threefold.data.corpus import check_part
+from threefold.data.token_file import TokenFile
 
 CONTEXT_LINES = 8  # at most, in a prompt
 CHOICES = 4

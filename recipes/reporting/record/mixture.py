@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipes.training.data.mixing import one_period
 from threefold.config.sections import whole_shares
+from threefold.data.mixing import one_period
 
 
 @dataclass(frozen=True)

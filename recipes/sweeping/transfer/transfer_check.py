@@ -20,10 +20,10 @@ from recipes.sweeping.transfer.trials import TrainingTrial
 from recipes.sweeping.trial import Result, Trial
 from recipes.sweeping.worlds.launchers import Launcher
 from recipes.training.checkpoint.compatibility import check_initial_weights
-from recipes.training.data.checks import check_document_starts, open_corpus
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.data.corpus import check_document_starts, open_corpus
 from threefold.runtime.output import stdout_for_json
 
 Say = Callable[[str], None]

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from models.config import SCALING_KEYS, ModelConfig
 from models.errors import UserError
 from recipes.training.checkpoint.manifest import Manifest, manifest_damage
-from recipes.training.data.corpus_manifest import is_corpus
 from threefold.config.deepspeed_json import leaves
 from threefold.config.loading import value_text
 from threefold.config.phases import table_at
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
+from threefold.data.corpus_manifest import is_corpus
 from threefold.run_folder.progress import Progress
 
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it

@@ -25,7 +25,6 @@ from models.sharding import sharding_of
 from models.transformer import Attention
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.state import Fragment, TrainingState, training_state
-from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.expert_groups import expert_data_group, is_marked
 from recipes.training.engine.expert_report import ExpertReport, expert_report
 from recipes.training.engine.optimizer.muon import Muon
@@ -35,6 +34,7 @@ from recipes.training.engine.stopwatch import Stopwatch
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.replicas import ReplicaGroup, differing_replicas
 from threefold.config.recipe import Recipe
+from threefold.data.micro_batch import MicroBatch
 from threefold.pipeline.engine import ScheduledEngine
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipes.training.data.dataset import TrainingData
-from recipes.training.data.evaluation.tasks import UNCOUNTED, positions
-from recipes.training.data.micro_batch import MicroBatch
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.task_scores import task_scores
+from threefold.data.dataset import TrainingData
+from threefold.data.micro_batch import MicroBatch
+from threefold.data.tasks import UNCOUNTED, positions
 
 
 class Evaluator:

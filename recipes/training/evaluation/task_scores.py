@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from recipes.training.data.evaluation.task_file import Item
+from threefold.data.task_file import Item
 
 
 def task_scores(

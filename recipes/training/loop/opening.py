@@ -12,8 +12,6 @@ from models.errors import UserError
 from models.kernels.attention import document_kernel_name
 from recipes.training.checkpoint.resume import Request, Start, find_start
 from recipes.training.checkpoint.writer import CheckpointWriter
-from recipes.training.data.dataset import TrainingData
-from recipes.training.data.prefetcher import Prefetcher
 from recipes.training.engine.build import DTYPES
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
@@ -29,6 +27,8 @@ from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.step_clock import StepClock
 from recipes.training.tracking.timeline import TimelineRecorder
 from recipes.training.tracking.tracker import open_tracker
+from threefold.data.dataset import TrainingData
+from threefold.data.prefetcher import Prefetcher
 from threefold.plan.predicted_metrics import predicted_metrics_of_run
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 

@@ -16,8 +16,6 @@ from threefold.run_folder.folder import RunFolder
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.checkpoint.resume import Start
     from recipes.training.checkpoint.writer import CheckpointWriter
-    from recipes.training.data.dataset import TrainingData
-    from recipes.training.data.prefetcher import Prefetcher
     from recipes.training.engine.engine import Engine
     from recipes.training.evaluation.evaluator import Evaluator
     from recipes.training.snapshots.writer import SnapshotWriter
@@ -26,6 +24,8 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.tracking.profiling.profiler import StepProfiler
     from recipes.training.tracking.timeline import TimelineRecorder
     from recipes.training.tracking.tracker import Tracker
+    from threefold.data.dataset import TrainingData
+    from threefold.data.prefetcher import Prefetcher
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from recipes.training.checkpoint.resume import (
     hold_together,
 )
 from recipes.training.checkpoint.retention import check_disk
-from recipes.training.data.dataset import TrainingData
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.loop.rejection import rejections
@@ -37,6 +36,7 @@ from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.weights_and_biases.settings import check_wandb, read_wandb_key
 from threefold.config.parallel_dims import check_placement
 from threefold.config.recipe import Recipe
+from threefold.data.dataset import TrainingData
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import remove_debris
 from threefold.run_folder.lock import FolderInUse

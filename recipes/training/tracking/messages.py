@@ -8,7 +8,6 @@ from models.cost import parameter_count
 from models.errors import counted
 from models.hugging_face.config import export_problem
 from recipes.training.checkpoint.compatibility import changed_positions
-from recipes.training.data.corpus_manifest import unchecked_tokenizer, unused_rows
 from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from threefold.config.deepspeed_json import deepspeed_notes
 from threefold.config.loading import value_text
@@ -16,6 +15,7 @@ from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
 from threefold.config.parallel_dims import Topology, World, rank_map
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.data.corpus_manifest import unchecked_tokenizer, unused_rows
 from threefold.pipeline.balance import balance_text
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import WallTime, shares_text

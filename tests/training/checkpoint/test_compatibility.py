@@ -10,10 +10,10 @@ import pytest
 from models.errors import UserError
 from recipes.training.checkpoint.compatibility import check_same_model, check_same_run
 from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.data.fingerprint import fingerprint
 from tests.conftest import changed, small_recipe
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.data.fingerprint import fingerprint
 
 HERE = Path("step-0000004")
 OLDER_DATA_KEYS = ("tokenizer", "train")  # keys of `data` in manifests of older versions

@@ -14,11 +14,11 @@ from recipes.training.checkpoint import resume_point
 from recipes.training.checkpoint.compatibility import check_same_run
 from recipes.training.checkpoint.reader import CheckpointReader
 from recipes.training.checkpoint.resume_point import ResumePoint, find_damage
-from recipes.training.data.dataset import TrainingData
-from recipes.training.data.fingerprint import fingerprint
 from tests.training.checkpoint.test_compatibility import HERE, manifest_of, recipe_of
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
+from threefold.data.dataset import TrainingData
+from threefold.data.fingerprint import fingerprint
 from threefold.run_folder.folder import layout_of
 from threefold.run_folder.progress import Progress
 

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.proving.relay import load_newest
 from recipes.proving.trial import many_cases, start
-from recipes.training.data.dataset import TrainingData
-from recipes.training.data.evaluation.tasks import Tasks, open_tasks
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
 from tests.conftest import selected
@@ -42,6 +40,8 @@ from tests.training.evaluation.conftest import STEPS, TrainedRun
 from tests.training.evaluation.text_corpus import SEQUENCE_LENGTH, evaluating_recipe
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology, World
+from threefold.data.dataset import TrainingData
+from threefold.data.tasks import Tasks, open_tasks
 from threefold.run_folder.folder import RunFolder
 
 CONTEXT2 = {"layout__context": 2}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from recipes.preparing.tasks.harness_samples import items_of_samples
-from recipes.training.data.evaluation.task_file import Item, read_items
 from tests.training.evaluation.conftest import TrainedRun
 from tests.training.evaluation.text_corpus import write_lines
+from threefold.data.task_file import Item, read_items
 
 pytestmark = [
     pytest.mark.long,

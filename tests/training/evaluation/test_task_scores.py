@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from recipes.training.data.evaluation.task_file import Item
 from recipes.training.evaluation.task_scores import task_scores
+from threefold.data.task_file import Item
 
 CHOICES = [
     Item("p", ("a", "bbbb"), 1),  # -2 and -4: right only per byte

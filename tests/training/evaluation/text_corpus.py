@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from recipes.training.data.token_file import write_token_file
 from tests.conftest import changed, small_recipe
+from threefold.data.token_file import write_token_file
 
 VOCAB_SIZE = 350  # divisible by neither 64 nor any tensor size: padding is exercised
 SEQUENCE_LENGTH = 96

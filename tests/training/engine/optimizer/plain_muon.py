@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
-from recipes.training.data.dataset import TrainingData
 from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.data.dataset import TrainingData
 
 
 @dataclass

@@ -8,10 +8,6 @@ import pytest
 import transformers
 
 from models.errors import UserError
-from recipes.training.data.dataset import TrainingData
-from recipes.training.data.evaluation.encoding import TaskTokenizer
-from recipes.training.data.evaluation.packing import pack
-from recipes.training.data.evaluation.tasks import UNCOUNTED, Tasks, open_tasks
 from tests.training.evaluation.text_corpus import (
     END,
     SEQUENCE_LENGTH,
@@ -21,6 +17,10 @@ from tests.training.evaluation.text_corpus import (
 )
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology
+from threefold.data.dataset import TrainingData
+from threefold.data.encoding import TaskTokenizer
+from threefold.data.packing import pack
+from threefold.data.tasks import UNCOUNTED, Tasks, open_tasks
 
 PAIRS = [
     ("def f", "(x)"),

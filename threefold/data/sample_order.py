@@ -17,9 +17,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from recipes.training.data.mixing import choose_sources, one_period, permuted, place_of
 from threefold.config.phases import StagePlan
 from threefold.config.sections import repository_path, whole_shares
+from threefold.data.mixing import choose_sources, one_period, permuted, place_of
 from threefold.run_folder.progress import Reading
 
 CANDIDATES_PER_BLOCK = 2**14  # windows that are compared with earlier passes at a time

@@ -15,18 +15,18 @@ import torch
 from models.errors import UserError
 from models.parallel.micro_batch_info import MaskKey
 from recipes.preparing.own_files import OwnFiles
-from recipes.training.data.corpus_manifest import tokenizer_hash
-from recipes.training.data.dataset import TrainingData, Windows
-from recipes.training.data.fingerprint import document_starts, fingerprint
-from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.data.mixing import choose_sources, permuted
-from recipes.training.data.token_file import HEADER, TokenFile, write_token_file
 from recipes.training.tracking.messages import announce
 from tests.conftest import VOCAB_SIZE, changed
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
 from threefold.config.sections import check_weights, whole_shares
+from threefold.data.corpus_manifest import tokenizer_hash
+from threefold.data.dataset import TrainingData, Windows
+from threefold.data.fingerprint import document_starts, fingerprint
+from threefold.data.micro_batch import MicroBatch
+from threefold.data.mixing import choose_sources, permuted
+from threefold.data.token_file import HEADER, TokenFile, write_token_file
 from threefold.run_folder.progress import Progress
 
 

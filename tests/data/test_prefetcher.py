@@ -8,8 +8,8 @@ import torch
 
 from models.errors import UserError
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.data.prefetcher import Prefetcher
+from threefold.data.micro_batch import MicroBatch
+from threefold.data.prefetcher import Prefetcher
 
 
 def micro_batch(number: int) -> MicroBatch:

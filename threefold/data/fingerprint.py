@@ -4,11 +4,11 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from recipes.training.data.corpus_manifest import read_manifest, tokenizer_hash
-from recipes.training.data.token_file import TokenFile
 from threefold.config.phases import Span, StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
+from threefold.data.corpus_manifest import read_manifest, tokenizer_hash
+from threefold.data.token_file import TokenFile
 
 BLOCKS = 256  # of each file, spread evenly, that the fingerprint covers
 BLOCK_BYTES = 2**12

@@ -8,8 +8,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from models.errors import UserError
-from recipes.training.data import token_file
-from recipes.training.data.token_file import (
+from threefold.data import token_file
+from threefold.data.token_file import (
     HEADER,
     TOKEN_TYPES,
     HashedFile,

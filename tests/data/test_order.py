@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.training.data import order
-from recipes.training.data.dataset import TrainingData
-from recipes.training.data.mixing import permuted, place_of
-from recipes.training.data.order import CorpusOrder
-from recipes.training.data.token_file import TokenFile
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology
+from threefold.data import sample_order
+from threefold.data.dataset import TrainingData
+from threefold.data.mixing import permuted, place_of
+from threefold.data.sample_order import CorpusOrder
+from threefold.data.token_file import TokenFile
 from threefold.run_folder.progress import Progress
 
 ALONE = Topology(pipeline=1, data=1, tensor=1)
@@ -52,7 +52,7 @@ def test_one_length_reads_the_permutation_of_each_epoch() -> None:
 def test_no_token_is_read_twice_in_an_epoch(
     lengths: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(order, "CANDIDATES_PER_BLOCK", block)
+    monkeypatch.setattr(sample_order, "CANDIDATES_PER_BLOCK", block)
     corpus = CorpusOrder(2411, "7/0")
     read: list[list[range]] = []
     for length in lengths:

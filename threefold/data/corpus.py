@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 
 from models.errors import UserError, reason_of
-from recipes.training.data.corpus_manifest import DELETE, read_manifest, tokenizer_hash
-from recipes.training.data.token_file import TokenFile
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
+from threefold.data.corpus_manifest import DELETE, read_manifest, tokenizer_hash
+from threefold.data.token_file import TokenFile
 
 BLOCKS_CHECKED = 256  # of a token file, spread evenly
 BLOCK_TOKENS = 2**12

@@ -14,12 +14,12 @@ import numpy as np
 
 from models.context_parallel.division import Lengths, Slices
 from models.errors import UserError, counted
-from recipes.training.data.evaluation.encoding import Request, TaskTokenizer
-from recipes.training.data.evaluation.packing import pack
-from recipes.training.data.evaluation.task_file import Item, read_items
-from recipes.training.data.fingerprint import document_starts
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
+from threefold.data.encoding import Request, TaskTokenizer
+from threefold.data.fingerprint import document_starts
+from threefold.data.packing import pack
+from threefold.data.task_file import Item, read_items
 
 PADDING = 0  # a token id of every vocabulary
 UNCOUNTED = -1  # request of a padding position

@@ -23,18 +23,18 @@ from torch import Tensor
 from models.context_parallel.division import Division, Lengths, Slices, divide, rank_work
 from models.errors import UserError, counted
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
-from recipes.training.data.checks import check_document_starts, open_corpus
-from recipes.training.data.corpus_manifest import few_tokens, read_manifest
-from recipes.training.data.evaluation.tasks import Tasks, open_tasks
-from recipes.training.data.evaluation.token_bytes import token_bytes
-from recipes.training.data.fingerprint import fingerprint
-from recipes.training.data.micro_batch import MicroBatch
-from recipes.training.data.order import Mixture, mixture_after, source_numbers
-from recipes.training.data.token_file import TokenFile
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import Span, StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
+from threefold.data.corpus import check_document_starts, open_corpus
+from threefold.data.corpus_manifest import few_tokens, read_manifest
+from threefold.data.fingerprint import fingerprint
+from threefold.data.micro_batch import MicroBatch
+from threefold.data.sample_order import Mixture, mixture_after, source_numbers
+from threefold.data.tasks import Tasks, open_tasks
+from threefold.data.token_bytes import token_bytes
+from threefold.data.token_file import TokenFile
 from threefold.run_folder.progress import Progress, Read
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from recipes.training.data.micro_batch import MicroBatch
+from threefold.data.micro_batch import MicroBatch
 
 
 class Prefetcher:
