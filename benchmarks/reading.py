@@ -22,7 +22,7 @@ import time
 import numpy as np
 
 from threefold.data.dataset import Windows
-from threefold.data.mixing import permuted
+from threefold.data.sample_order import permuted
 from threefold.data.token_file import HEADER, MAGIC, TokenFile
 
 SEQUENCE_LENGTH = 2048

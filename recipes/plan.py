@@ -46,7 +46,7 @@ from recipes.planning.command_line.plan_options import (
 from threefold.config.layout import Cluster
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.data.corpus_manifest import unused_rows
+from threefold.data.corpus import unused_rows
 from threefold.plan import catalogue, recipe_edits, report
 from threefold.plan import report as plan_table
 from threefold.plan.calibration.compare import compare

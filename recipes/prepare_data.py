@@ -56,7 +56,7 @@ from recipes.preparing.options import (
 from recipes.preparing.workspace import clear_workspace, full_disk_explained, lock_workspace
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.sections import repository_path
-from threefold.data.corpus_manifest import few_tokens
+from threefold.data.corpus import few_tokens
 from threefold.run_folder.json_lines import flush
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output

@@ -33,8 +33,8 @@ from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
+from threefold.data.corpus import fingerprint
 from threefold.data.dataset import TrainingData
-from threefold.data.fingerprint import fingerprint
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import History
 from threefold.run_folder.progress import Progress

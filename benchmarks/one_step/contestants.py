@@ -38,7 +38,7 @@ from recipes.training.engine.build import build_from_recipe
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
-from threefold.data.micro_batch import MicroBatch
+from threefold.data.dataset import MicroBatch
 from threefold.runtime.processes import on_gpu, quiet, should_compile, start_processes
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch

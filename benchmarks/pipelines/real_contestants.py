@@ -40,7 +40,7 @@ from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
-from threefold.data.micro_batch import MicroBatch
+from threefold.data.dataset import MicroBatch
 from threefold.pipeline.engine import Event, Recording
 from threefold.runtime.processes import quiet
 

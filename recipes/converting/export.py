@@ -29,8 +29,7 @@ from recipes.training.checkpoint.tensor_file import (
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
 from threefold.config.sections import repository_path, short
-from threefold.data.corpus_manifest import tokenizer_hash
-from threefold.data.fingerprint import document_starts
+from threefold.data.corpus import document_starts, tokenizer_hash
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import task_accuracies, validation_losses
 

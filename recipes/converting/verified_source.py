@@ -8,7 +8,7 @@ from recipes.training.checkpoint.manifest import Manifest, find_damages
 from recipes.training.checkpoint.reader import CheckpointReader
 from threefold.config.phases import table_at
 from threefold.config.sections import short
-from threefold.data.corpus_manifest import is_corpus
+from threefold.data.corpus import is_corpus
 from threefold.run_folder.history import no_checkpoint, published
 
 

@@ -14,9 +14,8 @@ from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
-from threefold.data.corpus_manifest import lost_manifest
+from threefold.data.corpus import document_starts, lost_manifest
 from threefold.data.dataset import TrainingData
-from threefold.data.fingerprint import document_starts
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE
 from threefold.run_folder.progress import Progress

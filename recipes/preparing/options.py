@@ -8,7 +8,7 @@ from typing import Any
 
 from models.config import MAX_SIZE
 from models.errors import UserError
-from threefold.data.corpus_manifest import lost_manifest, read_manifest
+from threefold.data.corpus import lost_manifest, read_manifest
 
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token
 CONTENT_OPTIONS = ("source", "config", "split", "column", "text_is", "tokenizer", "vocab_size",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from models.errors import UserError
-from threefold.data.corpus_manifest import read_manifest, tokenizer_hash
+from threefold.data.corpus import read_manifest, tokenizer_hash
 
 LOCK_TEXT = "prepare_data.py works in this folder\n"
 WORK = re.compile(r"pieces|corpus|tokenizer-[0-9a-f]{24}(\..*)?")  # folders in a workspace

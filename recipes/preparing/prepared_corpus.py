@@ -26,7 +26,7 @@ from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.formats.format import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization, new_folder
 from recipes.training.checkpoint.manifest import sha256
-from threefold.data.corpus_manifest import folder_hash, lost_manifest, read_manifest
+from threefold.data.corpus import folder_hash, lost_manifest, read_manifest
 from threefold.data.token_file import (
     HEADER,
     HashedFile,

@@ -20,7 +20,7 @@ from recipes.preparing.formats.format import Format, NumberedPiece
 from recipes.preparing.tokenization import Tokenization, is_held_out, new_folder, texts_of
 from recipes.preparing.workers import SECONDS_BETWEEN_LINES
 from threefold.config.sections import repository_path
-from threefold.data.corpus_manifest import folder_hash, tokenizer_hash
+from threefold.data.corpus import folder_hash, tokenizer_hash
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 2**29  # approximate number, taken evenly from all pieces

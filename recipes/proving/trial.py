@@ -27,7 +27,7 @@ from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
-from threefold.data.encoding import Request
+from threefold.data.task_file import Request
 from threefold.data.tasks import Tasks
 from threefold.pipeline.stage import replaced
 from threefold.runtime.processes import start_processes

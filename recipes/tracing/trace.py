@@ -36,7 +36,7 @@ from recipes.training.engine.engine import Engine, PipelinedEngine
 from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
 from threefold.config.parallel_dims import Coordinates, Topology, World
 from threefold.config.recipe import Recipe
-from threefold.data.micro_batch import MicroBatch
+from threefold.data.dataset import MicroBatch
 
 ALLOCATOR_BYTES = 512  # CUDA's caching allocator rounds sizes up to a multiple (kMinBlockSize)
 MAX_LISTED_ALLOCATIONS = 15

@@ -21,11 +21,9 @@ from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
 from threefold.config.sections import check_weights, whole_shares
-from threefold.data.corpus_manifest import tokenizer_hash
-from threefold.data.dataset import TrainingData, Windows
-from threefold.data.fingerprint import document_starts, fingerprint
-from threefold.data.micro_batch import MicroBatch
-from threefold.data.mixing import choose_sources, permuted
+from threefold.data.corpus import document_starts, fingerprint, tokenizer_hash
+from threefold.data.dataset import MicroBatch, TrainingData, Windows
+from threefold.data.sample_order import choose_sources, permuted
 from threefold.data.token_file import HEADER, TokenFile, write_token_file
 from threefold.run_folder.progress import Progress
 

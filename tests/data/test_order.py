@@ -11,8 +11,7 @@ from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology
 from threefold.data import sample_order
 from threefold.data.dataset import TrainingData
-from threefold.data.mixing import permuted, place_of
-from threefold.data.sample_order import CorpusOrder
+from threefold.data.sample_order import CorpusOrder, permuted, place_of
 from threefold.data.token_file import TokenFile
 from threefold.run_folder.progress import Progress
 

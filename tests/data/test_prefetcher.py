@@ -8,8 +8,7 @@ import torch
 
 from models.errors import UserError
 from models.parallel.micro_batch_info import MicroBatchInfo
-from threefold.data.micro_batch import MicroBatch
-from threefold.data.prefetcher import Prefetcher
+from threefold.data.dataset import MicroBatch, Prefetcher
 
 
 def micro_batch(number: int) -> MicroBatch:

@@ -18,8 +18,7 @@ from tests.training.evaluation.text_corpus import (
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology
 from threefold.data.dataset import TrainingData
-from threefold.data.encoding import TaskTokenizer
-from threefold.data.packing import pack
+from threefold.data.task_file import TaskTokenizer, pack
 from threefold.data.tasks import UNCOUNTED, Tasks, open_tasks
 
 PAIRS = [

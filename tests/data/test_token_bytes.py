@@ -17,7 +17,7 @@ from tokenizers import (
 )
 
 from models.errors import UserError
-from threefold.data.token_bytes import token_bytes
+from threefold.data.corpus import token_bytes
 
 TEXTS = ["def f(x):\n    return 'ä€😀'  # ▁ is no space\n", "x = 1\n" * 5, "\x00\x7f ÿ"]
 SPECIAL, ADDED = "<|endoftext|>", "naïve token"

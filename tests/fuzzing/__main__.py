@@ -56,9 +56,14 @@ from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, pa
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.data.corpus import check_document_starts, open_corpus
-from threefold.data.corpus_manifest import folder_hash, tokenizer_hash
-from threefold.data.fingerprint import document_starts, fingerprint
+from threefold.data.corpus import (
+    check_document_starts,
+    document_starts,
+    fingerprint,
+    folder_hash,
+    open_corpus,
+    tokenizer_hash,
+)
 from threefold.data.token_file import TokenFile
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress

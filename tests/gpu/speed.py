@@ -30,7 +30,7 @@ from tests.gpu.setting import Result, Setting
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
-from threefold.data.micro_batch import MicroBatch
+from threefold.data.dataset import MicroBatch
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import FOLDER, Gpu, gpus, peak_tflops
 from threefold.plan.job import Machine, job_of

@@ -21,7 +21,7 @@ from recipes.preparing.formats.tables import Stream
 from recipes.preparing.own_files import mark_workspace
 from recipes.preparing.source import SourceOptions, open_source, open_validation
 from recipes.preparing.tokenization import Report, texts_of
-from threefold.data.corpus_manifest import tokenizer_hash
+from threefold.data.corpus import tokenizer_hash
 
 TEXTS = [
     f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)

@@ -32,7 +32,7 @@ from tests.conftest import changed, small_recipe
 from tests.fault_injection.soak_data import soak
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.config.parallel_dims import Topology
-from threefold.data.corpus_manifest import few_tokens, tokenizer_hash
+from threefold.data.corpus import few_tokens, tokenizer_hash
 from threefold.data.dataset import TrainingData
 from threefold.data.token_file import TokenFile
 from threefold.run_folder.folder import RunFolder

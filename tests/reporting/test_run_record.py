@@ -17,7 +17,7 @@ from recipes.reporting.record.run_record import names_of, read_run
 from tests.reporting.synthetic import BEGAN, event, recipe_of, write_run
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import StagePlan
-from threefold.data.mixing import choose_sources
+from threefold.data.sample_order import choose_sources
 from threefold.run_folder.lock import FolderLock
 
 

@@ -1,14 +1,157 @@
-"""Checks of the corpora before a run: manifest, tokenizer, model and recipe must fit each other."""
+"""Corpora: manifest, hashes, fingerprint, bytes per token, and checks before a run starts."""
 
+import hashlib
+import json
+import math
+import os
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from models.errors import UserError, reason_of
+from models.errors import UserError, a_few, counted, reason_of
+from threefold.config.phases import Span, StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
-from threefold.data.corpus_manifest import DELETE, read_manifest, tokenizer_hash
 from threefold.data.token_file import TokenFile
+
+# The manifest of a corpus, and the hashes of the tokenizer that it records.
+
+MAX_PADDING = 1024  # the largest multiple, a power of two, to which a vocabulary is padded
+MIN_TRAINABLE_TOKENS = 32  # of a part; no recipe has windows that are shorter
+DELETE = "delete the folder and prepare the corpus again"  # remedy for a damaged corpus
+
+
+def read_manifest(folder: Path, *, advice: str = DELETE) -> dict[str, Any]:
+    """Return the manifest of a corpus; empty for a corpus that Megatron's tools prepared.
+
+    Args:
+        folder: folder of the corpus
+        advice: end of the error message, which names a remedy
+
+    Raises:
+        UserError: the file is not a JSON object.
+    """
+    file = folder / "manifest.json"
+    if not file.is_file():
+        return {}
+    try:
+        manifest = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is damaged ({reason_of(error)}); {advice}") from None
+    if (reason := _wrong_type(manifest)) is not None:
+        raise UserError(f"{file} is not a manifest of prepare_data.py ({reason}); {advice}")
+    return manifest
+
+
+def is_corpus(folder: Path) -> bool:
+    """Return whether prepare_data.py has written a folder, even if its manifest is missing.
+
+    Neither checkpoints nor corpora of Megatron's tools have a pieces.jsonl.
+    """
+    return (folder / "pieces.jsonl").is_file()
+
+
+def lost_manifest(folder: Path) -> str:
+    """Return a message about a corpus of prepare_data.py without its manifest; "" for others."""
+    if (folder / "manifest.json").exists() or not is_corpus(folder):
+        return ""
+    return f"{folder} has token files but no manifest.json; {DELETE}"
+
+
+def _wrong_type(manifest: Any) -> str | None:
+    """Return the first value of a manifest with another type than prepare_data.py writes."""
+    if not isinstance(manifest, dict):
+        return "not a JSON object"
+    if type(size := manifest.get("vocab_size", 0)) is not int:
+        return f"vocab_size = {size!r:.60} is not a whole number"
+    start = manifest.get("document_start", [])
+    if not isinstance(start, list) or any(type(token) is not int for token in start):
+        return f"document_start = {start!r:.60} is not a list of tokens"
+    files = manifest.get("files", {})
+    if not isinstance(files, dict) or not all(isinstance(each, dict) for each in files.values()):
+        return f"files = {files!r:.60} is not a table of files"
+    if not isinstance(options := manifest.get("options", {}), dict):
+        return f"options = {options!r:.60} is not a table of options"
+    return None
+
+
+def few_tokens(part: str, tokens: int, options: dict[str, Any]) -> str:
+    """Return what to do about a part of a corpus that is shorter than a window of a recipe.
+
+    Args:
+        part: train or validation
+        tokens: number of tokens of the part
+        options: the options with which prepare_data.py made the corpus, as the manifest records
+            them; empty for a corpus of Megatron's tools
+    """
+    purpose = "validate" if part == "validation" else "train"
+    remedy = f"too little text to {purpose} on; "
+    if tokens >= MIN_TRAINABLE_TOKENS:
+        remedy = f"use model.sequence_length = {tokens - 1} or less, or "
+    if part != "validation":
+        again = "prepare the corpus again with more text"
+        return remedy + (again if tokens >= MIN_TRAINABLE_TOKENS else "use more text")
+    source = "more text"
+    if options.get("validation_source"):
+        source = "more text in --validation-source"
+    elif options.get("validation_split"):
+        source = "a longer --validation-split"
+    elif options.get("validation_fraction"):
+        source = "more text or a larger --validation-fraction"
+    return (
+        f"{remedy}prepare the corpus again with {source}, or leave data.validation out and set "
+        f"training.evaluate_every = 0"
+    )
+
+
+def unused_rows(recipe: Recipe) -> str:
+    """Return a note if the model's vocabulary is larger than the tokenizer's; "" if it is not.
+
+    Only manifests tell the size of the tokenizer. A size that is rounded up to a multiple of a
+    power of two, as in many published models, is normal and has no note.
+    """
+    for source in recipe.data.train:
+        tokens = read_manifest(repository_path(source.path).parent).get("vocab_size")
+        if tokens is None:
+            continue
+        size = recipe.model.vocab_size
+        padding = math.gcd(size, MAX_PADDING)  # the largest power of two of which it is a multiple
+        if size - tokens >= padding:
+            return (
+                f"model.vocab_size = {size} is more than the {tokens:,} tokens of the tokenizer of "
+                f"{source.path}: {counted(size - tokens, 'row')} of the embedding will never be "
+                f"used, which is harmless; in a new run, model.vocab_size = {tokens} saves memory"
+            )
+    return ""
+
+
+def unchecked_tokenizer(recipe: Recipe) -> str:
+    """Return a note about corpora without a manifest, such as Megatron's; "" if all have one."""
+    paths = [*(source.path for source in recipe.data.train), *recipe.data.validation_sets.values()]
+    missing = [path for path in paths if not read_manifest(repository_path(path).parent)]
+    if not missing:
+        return ""
+    return (
+        f"no manifest.json next to {a_few(missing)}: the run cannot check that data.tokenizer made "
+        f"these tokens"
+    )
+
+
+def tokenizer_hash(folder: Path) -> str:
+    """Return the SHA-256 of a tokenizer's `tokenizer.json`, which alone determines the ids."""
+    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def folder_hash(folder: Path) -> str:
+    """Return the SHA-256 of the names and contents of a folder's files."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.glob("*") if path.is_file()):
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(os.fsencode(file.name) + f" {content}\n".encode())
+    return digest.hexdigest()
+
 
 BLOCKS_CHECKED = 256  # of a token file, spread evenly
 BLOCK_TOKENS = 2**12
@@ -120,3 +263,171 @@ def _check_tokens(recipe: Recipe, file: TokenFile) -> None:
                 f"model.vocab_size is {recipe.model.vocab_size}; use the vocabulary of the "
                 f"tokenizer that made the corpus"
             )
+
+
+# The fingerprint of a run's data, which a resumed run compares with its own.
+
+BLOCKS = 256  # of each file, spread evenly, that the fingerprint covers
+BLOCK_BYTES = 2**12
+DOCUMENTS_SAMPLED = 256  # of a corpus, spread evenly, whose first tokens are compared
+
+
+def fingerprint(recipe: Recipe) -> dict[str, Any]:
+    """Return everything that decides which samples a run reads, except for the files' paths.
+
+    The top level describes the first stage, and `parts` the later stages that change the data.
+    A corpus is represented by the sizes of its two files and by blocks spread over them, both ends
+    included. Reading whole files would delay the start of every run.
+    """
+    plan = StagePlan(recipe)
+    tokenizer = tokenizer_hash(repository_path(recipe.data.tokenizer))
+    later = [_part(plan.first_of_part(part)) for part in plan.parts[1:]]
+    return {
+        "tokenizer": tokenizer,
+        "train": _sources(recipe),
+        "separate_documents": recipe.data.separate_documents,
+        "document_starts": document_starts(recipe),
+    } | ({"parts": later} if later else {})
+
+
+def _part(span: Span) -> dict[str, Any]:
+    """Return the fingerprint of a part of the data, which begins with a stage."""
+    model = span.recipe.model_dump(mode="json")["model"]
+    return {
+        "stage": span.stage,
+        "first_step": span.first,
+        "train": _sources(span.recipe),
+        "separate_documents": span.recipe.data.separate_documents,
+        **{key: model[key] for key in ("sequence_length", "rope_theta", "rope_scaling")},
+    }
+
+
+def _sources(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    return {
+        str(number): {
+            "content": _content(repository_path(source.path)),
+            "weight": source.weight,
+        }
+        for number, source in enumerate(recipe.data.train)
+    }
+
+
+def document_starts(recipe: Recipe) -> list[list[int]]:
+    """Return the tokens that begin every document of each training corpus, such as BOS.
+
+    Manifests of Megatron corpora and of older prepare_data.py corpora do not record them. For these
+    corpora, the start is the first token of the sampled documents if all of them share it, and
+    empty otherwise.
+    """
+    paths = [repository_path(source.path) for source in recipe.data.train]
+    recorded = [read_manifest(path.parent).get("document_start") for path in paths]
+    return [
+        _shared_start(TokenFile(path)) if start is None else start
+        for path, start in zip(paths, recorded, strict=True)
+    ]
+
+
+def _shared_start(file: TokenFile) -> list[int]:
+    """Return the first token of documents spread over a file, if all begin with the same one."""
+    count, offsets, documents = file.boundaries - 1, file.offsets, file.documents
+    if count < 2:
+        return []
+    chosen = {
+        number * (count - 1) // (DOCUMENTS_SAMPLED - 1) for number in range(DOCUMENTS_SAMPLED)
+    }
+    # Empty documents at the end begin after the last sequence or token.
+    begun = {int(documents[number]) for number in chosen}.intersection(range(file.sequences))
+    firsts = {int(offsets[sequence]) // file.dtype.itemsize for sequence in begun}
+    firsts.intersection_update(range(file.count))
+    found = {int(file.read(first, first + 1)[0]) for first in firsts}
+    return list(found) if len(found) == 1 else []
+
+
+def _content(path: Path) -> str:
+    digest = hashlib.sha256()
+    for suffix in (".idx", ".bin"):
+        with path.with_name(path.name + suffix).open("rb") as stream:
+            size = stream.seek(0, 2)
+            digest.update(size.to_bytes(8, "little"))
+            for block in range(BLOCKS):
+                stream.seek(max(0, size - BLOCK_BYTES) * block // (BLOCKS - 1))
+                digest.update(stream.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+# Bytes of text per token, for losses in bits per byte.
+
+SPACE = "\u2581"  # SentencePiece's sign for a space
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token of one byte, with SentencePiece's byte fallback
+
+
+def token_bytes(tokenizer: Path, vocab_size: int) -> np.ndarray | None:
+    """Return the number of bytes of UTF-8 text of each token id: int64 [vocab_size].
+
+    A token of a byte-level vocabulary has as many bytes as characters. A token of SentencePiece has
+    the bytes of its text, in which U+2581 is a space. Special tokens, such as the one between
+    documents, and ids without a token have 0 bytes. The sum over a document
+    without special tokens is the length of its text after the tokenizer's normalisation; if
+    SentencePiece puts a space before a text, that space counts.
+
+    Args:
+        tokenizer: folder with tokenizer.json
+        vocab_size: number of ids
+
+    Returns:
+        None if the vocabulary is neither byte-level nor SentencePiece's (for example WordPiece,
+        which loses spaces), so that its tokens do not determine the text.
+
+    Raises:
+        UserError: tokenizer.json is not valid.
+    """
+    file = tokenizer / "tokenizer.json"
+    try:
+        settings = json.loads(file.read_bytes())
+        decoders = set(_decoders(settings.get("decoder")))
+        vocabulary = _vocabulary(settings["model"]) if decoders else {}
+        added = {int(each["id"]): each for each in settings.get("added_tokens", ())}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{file} is not a tokenizer of the tokenizers library ({reason_of(error)}); use a "
+            f"folder written by save_pretrained"
+        ) from None
+    if "ByteLevel" in decoders:
+        sizes = {number: len(token) for token, number in vocabulary.items()}
+    elif decoders & {"Metaspace", "Replace"}:
+        falls_back = "ByteFallback" in decoders
+        sizes = {
+            number: 1
+            if falls_back and BYTE.fullmatch(token)
+            else len(token.replace(SPACE, " ").encode(errors="surrogatepass"))
+            for token, number in vocabulary.items()
+        }
+    else:
+        return None
+    sizes |= {
+        number: 0 if token["special"] else len(token["content"].encode(errors="surrogatepass"))
+        for number, token in added.items()
+    }
+    table = np.zeros(vocab_size, np.int64)
+    for number, size in sizes.items():
+        if number < vocab_size:
+            table[number] = size
+    return table
+
+
+def _decoders(decoder: Any) -> list[str]:
+    """Return the types of a decoder and of its parts; a `Replace` only if it makes spaces."""
+    if decoder is None:
+        return []
+    found = [part for each in decoder.get("decoders", ()) for part in _decoders(each)]
+    if decoder["type"] != "Replace" or decoder["pattern"] == {"String": SPACE}:
+        found.append(decoder["type"])
+    return found
+
+
+def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
+    """Return token -> id; Unigram lists [token, score] by id."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):
+        return {token: number for number, (token, _) in enumerate(vocabulary)}
+    return vocabulary

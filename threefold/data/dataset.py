@@ -12,7 +12,10 @@ has to read or send tokens to know them. A document that begins before its windo
 window's first token.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,15 +30,47 @@ from threefold.config.parallel_dims import Topology
 from threefold.config.phases import Span, StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
-from threefold.data.corpus import check_document_starts, open_corpus
-from threefold.data.corpus_manifest import few_tokens, read_manifest
-from threefold.data.fingerprint import fingerprint
-from threefold.data.micro_batch import MicroBatch
+from threefold.data.corpus import (
+    check_document_starts,
+    few_tokens,
+    fingerprint,
+    open_corpus,
+    read_manifest,
+    token_bytes,
+)
 from threefold.data.sample_order import Mixture, mixture_after, source_numbers
 from threefold.data.tasks import Tasks, open_tasks
-from threefold.data.token_bytes import token_bytes
 from threefold.data.token_file import TokenFile
 from threefold.run_folder.progress import Progress, Read
+
+# The micro-batch, which flows through the model in one forward pass.
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Sequences of the run.
+
+    tokens: int64 [b, s]; None on a stage that takes no tokens
+    labels: the next token of each token, int64 [b, s]; None if tokens are None
+    info: the dropout key and the documents, which all layers need
+    """
+
+    tokens: Tensor | None
+    labels: Tensor | None
+    info: MicroBatchInfo
+
+    def pinned(self) -> "MicroBatch":
+        """Return a copy in page-locked memory, which a GPU reads without the host."""
+        if self.tokens is None or self.labels is None:
+            return self
+        return replace(self, tokens=self.tokens.pin_memory(), labels=self.labels.pin_memory())
+
+    def on(self, device: torch.device) -> "MicroBatch":
+        """Return a copy on a device; from page-locked memory, kernels run during the copy."""
+        if self.tokens is None or self.labels is None:
+            return self
+        tokens, labels = (t.to(device, non_blocking=True) for t in (self.tokens, self.labels))
+        return replace(self, tokens=tokens, labels=labels)
 
 
 class Windows:
@@ -406,3 +441,47 @@ class TrainingData:
 def _encoding_of(recipe: Recipe) -> tuple[Any, ...]:
     """Return the keys on which the tokens of tasks depend: corpora may begin documents with BOS."""
     return recipe.model.sequence_length, *(source.path for source in recipe.data.train)
+
+
+# Reading of the next step's micro-batches in parallel with the current step.
+
+
+class Prefetcher:
+    """Reads micro-batches one step ahead of the run, in a thread.
+
+    read: returns the micro-batches of a step
+    last_step: the last step that is read
+    pinned: whether to put them into page-locked memory, which a GPU reads without the host
+    """
+
+    def __init__(
+        self, read: Callable[[int], Iterable[MicroBatch]], *, last_step: int, pinned: bool = False
+    ):
+        self.read, self.last_step, self.pinned = read, last_step, pinned
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetcher")
+        self._coming: dict[int, Future[list[MicroBatch]]] = {}
+
+    def take(self, step: int) -> tuple[list[MicroBatch], float]:
+        """Return a step's micro-batches, and the seconds spent waiting for them.
+
+        Raises:
+            Exception: the exception that `read` raised: UserError or OSError for data that cannot
+                be read, any other class for a defect.
+        """
+        started = time.perf_counter()
+        coming = self._coming.pop(step, None) or self._thread.submit(self._fetch, step)
+        micro_batches = coming.result()
+        waited = time.perf_counter() - started
+        if step < self.last_step:
+            self._coming[step + 1] = self._thread.submit(self._fetch, step + 1)
+        return micro_batches, waited
+
+    def forget(self) -> None:
+        """Discard the micro-batches read ahead, because the run continues with another step."""
+        for coming in self._coming.values():
+            coming.exception()  # waits for the thread
+        self._coming.clear()
+
+    def _fetch(self, step: int) -> list[MicroBatch]:
+        micro_batches = self.read(step)
+        return [each.pinned() if self.pinned else each for each in micro_batches]

@@ -16,10 +16,8 @@ from models.context_parallel.division import Lengths, Slices
 from models.errors import UserError, counted
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
-from threefold.data.encoding import Request, TaskTokenizer
-from threefold.data.fingerprint import document_starts
-from threefold.data.packing import pack
-from threefold.data.task_file import Item, read_items
+from threefold.data.corpus import document_starts
+from threefold.data.task_file import Item, Request, TaskTokenizer, pack, read_items
 
 PADDING = 0  # a token id of every vocabulary
 UNCOUNTED = -1  # request of a padding position

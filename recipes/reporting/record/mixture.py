@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from threefold.config.sections import whole_shares
-from threefold.data.mixing import one_period
+from threefold.data.sample_order import one_period
 
 
 @dataclass(frozen=True)

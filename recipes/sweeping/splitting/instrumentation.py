@@ -25,7 +25,7 @@ from recipes.sweeping.splitting.collectives import CountedCollectives
 from recipes.sweeping.splitting.part_clock import PartClock
 from recipes.sweeping.splitting.parts import PARTS, SPLIT_STEPS
 from recipes.training.engine.engine import Engine, PipelinedEngine
-from threefold.data.micro_batch import MicroBatch
+from threefold.data.dataset import MicroBatch
 from threefold.pipeline.engine import WeightPass
 from threefold.pipeline.stage import replaced
 

@@ -34,7 +34,7 @@ from recipes.training.engine.stopwatch import Stopwatch
 from recipes.training.supervision.breadcrumb import Breadcrumb
 from recipes.training.supervision.replicas import ReplicaGroup, differing_replicas
 from threefold.config.recipe import Recipe
-from threefold.data.micro_batch import MicroBatch
+from threefold.data.dataset import MicroBatch
 from threefold.pipeline.engine import ScheduledEngine
 
 

@@ -17,8 +17,7 @@ import torch
 
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.task_scores import task_scores
-from threefold.data.dataset import TrainingData
-from threefold.data.micro_batch import MicroBatch
+from threefold.data.dataset import MicroBatch, TrainingData
 from threefold.data.tasks import UNCOUNTED, positions
 
 

@@ -27,8 +27,7 @@ from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.step_clock import StepClock
 from recipes.training.tracking.timeline import TimelineRecorder
 from recipes.training.tracking.tracker import open_tracker
-from threefold.data.dataset import TrainingData
-from threefold.data.prefetcher import Prefetcher
+from threefold.data.dataset import Prefetcher, TrainingData
 from threefold.plan.predicted_metrics import predicted_metrics_of_run
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 

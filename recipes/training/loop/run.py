@@ -24,8 +24,7 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.tracking.profiling.profiler import StepProfiler
     from recipes.training.tracking.timeline import TimelineRecorder
     from recipes.training.tracking.tracker import Tracker
-    from threefold.data.dataset import TrainingData
-    from threefold.data.prefetcher import Prefetcher
+    from threefold.data.dataset import Prefetcher, TrainingData
 
 
 @dataclass(frozen=True, kw_only=True)

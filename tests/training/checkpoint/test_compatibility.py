@@ -13,7 +13,7 @@ from recipes.training.checkpoint.manifest import Manifest
 from tests.conftest import changed, small_recipe
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
-from threefold.data.fingerprint import fingerprint
+from threefold.data.corpus import fingerprint
 
 HERE = Path("step-0000004")
 OLDER_DATA_KEYS = ("tokenizer", "train")  # keys of `data` in manifests of older versions

@@ -17,8 +17,8 @@ from recipes.training.checkpoint.resume_point import ResumePoint, find_damage
 from tests.training.checkpoint.test_compatibility import HERE, manifest_of, recipe_of
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
+from threefold.data.corpus import fingerprint
 from threefold.data.dataset import TrainingData
-from threefold.data.fingerprint import fingerprint
 from threefold.run_folder.folder import layout_of
 from threefold.run_folder.progress import Progress
 
