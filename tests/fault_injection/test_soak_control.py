@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.training.supervision.supervisor import WATCHDOG
 from tests.fault_injection.soak_control import left_over, soak
 from tests.fault_injection.soak_faults import FAULTS
+from threefold.supervision.supervisor import WATCHDOG
 
 
 @pytest.mark.long

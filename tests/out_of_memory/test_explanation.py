@@ -14,7 +14,6 @@ from recipes.out_of_memory import explanation
 from recipes.out_of_memory.allocated import Allocated, is_out_of_memory
 from recipes.out_of_memory.alternative import alternative
 from recipes.out_of_memory.explanation import REPORT, allocated_text, alternative_text
-from recipes.training.supervision.breadcrumb import Breadcrumb
 from tests.conftest import changed
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY, load_recipe
@@ -24,6 +23,7 @@ from threefold.plan.software import THREEFOLD
 from threefold.plan.time.step import step_time
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, STOPPED
+from threefold.supervision.breadcrumb import Breadcrumb
 
 # Before the first step, each rank gets a limit of SPARE bytes for further allocations, in place of
 # the size of a GPU's memory.

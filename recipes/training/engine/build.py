@@ -45,7 +45,6 @@ from recipes.training.engine.optimizer.muon import Muon
 from recipes.training.engine.optimizer.parameter_groups import parameter_groups, rules_of
 from recipes.training.engine.sharded_creation import ShardedCreation
 from recipes.training.engine.zero_patches import without_needless_copies
-from recipes.training.supervision.supervisor import Breadcrumb
 from threefold.config.deepspeed_json import precision, zero_stage
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Optimizer, Recipe
@@ -55,6 +54,7 @@ from threefold.pipeline.engine import ScheduledEngine
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.stage import ProcessGrid, Stage
 from threefold.runtime.processes import quiet, should_compile
+from threefold.supervision.supervisor import Breadcrumb
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -31,11 +31,11 @@ from recipes.training.engine.optimizer.muon import Muon
 from recipes.training.engine.optimizer.parameter_groups import rules_of
 from recipes.training.engine.router_bias import update_biases
 from recipes.training.engine.stopwatch import Stopwatch
-from recipes.training.supervision.breadcrumb import Breadcrumb
-from recipes.training.supervision.replicas import ReplicaGroup, differing_replicas
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.pipeline.engine import ScheduledEngine
+from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.rank_comparison import ReplicaGroup, differing_replicas
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from recipes.training.loop.measurements import validate
 from recipes.training.loop.rollback import roll_back
 from recipes.training.loop.run import Ending, Run, StepOutcome, is_due, stopped_without_save
-from recipes.training.supervision.loss_watch import BadStep, Severity
 from threefold.run_folder.json_lines import mean_validation_loss, validation_losses
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
+from threefold.supervision.loss_watch import BadStep, Severity
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from recipes.training.snapshots.writer import SnapshotWriter

@@ -7,8 +7,8 @@ from typing import Any
 
 from models.errors import UserError
 from recipes.training.loop.run import Run, is_due, stopped_without_save
-from recipes.training.supervision.stragglers import describe, relative_times, slow_groups
 from threefold.runtime.exits import STOPPED, leave
+from threefold.supervision.stragglers import describe, relative_times, slow_groups
 
 
 def evaluate(run: Run, step: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.run import Ending, Run
 from recipes.training.loop.start import Claim
 from recipes.training.snapshots.writer import SnapshotWriter
-from recipes.training.supervision.loss_watch import LossWatch
 from recipes.training.tracking.messages import NOT_COMPILED
 from recipes.training.tracking.meter import Meter
 from recipes.training.tracking.profiling.profiler import StepProfiler
@@ -30,6 +29,7 @@ from recipes.training.tracking.tracker import open_tracker
 from threefold.data.dataset import Prefetcher, TrainingData
 from threefold.plan.predicted_metrics import predicted_metrics_of_run
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
+from threefold.supervision.loss_watch import LossWatch
 
 
 @contextmanager

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from recipes.training.supervision.loss_watch import LossWatch
-from recipes.training.supervision.stragglers import SlowStreaks
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.step_clock import StepClock
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
+from threefold.supervision.loss_watch import LossWatch
+from threefold.supervision.stragglers import SlowStreaks
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.checkpoint.resume import Start
@@ -19,12 +19,12 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.engine.engine import Engine
     from recipes.training.evaluation.evaluator import Evaluator
     from recipes.training.snapshots.writer import SnapshotWriter
-    from recipes.training.supervision.supervisor import Supervisor
     from recipes.training.tracking.meter import Meter
     from recipes.training.tracking.profiling.profiler import StepProfiler
     from recipes.training.tracking.timeline import TimelineRecorder
     from recipes.training.tracking.tracker import Tracker
     from threefold.data.dataset import Prefetcher, TrainingData
+    from threefold.supervision.supervisor import Supervisor
 
 
 @dataclass(frozen=True, kw_only=True)

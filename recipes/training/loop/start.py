@@ -20,8 +20,6 @@ from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.loop.rejection import rejections
 from recipes.training.snapshots.finding import find_snapshot
 from recipes.training.snapshots.node_memory import NodeMemory
-from recipes.training.supervision.breadcrumb import Breadcrumb
-from recipes.training.supervision.supervisor import Supervisor
 from recipes.training.tracking.messages import (
     announce,
     saves_after_the_end,
@@ -48,6 +46,8 @@ from threefold.runtime.processes import (
     start_processes,
     threads_on_first_node,
 )
+from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.supervisor import Supervisor
 
 
 @dataclass(frozen=True)

@@ -31,15 +31,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from recipes.training.supervision.background import Background, within
-from recipes.training.supervision.breadcrumb import Breadcrumb
-from recipes.training.supervision.flight_recorder import Launched, read_dump
-from recipes.training.supervision.hang_report import HangReport, take_sighting
-from recipes.training.supervision.loss_watch import Severity
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.environment import Process, launchers_of
 from threefold.runtime.exits import HUNG
 from threefold.runtime.output import end_process
+from threefold.supervision.background import Background, within
+from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.flight_recorder import Launched, read_dump
+from threefold.supervision.hang_report import HangReport, take_sighting
+from threefold.supervision.loss_watch import Severity
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ECHO_SECONDS = 2.0  # launchers forward signals, so a signal within this time is not a second one

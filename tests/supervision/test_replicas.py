@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
-from recipes.training.supervision import replicas
-from recipes.training.supervision.replicas import fingerprint
+from threefold.supervision import rank_comparison
+from threefold.supervision.rank_comparison import fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -19,7 +19,7 @@ def test_any_flipped_bit_changes_the_fingerprint(
     assert torch.equal(before, fingerprint(values.clone()))
     for index in (0, values.numel() // 2, values.numel() - 1):
         changed = values.clone()
-        bits = changed.view(replicas.INTEGERS_BY_BYTES[changed.element_size()]).view(-1)
+        bits = changed.view(rank_comparison.INTEGERS_BY_BYTES[changed.element_size()]).view(-1)
         bits[index] ^= 1
         assert not torch.equal(fingerprint(changed), before)
 
@@ -32,7 +32,7 @@ def test_swapped_values_change_the_fingerprint() -> None:
 
 def test_sums_of_a_few_rows_at_a_time_are_the_same() -> None:
     values = torch.randn(100, 30)
-    with mock.patch.object(replicas, "MAX_ELEMENTS_AT_ONCE", 64):
+    with mock.patch.object(rank_comparison, "MAX_ELEMENTS_AT_ONCE", 64):
         assert torch.equal(fingerprint(values), fingerprint(values.clone()))
         few = fingerprint(values)
     assert torch.equal(few, fingerprint(values))

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from recipes.training.supervision.background import within
-from recipes.training.supervision.flight_recorder import (
+from tests.ranks import start_ranks
+from threefold.runtime.environment import free_port
+from threefold.runtime.exits import HUNG
+from threefold.supervision.background import within
+from threefold.supervision.flight_recorder import (
     Launched,
     describe_waiting,
     read_dump,
 )
-from recipes.training.supervision.hang_report import HangReport, Sighting
-from tests.ranks import start_ranks
-from threefold.runtime.environment import free_port
-from threefold.runtime.exits import HUNG
+from threefold.supervision.hang_report import HangReport, Sighting
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 
@@ -163,8 +163,8 @@ import torch, torch.distributed as dist
 from pathlib import Path
 from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
-from recipes.training.supervision.breadcrumb import Breadcrumb
-from recipes.training.supervision.supervisor import Supervisor
+from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.supervisor import Supervisor
 from threefold.config.parallel_dims import World
 
 folder, *cases = sys.argv[1:]
@@ -178,7 +178,7 @@ start_processes(world)
 pair = dist.new_group([0, 1], group_desc="tensor")
 dist.all_reduce(torch.ones(2), group=pair)
 if recorder == "broken":
-    from recipes.training.supervision import supervisor
+    from threefold.supervision import supervisor
     supervisor.launched_collectives = lambda: time.sleep(60)
 hosts = ["here", "there"]
 supervisor = Supervisor(

@@ -14,7 +14,7 @@ from typing import Any
 
 MAX_PENDING = 4  # operations of a group that a report keeps, oldest first
 MAX_STATEMENTS = 4  # in a message
-MAX_RANKS_IN_MESSAGE = 8
+MAX_RANKS_OF_A_COLLECTIVE = 8
 TRANSFER = re.compile(r"(?:send|recv) (\d+)(?:->|<-)(\d+)")  # "send 0->1", "recv 1<-0": group ranks
 
 
@@ -205,8 +205,8 @@ def _match(one: Operation, other: Operation) -> bool:
 
 
 def _list(ranks: Sequence[int], names: Sequence[str]) -> str:
-    more = len(ranks) - MAX_RANKS_IN_MESSAGE
-    text = ", ".join(names[rank] for rank in ranks[:MAX_RANKS_IN_MESSAGE])
+    more = len(ranks) - MAX_RANKS_OF_A_COLLECTIVE
+    text = ", ".join(names[rank] for rank in ranks[:MAX_RANKS_OF_A_COLLECTIVE])
     return text + (f" and {more} more" if more > 0 else "")
 
 
@@ -214,5 +214,5 @@ def _numbers(ranks: Sequence[int]) -> str:
     """Format ranks as a range, such as "0 to 7", or one by one."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]} to {ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:MAX_RANKS_IN_MESSAGE]))
-    return shown + (", ..." if len(ranks) > MAX_RANKS_IN_MESSAGE else "")
+    shown = ", ".join(map(str, ranks[:MAX_RANKS_OF_A_COLLECTIVE]))
+    return shown + (", ..." if len(ranks) > MAX_RANKS_OF_A_COLLECTIVE else "")

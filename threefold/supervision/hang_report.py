@@ -17,9 +17,9 @@ from types import FrameType
 from typing import Any
 
 from models.experts.overlap import running_helper
-from recipes.training.supervision.breadcrumb import Breadcrumb
-from recipes.training.supervision.flight_recorder import Launched, describe_waiting
 from threefold.config.loading import REPOSITORY
+from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.flight_recorder import Launched, describe_waiting
 
 TORCH_COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 OWN_COLLECTIVES = str(REPOSITORY / "models" / "parallel" / "collectives.py")  # has `wait_for`

@@ -17,16 +17,6 @@ import torch
 from deepspeed.constants import default_pg_timeout
 
 from models.parallel.collectives import TensorAxis, begin_sum_of_copies, wait_for
-from recipes.training.supervision import hang_report
-from recipes.training.supervision.breadcrumb import Breadcrumb
-from recipes.training.supervision.hang_report import (
-    HangReport,
-    Sighting,
-    collective_of,
-    describe_hang,
-    take_sighting,
-)
-from recipes.training.supervision.supervisor import Supervisor
 from tests.conftest import changed
 from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
@@ -35,6 +25,16 @@ from threefold.config.sections import Supervision
 from threefold.runtime.environment import Process, is_launcher
 from threefold.runtime.exits import HUNG
 from threefold.runtime.processes import collective_timeout
+from threefold.supervision import hang_report
+from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.hang_report import (
+    HangReport,
+    Sighting,
+    collective_of,
+    describe_hang,
+    take_sighting,
+)
+from threefold.supervision.supervisor import Supervisor
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 
@@ -102,12 +102,12 @@ def test_launchers_are_recognized(command: str, expected: bool, tmp_path: Path) 
 SUPERVISED = """
 import os, pathlib, signal, sys, time
 import torch
-from recipes.training.supervision import supervisor
+from threefold.supervision import supervisor
 from threefold.runtime.processes import start_processes
 from threefold.runtime.output import outlive_output
-from recipes.training.supervision.breadcrumb import Breadcrumb
-from recipes.training.supervision.loss_watch import Severity
-from recipes.training.supervision.supervisor import Supervisor
+from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.loss_watch import Severity
+from threefold.supervision.supervisor import Supervisor
 from threefold.run_folder.folder import RunFolder
 from threefold.config.parallel_dims import World
 from pathlib import Path
@@ -242,8 +242,8 @@ from pathlib import Path
 from threefold.runtime.environment import Process
 from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
-from recipes.training.supervision.breadcrumb import Breadcrumb
-from recipes.training.supervision.supervisor import Supervisor
+from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.supervisor import Supervisor
 from threefold.config.parallel_dims import World
 
 world = World.from_environment(os.environ)
@@ -430,7 +430,7 @@ def test_a_rank_that_waits_for_its_tensor_peers_is_in_a_collective() -> None:
 WATCHED = """
 import os, subprocess, sys, time
 FAST = (
-    "import os; from recipes.training.supervision import watchdog; "
+    "import os; from threefold.supervision import watchdog; "
     "watchdog.SECONDS_OF_TICK = 0.2; watchdog.main(); os._exit(0)"
 )
 command = [sys.executable, "-c", FAST, str(os.getpid()), "rank 5 (node1)"]

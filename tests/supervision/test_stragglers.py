@@ -1,12 +1,12 @@
 import pytest
 
-from recipes.training.supervision.stragglers import (
+from threefold.config.parallel_dims import Topology
+from threefold.supervision.stragglers import (
     SlowStreaks,
     describe,
     relative_times,
     slow_groups,
 )
-from threefold.config.parallel_dims import Topology
 
 HOSTS = [f"node{1 + rank // 4}" for rank in range(8)]
 

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from recipes.training.supervision.loss_watch import LOSSES_NEEDED, LossWatch, Severity
 from threefold.config.sections import Supervision
+from threefold.supervision.loss_watch import LOSSES_NEEDED, LossWatch, Severity
 
 NAN, INF = math.nan, math.inf
 SKIPPED, UNSAFE, ROLL_BACK = Severity.SKIPPED, Severity.UNSAFE, Severity.ROLL_BACK
