@@ -8,7 +8,7 @@ from models.layer_specs import logical_parameters
 from recipes.tracing.allocation_counter import AllocationCounter
 from recipes.tracing.collective_counter import CollectiveCounter
 from recipes.training.engine.engine import Engine
-from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.hang_report import Breadcrumb
 
 
 class Observer(Breadcrumb):

@@ -23,7 +23,7 @@ from threefold.plan.software import THREEFOLD
 from threefold.plan.time.step import step_time
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, STOPPED
-from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.hang_report import Breadcrumb
 
 # Before the first step, each rank gets a limit of SPARE bytes for further allocations, in place of
 # the size of a GPU's memory.

@@ -11,7 +11,7 @@ from models.config import ModelConfig
 from models.layer_specs import VocabularyTable
 from models.parallel.collectives import TensorAxis
 from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
-from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.hang_report import Breadcrumb
 
 MICRO_BATCHES = 3
 SIZES: dict[str, Any] = {

@@ -11,13 +11,14 @@ import pytest
 from tests.ranks import start_ranks
 from threefold.runtime.environment import free_port
 from threefold.runtime.exits import HUNG
-from threefold.supervision.background import within
-from threefold.supervision.flight_recorder import (
+from threefold.supervision.hang_report import (
+    HangReport,
     Launched,
+    Sighting,
     describe_waiting,
     read_dump,
 )
-from threefold.supervision.hang_report import HangReport, Sighting
+from threefold.supervision.supervisor import within
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 
@@ -163,7 +164,7 @@ import torch, torch.distributed as dist
 from pathlib import Path
 from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
-from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.supervisor import Supervisor
 from threefold.config.parallel_dims import World
 

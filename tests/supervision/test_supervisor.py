@@ -26,8 +26,8 @@ from threefold.runtime.environment import Process, is_launcher
 from threefold.runtime.exits import HUNG
 from threefold.runtime.processes import collective_timeout
 from threefold.supervision import hang_report
-from threefold.supervision.breadcrumb import Breadcrumb
 from threefold.supervision.hang_report import (
+    Breadcrumb,
     HangReport,
     Sighting,
     collective_of,
@@ -105,7 +105,7 @@ import torch
 from threefold.supervision import supervisor
 from threefold.runtime.processes import start_processes
 from threefold.runtime.output import outlive_output
-from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.loss_watch import Severity
 from threefold.supervision.supervisor import Supervisor
 from threefold.run_folder.folder import RunFolder
@@ -242,7 +242,7 @@ from pathlib import Path
 from threefold.runtime.environment import Process
 from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
-from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.supervisor import Supervisor
 from threefold.config.parallel_dims import World
 

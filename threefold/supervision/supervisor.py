@@ -23,10 +23,11 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from queue import SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,64 @@ from threefold.run_folder.folder import RunFolder
 from threefold.runtime.environment import Process, launchers_of
 from threefold.runtime.exits import HUNG
 from threefold.runtime.output import end_process
-from threefold.supervision.background import Background, within
-from threefold.supervision.breadcrumb import Breadcrumb
-from threefold.supervision.flight_recorder import Launched, read_dump
-from threefold.supervision.hang_report import HangReport, take_sighting
+from threefold.supervision.hang_report import (
+    Breadcrumb,
+    HangReport,
+    Launched,
+    read_dump,
+    take_sighting,
+)
 from threefold.supervision.loss_watch import Severity
+
+# Functions run in threads, for a caller that must not block.
+
+T = TypeVar("T")
+
+
+class Background:
+    """A thread that runs functions one after another, for a caller that cannot wait for them."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Queue a function; an error that it raises is printed."""
+        self._calls.put(function)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            function = self._calls.get()
+            try:
+                function()
+            except Exception as problem:
+                print(f"{self._name}: {problem!r}", file=sys.stderr, flush=True)
+
+
+def within(
+    seconds: float, function: Callable[[], T], *, doing: str = "reading the flight recorder"
+) -> T | None:
+    """Return the result of a function, or None if it fails or takes longer than `seconds`.
+
+    For example, reading the flight recorder queries CUDA events, which can hang as well.
+    """
+    found: list[T] = []
+
+    def run() -> None:
+        try:
+            found.append(function())
+        except Exception as error:  # no error here may hide the report of the hang
+            print(f"{doing} failed: {error}", flush=True)
+
+    thread = threading.Thread(target=run, name=doing, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 ECHO_SECONDS = 2.0  # launchers forward signals, so a signal within this time is not a second one

@@ -34,7 +34,7 @@ from recipes.training.engine.stopwatch import Stopwatch
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.pipeline.engine import ScheduledEngine
-from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.rank_comparison import ReplicaGroup, differing_replicas
 
 

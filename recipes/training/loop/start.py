@@ -46,7 +46,7 @@ from threefold.runtime.processes import (
     start_processes,
     threads_on_first_node,
 )
-from threefold.supervision.breadcrumb import Breadcrumb
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.supervisor import Supervisor
 
 
