@@ -29,7 +29,7 @@ from models.cost import parameter_count
 from recipes.proving.layouts import reference
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.trial import start, train_step
-from recipes.training.checkpoint.writer import CheckpointWriter
+from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import DEFAULT_RECIPE, parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe

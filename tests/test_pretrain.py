@@ -18,9 +18,9 @@ import tomli_w
 
 from models.errors import UserError
 from recipes.proving.worlds import free_port
-from recipes.training.checkpoint.manifest import Manifest
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
+from threefold.checkpoint.format import Manifest
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
 from threefold.data.token_file import TokenFile

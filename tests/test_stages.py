@@ -20,15 +20,15 @@ import tomli_w
 from models.errors import UserError
 from recipes.preparing.ledger import ledger
 from recipes.proving.worlds import free_port
-from recipes.training.checkpoint.compatibility import check_same_run
-from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.checkpoint.resume import _at
-from recipes.training.checkpoint.resume_point import ResumePoint
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.loop.boundaries.replacement import command_of
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks, start_ranks
+from threefold.checkpoint.compatibility import check_same_run
+from threefold.checkpoint.format import Manifest
+from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.resume import _at
+from threefold.checkpoint.resume_point import ResumePoint
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import World

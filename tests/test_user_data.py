@@ -29,14 +29,14 @@ from recipes.preparing.tokenization import Tokenization, read_report, texts_of
 from recipes.preparing.tokenizer import load_tokenizer
 from recipes.reporting.page.page import render
 from recipes.reporting.record.run_record import read_run
-from recipes.training.checkpoint.compatibility import check_initial_weights
-from recipes.training.checkpoint.manifest import REMEDY, Manifest
 from recipes.training.tracking.weights_and_biases.settings import (
     check_variables,
     read_run_id,
     read_wandb_key,
 )
 from tests.reporting.synthetic import write_run
+from threefold.checkpoint.compatibility import check_initial_weights
+from threefold.checkpoint.format import REMEDY, Manifest
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World

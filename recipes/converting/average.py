@@ -15,13 +15,13 @@ from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.converting.verified_source import model_of, open_checkpoint, undamaged
 from recipes.converting.weight_files import AVERAGED_FROM, write_weights
-from recipes.training.checkpoint.compatibility import (
+from threefold.checkpoint.compatibility import (
     TRAINING_ONLY,
     differences,
     spelled_out,
 )
-from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.checkpoint.state import WEIGHTS
+from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.state import WEIGHTS
 from threefold.config.loading import value_text
 from threefold.config.phases import table_at
 from threefold.run_folder.folder import versions

@@ -17,10 +17,10 @@ from recipes.converting.output_folder import OutputFiles
 from recipes.converting.verified_source import model_of
 from recipes.converting.weight_files import AVERAGED_FROM, RESHAPED_FROM
 from recipes.preparing.tokenizer import document_start, load_tokenizer
-from recipes.training.checkpoint.manifest import sha256
-from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.checkpoint.state import WEIGHTS
-from recipes.training.checkpoint.tensor_file import (
+from threefold.checkpoint.format import sha256
+from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.state import WEIGHTS
+from threefold.checkpoint.tensor_file import (
     BYTES,
     FileRecord,
     TensorFileWriter,

@@ -9,8 +9,8 @@ from shlex import quote
 from typing import NamedTuple
 
 from models.errors import UserError
-from recipes.training.checkpoint.manifest import sha256
-from recipes.training.checkpoint.tensor_file import FileRecord
+from threefold.checkpoint.format import sha256
+from threefold.checkpoint.tensor_file import FileRecord
 from threefold.config.sections import short
 from threefold.run_folder.json_lines import flush
 

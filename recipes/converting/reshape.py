@@ -13,12 +13,12 @@ from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.converting.verified_source import model_of
 from recipes.converting.weight_files import RESHAPED_FROM
-from recipes.training.checkpoint.compatibility import differences
-from recipes.training.checkpoint.manifest import tensor_key
-from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter
-from recipes.training.checkpoint.writing.assembly import assign_owners
-from recipes.training.checkpoint.writing.rank_files import KINDS_OF_FILE
+from threefold.checkpoint.assembly import assign_owners
+from threefold.checkpoint.compatibility import differences
+from threefold.checkpoint.format import tensor_key
+from threefold.checkpoint.rank_files import KINDS_OF_FILE
+from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.tensor_file import FileRecord, TensorFileWriter
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import apply_overrides, parse_recipe
 from threefold.config.parallel_dims import Topology, World

@@ -25,7 +25,7 @@ from models.errors import UserError, reason_of, suggestion
 from recipes.preparing.formats.documents import EmptyPart
 from recipes.preparing.formats.format import NumberedPiece, describe
 from recipes.preparing.tokenization import PARTS, Report, Tokenization, new_folder
-from recipes.training.checkpoint.manifest import sha256
+from threefold.checkpoint.format import sha256
 from threefold.data.corpus import folder_hash, lost_manifest, read_manifest
 from threefold.data.token_file import (
     HEADER,

@@ -23,10 +23,10 @@ from recipes.proving.trial import (
     start,
     train_step,
 )
-from recipes.training.checkpoint import resume_point
-from recipes.training.checkpoint.state import KINDS
-from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.engine.engine import Engine
+from threefold.checkpoint import resume_point
+from threefold.checkpoint.state import KINDS
+from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
 from threefold.run_folder.folder import RunFolder

@@ -17,12 +17,12 @@ from recipes.converting import average as average_module
 from recipes.converting.average import average, sources_of
 from recipes.converting.reshape import new_recipe
 from recipes.converting.verified_source import open_checkpoint
-from recipes.training.checkpoint.compatibility import check_same_model, check_same_run
-from recipes.training.checkpoint.manifest import Manifest, find_damages, tensor_key
-from recipes.training.checkpoint.state import KINDS
-from recipes.training.checkpoint.tensor_file import TensorFileWriter
 from tests.commands import run_here
 from tests.conftest import changed, small_recipe
+from threefold.checkpoint.compatibility import check_same_model, check_same_run
+from threefold.checkpoint.format import Manifest, find_damages, tensor_key
+from threefold.checkpoint.state import KINDS
+from threefold.checkpoint.tensor_file import TensorFileWriter
 from threefold.config.loading import parse_recipe
 
 STEPS = (10, 20, 30)

@@ -40,18 +40,18 @@ from recipes.converting.weight_files import IMPORTED, RESHAPED
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
-from recipes.training.checkpoint.compatibility import (
+from tests.commands import run_here
+from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
+from tests.ranks import join_world, run_ranks, start_ranks
+from threefold.checkpoint.compatibility import (
     changed_positions,
     check_initial_weights,
     check_same_model,
 )
-from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.checkpoint.resume_point import find_initial_weights
-from recipes.training.checkpoint.tensor_file import FileRecord
-from tests.commands import run_here
-from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
-from tests.ranks import join_world, run_ranks, start_ranks
+from threefold.checkpoint.format import Manifest
+from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.resume_point import find_initial_weights
+from threefold.checkpoint.tensor_file import FileRecord
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
@@ -205,7 +205,7 @@ def test_a_bias_free_gpt2_is_exported_with_biases_of_zero(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("recipes.training.checkpoint.tensor_file.FILE_BYTES", 100_000)
+    monkeypatch.setattr("threefold.checkpoint.tensor_file.FILE_BYTES", 100_000)
     _, source, _ = trained["bias-free gpt2"]
     for folder in ("theirs", "back"):
         (tmp_path / folder).mkdir()
@@ -340,7 +340,7 @@ def test_the_exported_tokenizer_begins_texts_as_documents_began(
 
 
 def test_large_models_are_split_into_files(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("recipes.training.checkpoint.tensor_file.FILE_BYTES", 100_000)
+    monkeypatch.setattr("threefold.checkpoint.tensor_file.FILE_BYTES", 100_000)
     their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
     adopt(tmp_path / "theirs", tmp_path / "ours")

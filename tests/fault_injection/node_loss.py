@@ -34,9 +34,9 @@ from typing import Any
 import tomli_w
 
 from recipes.proving.proof_corpus import write_corpus
-from recipes.training.snapshots.partners import partner_nodes
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
+from threefold.checkpoint.snapshots.partners import partner_nodes
 from threefold.config.loading import REPOSITORY
 
 HOSTS = 4

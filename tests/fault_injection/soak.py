@@ -33,8 +33,8 @@ import tomli_w
 
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import PRELOADED_MODULES, RANK_ENVIRONMENT, environment, free_port
-from recipes.training.checkpoint.manifest import find_damages
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
+from threefold.checkpoint.format import find_damages
 from threefold.run_folder.history import INCOMPLETE, published, step_of
 
 IMPORTED = [
@@ -327,7 +327,7 @@ def _rank(rank: int, port: int, job: tuple[Path, Path, str | None]) -> None:
 
 def _publish_early() -> None:
     """Give a checkpoint its final name before its files are written."""
-    from recipes.training.checkpoint.writer import CheckpointWriter
+    from threefold.checkpoint.writer import CheckpointWriter
 
     healthy = CheckpointWriter._write_together
 
@@ -341,7 +341,7 @@ def _publish_early() -> None:
 
 def _forget_moments() -> None:
     """Let a resumed run start with a new optimizer state."""
-    from recipes.training.checkpoint.state import TrainingState
+    from threefold.checkpoint.state import TrainingState
 
     healthy = TrainingState.restore
 

@@ -42,7 +42,6 @@ import tomli_w
 
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.worlds import RANK_ENVIRONMENT, environment, free_port, rank_variables
-from recipes.training.checkpoint.manifest import find_damages
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.soak import IMPORTED, TIMED
 from tests.fault_injection.soak_faults import (
@@ -51,6 +50,7 @@ from tests.fault_injection.soak_faults import (
     die_loading,
     poison_and_record,
 )
+from threefold.checkpoint.format import find_damages
 from threefold.config.loading import load_recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of

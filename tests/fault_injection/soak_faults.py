@@ -105,8 +105,8 @@ def _count_stale_rollbacks() -> None:
 
 def _abandon_late() -> None:
     """Set later checkpoints aside when the chosen one has been loaded, and not before."""
-    from recipes.training.checkpoint import resume
     from recipes.training.engine.engine import Engine
+    from threefold.checkpoint import resume
 
     load, begin_branch, begun = Engine.load, resume.begin_branch, []
 

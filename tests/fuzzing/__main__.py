@@ -46,11 +46,11 @@ from recipes.reporting.page.panels import panels_of
 from recipes.reporting.record.marks import marks_of
 from recipes.reporting.record.plan_comparison import predict
 from recipes.reporting.record.run_record import read_run
-from recipes.training.checkpoint import manifest as checkpoint_manifest
-from recipes.training.checkpoint.compatibility import check_initial_weights, check_same_run
-from recipes.training.checkpoint.manifest import Manifest
 from tests.conftest import VOCAB_SIZE, shipped_configs, shipped_recipes, small_recipe
 from tests.reporting.synthetic import event, write_run
+from threefold.checkpoint import format as checkpoint_manifest
+from threefold.checkpoint.compatibility import check_initial_weights, check_same_run
+from threefold.checkpoint.format import Manifest
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import World

@@ -31,10 +31,10 @@ from recipes.launching.rank_command import forwarded, in_container
 from recipes.launching.replanning import Placement
 from recipes.nodes.connection import Agent, Report, on_this_machine
 from recipes.training.preflight.measures import SPARE_NODES
-from recipes.training.snapshots.client import Client
-from recipes.training.snapshots.names import FOLDER_VARIABLE
-from recipes.training.snapshots.node_memory import NodeMemory
 from tests.conftest import changed
+from threefold.checkpoint.snapshots.client import Client
+from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
+from threefold.checkpoint.snapshots.node_memory import NodeMemory
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.plan.memory.peak import StageMemory
 from threefold.run_folder.folder import RunFolder

@@ -19,10 +19,10 @@ from recipes.proving.layouts import ProofCase, sample, valid_cases
 from recipes.proving.proof_report import Finding, relay_as_text
 from recipes.proving.relay import run_leg
 from recipes.proving.trial import many_cases
-from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.checkpoint.state import SharedState, TrainingState
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
+from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.state import SharedState, TrainingState
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.run_folder.folder import RunFolder

@@ -88,7 +88,7 @@ def test_a_checkpoint_is_published_only_with_the_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer checks the lease between the manifest and the rename."""
-    from recipes.training.checkpoint import writer
+    from threefold.checkpoint import writer
 
     order: list[str] = []
     folder = RunFolder(tmp_path, "run.1")

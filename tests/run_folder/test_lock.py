@@ -15,9 +15,9 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
-from recipes.training.checkpoint import resume
-from recipes.training.checkpoint.resume import hold_together
 from tests.ranks import start_ranks
+from threefold.checkpoint import resume
+from threefold.checkpoint.resume import hold_together
 from threefold.config.loading import REPOSITORY
 from threefold.run_folder import lock as lock_module
 from threefold.run_folder.folder import RunFolder

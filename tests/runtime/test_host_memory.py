@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from recipes.training.checkpoint.writer import CheckpointWriter
-from recipes.training.runtime.host_memory import host_copy, page_locked
+from threefold.checkpoint.host_memory import host_copy, page_locked
+from threefold.checkpoint.writer import CheckpointWriter
 
 
 class Runtime:

@@ -19,7 +19,7 @@ from recipes.sweeping.transfer.transfer_folder import TABLE, TransferFolder
 from recipes.sweeping.transfer.trials import TrainingTrial
 from recipes.sweeping.trial import Result, Trial
 from recipes.sweeping.worlds.launchers import Launcher
-from recipes.training.checkpoint.compatibility import check_initial_weights
+from threefold.checkpoint.compatibility import check_initial_weights
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe

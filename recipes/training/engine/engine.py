@@ -23,14 +23,14 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
 from models.transformer import Attention
-from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.checkpoint.state import Fragment, TrainingState, training_state
 from recipes.training.engine.expert_groups import expert_data_group, is_marked
 from recipes.training.engine.expert_report import ExpertReport, expert_report
 from recipes.training.engine.optimizer.muon import Muon
 from recipes.training.engine.optimizer.parameter_groups import rules_of
 from recipes.training.engine.router_bias import update_biases
 from recipes.training.engine.stopwatch import Stopwatch
+from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.state import Fragment, TrainingState, training_state
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.pipeline.engine import ScheduledEngine

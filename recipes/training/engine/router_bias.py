@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from recipes.training.checkpoint.state import TrainingState
+from threefold.checkpoint.state import TrainingState
 
 ROUTER_BIAS = re.compile(r"blocks\.(\d+)\.mlp\.router\.bias")
 

@@ -15,7 +15,7 @@ from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 from threefold.supervision.loss_watch import BadStep, Severity
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from recipes.training.snapshots.writer import SnapshotWriter
+    from threefold.checkpoint.snapshots.writer import SnapshotWriter
 
 MAX_WEIGHTS_IN_MESSAGE = 8
 

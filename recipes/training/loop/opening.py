@@ -10,15 +10,12 @@ import torch.distributed as dist
 
 from models.errors import UserError
 from models.kernels.attention import document_kernel_name
-from recipes.training.checkpoint.resume import Request, Start, find_start
-from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.engine.build import DTYPES
 from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.run import Ending, Run
 from recipes.training.loop.start import Claim
-from recipes.training.snapshots.writer import SnapshotWriter
 from recipes.training.tracking.messages import NOT_COMPILED
 from recipes.training.tracking.meter import Meter
 from recipes.training.tracking.profiling.profiler import StepProfiler
@@ -26,6 +23,9 @@ from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.step_clock import StepClock
 from recipes.training.tracking.timeline import TimelineRecorder
 from recipes.training.tracking.tracker import open_tracker
+from threefold.checkpoint.resume import Request, Start, find_start
+from threefold.checkpoint.snapshots.writer import SnapshotWriter
+from threefold.checkpoint.writer import CheckpointWriter
 from threefold.data.dataset import Prefetcher, TrainingData
 from threefold.plan.predicted_metrics import predicted_metrics_of_run
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED

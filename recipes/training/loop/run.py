@@ -14,15 +14,15 @@ from threefold.supervision.loss_watch import LossWatch
 from threefold.supervision.stragglers import SlowStreaks
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
-    from recipes.training.checkpoint.resume import Start
-    from recipes.training.checkpoint.writer import CheckpointWriter
     from recipes.training.engine.engine import Engine
     from recipes.training.evaluation.evaluator import Evaluator
-    from recipes.training.snapshots.writer import SnapshotWriter
     from recipes.training.tracking.meter import Meter
     from recipes.training.tracking.profiling.profiler import StepProfiler
     from recipes.training.tracking.timeline import TimelineRecorder
     from recipes.training.tracking.tracker import Tracker
+    from threefold.checkpoint.resume import Start
+    from threefold.checkpoint.snapshots.writer import SnapshotWriter
+    from threefold.checkpoint.writer import CheckpointWriter
     from threefold.data.dataset import Prefetcher, TrainingData
     from threefold.supervision.supervisor import Supervisor
 

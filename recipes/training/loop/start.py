@@ -7,19 +7,9 @@ from functools import partial
 
 import torch.distributed as dist
 
-from recipes.training.checkpoint.resume import (
-    Request,
-    Start,
-    begin_branch,
-    find_start,
-    hold_together,
-)
-from recipes.training.checkpoint.retention import check_disk
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.loop.rejection import rejections
-from recipes.training.snapshots.finding import find_snapshot
-from recipes.training.snapshots.node_memory import NodeMemory
 from recipes.training.tracking.messages import (
     announce,
     saves_after_the_end,
@@ -32,6 +22,16 @@ from recipes.training.tracking.messages import (
 )
 from recipes.training.tracking.startup import Startup
 from recipes.training.tracking.weights_and_biases.settings import check_wandb, read_wandb_key
+from threefold.checkpoint.resume import (
+    Request,
+    Start,
+    begin_branch,
+    find_start,
+    hold_together,
+)
+from threefold.checkpoint.retention import check_disk
+from threefold.checkpoint.snapshots.node_memory import NodeMemory
+from threefold.checkpoint.snapshots.reader import find_snapshot
 from threefold.config.parallel_dims import check_placement
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData

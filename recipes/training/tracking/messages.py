@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from models.cost import parameter_count
 from models.errors import counted
 from models.hugging_face.config import export_problem
-from recipes.training.checkpoint.compatibility import changed_positions
 from recipes.training.tracking.weights_and_biases.connection import WandbStatus
+from threefold.checkpoint.compatibility import changed_positions
 from threefold.config.deepspeed_json import deepspeed_notes
 from threefold.config.loading import value_text
 from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
@@ -22,7 +22,7 @@ from threefold.run_folder.history import WallTime, shares_text
 from threefold.run_folder.json_lines import number, task_accuracies, validation_losses
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from recipes.training.checkpoint.resume_point import ResumePoint
+    from threefold.checkpoint.resume_point import ResumePoint
 
 
 def tell_skipped(folder: RunFolder, found: "ResumePoint") -> None:

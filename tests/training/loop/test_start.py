@@ -9,12 +9,12 @@ from unittest import mock
 
 import pytest
 
-from recipes.training.checkpoint.resume import Request, Start
-from recipes.training.checkpoint.resume_point import ResumePoint
-from recipes.training.checkpoint.retention import RESERVED_DISK_BYTES, checkpoint_bytes
 from recipes.training.loop import start
 from recipes.training.loop.experiment import Experiment, check_stages
 from tests.conftest import changed
+from threefold.checkpoint.resume import Request, Start
+from threefold.checkpoint.resume_point import ResumePoint
+from threefold.checkpoint.retention import RESERVED_DISK_BYTES, checkpoint_bytes
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from models.cost import MUON_ROUND_ELEMENTS
 from models.sharding import MatrixPart, Sharding
-from recipes.training.checkpoint.state import Fragment
+from threefold.checkpoint.state import Fragment
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipes.training.checkpoint.state import STATES, initial_state
+from threefold.checkpoint.state import STATES, initial_state
 
 (MOMENTUM,) = STATES["muon"]
 

@@ -7,7 +7,6 @@ from itertools import chain
 import pytest
 
 from models.sharding import Sharding
-from recipes.training.checkpoint.state import Fragment
 from recipes.training.engine.optimizer import matrix_plan
 from recipes.training.engine.optimizer.matrix_plan import (
     Matrix,
@@ -17,6 +16,7 @@ from recipes.training.engine.optimizer.matrix_plan import (
     owners_by_round,
     sizes,
 )
+from threefold.checkpoint.state import Fragment
 
 LAYERS, HIDDEN, FFN = 4, 24, 40
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.training.snapshots import node_memory
-from recipes.training.snapshots.names import SnapshotName
-from recipes.training.snapshots.node_memory import NodeMemory
+from threefold.checkpoint.snapshots import node_memory
+from threefold.checkpoint.snapshots.names import SnapshotName
+from threefold.checkpoint.snapshots.node_memory import NodeMemory
 
 GB = 10**9
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
-from recipes.training.snapshots.node_memory import Server
+from threefold.checkpoint.snapshots.node_memory import Server
 
 SECONDS_TO_ANSWER = 10.0
 HASHED_BYTES_PER_SECOND = 50e6  # of a slow and busy node; the limit of the wait for a hash

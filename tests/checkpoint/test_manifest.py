@@ -12,8 +12,8 @@ import torch
 from safetensors import safe_open
 
 from models.errors import UserError
-from recipes.training.checkpoint.manifest import Manifest, find_damages
-from recipes.training.checkpoint.tensor_file import TensorFileWriter
+from threefold.checkpoint.format import Manifest, find_damages
+from threefold.checkpoint.tensor_file import TensorFileWriter
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.run_folder import history
 

@@ -14,18 +14,18 @@ import torch.distributed as dist
 
 from recipes.nodes.snapshot_server import ServerProcess
 from recipes.proving.trial import start, train_step
-from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.checkpoint.writer import CheckpointWriter
 from recipes.training.loop.start import memory_of_all_nodes
-from recipes.training.snapshots import writer as writer_module
-from recipes.training.snapshots.finding import complete, find_snapshot
-from recipes.training.snapshots.names import FOLDER_VARIABLE
-from recipes.training.snapshots.node_memory import NodeMemory
-from recipes.training.snapshots.partners import partner_nodes
-from recipes.training.snapshots.writer import SnapshotWriter
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.checkpoint.format import Manifest
+from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.snapshots import writer as writer_module
+from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
+from threefold.checkpoint.snapshots.node_memory import NodeMemory
+from threefold.checkpoint.snapshots.partners import partner_nodes
+from threefold.checkpoint.snapshots.reader import complete, find_snapshot
+from threefold.checkpoint.snapshots.writer import SnapshotWriter
+from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder

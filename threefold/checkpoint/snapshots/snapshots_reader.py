@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from recipes.training.checkpoint.manifest import tensor_key
-from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.snapshots.client import Client
-from recipes.training.snapshots.names import FP32_BYTES
+from threefold.checkpoint.format import tensor_key
+from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.snapshots.client import Client
+from threefold.checkpoint.snapshots.names import FP32_BYTES
 
 LENGTH_BYTES = 8  # of the header's length, at the beginning of a safetensors file
 

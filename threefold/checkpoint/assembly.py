@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.sharding import Sharding, sharding_of
-from recipes.training.checkpoint.state import KINDS, Fragment, TrainingState
+from threefold.checkpoint.state import KINDS, Fragment, TrainingState
 
 Flats = Sequence[Mapping[str, Tensor]]  # TrainingState.tensors: kind -> elements of each flat
 

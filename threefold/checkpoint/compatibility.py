@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from models.config import SCALING_KEYS, ModelConfig
 from models.errors import UserError
-from recipes.training.checkpoint.manifest import Manifest, manifest_damage
+from threefold.checkpoint.format import Manifest, manifest_damage
 from threefold.config.deepspeed_json import leaves
 from threefold.config.loading import value_text
 from threefold.config.phases import table_at

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from recipes.training.checkpoint.compatibility import check_same_run
-from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.resume_point import Note, ResumePoint, no_note
-from recipes.training.snapshots.client import Client, SnapshotUnavailable, listings
-from recipes.training.snapshots.names import SnapshotName
-from recipes.training.snapshots.node_memory import NodeMemory, Server
-from recipes.training.snapshots.reader import SnapshotReader
+from threefold.checkpoint.compatibility import check_same_run
+from threefold.checkpoint.format import Manifest
+from threefold.checkpoint.resume_point import Note, ResumePoint, no_note
+from threefold.checkpoint.snapshots.client import Client, SnapshotUnavailable, listings
+from threefold.checkpoint.snapshots.names import SnapshotName
+from threefold.checkpoint.snapshots.node_memory import NodeMemory, Server
+from threefold.checkpoint.snapshots.snapshots_reader import SnapshotReader
 from threefold.config.recipe import Recipe
 from threefold.run_folder.history import History
 

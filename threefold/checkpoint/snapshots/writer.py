@@ -8,11 +8,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from models.errors import UserError
-from recipes.training.checkpoint.writer import EXCHANGE_TIMEOUT, CheckpointWriter, Counters
-from recipes.training.checkpoint.writing.rank_files import Written, united
-from recipes.training.snapshots.names import FP32_BYTES, SnapshotName
-from recipes.training.snapshots.node_memory import NodeMemory
-from recipes.training.snapshots.partners import Partners
+from threefold.checkpoint.rank_files import Written, united
+from threefold.checkpoint.snapshots.names import FP32_BYTES, SnapshotName
+from threefold.checkpoint.snapshots.node_memory import NodeMemory
+from threefold.checkpoint.snapshots.partners import Partners
+from threefold.checkpoint.writer import EXCHANGE_TIMEOUT, CheckpointWriter, Counters
 from threefold.run_folder.progress import Progress
 
 

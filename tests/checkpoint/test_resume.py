@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from models.errors import UserError
-from recipes.training.checkpoint import resume_point
-from recipes.training.checkpoint.resume import Request, Start, begin_branch, find_start
-from tests.training.checkpoint.test_manifest import write_checkpoint
+from tests.checkpoint.test_manifest import write_checkpoint
+from threefold.checkpoint import resume_point
+from threefold.checkpoint.resume import Request, Start, begin_branch, find_start
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder

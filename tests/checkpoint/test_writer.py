@@ -12,16 +12,16 @@ import pytest
 import tomli_w
 
 from recipes.proving.trial import start, train_step
-from recipes.training.checkpoint import retention
-from recipes.training.checkpoint import writer as checkpoint_writer
-from recipes.training.checkpoint.manifest import find_damages
-from recipes.training.checkpoint.retention import RESERVED_BYTES_AT_THE_END, checkpoint_bytes
-from recipes.training.checkpoint.tensor_file import FileRecord
-from recipes.training.checkpoint.writer import CheckpointWriter, Counters
-from recipes.training.checkpoint.writing.rank_files import Written, united
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
 from tests.test_pretrain import events, metrics
+from threefold.checkpoint import retention
+from threefold.checkpoint import writer as checkpoint_writer
+from threefold.checkpoint.format import find_damages
+from threefold.checkpoint.rank_files import Written, united
+from threefold.checkpoint.retention import RESERVED_BYTES_AT_THE_END, checkpoint_bytes
+from threefold.checkpoint.tensor_file import FileRecord
+from threefold.checkpoint.writer import CheckpointWriter, Counters
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
@@ -36,7 +36,7 @@ FILLING = """
 import os, sys
 from pathlib import Path
 from recipes import pretrain
-from recipes.training.checkpoint.writer import CheckpointWriter
+from threefold.checkpoint.writer import CheckpointWriter
 
 disk, quota = Path(sys.argv.pop(1)), sys.argv.pop(1) == "quota"
 look = CheckpointWriter._lack_of_room

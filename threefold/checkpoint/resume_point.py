@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from models.errors import UserError
-from recipes.training.checkpoint.compatibility import (
+from threefold.checkpoint.compatibility import (
     REMEDY_FOR_DAMAGED_WEIGHTS,
     check_same_model,
     check_same_run,
@@ -17,8 +17,8 @@ from recipes.training.checkpoint.compatibility import (
     initial_weights,
     key_of_initial_weights,
 )
-from recipes.training.checkpoint.manifest import Manifest, find_damages
-from recipes.training.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.format import Manifest, find_damages
+from threefold.checkpoint.reader import CheckpointReader
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import parse_recipe
 from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate

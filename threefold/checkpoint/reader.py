@@ -6,7 +6,7 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-from recipes.training.checkpoint.manifest import Manifest, tensor_key
+from threefold.checkpoint.format import Manifest, tensor_key
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from recipes.training.snapshots import partners
-from recipes.training.snapshots.partners import Partners, partner_nodes
 from tests.ranks import join_world, run_ranks
+from threefold.checkpoint.snapshots import partners
+from threefold.checkpoint.snapshots.partners import Partners, partner_nodes
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8, 127, 128, 1024, 1025])

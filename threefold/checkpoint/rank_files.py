@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipes.training.checkpoint.manifest import tensor_key
-from recipes.training.checkpoint.state import KINDS, WEIGHTS
-from recipes.training.checkpoint.tensor_file import FileRecord, TensorFileWriter
-from recipes.training.checkpoint.writing.assembly import Assembly, Flats
+from threefold.checkpoint.assembly import Assembly, Flats
+from threefold.checkpoint.format import tensor_key
+from threefold.checkpoint.state import KINDS, WEIGHTS
+from threefold.checkpoint.tensor_file import FileRecord, TensorFileWriter
 
 KINDS_OF_FILE = {"weights": (WEIGHTS,), "moments": KINDS[1:]}  # for each of a rank's files
 

@@ -28,18 +28,18 @@ import torch.distributed as dist
 
 from models.errors import FULL_DISK_ERRORS
 from models.parallel.process_groups import create_host_groups
-from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.retention import (
+from threefold.checkpoint.assembly import Assembly
+from threefold.checkpoint.format import Manifest
+from threefold.checkpoint.host_memory import host_copy
+from threefold.checkpoint.rank_files import Written, united, write_files
+from threefold.checkpoint.retention import (
     LACK_OF_ROOM,
     RESERVED_BYTES_AT_THE_END,
     RESERVED_DISK_BYTES,
     lack_of_room,
     retain,
 )
-from recipes.training.checkpoint.state import TrainingState
-from recipes.training.checkpoint.writing.assembly import Assembly
-from recipes.training.checkpoint.writing.rank_files import Written, united, write_files
-from recipes.training.runtime.host_memory import host_copy
+from threefold.checkpoint.state import TrainingState
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from models.cost import checkpoint_elements
 from models.errors import UserError, counted
-from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.tensor_file import BYTES
+from threefold.checkpoint.format import Manifest
+from threefold.checkpoint.tensor_file import BYTES
 from threefold.config.recipe import Recipe
 from threefold.config.sections import Checkpoint
 from threefold.run_folder.history import published, step_of

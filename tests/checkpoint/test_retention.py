@@ -10,9 +10,11 @@ import pytest
 
 from models.cost import parameter_count
 from models.errors import UserError
-from recipes.training.checkpoint import retention
-from recipes.training.checkpoint.manifest import Manifest
-from recipes.training.checkpoint.retention import (
+from tests.checkpoint.test_manifest import write_checkpoint
+from tests.conftest import changed
+from threefold.checkpoint import retention
+from threefold.checkpoint.format import Manifest
+from threefold.checkpoint.retention import (
     RESERVED_DISK_BYTES,
     check_disk,
     checkpoint_bytes,
@@ -20,8 +22,6 @@ from recipes.training.checkpoint.retention import (
     most_saves,
     retain,
 )
-from tests.conftest import changed
-from tests.training.checkpoint.test_manifest import write_checkpoint
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.config.sections import Checkpoint

@@ -25,7 +25,7 @@ from typing_extensions import TypedDict
 
 from models.config import ModelConfig
 from models.errors import UserError, reason_of
-from recipes.training.checkpoint.tensor_file import FileRecord
+from threefold.checkpoint.tensor_file import FileRecord
 from threefold.config.optimization import Batch
 from threefold.config.sections import Stage
 from threefold.run_folder.history import NAME, step_of

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from recipes.training.checkpoint import resume_point
-from recipes.training.checkpoint.compatibility import check_same_run
-from recipes.training.checkpoint.reader import CheckpointReader
-from recipes.training.checkpoint.resume_point import ResumePoint, find_damage
-from tests.training.checkpoint.test_compatibility import HERE, manifest_of, recipe_of
+from tests.checkpoint.test_compatibility import HERE, manifest_of, recipe_of
+from threefold.checkpoint import resume_point
+from threefold.checkpoint.compatibility import check_same_run
+from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.resume_point import ResumePoint, find_damage
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import fingerprint

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from models.errors import UserError
-from recipes.training.checkpoint import resume_point
-from recipes.training.checkpoint.compatibility import check_parts_read
-from recipes.training.checkpoint.resume_point import ResumePoint
+from threefold.checkpoint import resume_point
+from threefold.checkpoint.compatibility import check_parts_read
+from threefold.checkpoint.resume_point import ResumePoint
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from models.errors import UserError
-from recipes.training.checkpoint.compatibility import check_same_model, check_same_run
-from recipes.training.checkpoint.manifest import Manifest
 from tests.conftest import changed, small_recipe
+from threefold.checkpoint.compatibility import check_same_model, check_same_run
+from threefold.checkpoint.format import Manifest
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import fingerprint

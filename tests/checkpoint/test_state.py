@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from recipes.training.checkpoint.state import training_state
+from threefold.checkpoint.state import training_state
 
 
 def fp16_optimizer(**scaler: Any) -> Any:

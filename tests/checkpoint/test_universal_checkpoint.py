@@ -17,9 +17,9 @@ from models.sharding import Sharding
 from recipes.converting.verified_source import open_checkpoint
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
-from recipes.training.checkpoint.reader import CheckpointReader
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
+from threefold.checkpoint.reader import CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.training.checkpoint.manifest import write_manifest
-from recipes.training.snapshots.names import FOLDER_VARIABLE, SERVERS
+from threefold.checkpoint.format import write_manifest
+from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE, SERVERS
 
 INCOMPLETE = ".incomplete"
 RESERVED_SHARE = 0.05  # of the node's memory, which snapshots leave free
