@@ -26,7 +26,7 @@ from models.cost import parameter_count
 from models.hugging_face.config import model_settings
 from models.hugging_face.weights import counterparts
 from models.layer_specs import logical_shapes
-from threefold.checkpoint.tensor_file import TensorFileWriter
+from threefold.checkpoint.format import TensorFileWriter
 from threefold.config.loading import REPOSITORY
 
 SIZES = {  # of Llama 3.2 1B, without its tied table

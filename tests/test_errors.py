@@ -73,7 +73,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/data/corpus.py: token_bytes": PARSING,
     "threefold/config/deepspeed_json.py: _parse": PARSING,
     "threefold/data/task_file.py: _read_settings": PARSING,
-    "threefold/checkpoint/snapshots/client.py: Client.listing": PARSING,
+    "threefold/checkpoint/snapshots/node_memory.py: Client.listing": PARSING,
     "threefold/checkpoint/snapshots/node_memory.py: NodeMemory.servers": PARSING,
     "threefold/supervision/supervisor.py: within.run": CONTINUES,
     "threefold/run_folder/lock.py: _parse": PARSING,

@@ -26,9 +26,8 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks, start_ranks
 from threefold.checkpoint.compatibility import check_same_run
 from threefold.checkpoint.format import Manifest
-from threefold.checkpoint.reader import CheckpointReader
-from threefold.checkpoint.resume import _at
-from threefold.checkpoint.resume_point import ResumePoint
+from threefold.checkpoint.resume import ResumePoint, _at
+from threefold.checkpoint.state import CheckpointReader
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import World

@@ -20,8 +20,7 @@ from threefold.checkpoint.compatibility import (
     differences,
     spelled_out,
 )
-from threefold.checkpoint.reader import CheckpointReader
-from threefold.checkpoint.state import WEIGHTS
+from threefold.checkpoint.state import WEIGHTS, CheckpointReader
 from threefold.config.loading import value_text
 from threefold.config.phases import table_at
 from threefold.run_folder.folder import versions

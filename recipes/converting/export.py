@@ -17,15 +17,14 @@ from recipes.converting.output_folder import OutputFiles
 from recipes.converting.verified_source import model_of
 from recipes.converting.weight_files import AVERAGED_FROM, RESHAPED_FROM
 from recipes.preparing.tokenizer import document_start, load_tokenizer
-from threefold.checkpoint.format import sha256
-from threefold.checkpoint.reader import CheckpointReader
-from threefold.checkpoint.state import WEIGHTS
-from threefold.checkpoint.tensor_file import (
+from threefold.checkpoint.format import (
     BYTES,
     FileRecord,
     TensorFileWriter,
+    sha256,
     split_by_size,
 )
+from threefold.checkpoint.state import WEIGHTS, CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
 from threefold.config.sections import repository_path, short

@@ -9,8 +9,7 @@ from shlex import quote
 from typing import NamedTuple
 
 from models.errors import UserError
-from threefold.checkpoint.format import sha256
-from threefold.checkpoint.tensor_file import FileRecord
+from threefold.checkpoint.format import FileRecord, sha256
 from threefold.config.sections import short
 from threefold.run_folder.json_lines import flush
 

@@ -13,12 +13,10 @@ from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.converting.verified_source import model_of
 from recipes.converting.weight_files import RESHAPED_FROM
-from threefold.checkpoint.assembly import assign_owners
 from threefold.checkpoint.compatibility import differences
-from threefold.checkpoint.format import tensor_key
-from threefold.checkpoint.rank_files import KINDS_OF_FILE
-from threefold.checkpoint.reader import CheckpointReader
-from threefold.checkpoint.tensor_file import FileRecord, TensorFileWriter
+from threefold.checkpoint.format import FileRecord, TensorFileWriter, tensor_key
+from threefold.checkpoint.state import CheckpointReader
+from threefold.checkpoint.writer import KINDS_OF_FILE, assign_owners
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import apply_overrides, parse_recipe
 from threefold.config.parallel_dims import Topology, World

@@ -5,7 +5,7 @@ from pathlib import Path
 from models.config import ModelConfig
 from models.errors import UserError
 from threefold.checkpoint.format import Manifest, find_damages
-from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.state import CheckpointReader
 from threefold.config.phases import table_at
 from threefold.config.sections import short
 from threefold.data.corpus import is_corpus

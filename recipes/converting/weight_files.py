@@ -11,8 +11,13 @@ from torch import Tensor
 
 from models.errors import UserError
 from recipes.converting.output_folder import OutputFiles
-from threefold.checkpoint.format import Manifest, manifest_damage
-from threefold.checkpoint.tensor_file import FileRecord, TensorFileWriter, split_by_size
+from threefold.checkpoint.format import (
+    FileRecord,
+    Manifest,
+    TensorFileWriter,
+    manifest_damage,
+    split_by_size,
+)
 
 MANIFEST = "manifest.json"
 AVERAGED_FROM, RESHAPED_FROM = "averaged", "reshaped_from"  # keys of the layout

@@ -58,7 +58,7 @@ from recipes.nodes.gpu_watch import GpuWatch
 from recipes.nodes.leftovers import end_leftovers, kill_group
 from recipes.nodes.snapshot_server import ServerProcess
 from recipes.nodes.standby_pool import StandbyPool
-from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
+from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE
 from threefold.runtime.environment import free_port
 
 SECONDS_BETWEEN_CHECKS = 0.5

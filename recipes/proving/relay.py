@@ -24,7 +24,7 @@ from recipes.proving.trial import (
     train_step,
 )
 from recipes.training.engine.engine import Engine
-from threefold.checkpoint import resume_point
+from threefold.checkpoint import resume
 from threefold.checkpoint.state import KINDS
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.parallel_dims import World
@@ -65,7 +65,7 @@ def run_leg(case: ProofCase, world: World, folder: RunFolder) -> Leg | None:
 
 def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
     """Load the newest checkpoint, if there is one, and return its step; collective."""
-    found = resume_point.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
+    found = resume.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
     if found.path:
         engine.load(found.reader())
     data.resume(found.progress)

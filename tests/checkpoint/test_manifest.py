@@ -12,8 +12,7 @@ import torch
 from safetensors import safe_open
 
 from models.errors import UserError
-from threefold.checkpoint.format import Manifest, find_damages
-from threefold.checkpoint.tensor_file import TensorFileWriter
+from threefold.checkpoint.format import Manifest, TensorFileWriter, find_damages
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.run_folder import history
 

@@ -10,7 +10,7 @@ import pytest
 
 from models.errors import UserError
 from tests.checkpoint.test_manifest import write_checkpoint
-from threefold.checkpoint import resume_point
+from threefold.checkpoint import resume
 from threefold.checkpoint.resume import Request, Start, begin_branch, find_start
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
@@ -61,7 +61,7 @@ class Killer:
 
 @pytest.fixture
 def recipe(small, world: None, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    monkeypatch.setattr(resume_point, "check_same_run", lambda *_: None)
+    monkeypatch.setattr(resume, "check_same_run", lambda *_: None)
     return parse_recipe(small, "test")
 
 
@@ -239,8 +239,8 @@ def test_lost_checkpoints_are_not_replaced_by_a_new_run(
     shutil.rmtree(path / "checkpoints")
     before = {file: file.read_bytes() for file in path.glob("*.jsonl")}
     if weights:
-        initial = resume_point.ResumePoint(None, weights_only=True)
-        monkeypatch.setattr(resume_point, "find_initial_weights", lambda *_, **__: initial)
+        initial = resume.ResumePoint(None, weights_only=True)
+        monkeypatch.setattr(resume, "find_initial_weights", lambda *_, **__: initial)
     with pytest.raises(UserError, match=r"has no checkpoint, but .* step 40 was saved there"):
         start_again(path, Request(), recipe)
     assert {file: file.read_bytes() for file in path.glob("*.jsonl")} == before

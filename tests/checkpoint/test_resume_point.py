@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoint.test_compatibility import HERE, manifest_of, recipe_of
-from threefold.checkpoint import resume_point
+from threefold.checkpoint import resume
 from threefold.checkpoint.compatibility import check_same_run
-from threefold.checkpoint.reader import CheckpointReader
-from threefold.checkpoint.resume_point import ResumePoint, find_damage
+from threefold.checkpoint.resume import ResumePoint, find_damage
+from threefold.checkpoint.state import CheckpointReader
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import fingerprint
@@ -170,7 +170,7 @@ def test_all_ranks_learn_of_damage(
         assert own == reports[rank]
         everyones[:] = reports
 
-    monkeypatch.setattr(resume_point, "find_damages", damages)
+    monkeypatch.setattr(resume, "find_damages", damages)
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "all_gather_object", gather)

@@ -19,7 +19,7 @@ from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
-from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.state import CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder

@@ -17,11 +17,9 @@ from tests.ranks import join_world, run_ranks, start_ranks
 from tests.test_pretrain import events, metrics
 from threefold.checkpoint import retention
 from threefold.checkpoint import writer as checkpoint_writer
-from threefold.checkpoint.format import find_damages
-from threefold.checkpoint.rank_files import Written, united
+from threefold.checkpoint.format import FileRecord, find_damages
 from threefold.checkpoint.retention import RESERVED_BYTES_AT_THE_END, checkpoint_bytes
-from threefold.checkpoint.tensor_file import FileRecord
-from threefold.checkpoint.writer import CheckpointWriter, Counters
+from threefold.checkpoint.writer import CheckpointWriter, Counters, Written, united
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe

@@ -20,9 +20,8 @@ from recipes.converting.verified_source import open_checkpoint
 from tests.commands import run_here
 from tests.conftest import changed, small_recipe
 from threefold.checkpoint.compatibility import check_same_model, check_same_run
-from threefold.checkpoint.format import Manifest, find_damages, tensor_key
+from threefold.checkpoint.format import Manifest, TensorFileWriter, find_damages, tensor_key
 from threefold.checkpoint.state import KINDS
-from threefold.checkpoint.tensor_file import TensorFileWriter
 from threefold.config.loading import parse_recipe
 
 STEPS = (10, 20, 30)

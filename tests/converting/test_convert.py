@@ -48,10 +48,9 @@ from threefold.checkpoint.compatibility import (
     check_initial_weights,
     check_same_model,
 )
-from threefold.checkpoint.format import Manifest
-from threefold.checkpoint.reader import CheckpointReader
-from threefold.checkpoint.resume_point import find_initial_weights
-from threefold.checkpoint.tensor_file import FileRecord
+from threefold.checkpoint.format import FileRecord, Manifest
+from threefold.checkpoint.resume import find_initial_weights
+from threefold.checkpoint.state import CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
@@ -205,7 +204,7 @@ def test_a_bias_free_gpt2_is_exported_with_biases_of_zero(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("threefold.checkpoint.tensor_file.FILE_BYTES", 100_000)
+    monkeypatch.setattr("threefold.checkpoint.format.FILE_BYTES", 100_000)
     _, source, _ = trained["bias-free gpt2"]
     for folder in ("theirs", "back"):
         (tmp_path / folder).mkdir()
@@ -340,7 +339,7 @@ def test_the_exported_tokenizer_begins_texts_as_documents_began(
 
 
 def test_large_models_are_split_into_files(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("threefold.checkpoint.tensor_file.FILE_BYTES", 100_000)
+    monkeypatch.setattr("threefold.checkpoint.format.FILE_BYTES", 100_000)
     their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
     adopt(tmp_path / "theirs", tmp_path / "ours")

@@ -36,7 +36,7 @@ import tomli_w
 from recipes.proving.proof_corpus import write_corpus
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
-from threefold.checkpoint.snapshots.partners import partner_nodes
+from threefold.checkpoint.snapshots.writer import partner_nodes
 from threefold.config.loading import REPOSITORY
 
 HOSTS = 4

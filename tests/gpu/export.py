@@ -14,7 +14,7 @@ from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.converting.verified_source import model_of, open_checkpoint
 from tests.gpu.runs import Failure, device_environment, overrides, start, vocab_size
 from tests.gpu.setting import Result, Setting
-from threefold.checkpoint.reader import CheckpointReader
+from threefold.checkpoint.state import CheckpointReader
 from threefold.config.loading import REPOSITORY
 
 SAME = 1e-4  # of the largest logit, in fp32

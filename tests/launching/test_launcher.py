@@ -32,9 +32,7 @@ from recipes.launching.replanning import Placement
 from recipes.nodes.connection import Agent, Report, on_this_machine
 from recipes.training.preflight.measures import SPARE_NODES
 from tests.conftest import changed
-from threefold.checkpoint.snapshots.client import Client
-from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
-from threefold.checkpoint.snapshots.node_memory import NodeMemory
+from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE, Client, NodeMemory
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.plan.memory.peak import StageMemory
 from threefold.run_folder.folder import RunFolder

@@ -19,9 +19,14 @@ import pytest
 from recipes.nodes import snapshot_server
 from recipes.nodes.snapshot_server import ConnectionLimit, Handler, ServerProcess
 from recipes.nodes.snapshot_server import Server as SnapshotServer
-from threefold.checkpoint.snapshots import client as client_module
-from threefold.checkpoint.snapshots.client import Client, SnapshotUnavailable, listings
-from threefold.checkpoint.snapshots.node_memory import NodeMemory, Server
+from threefold.checkpoint.snapshots import node_memory as client_module
+from threefold.checkpoint.snapshots.node_memory import (
+    Client,
+    NodeMemory,
+    Server,
+    SnapshotUnavailable,
+    listings,
+)
 from threefold.config.sections import REPOSITORY
 
 SNAPSHOT, FILE = "step-0000012-3-9f3a22c1", "weights-00000.safetensors"

@@ -21,8 +21,7 @@ from recipes.proving.relay import run_leg
 from recipes.proving.trial import many_cases
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
-from threefold.checkpoint.reader import CheckpointReader
-from threefold.checkpoint.state import SharedState, TrainingState
+from threefold.checkpoint.state import CheckpointReader, SharedState, TrainingState
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.run_folder.folder import RunFolder

@@ -5,8 +5,7 @@ import gc
 import pytest
 import torch
 
-from threefold.checkpoint.host_memory import host_copy, page_locked
-from threefold.checkpoint.writer import CheckpointWriter
+from threefold.checkpoint.writer import CheckpointWriter, host_copy, page_locked
 
 
 class Runtime:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from models.cost import checkpoint_elements
 from models.errors import UserError, counted
-from threefold.checkpoint.format import Manifest
-from threefold.checkpoint.tensor_file import BYTES
+from threefold.checkpoint.format import BYTES, Manifest
 from threefold.config.recipe import Recipe
 from threefold.config.sections import Checkpoint
 from threefold.run_folder.history import published, step_of

@@ -1,4 +1,4 @@
-"""This rank's share of the training state, at the addresses where DeepSpeed keeps it.
+"""The training state: this rank's share of it, and the tensors of a checkpoint in any layout.
 
 ZeRO concatenates the parameters of an optimizer group, cuts the result into equal parts and gives
 one part to every data rank. A *flat* is such a part: the fp32 weights, and AdamW's two moments or
@@ -9,12 +9,16 @@ parameter. Flats end in padding, which belongs to no parameter and stays zero.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from typing_extensions import override
+
+from threefold.checkpoint.format import Manifest, tensor_key
 
 WEIGHTS = "weights"
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # by algorithm
@@ -227,3 +231,34 @@ def training_state(
     """Return the training state of DeepSpeed's wrapper around the optimizer (`TrainingState`)."""
     partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
     return (PartitionedState if partitioned else SharedState)(optimizer, parameters, algorithms)
+
+
+# Read the tensors of a checkpoint in any layout.
+
+
+@dataclass(frozen=True)
+class CheckpointReader:
+    """The logical tensors of a verified checkpoint, in fp32, read on demand.
+
+    A file stays mapped as long as one of its tensors exists.
+    """
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def in_memory(self) -> bool:
+        """True for a snapshot in the memory of the nodes."""
+        return False
+
+    def rows(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        """Return the rows start .. stop - 1 (dimension 0) of a weight or a moment."""
+        key = tensor_key(kind, name)
+        with safe_open(self.path / self.manifest.tensors[key], framework="pt") as file:
+            return file.get_slice(key)[start:stop]
+
+    def tensor(self, kind: str, name: str) -> Tensor:
+        """Return a whole weight or moment."""
+        key = tensor_key(kind, name)
+        with safe_open(self.path / self.manifest.tensors[key], framework="pt") as file:
+            return file.get_tensor(key)

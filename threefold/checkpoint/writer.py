@@ -1,4 +1,4 @@
-"""Save a checkpoint in the background while the steps continue.
+"""Save a checkpoint in the background: assembly of logical tensors, files and their publication.
 
 The training thread waits only for the copy of this rank's share from the device to the host. A
 second thread does the rest. The ranks of a stage assemble logical tensors, and each rank writes,
@@ -10,14 +10,17 @@ when a save begins; then point-to-point messages within the stage, and two broad
 over a tree of all ranks.
 """
 
+import math
+import mmap
 import os
 import secrets
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
-from dataclasses import replace
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,13 +28,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from models.errors import FULL_DISK_ERRORS
 from models.parallel.process_groups import create_host_groups
-from threefold.checkpoint.assembly import Assembly
-from threefold.checkpoint.format import Manifest
-from threefold.checkpoint.host_memory import host_copy
-from threefold.checkpoint.rank_files import Written, united, write_files
+from models.sharding import Sharding, sharding_of
+from threefold.checkpoint.format import FileRecord, Manifest, TensorFileWriter, tensor_key
 from threefold.checkpoint.retention import (
     LACK_OF_ROOM,
     RESERVED_BYTES_AT_THE_END,
@@ -39,7 +41,7 @@ from threefold.checkpoint.retention import (
     lack_of_room,
     retain,
 )
-from threefold.checkpoint.state import TrainingState
+from threefold.checkpoint.state import KINDS, WEIGHTS, Fragment, TrainingState
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
@@ -53,6 +55,279 @@ from threefold.run_folder.history import (
 )
 from threefold.run_folder.progress import Progress
 from threefold.runtime.processes import RankTree
+
+# Assembly of logical tensors from the pieces on the ranks of one stage.
+#
+# Each rank assembles a share of the tensors, so that all ranks write files at the same time. All
+# buffers are in host memory.
+
+Flats = Sequence[Mapping[str, Tensor]]  # TrainingState.tensors: kind -> elements of each flat
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The piece of a parameter that one rank of the stage sends."""
+
+    rank: int  # in the stage's group
+    tensor_rank: int
+    fragment: Fragment
+
+
+class Assembly:
+    """Plan for assembling logical tensors from the pieces of a stage's ranks; the same every save.
+
+    The constructor communicates: an all-gather of the parameters and the fragments' addresses
+    within the stage.
+
+    Args:
+        state: this rank's share of weights and moments
+        group: the ranks of this stage, communicating through host memory
+        tensor_rank: this rank's index in its tensor group
+        tensor_size: number of tensor ranks
+        copy: which copy of its shards this rank holds
+        copies: number of copies of each shard (hybrid sharding); they share the sending
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        group: dist.ProcessGroup,
+        *,
+        tensor_rank: int,
+        tensor_size: int,
+        copy: int = 0,
+        copies: int = 1,
+    ):
+        self.group, self.tensor_size = group, tensor_size
+        self.rank = dist.get_rank(group)
+        self.shardings: dict[str, Sharding] = {
+            name: sharding_of(parameter)
+            for name, parameter in state.parameters.items()
+            # Another stage holds the original of a replicated (tied) parameter.
+            if not getattr(parameter, "ds_pipe_replicated", False)
+        }
+        sent = {n for number, n in enumerate(self.shardings) if number % copies == copy}
+        own = [
+            Piece(self.rank, tensor_rank, fragment)
+            for fragment in state.fragments
+            if fragment.name in sent
+            and (tensor_rank == 0 or not self.shardings[fragment.name].replicated)
+        ]
+        everyones: list[Any] = [None] * dist.get_world_size(group)
+        kinds = {name: state.kinds(name) for name in self.shardings}
+        dist.all_gather_object(everyones, (self.shardings, kinds, own), group=group)
+        self.shardings = {}
+        self.kinds: dict[str, tuple[str, ...]] = {}
+        for shardings, kinds, _ in everyones:  # ranks may hold different experts
+            self.shardings |= shardings
+            self.kinds |= kinds
+        self.pieces: dict[str, list[Piece]] = {name: [] for name in self.shardings}
+        for *_, pieces in everyones:
+            for piece in pieces:
+                self.pieces[piece.fragment.name].append(piece)
+        shapes = {name: sharding.shape for name, sharding in self.shardings.items()}
+        self.owners = assign_owners(shapes, dist.get_world_size(group))
+        self.numbers = {name: number for number, name in enumerate(self.shardings)}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the logical tensors that this rank assembles, in order of assembly."""
+        return {
+            name: sharding.shape
+            for name, sharding in self.shardings.items()
+            if self.owners[name] == self.rank
+        }
+
+    def shapes_of(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """Return the `shapes` of the tensors that have a kind of state."""
+        return {name: shape for name, shape in self.shapes.items() if kind in self.kinds[name]}
+
+    def send(self, flats: Flats) -> list[dist.Work]:
+        """Begin to send this rank's pieces of tensors that other ranks assemble."""
+        works = [
+            dist.isend(
+                _elements(flats, kind, piece.fragment),
+                group=self.group,
+                group_dst=self.owners[name],
+                tag=self._tag(kind, name),
+            )
+            for kind in KINDS
+            for name, pieces in self.pieces.items()
+            for piece in pieces
+            if kind in self.kinds[name] and piece.rank == self.rank != self.owners[name]
+        ]
+        return [work for work in works if work is not None]
+
+    def receive(self, kind: str, flats: Flats) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, logical tensor) for the tensors that this rank assembles, one at a time.
+
+        The caller must exhaust the iterators of all kinds, because other ranks wait until their
+        messages have arrived.
+        """
+        for name in self.shapes_of(kind):
+            yield name, self._put_together(kind, name, flats)
+
+    def _put_together(self, kind: str, name: str, flats: Flats) -> Tensor:
+        sharding = self.shardings[name]
+        holders = 1 if sharding.dimension is None else self.tensor_size
+        parts = [torch.empty(sharding.local_shape(self.tensor_size)) for _ in range(holders)]
+        receiving = []
+        for piece in self.pieces[name]:
+            elements = piece.fragment.elements
+            part = parts[0 if sharding.dimension is None else piece.tensor_rank]
+            destination = part.view(-1)[elements.start : elements.stop]
+            if piece.rank == self.rank:
+                destination.copy_(_elements(flats, kind, piece.fragment))
+                continue
+            receiving.append(
+                dist.irecv(
+                    destination,
+                    group=self.group,
+                    group_src=piece.rank,
+                    tag=self._tag(kind, name),
+                )
+            )
+        for work in receiving:
+            if work is not None:
+                work.wait()
+        return sharding.logical_tensor(parts)
+
+    def _tag(self, kind: str, name: str) -> int:
+        """Return the tag of a piece's message, which is unique between two ranks in a save."""
+        return KINDS.index(kind) * len(self.numbers) + self.numbers[name]
+
+
+def _elements(flats: Flats, kind: str, fragment: Fragment) -> Tensor:
+    return flats[fragment.flat][kind].narrow(0, fragment.offset, len(fragment.elements))
+
+
+def assign_owners(shapes: Mapping[str, tuple[int, ...]], owners: int) -> dict[str, int]:
+    """Assign each tensor to the owner, 0 .. owners - 1, with the fewest elements so far."""
+    load = [0] * owners
+    owner_of = {}
+    for name, shape in shapes.items():
+        owner_of[name] = load.index(min(load))
+        load[owner_of[name]] += math.prod(shape)
+    return owner_of
+
+
+# The files that one rank writes: the logical tensors that it assembles.
+
+KINDS_OF_FILE = {"weights": (WEIGHTS,), "moments": KINDS[1:]}  # for each of a rank's files
+
+
+@dataclass(frozen=True)
+class Written:
+    """Files that ranks have written, the tensors in them (name -> file), and a problem if any."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    tensors: dict[str, str] = field(default_factory=dict)
+    problem: str | None = None
+
+
+def united(written: Mapping[int, Written]) -> Written:
+    """Return the files of all ranks together; the problem names its rank."""
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, str] = {}
+    problem = None
+    for rank, own in written.items():
+        files |= own.files
+        tensors |= own.tensors
+        problem = f"rank {rank}: {own.problem}" if own.problem else problem
+    return Written(dict(sorted(files.items())), tensors, problem)
+
+
+def write_files(
+    assembly: Assembly, staged: Flats, workspace: Path, rank: int, problem: str | None = None
+) -> Written:
+    """Assemble this rank's tensors and write them; collective within the stage.
+
+    Args:
+        assembly: the plan of the stage
+        staged: this rank's share of weights and moments, in host memory
+        workspace: where to write the files
+        rank: global rank, for the names of the files
+        problem: a reason not to write, with which this rank only sends to the others
+    """
+    sending = assembly.send(staged)
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, str] = {}
+    for label, kinds in KINDS_OF_FILE.items():
+        path = workspace / f"{label}-{rank:05d}.safetensors"
+        arriving = (
+            (tensor_key(kind, name), tensor)
+            for kind in kinds
+            for name, tensor in assembly.receive(kind, staged)
+        )
+        shapes = {
+            tensor_key(kind, name): shape
+            for kind in kinds
+            for name, shape in assembly.shapes_of(kind).items()
+        }
+        try:
+            if shapes and not problem:
+                # This node may not see the folder yet that rank 0 has created.
+                workspace.mkdir(parents=True, exist_ok=True)
+                with TensorFileWriter(path, shapes, dtype="F32") as writer:
+                    for key, tensor in arriving:
+                        writer.write(key, tensor.numpy().data)
+                files[path.name] = writer.record
+                tensors |= dict.fromkeys(shapes, path.name)
+        except OSError as error:
+            problem = f"{path}: {error.strerror or error}"
+        for _ in arriving:  # the senders wait until their messages are received
+            pass
+    for work in sending:
+        work.wait()
+    return Written(files, tensors, problem)
+
+
+# Page-locked host memory of exactly the requested size.
+#
+# torch's allocator of pinned memory rounds every block up to a power of two and keeps it: the
+# staged copies of a checkpoint would take up to twice the host memory that they need. Here whole
+# pages of ordinary memory are registered with CUDA instead, and copies into them are just as fast.
+
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all CUDA contexts
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """Allocate host memory for a copy of a tensor, page-locked when the tensor is on a GPU.
+
+    The memory is written once, so that the system allocates all pages now and not during the first
+    save.
+    """
+    if tensor.is_cuda:
+        return page_locked(tensor.shape, tensor.dtype, torch.cuda.cudart())
+    return torch.empty(tensor.shape, dtype=tensor.dtype).zero_()
+
+
+def page_locked(shape: torch.Size, dtype: torch.dtype, runtime: Any) -> Tensor:
+    """Allocate a tensor of zeros whose memory is registered with CUDA for as long as it exists.
+
+    The tensor shares no page with other memory, because CUDA cannot register a page twice.
+
+    Args:
+        runtime: `torch.cuda.cudart()`, or a substitute with the same two functions
+
+    Raises:
+        RuntimeError: CUDA cannot lock the memory.
+    """
+    size = shape.numel() * dtype.itemsize
+    if not size:
+        return torch.zeros(shape, dtype=dtype)
+    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).zero_().view(shape)
+    code = int(runtime.cudaHostRegister(buffer.data_ptr(), size, PORTABLE))
+    if code:
+        raise RuntimeError(
+            f"CUDA cannot lock {size / 1e9:.2f} GB of host memory for the copy of a checkpoint "
+            f"(cudaHostRegister returned {code}); give the job more host memory"
+        )
+    release = weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
+    # At exit the system unlocks the memory by itself, while the call could hang with the device.
+    release.atexit = False
+    return buffer
+
 
 FULL_DISK_MESSAGES = tuple(map(os.strerror, FULL_DISK_ERRORS))  # in the messages of failed saves
 SECONDS_BETWEEN_TRIES = 10.0  # of the last save, while the disk is full

@@ -29,8 +29,7 @@ from recipes.training.engine.optimizer.muon import Muon
 from recipes.training.engine.optimizer.parameter_groups import rules_of
 from recipes.training.engine.router_bias import update_biases
 from recipes.training.engine.stopwatch import Stopwatch
-from threefold.checkpoint.reader import CheckpointReader
-from threefold.checkpoint.state import Fragment, TrainingState, training_state
+from threefold.checkpoint.state import CheckpointReader, Fragment, TrainingState, training_state
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.pipeline.engine import ScheduledEngine

@@ -22,7 +22,7 @@ from threefold.run_folder.history import WallTime, shares_text
 from threefold.run_folder.json_lines import number, task_accuracies, validation_losses
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
-    from threefold.checkpoint.resume_point import ResumePoint
+    from threefold.checkpoint.resume import ResumePoint
 
 
 def tell_skipped(folder: RunFolder, found: "ResumePoint") -> None:

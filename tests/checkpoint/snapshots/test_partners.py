@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import join_world, run_ranks
-from threefold.checkpoint.snapshots import partners
-from threefold.checkpoint.snapshots.partners import Partners, partner_nodes
+from threefold.checkpoint.snapshots import writer
+from threefold.checkpoint.snapshots.writer import Partners, partner_nodes
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8, 127, 128, 1024, 1025])
@@ -41,7 +41,7 @@ def test_pairs_lose_data_only_if_both_fail(nodes: int) -> None:
 
 def exchange(folder: Path, ranks_per_node: int, chunk: int, full: int) -> tuple[str | None, str]:
     """Exchange the files of each rank; return the problem, and what the node then holds."""
-    partners.CHUNK_BYTES = chunk
+    writer.CHUNK_BYTES = chunk
     world = join_world()
     node = world.rank // ranks_per_node
     workspace = folder / f"node{node}"

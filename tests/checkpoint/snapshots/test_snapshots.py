@@ -18,13 +18,11 @@ from recipes.training.loop.start import memory_of_all_nodes
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.checkpoint.format import Manifest
-from threefold.checkpoint.reader import CheckpointReader
 from threefold.checkpoint.snapshots import writer as writer_module
-from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
-from threefold.checkpoint.snapshots.node_memory import NodeMemory
-from threefold.checkpoint.snapshots.partners import partner_nodes
+from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE, NodeMemory
 from threefold.checkpoint.snapshots.reader import complete, find_snapshot
-from threefold.checkpoint.snapshots.writer import SnapshotWriter
+from threefold.checkpoint.snapshots.writer import SnapshotWriter, partner_nodes
+from threefold.checkpoint.state import CheckpointReader
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe

@@ -12,8 +12,7 @@ import pytest
 from recipes.training.loop import start
 from recipes.training.loop.experiment import Experiment, check_stages
 from tests.conftest import changed
-from threefold.checkpoint.resume import Request, Start
-from threefold.checkpoint.resume_point import ResumePoint
+from threefold.checkpoint.resume import Request, ResumePoint, Start
 from threefold.checkpoint.retention import RESERVED_DISK_BYTES, checkpoint_bytes
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
