@@ -139,7 +139,7 @@ def write_text(options: argparse.Namespace) -> str:
     from transformers import AutoModelForCausalLM, set_seed
     from transformers.utils.logging import disable_progress_bar
 
-    from recipes.preparing.tokenizer import load_tokenizer
+    from threefold.prepare_data.tokenizer import load_tokenizer
 
     disable_progress_bar()
     set_seed(0)

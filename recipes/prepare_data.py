@@ -46,24 +46,24 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from models.errors import UserError, a_few, counted
-from recipes.preparing.formats.documents import BLANK, PROBLEM_KINDS
 from recipes.preparing.options import (
     check_options,
     check_same_options,
     content_options,
     validation_option,
 )
-from recipes.preparing.workspace import clear_workspace, full_disk_explained, lock_workspace
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.sections import repository_path
 from threefold.data.corpus import few_tokens
+from threefold.prepare_data.documents import BLANK, PROBLEM_KINDS
+from threefold.prepare_data.workspace import clear_workspace, full_disk_explained, lock_workspace
 from threefold.run_folder.json_lines import flush
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output
 
 if TYPE_CHECKING:
-    from recipes.preparing.formats.format import Format, NumberedPiece
-    from recipes.preparing.tokenization import Tokenization
+    from threefold.prepare_data.format import Format, NumberedPiece
+    from threefold.prepare_data.tokenization import Tokenization
 
 VALIDATION_FRACTION = 0.1
 FEW_TOKENS = 2049  # of a part; a window of model.sequence_length = 2048 needs as many
@@ -97,7 +97,7 @@ def prepare(arguments: list[str]) -> None:
     workspace = output.with_name(output.name + ".incomplete")
     if (output / "manifest.json").exists():
         check_same_options(options, output)
-        from recipes.preparing.prepared_corpus import find_damages
+        from threefold.prepare_data.corpus import find_damages
 
         reject_damages(output, find_damages(output, 1, only_sizes=True))
         clear_workspace(workspace)  # it remains if a process was killed after the last step
@@ -111,12 +111,12 @@ def prepare(arguments: list[str]) -> None:
     print(f"preparing {output} from {a_few(options.source)}", flush=True)
 
     # These imports take seconds, and the worker processes do not need most of them.
-    import recipes.preparing.tokenizer  # noqa: F401 (for `plan`)
-    from recipes.preparing.formats.pieces import cut
-    from recipes.preparing.prepared_corpus import join
-    from recipes.preparing.source import SourceOptions, open_source, open_validation
-    from recipes.preparing.tokenization import check_parts
-    from recipes.preparing.workers import run_pieces
+    import threefold.prepare_data.tokenizer  # noqa: F401 (for `plan`)
+    from threefold.prepare_data.corpus import join
+    from threefold.prepare_data.pieces import cut
+    from threefold.prepare_data.source import SourceOptions, open_source, open_validation
+    from threefold.prepare_data.tokenization import check_parts
+    from threefold.prepare_data.workers import run_pieces
 
     raise_at_interrupt()
     reading = SourceOptions(
@@ -177,7 +177,7 @@ def plan(
 
     held_out: numbers of the formats whose documents are the validation part
     """
-    from recipes.preparing.tokenizer import copy_tokenizer, plan_tokenization, train_tokenizer
+    from threefold.prepare_data.tokenizer import copy_tokenizer, plan_tokenization, train_tokenizer
 
     skip, fraction = frozenset(options.skip), options.validation_fraction
     if options.tokenizer:
@@ -258,7 +258,7 @@ def show(arguments: list[str]) -> None:
             f"--step {options.step}: {options.recipe} has the steps 1 to {recipe.training.steps}; "
             f"use --step {max(1, min(options.step, recipe.training.steps))}"
         )
-    from recipes.preparing.ledger import ledger
+    from threefold.prepare_data.sample_lookup import ledger
 
     raise_at_interrupt()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback in `| head`
@@ -272,7 +272,7 @@ def verify(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="prepare_data.py verify", description=verify.__doc__)
     parser.add_argument("corpus", type=Path, help="folder, relative to the repository's root")
     options = parser.parse_args(arguments)
-    from recipes.preparing.prepared_corpus import find_damages
+    from threefold.prepare_data.corpus import find_damages
 
     raise_at_interrupt()
     corpus = repository_path(str(options.corpus))
@@ -292,7 +292,7 @@ def reject_damages(corpus: Path, damages: Iterable[str]) -> None:
 
 def tasks(arguments: list[str]) -> None:
     """Write a task for evaluation.tasks from a corpus, or from samples of another program."""
-    from recipes.preparing.tasks.command import write_task
+    from threefold.prepare_data.command import write_task
 
     raise_at_interrupt()
     write_task(arguments)

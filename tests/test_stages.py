@@ -18,7 +18,6 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
-from recipes.preparing.ledger import ledger
 from recipes.proving.worlds import free_port
 from recipes.training.engine.build import build_from_recipe
 from recipes.training.loop.boundaries.replacement import command_of
@@ -34,6 +33,7 @@ from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
 from threefold.data.corpus import fingerprint
 from threefold.data.dataset import TrainingData
+from threefold.prepare_data.sample_lookup import ledger
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import History
 from threefold.run_folder.progress import Progress

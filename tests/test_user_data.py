@@ -20,13 +20,7 @@ from models.errors import UserError
 from recipes.converting.adopt import TheirFiles, read_config
 from recipes.nodes.hosts import read_hostfile
 from recipes.prepare_data import parse_command_line
-from recipes.preparing.formats import text_files
-from recipes.preparing.formats.tables import from_library
-from recipes.preparing.formats.text_files import JsonLines, TextLines
 from recipes.preparing.options import check_same_options
-from recipes.preparing.prepared_corpus import Origins, find_damages
-from recipes.preparing.tokenization import Tokenization, read_report, texts_of
-from recipes.preparing.tokenizer import load_tokenizer
 from recipes.reporting.page.page import render
 from recipes.reporting.record.run_record import read_run
 from recipes.training.tracking.weights_and_biases.settings import (
@@ -44,6 +38,12 @@ from threefold.data.token_file import TokenFile, write_token_file
 from threefold.gpus.datasheet import FOLDER, read_gpu
 from threefold.plan.calibration.compare import evaluate
 from threefold.plan.calibration.runs_table import read_table
+from threefold.prepare_data import formats
+from threefold.prepare_data.corpus import Origins, find_damages
+from threefold.prepare_data.formats import JsonLines, TextLines
+from threefold.prepare_data.tables import from_library
+from threefold.prepare_data.tokenization import Tokenization, read_report, texts_of
+from threefold.prepare_data.tokenizer import load_tokenizer
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import is_held
 from threefold.run_folder.progress import Progress
@@ -392,7 +392,7 @@ def test_a_line_that_does_not_fit_into_memory(
     reader = JsonLines(file, "text")
     (piece,) = reader.pieces(10**6)
     assert len(list(reader.rows(piece))) == 2
-    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(formats, "MAX_LINE_BYTES", 1000)
     message = rejection(lambda: list(reader.rows(piece)))
     assert message.startswith(f"{file}, line 2 is longer than 1000 bytes; split it into several")
     monkeypatch.undo()

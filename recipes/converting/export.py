@@ -16,7 +16,6 @@ from models.layer_specs import logical_shapes
 from recipes.converting.output_folder import OutputFiles
 from recipes.converting.verified_source import model_of
 from recipes.converting.weight_files import AVERAGED_FROM, RESHAPED_FROM
-from recipes.preparing.tokenizer import document_start, load_tokenizer
 from threefold.checkpoint.format import (
     BYTES,
     FileRecord,
@@ -29,6 +28,7 @@ from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
 from threefold.config.sections import repository_path, short
 from threefold.data.corpus import document_starts, tokenizer_hash
+from threefold.prepare_data.tokenizer import document_start, load_tokenizer
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import task_accuracies, validation_losses
 

@@ -14,7 +14,6 @@ import torch
 
 from models.errors import UserError
 from models.parallel.micro_batch_info import MaskKey
-from recipes.preparing.own_files import OwnFiles
 from recipes.training.tracking.messages import announce
 from tests.conftest import VOCAB_SIZE, changed
 from threefold.config.loading import parse_recipe
@@ -25,6 +24,7 @@ from threefold.data.corpus import document_starts, fingerprint, tokenizer_hash
 from threefold.data.dataset import MicroBatch, TrainingData, Windows
 from threefold.data.sample_order import choose_sources, permuted
 from threefold.data.token_file import HEADER, TokenFile, write_token_file
+from threefold.prepare_data.own_files import OwnFiles
 from threefold.run_folder.progress import Progress
 
 

@@ -278,7 +278,7 @@ class Soak:
     def compare(self, finished: bool) -> list[str]:
         """Return the differences from the undisturbed run of this branch."""
         # Ranks import this module too, and the ledger brings transformers, which takes seconds.
-        from recipes.preparing.ledger import samples_of
+        from threefold.prepare_data.sample_lookup import samples_of
 
         wrong, branch, folder = [], self.branch, RunFolder(self.folder)
         lines = [(line["step"], without_times(line)) for line in folder.read_metrics()]

@@ -36,8 +36,6 @@ import tomli_w
 from models.errors import UserError
 from recipes.nodes.connection import over_ssh
 from recipes.nodes.hosts import read_hostfile
-from recipes.preparing.ledger import samples_of
-from recipes.preparing.prepared_corpus import Origins, find_damages, sha256
 from recipes.proving.proof_corpus import write_corpus
 from recipes.reporting.page import facts
 from recipes.reporting.page.axes import axes_of, step_positions
@@ -65,6 +63,8 @@ from threefold.data.corpus import (
     tokenizer_hash,
 )
 from threefold.data.token_file import TokenFile
+from threefold.prepare_data.corpus import Origins, find_damages, sha256
+from threefold.prepare_data.sample_lookup import samples_of
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
 

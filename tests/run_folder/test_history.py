@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from recipes.preparing.ledger import samples_of
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
+from threefold.prepare_data.sample_lookup import samples_of
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import replay
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.preparing.formats.documents import Row
+from threefold.prepare_data.documents import Row
 
 try:
     from pyarrow import ArrowException

@@ -16,11 +16,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from models.errors import UserError, reason_of
-from recipes.preparing.formats.format import Format, NumberedPiece
-from recipes.preparing.tokenization import Tokenization, is_held_out, new_folder, texts_of
-from recipes.preparing.workers import SECONDS_BETWEEN_LINES
 from threefold.config.sections import repository_path
 from threefold.data.corpus import folder_hash, tokenizer_hash
+from threefold.prepare_data.format import Format, NumberedPiece
+from threefold.prepare_data.tokenization import Tokenization, is_held_out, new_folder, texts_of
+from threefold.prepare_data.workers import SECONDS_BETWEEN_LINES
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 2**29  # approximate number, taken evenly from all pieces

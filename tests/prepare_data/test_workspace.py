@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from recipes.preparing.workspace import lock_workspace
+from threefold.prepare_data.workspace import lock_workspace
 
 
 @pytest.mark.parametrize(

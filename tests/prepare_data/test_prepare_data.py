@@ -19,14 +19,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from models.errors import UserError, counted
 from recipes import prepare_data
-from recipes.preparing import prepared_corpus, tokenization
-from recipes.preparing.formats import pieces
-from recipes.preparing.formats.documents import PROBLEM_KINDS
-from recipes.preparing.formats.text_files import TextLines
-from recipes.preparing.ledger import samples_of
-from recipes.preparing.own_files import LOCK_TEXT
-from recipes.preparing.prepared_corpus import find_damages
-from recipes.preparing.tokenization import Tokenization
 from tests.commands import run_here
 from tests.conftest import changed, small_recipe
 from tests.fault_injection.soak_data import soak
@@ -35,6 +27,14 @@ from threefold.config.parallel_dims import Topology
 from threefold.data.corpus import few_tokens, tokenizer_hash
 from threefold.data.dataset import TrainingData
 from threefold.data.token_file import TokenFile
+from threefold.prepare_data import corpus as prepared_corpus
+from threefold.prepare_data import pieces, tokenization
+from threefold.prepare_data.corpus import find_damages
+from threefold.prepare_data.documents import PROBLEM_KINDS
+from threefold.prepare_data.formats import TextLines
+from threefold.prepare_data.own_files import LOCK_TEXT
+from threefold.prepare_data.sample_lookup import samples_of
+from threefold.prepare_data.tokenization import Tokenization
 from threefold.run_folder.folder import RunFolder
 
 TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for i in range(60)]

@@ -17,7 +17,7 @@ from typing import IO
 import pyarrow
 
 from models.errors import UserError, reason_of
-from recipes.preparing.formats.documents import (
+from threefold.prepare_data.documents import (
     BLANK,
     Problem,
     Row,
@@ -26,7 +26,7 @@ from recipes.preparing.formats.documents import (
     field,
     json_document,
 )
-from recipes.preparing.formats.format import Format, Piece, version_of
+from threefold.prepare_data.format import Format, Piece, version_of
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".bz2", ".zst")

@@ -13,10 +13,8 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 
 from models.errors import UserError, counted, reason_of
-from recipes.preparing.formats.format import Format
-from recipes.preparing.formats.pieces import MAX_PIECE_BYTES
-from recipes.preparing.formats.tables import Parquet, Rows, Stream
-from recipes.preparing.formats.text_files import (
+from threefold.prepare_data.format import Format
+from threefold.prepare_data.formats import (
     COMPRESSED,
     JsonArray,
     JsonLines,
@@ -24,7 +22,9 @@ from recipes.preparing.formats.text_files import (
     Texts,
     open_bytes,
 )
-from recipes.preparing.own_files import OwnFiles
+from threefold.prepare_data.own_files import OwnFiles
+from threefold.prepare_data.pieces import MAX_PIECE_BYTES
+from threefold.prepare_data.tables import Parquet, Rows, Stream
 
 STANDARD_LIBRARY = "stdlib"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".arrow", ".csv")

@@ -14,14 +14,14 @@ from datasets import Dataset, DatasetDict, IterableDataset, SplitDict, SplitInfo
 from pyarrow import parquet
 
 from models.errors import UserError
-from recipes.preparing.formats import text_files
-from recipes.preparing.formats.documents import PROBLEM_KINDS
-from recipes.preparing.formats.format import Format
-from recipes.preparing.formats.tables import Stream
-from recipes.preparing.own_files import mark_workspace
-from recipes.preparing.source import SourceOptions, open_source, open_validation
-from recipes.preparing.tokenization import Report, texts_of
 from threefold.data.corpus import tokenizer_hash
+from threefold.prepare_data import formats as text_files
+from threefold.prepare_data.documents import PROBLEM_KINDS
+from threefold.prepare_data.format import Format
+from threefold.prepare_data.own_files import mark_workspace
+from threefold.prepare_data.source import SourceOptions, open_source, open_validation
+from threefold.prepare_data.tables import Stream
+from threefold.prepare_data.tokenization import Report, texts_of
 
 TEXTS = [
     f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)
@@ -310,7 +310,7 @@ def test_the_training_part_is_not_the_validation_part(
             raise ValueError(f'Unknown split "{split}". Should be one of [train, validation].')
         return table().to_iterable_dataset()
 
-    monkeypatch.setattr("recipes.preparing.source.load_dataset", load)
+    monkeypatch.setattr("threefold.prepare_data.source.load_dataset", load)
     monkeypatch.chdir(tmp_path)
     if source != "hub":
         table().save_to_disk("plain")
@@ -344,7 +344,7 @@ def test_a_split_of_a_hub_dataset_is_proposed(
 ) -> None:
     dataset = table()
     dataset.info.splits = SplitDict({name: SplitInfo(name) for name in splits}) or None
-    monkeypatch.setattr("recipes.preparing.source.load_dataset", lambda *_, **__: dataset)
+    monkeypatch.setattr("threefold.prepare_data.source.load_dataset", lambda *_, **__: dataset)
     open_source(["hub"], SourceOptions(column="body", suggests_split=True))
     said = capsys.readouterr().out
     assert (f"--validation-split {proposed}, that split" in said) == bool(proposed)

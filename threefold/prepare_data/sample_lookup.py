@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from recipes.preparing.prepared_corpus import Origins
-from recipes.preparing.tokenizer import load_tokenizer
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
 from threefold.data.corpus import document_starts, lost_manifest
 from threefold.data.dataset import TrainingData
+from threefold.prepare_data.corpus import Origins
+from threefold.prepare_data.tokenizer import load_tokenizer
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE
 from threefold.run_folder.progress import Progress

@@ -22,9 +22,6 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError, reason_of, suggestion
-from recipes.preparing.formats.documents import EmptyPart
-from recipes.preparing.formats.format import NumberedPiece, describe
-from recipes.preparing.tokenization import PARTS, Report, Tokenization, new_folder
 from threefold.checkpoint.format import sha256
 from threefold.data.corpus import folder_hash, lost_manifest, read_manifest
 from threefold.data.token_file import (
@@ -35,6 +32,9 @@ from threefold.data.token_file import (
     token_type,
     write_index,
 )
+from threefold.prepare_data.documents import EmptyPart
+from threefold.prepare_data.format import NumberedPiece, describe
+from threefold.prepare_data.tokenization import PARTS, Report, Tokenization, new_folder
 from threefold.run_folder.json_lines import flush
 
 BLOCK_BYTES = 2**24

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError, counted
-from recipes.preparing.tokenization import fast_tokenizer
 from threefold.data.corpus import check_part
 from threefold.data.token_file import TokenFile
+from threefold.prepare_data.tokenization import fast_tokenizer
 
 CONTEXT_LINES = 8  # at most, in a prompt
 CHOICES = 4

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import IO
 
 from models.errors import FULL_DISK_ERRORS, UserError, counted
-from recipes.preparing.formats.documents import EmptyPart
-from recipes.preparing.own_files import mark_workspace
+from threefold.prepare_data.documents import EmptyPart
+from threefold.prepare_data.own_files import mark_workspace
 from threefold.run_folder.lock import NO_FLOCK
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from models.errors import UserError
-from recipes.preparing.formats.format import Format, NumberedPiece
+from threefold.prepare_data.format import Format, NumberedPiece
 
 TARGET_PIECES = 1000  # approximate number of pieces of a large source
 MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**22, 2**30

@@ -12,8 +12,8 @@ from multiprocessing.queues import Queue
 from tqdm import tqdm
 
 from models.errors import UserError, counted
-from recipes.preparing.formats.format import NumberedPiece, Piece
-from recipes.preparing.tokenization import Tokenization, run_piece, start_worker
+from threefold.prepare_data.format import NumberedPiece, Piece
+from threefold.prepare_data.tokenization import Tokenization, run_piece, start_worker
 from threefold.runtime.exits import interrupts_blocked
 
 SECONDS_BETWEEN_LINES = 10.0

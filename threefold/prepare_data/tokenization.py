@@ -24,9 +24,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from models.errors import UserError, reason_of
-from recipes.preparing.formats.documents import EmptyPart, Row
-from recipes.preparing.formats.format import READ_ERRORS, Format, NumberedPiece, Piece
 from threefold.data.token_file import TokenFileWriter, token_type
+from threefold.prepare_data.documents import EmptyPart, Row
+from threefold.prepare_data.format import READ_ERRORS, Format, NumberedPiece, Piece
 from threefold.run_folder.json_lines import flush
 
 PARTS = ("train", "validation")

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from models.errors import UserError
-from recipes.preparing.tasks.corpus_tasks import (
+from tests.training.evaluation.text_corpus import write_text_corpus
+from threefold.config.loading import REPOSITORY
+from threefold.data.task_file import read_items
+from threefold.prepare_data.harness_samples import items_of_samples
+from threefold.prepare_data.tasks import (
     CHOICES,
     CONTEXT_LINES,
     last_word,
@@ -17,10 +21,6 @@ from recipes.preparing.tasks.corpus_tasks import (
     next_line,
     validation_texts,
 )
-from recipes.preparing.tasks.harness_samples import items_of_samples
-from tests.training.evaluation.text_corpus import write_text_corpus
-from threefold.config.loading import REPOSITORY
-from threefold.data.task_file import read_items
 
 
 @pytest.fixture(scope="module")

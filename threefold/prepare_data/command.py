@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import UserError, counted
-from recipes.preparing.tasks.corpus_tasks import last_word, make_items, next_line
-from recipes.preparing.tasks.harness_samples import items_of_samples
 from threefold.config.sections import repository_path
 from threefold.data.task_file import read_items
+from threefold.prepare_data.harness_samples import items_of_samples
+from threefold.prepare_data.tasks import last_word, make_items, next_line
 from threefold.run_folder.json_lines import write_whole
 from threefold.runtime.command_line import count
 
