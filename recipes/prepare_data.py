@@ -55,14 +55,14 @@ from recipes.preparing.options import (
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.sections import repository_path
 from threefold.data.corpus import few_tokens
-from threefold.prepare_data.documents import BLANK, PROBLEM_KINDS
-from threefold.prepare_data.workspace import clear_workspace, full_disk_explained, lock_workspace
+from threefold.prepare_data.corpus import clear_workspace, full_disk_explained, lock_workspace
+from threefold.prepare_data.formats import BLANK, PROBLEM_KINDS
 from threefold.run_folder.json_lines import flush
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output
 
 if TYPE_CHECKING:
-    from threefold.prepare_data.format import Format, NumberedPiece
+    from threefold.prepare_data.formats import Format, NumberedPiece
     from threefold.prepare_data.tokenization import Tokenization
 
 VALIDATION_FRACTION = 0.1
@@ -113,10 +113,9 @@ def prepare(arguments: list[str]) -> None:
     # These imports take seconds, and the worker processes do not need most of them.
     import threefold.prepare_data.tokenizer  # noqa: F401 (for `plan`)
     from threefold.prepare_data.corpus import join
-    from threefold.prepare_data.pieces import cut
+    from threefold.prepare_data.formats import cut
     from threefold.prepare_data.source import SourceOptions, open_source, open_validation
-    from threefold.prepare_data.tokenization import check_parts
-    from threefold.prepare_data.workers import run_pieces
+    from threefold.prepare_data.tokenization import check_parts, run_pieces
 
     raise_at_interrupt()
     reading = SourceOptions(
@@ -292,7 +291,7 @@ def reject_damages(corpus: Path, damages: Iterable[str]) -> None:
 
 def tasks(arguments: list[str]) -> None:
     """Write a task for evaluation.tasks from a corpus, or from samples of another program."""
-    from threefold.prepare_data.command import write_task
+    from threefold.prepare_data.tasks import write_task
 
     raise_at_interrupt()
     write_task(arguments)

@@ -24,7 +24,7 @@ from threefold.data.corpus import document_starts, fingerprint, tokenizer_hash
 from threefold.data.dataset import MicroBatch, TrainingData, Windows
 from threefold.data.sample_order import choose_sources, permuted
 from threefold.data.token_file import HEADER, TokenFile, write_token_file
-from threefold.prepare_data.own_files import OwnFiles
+from threefold.prepare_data.source import OwnFiles
 from threefold.run_folder.progress import Progress
 
 

@@ -16,11 +16,13 @@ from pyarrow import parquet
 from models.errors import UserError
 from threefold.data.corpus import tokenizer_hash
 from threefold.prepare_data import formats as text_files
-from threefold.prepare_data.documents import PROBLEM_KINDS
-from threefold.prepare_data.format import Format
-from threefold.prepare_data.own_files import mark_workspace
-from threefold.prepare_data.source import SourceOptions, open_source, open_validation
-from threefold.prepare_data.tables import Stream
+from threefold.prepare_data.formats import PROBLEM_KINDS, Format, Stream
+from threefold.prepare_data.source import (
+    SourceOptions,
+    mark_workspace,
+    open_source,
+    open_validation,
+)
 from threefold.prepare_data.tokenization import Report, texts_of
 
 TEXTS = [

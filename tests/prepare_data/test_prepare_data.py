@@ -28,12 +28,11 @@ from threefold.data.corpus import few_tokens, tokenizer_hash
 from threefold.data.dataset import TrainingData
 from threefold.data.token_file import TokenFile
 from threefold.prepare_data import corpus as prepared_corpus
-from threefold.prepare_data import pieces, tokenization
+from threefold.prepare_data import formats, tokenization
 from threefold.prepare_data.corpus import find_damages
-from threefold.prepare_data.documents import PROBLEM_KINDS
-from threefold.prepare_data.formats import TextLines
-from threefold.prepare_data.own_files import LOCK_TEXT
+from threefold.prepare_data.formats import PROBLEM_KINDS, TextLines
 from threefold.prepare_data.sample_lookup import samples_of
+from threefold.prepare_data.source import LOCK_TEXT
 from threefold.prepare_data.tokenization import Tokenization
 from threefold.run_folder.folder import RunFolder
 
@@ -41,10 +40,10 @@ TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for
 
 
 def prepare(
-    *arguments: object, smallest_piece: int = pieces.MIN_PIECE_BYTES
+    *arguments: object, smallest_piece: int = formats.MIN_PIECE_BYTES
 ) -> subprocess.CompletedProcess[str]:
     """Run the command in this process, with pieces of at least `smallest_piece` bytes."""
-    with mock.patch.object(pieces, "MIN_PIECE_BYTES", smallest_piece):
+    with mock.patch.object(formats, "MIN_PIECE_BYTES", smallest_piece):
         return run_here(prepare_data.main, *arguments)
 
 

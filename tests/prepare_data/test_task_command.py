@@ -12,10 +12,10 @@ from models.errors import UserError
 from tests.training.evaluation.text_corpus import write_text_corpus
 from threefold.config.loading import REPOSITORY
 from threefold.data.task_file import read_items
-from threefold.prepare_data.harness_samples import items_of_samples
 from threefold.prepare_data.tasks import (
     CHOICES,
     CONTEXT_LINES,
+    items_of_samples,
     last_word,
     make_items,
     next_line,

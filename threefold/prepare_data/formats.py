@@ -1,4 +1,4 @@
-"""Text files, possibly compressed.
+"""Formats of sources: text files, tables and datasets, divided into pieces that processes read.
 
 | format    | piece                                    | position of a row      |
 |-----------|------------------------------------------|------------------------|
@@ -10,23 +10,255 @@
 
 import io
 import json
-from collections.abc import Iterator
+import reprlib
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import pyarrow
+from pyarrow import parquet
 
-from models.errors import UserError, reason_of
-from threefold.prepare_data.documents import (
-    BLANK,
-    Problem,
-    Row,
-    decoded,
-    document,
-    field,
-    json_document,
-)
-from threefold.prepare_data.format import Format, Piece, version_of
+from models.errors import UserError, counted, reason_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+
+# Rows of a source: documents, or problems in their place.
+
+USUAL_COLUMNS = ("text", "content", "contents", "document", "body", "article", "story", "code")
+MAX_CHARACTERS_SHOWN = 60
+PROBLEM_KINDS = ("empty", "utf-8", "json", "column")  # of --skip
+BLANK = "blank"  # kind of a blank line of a text file, which is always skipped
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The reason why a row is not a document.
+
+    kind: one of PROBLEM_KINDS, or BLANK
+    """
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A document, or a problem in its place.
+
+    position: byte at which the line begins in its file, or index of the row
+    """
+
+    position: int
+    content: str | Problem
+
+
+class EmptyPart(UserError):
+    """The training or the validation part of a corpus would have no documents.
+
+    Args:
+        part: train or validation
+        documents: number of documents in both parts
+        rows: number of skipped rows
+        fraction: the option --validation-fraction
+        validation_option: the option that names the source of the validation part, if it has one
+        proposal: a fraction that leaves documents for both parts, if one is known
+        are_equal: True if all documents are equal
+    """
+
+    def __init__(
+        self,
+        part: str,
+        *,
+        documents: int,
+        rows: int,
+        fraction: float,
+        validation_option: str = "",
+        proposal: str = "",
+        are_equal: bool = False,
+    ):
+        skipped = f" ({counted(rows, 'row')} skipped)" if rows else ""
+        if validation_option and (documents or part == "validation"):
+            option = "--source" if part == "train" else validation_option
+            message = f"{option} has no documents, so the {part} part would be empty{skipped}"
+        elif not documents:
+            message = f"the source has no documents{skipped}"
+        elif are_equal:
+            message = (
+                f"the {part} part has no tokens: the {counted(documents, 'document')}{skipped} are "
+                f"equal, and equal documents are in the same part; add other documents, name those "
+                f"of the validation part with --validation-source, or use --validation-fraction 0 "
+                f"for no validation part"
+            )
+        else:
+            better = "a fraction that leaves some for both parts"
+            if proposal:
+                better = f"--validation-fraction {proposal}"
+            message = (
+                f"the {part} part has no tokens: --validation-fraction {fraction} leaves none of "
+                f"the {counted(documents, 'document')}{skipped} for it; use {better}, "
+                f"more documents, or --validation-fraction 0 for no validation part"
+            )
+        super().__init__(message)
+
+
+def document(value: Any, column: str) -> str | Problem:
+    """Return the value of a column if it is the text of a document, or the problem with it."""
+    if not isinstance(value, str):
+        return Problem("column", f"{column} = {shortened(repr(value))} is not a text")
+    if not value.strip():
+        return Problem("empty", "the document is empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return Problem("utf-8", f"half of a surrogate pair at character {error.start}")
+    return value
+
+
+def decoded(content: bytes) -> str | Problem:
+    """Decode UTF-8, or return the problem with it."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        return Problem("utf-8", f"byte {error.start} is {content[error.start]:#04x}, not UTF-8")
+
+
+def json_document(line: bytes, column: str) -> str | Problem:
+    """Return the text in a column of a line of JSON, or the problem with it."""
+    text = decoded(line)
+    if isinstance(text, Problem):
+        return text
+    try:
+        item = json.loads(text)
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: an integer of more than 4,300 digits
+        return Problem("json", f"not valid JSON: {reason_of(error)}")
+    return field(item, column)
+
+
+def field(item: Any, column: str) -> str | Problem:
+    """Return the text in a column of a parsed JSON object, or the problem with it."""
+    if not isinstance(item, dict):
+        shown = shortened(reprlib.repr(item))  # limits the depth of nested values
+        return Problem("json", f"{shown} is not a JSON object")
+    if column not in item:
+        names = shortened(", ".join(item)) or "none"
+        return Problem("column", f"no column {column}; its columns: {names}{advice(item)}")
+    return document(item[column], column)
+
+
+def advice(row: Mapping[str, Any]) -> str:
+    """Return the end of a message that names the likeliest column for texts; "" if none is."""
+    likely = likely_column(row)
+    if likely is None or not likely.isprintable() or len(likely) > MAX_CHARACTERS_SHOWN:
+        return ""
+    return f" (use --column {shlex.quote(likely)})"
+
+
+def likely_column(row: Mapping[str, Any]) -> str | None:
+    """Return the likeliest column for texts: a usual name, otherwise the column of the longest."""
+    texts = {name: value for name, value in row.items() if isinstance(value, str) and name.strip()}
+    usual = [name for usual in USUAL_COLUMNS for name in texts if name.lower() == usual]
+    return next(iter(usual), max(texts, key=lambda name: len(texts[name]), default=None))
+
+
+def shortened(text: str) -> str:
+    """Return at most 60 characters of a text; escapes replace those that cannot be printed."""
+    limit = MAX_CHARACTERS_SHOWN
+    shown = printable(text[: limit + 1])
+    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """Return a text in which escapes replace control characters and halves of surrogate pairs."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
+# The interface of the formats: each process reads one piece of a source at a time, row by row.
+
+try:
+    from pyarrow import ArrowException
+except ModuleNotFoundError:  # optional: an export imports this module, but reads no source
+    ArrowException = OSError
+
+# The classes that reading a damaged, truncated or unreadable file raises. Arrow's base class stands
+# here instead of ValueError, because a defect of this code may raise a ValueError too.
+READ_ERRORS = (OSError, ArrowException)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a source.
+
+    files: paths, or the name of a dataset
+    start, stop: range of bytes, row groups or rows, depending on the format; if stop is None, the
+        piece extends to the end
+    size: in bytes, for the estimate of the remaining time
+    version: changes when the files do
+    """
+
+    files: tuple[str, ...]
+    start: int
+    stop: int | None
+    size: int
+    version: str
+
+    def __str__(self) -> str:
+        """Return the piece in words, for a message."""
+        return describe(self.files, self.start, self.stop)
+
+
+NumberedPiece = tuple[int, Piece]  # index of the format that reads the piece, and the piece
+
+
+def describe(files: Sequence[str], start: int, stop: int | None) -> str:
+    """Return a piece in words: its files and its range."""
+    if len(files) > 1:
+        return f"one of the {len(files)} files from {files[0]} to {files[-1]}"
+    return files[0] + ("" if stop is None else f" ({start} .. {stop - 1})")
+
+
+class Format(ABC):
+    """A reader of documents.
+
+    column: column that holds the text; empty if the format has no columns
+    always_skipped: kinds of problems whose rows are skipped without an option
+    """
+
+    column = ""
+    always_skipped: frozenset[str] = frozenset()
+
+    @abstractmethod
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Yield the pieces of the source in order, each of about `target_bytes`."""
+
+    @abstractmethod
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """Yield the rows of a piece."""
+
+    def place(self, piece: Piece, position: int) -> str:
+        """Return the location of a row in words that a user can search for."""
+        return f"{piece.files[0]}, row {position}"
+
+    def version(self, piece: Piece) -> str:
+        """Return the current version of the files that the piece is read from."""
+        return " ".join(version_of(Path(file)) for file in piece.files)
+
+
+def version_of(file: Path) -> str:
+    """Return the size of a file and the time of its last change."""
+    about = file.stat()
+    return f"{about.st_size}/{about.st_mtime_ns}"
+
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".bz2", ".zst")
@@ -217,3 +449,210 @@ def open_bytes(file: Path) -> IO[bytes]:
     if file.suffix in COMPRESSED:
         return io.BufferedReader(pyarrow.input_stream(str(file), compression="detect"))
     return file.open("rb")
+
+
+# Tables: Parquet files, and datasets of the `datasets` library.
+#
+# | format    | piece                                    | position of a row      |
+# |-----------|------------------------------------------|------------------------|
+# | Parquet   | row groups of a file                     | row                    |
+# | Rows      | rows of a `datasets.Dataset`             | row                    |
+# | Stream    | a shard of a `datasets.IterableDataset`  | row of the shard       |
+
+ROWS_AT_ONCE = 256
+
+T = TypeVar("T")
+
+
+class Parquet(Format):
+    """A Parquet file.
+
+    Raises:
+        UserError: The file is not a Parquet file, or does not have the column.
+    """
+
+    def __init__(self, file: Path, column: str):
+        self.file, self.column = file, column
+        try:
+            names = parquet.read_schema(file).names
+        except READ_ERRORS as error:
+            raise UserError(f"{file} cannot be read: {reason_of(error)}") from None
+        check_column(str(file), column, names, self._first_rows())
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Yield groups of neighbouring row groups."""
+        about = parquet.read_metadata(self.file)
+        version, first, size = version_of(self.file), 0, 0
+        for group in range(about.num_row_groups):
+            size += about.row_group(group).total_byte_size
+            if size >= target_bytes or group == about.num_row_groups - 1:
+                yield Piece((str(self.file),), first, group + 1, size, version)
+                first, size = group + 1, 0
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """Yield the rows of the piece's row groups."""
+        with parquet.ParquetFile(self.file) as content:
+            assert piece.stop is not None  # only pieces of text files have no stop
+            groups = range(piece.start, piece.stop)
+            number = sum(content.metadata.row_group(g).num_rows for g in range(piece.start))
+            batches = content.iter_batches(ROWS_AT_ONCE, row_groups=groups, columns=[self.column])
+            for batch in batches:
+                for value in batch.column(0):
+                    yield Row(number, self._text(value))
+                    number += 1
+
+    def _first_rows(self) -> Iterator[dict[str, Any]]:
+        with parquet.ParquetFile(self.file) as content:
+            for batch in content.iter_batches(1):
+                yield from batch.to_pylist()
+
+    def _text(self, value: pyarrow.Scalar) -> str | Problem:
+        try:
+            return document(value.as_py(), self.column)
+        except UnicodeDecodeError as error:
+            return Problem("utf-8", f"byte {error.start} of {self.column} is not UTF-8")
+
+
+class Rows(Format):
+    """A dataset with random access to its rows.
+
+    Raises:
+        UserError: The dataset does not have the column.
+    """
+
+    def __init__(self, name: str, dataset: "Dataset", column: str):
+        check_column(name, column, dataset.column_names, dataset)
+        self.name, self.dataset, self.column = name, dataset.select_columns([column]), column
+        self.fingerprint = dataset._fingerprint
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Yield ranges of rows."""
+        count = len(self.dataset)
+        row_bytes = max(1, self.dataset.data.nbytes // max(1, count))
+        step = max(1, target_bytes // row_bytes)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            size = (stop - start) * row_bytes
+            yield Piece((self.name,), start, stop, size, self.fingerprint)
+
+    def version(self, piece: Piece) -> str:
+        """Return the dataset's fingerprint."""
+        return self.fingerprint
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """Yield the rows of the piece."""
+        stop = piece.stop
+        assert stop is not None  # only pieces of text files have no stop
+        starts = range(piece.start, stop, ROWS_AT_ONCE)
+        batches = (self.dataset[n : min(n + ROWS_AT_ONCE, stop)] for n in starts)
+        for start, batch in zip(starts, from_library(batches, piece), strict=True):
+            for number, text in enumerate(batch[self.column], start):
+                yield Row(number, document(text, self.column))
+
+
+class Stream(Format):
+    """A dataset that is streamed without being stored.
+
+    identity: configuration, split and version, which distinguish datasets of the same name
+
+    Raises:
+        UserError: The dataset does not have the column.
+    """
+
+    def __init__(self, name: str, dataset: "IterableDataset", column: str, identity: str):
+        names = dataset.column_names
+        if names is None:
+            names = list(next(from_library(dataset, name), {}))
+        check_column(name, column, names, dataset)
+        self.name, self.dataset, self.column, self.identity = name, dataset, column, identity
+
+    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+        """Yield the shards of the dataset."""
+        for shard in range(self.dataset.num_shards):
+            yield Piece((self.name,), shard, shard + 1, 1, self.identity)
+
+    def version(self, piece: Piece) -> str:
+        """Return the identity with which the dataset was opened."""
+        return self.identity
+
+    def rows(self, piece: Piece) -> Iterator[Row]:
+        """Yield the rows of the shard."""
+        shard = self.dataset.shard(num_shards=self.dataset.num_shards, index=piece.start)
+        for number, row in enumerate(from_library(shard, piece)):
+            yield Row(number, field(row, self.column))
+
+    def place(self, piece: Piece, position: int) -> str:
+        """Return the shard and the row number."""
+        return f"{self.name}, shard {piece.start}, row {position}"
+
+
+def from_library(rows: Iterable[T], source: object) -> Iterator[T]:
+    """Yield the rows of a library's iterator.
+
+    Datasets and the hub's client raise many exception classes for unreadable data, so every
+    exception is reported as a problem with the user's data. Only the library call is inside the
+    `try`; a defect in the code that consumes the rows keeps its traceback.
+
+    Args:
+        rows: the library's iterator
+        source: the source of the rows, for a message
+
+    Raises:
+        UserError: The library raised an exception.
+    """
+    coming = iter(rows)
+    while True:
+        try:
+            row: Any = next(coming)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise UserError(f"{source} cannot be read: {reason_of(error)}") from None
+        yield row
+
+
+def check_column(
+    name: str, column: str, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
+) -> None:
+    """Check that a source has a column.
+
+    rows: the rows of the source, of which at most the first is read, for the message
+
+    Raises:
+        UserError: The source does not have the column.
+    """
+    if column in columns:
+        return
+    first = next(from_library(rows, name), {})
+    raise UserError(
+        f"--column {column}: {name} has the columns {printable(', '.join(columns))}{advice(first)}"
+    )
+
+
+# Division of a source into pieces, which processes tokenize independently.
+
+TARGET_PIECES = 1000  # approximate number of pieces of a large source
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**22, 2**30
+
+
+def cut(formats: Sequence[Format], name: str) -> list[NumberedPiece]:
+    """Return all pieces of a source in order, each with the number of its format.
+
+    The result is the same for every shard and number of processes. A large source has about
+    TARGET_PIECES pieces, or one per file if it has more files.
+
+    Args:
+        formats: readers of the source
+        name: the option that names the source, with its values, for a message
+
+    Raises:
+        UserError: The source has no documents.
+    """
+    total = sum(piece.size for reader in formats for piece in reader.pieces(MAX_PIECE_BYTES))
+    target = min(max(total // TARGET_PIECES, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+    pieces = [
+        (number, piece) for number, reader in enumerate(formats) for piece in reader.pieces(target)
+    ]
+    if not pieces:
+        raise UserError(f"{name} has no documents")
+    return pieces

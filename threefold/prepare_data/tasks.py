@@ -1,17 +1,23 @@
-"""Tasks made from the validation documents of a corpus: the next line, and the last word."""
+"""The command `prepare_data.py tasks`: tasks from a corpus or from lm-evaluation-harness."""
 
+import argparse
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from models.errors import UserError, counted
+from models.errors import UserError, counted, reason_of
+from threefold.config.sections import repository_path
 from threefold.data.corpus import check_part
+from threefold.data.task_file import read_items
 from threefold.data.token_file import TokenFile
 from threefold.prepare_data.tokenization import fast_tokenizer
+from threefold.run_folder.json_lines import write_whole
+from threefold.runtime.command_line import count
 
 CONTEXT_LINES = 8  # at most, in a prompt
 CHOICES = 4
@@ -105,3 +111,164 @@ def validation_texts(corpus: Path) -> Iterator[str]:
     for document in range(file.boundaries - 1):
         ids = file.read(*file.range_of(document))
         yield tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+
+# Tasks from the samples that lm-evaluation-harness writes with --log_samples.
+
+ADVICE = "use a samples_*.jsonl file that lm_eval --log_samples wrote for a task of log-likelihoods"
+
+
+def items_of_samples(file: Path, delimiter: str | None) -> list[dict[str, Any]]:
+    """Return the items of a task from a file of samples.
+
+    A sample with several continuations of one context is a multiple-choice item, and one with a
+    single continuation is a cloze item. If the harness has applied several filters to a sample,
+    the sample is used once. The harness prepends its target_delimiter to every choice, and divides
+    log-likelihoods by the length of the choices without it.
+
+    Args:
+        file: the file
+        delimiter: delimiter at the start of each continuation; None: a space if all continuations
+            of the file begin with a space, otherwise nothing
+
+    Raises:
+        UserError: the file is missing or has no samples, or its task is of another kind.
+    """
+    samples: dict[Any, tuple[str, dict[str, Any]]] = {}
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read ({reason_of(error)}); {ADVICE}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{file}:{number}"
+        try:
+            sample = json.loads(line)
+            samples.setdefault(sample["doc_id"], (place, sample))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{place} is not a sample ({reason_of(error)}); {ADVICE}") from None
+    pairs = {place: _pairs(sample, place) for place, sample in samples.values()}
+    if not pairs:
+        raise UserError(f"{file} has no samples; {ADVICE}")
+    if delimiter is None:
+        texts = [continuation for each in pairs.values() for _, continuation in each]
+        delimiter = " " if all(text.startswith(" ") for text in texts) else ""
+    return [_item(sample, place, pairs[place], delimiter) for place, sample in samples.values()]
+
+
+def _pairs(sample: dict[str, Any], place: str) -> list[tuple[str, str]]:
+    """Return the (context, continuation) of each request of a sample."""
+    try:
+        requests = sample["arguments"]
+        found = list(requests.values()) if isinstance(requests, dict) else requests
+        pairs = [tuple(each.values()) if isinstance(each, dict) else tuple(each) for each in found]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{place} has no requests ({reason_of(error)}); {ADVICE}") from None
+    are_texts = all(len(each) == 2 and all(isinstance(t, str) for t in each) for each in pairs)
+    if not pairs or not are_texts:
+        raise UserError(f"{place} has requests that are not log-likelihoods; {ADVICE}")
+    return [(context, continuation) for context, continuation in pairs]
+
+
+def _item(
+    sample: dict[str, Any], place: str, pairs: Sequence[tuple[str, str]], delimiter: str
+) -> dict[str, Any]:
+    contexts = {context for context, _ in pairs}
+    if len(contexts) > 1:
+        raise UserError(
+            f"{place} compares {len(contexts)} contexts of one continuation, which is not "
+            f"supported; use a task whose choices have the same context"
+        )
+    choices = [continuation.removeprefix(delimiter) for _, continuation in pairs]
+    if any(not continuation.startswith(delimiter) for _, continuation in pairs):
+        raise UserError(
+            f"{place} has a continuation that does not begin with --delimiter {delimiter!r}; use "
+            f"the target_delimiter of the task"
+        )
+    item = {"id": str(sample["doc_id"]), "prompt": contexts.pop(), "delimiter": delimiter}
+    if len(choices) == 1:
+        return item | {"answer": choices[0]}
+    target = str(sample.get("target"))
+    if not target.isdecimal() or int(target) >= len(choices):
+        raise UserError(
+            f"{place}: target = {sample.get('target')!r} is not the number of one of "
+            f"{counted(len(choices), 'choice')}; {ADVICE}"
+        )
+    return item | {"choices": choices, "answer": int(target)}
+
+
+# The command `prepare_data.py tasks`, which writes task files for evaluation.tasks.
+
+MAKERS = {"next-line": next_line, "last-word": last_word}
+DESCRIPTION = """Write a task for evaluation.tasks of a recipe.
+
+    python recipes/prepare_data.py tasks next-line data/stdlib --output data/tasks/next_line.jsonl
+    python recipes/prepare_data.py tasks last-word data/stdlib --output data/tasks/last_word.jsonl
+    python recipes/prepare_data.py tasks samples samples_arc.jsonl --output data/tasks/arc.jsonl
+
+next-line: multiple choice, which of four lines of a validation document comes next
+last-word: cloze, the last word of a line of a validation document
+samples: the samples of a task that lm-evaluation-harness has written with --log_samples
+"""
+
+
+def write_task(arguments: list[str]) -> None:
+    """Run the command.
+
+    Raises:
+        UserError: the source or the output cannot be used.
+    """
+    options = parse_options(arguments)
+    output = repository_path(options.output)
+    if output.exists():
+        raise UserError(f"--output {options.output} already exists; use another file, or delete it")
+    if options.kind == "samples":
+        items = items_of_samples(Path(options.source), options.delimiter)
+    else:
+        corpus = repository_path(options.source)
+        items = make_items(corpus, MAKERS[options.kind], count=options.items)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, "".join(line(item) for item in items))
+    try:
+        read_items(output)
+    except UserError:
+        output.unlink()
+        raise
+    print(f"wrote {counted(len(items), 'item')} to {output}; in a recipe:")
+    print(f'\n[evaluation]\ntasks = [{{ name = "{output.stem}", path = "{options.output}" }}]')
+
+
+def line(item: dict[str, Any]) -> str:
+    """Return the line of an item."""
+    return json.dumps(item) + "\n"
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    """Parse the options of the command."""
+    parser = argparse.ArgumentParser(
+        prog="prepare_data.py tasks",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("kind", choices=[*MAKERS, "samples"], help="kind of the task, see above")
+    parser.add_argument(
+        "source",
+        help="folder of a corpus, relative to the repository's root; for samples, a file, relative "
+        "to the current folder",
+    )
+    parser.add_argument(
+        "--output", required=True, help="file to write, relative to the repository's root"
+    )
+    parser.add_argument(
+        "--items",
+        type=count,
+        default=500,
+        help="number of items (default: 500); has no effect with samples",
+    )
+    parser.add_argument(
+        "--delimiter",
+        help="only for samples: target_delimiter of the harness's task; default: a space if all "
+        "continuations begin with one, otherwise nothing",
+    )
+    return parser.parse_args(arguments)

@@ -18,9 +18,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from models.errors import UserError, reason_of
 from threefold.config.sections import repository_path
 from threefold.data.corpus import folder_hash, tokenizer_hash
-from threefold.prepare_data.format import Format, NumberedPiece
-from threefold.prepare_data.tokenization import Tokenization, is_held_out, new_folder, texts_of
-from threefold.prepare_data.workers import SECONDS_BETWEEN_LINES
+from threefold.prepare_data.formats import Format, NumberedPiece
+from threefold.prepare_data.tokenization import (
+    SECONDS_BETWEEN_LINES,
+    Tokenization,
+    is_held_out,
+    new_folder,
+    texts_of,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 2**29  # approximate number, taken evenly from all pieces

@@ -14,7 +14,7 @@ import pytest
 from tests.training.evaluation.conftest import TrainedRun
 from tests.training.evaluation.text_corpus import write_lines
 from threefold.data.task_file import Item, read_items
-from threefold.prepare_data.harness_samples import items_of_samples
+from threefold.prepare_data.tasks import items_of_samples
 
 pytestmark = [
     pytest.mark.long,
