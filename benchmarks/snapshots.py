@@ -33,13 +33,13 @@ from models.cost import parameter_count
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.trial import start, train_step
 from recipes.proving.worlds import free_port, rank_variables
-from recipes.training.engine.engine import Engine
 from threefold.checkpoint.snapshots.node_memory import NodeMemory
 from threefold.checkpoint.snapshots.writer import SnapshotWriter
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import DEFAULT_RECIPE, parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
+from threefold.engine.engine import Engine
 from threefold.plan.goodput import FaultCosts, best_interval
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.command_line import count

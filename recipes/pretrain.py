@@ -82,11 +82,11 @@ def pretrain(started: float | None = None) -> None:
         pipelined=experiment.plan.is_pipelined,
     )
     from recipes.out_of_memory.explanation import out_of_memory_explained
-    from recipes.training.engine.build import build_engine, build_grid, build_model, build_optimizer
     from recipes.training.loop.boundaries.replacement import replace_process
     from recipes.training.loop.opening import close_run, leave_processes, open_run
     from recipes.training.loop.start import begin, find_resume_point, join, open_data
     from recipes.training.preflight.run import check_nodes
+    from threefold.engine.build import build_engine, build_grid, build_model, build_optimizer
 
     resume_collection()
     raise_at_interrupt()

@@ -268,8 +268,8 @@ def test_every_package_of_training_is_explained() -> None:
 
 def test_the_proofs_are_counted_right() -> None:
     from tests.config.test_schema import BAD
+    from tests.engine.test_layouts import CASES, QUICK_KEYS
     from tests.plan.test_catalogue import COPIES
-    from tests.training.engine.test_layouts import CASES, QUICK_KEYS
 
     page = " ".join(DOCS["testing.md"].split())
     assert f"in {len(CASES)} layouts" in page

@@ -257,7 +257,7 @@ def test_imports_only_from_lower_floors(module: str) -> None:
         ),
         (
             "threefold.supervision.supervisor",
-            "def f():\n    from recipes.training.engine.engine import Engine",
+            "def f():\n    from threefold.engine.engine import Engine",
         ),
     ],
 )

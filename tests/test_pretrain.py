@@ -32,7 +32,7 @@ from threefold.runtime.processes import check_machine
 FAULTY = """
 import os
 from recipes import pretrain
-from recipes.training.engine.engine import Engine
+from threefold.engine.engine import Engine
 
 healthy, steps = Engine.train_step, []
 
@@ -50,7 +50,7 @@ pretrain.main()
 POISONED = """
 import os, torch
 from recipes import pretrain
-from recipes.training.engine.engine import Engine
+from threefold.engine.engine import Engine
 
 healthy = Engine.train_step
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.taking_turns import serve
 from models.kernels.attention import causal_attention
-from recipes.training.engine.build import DTYPES
+from threefold.engine.build import DTYPES
 from threefold.runtime.processes import keep_memory, on_gpu
 
 REPEATS = 5

@@ -34,11 +34,11 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.training.engine.build import build_from_recipe
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
+from threefold.engine.build import build_from_recipe
 from threefold.runtime.processes import on_gpu, quiet, should_compile, start_processes
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch

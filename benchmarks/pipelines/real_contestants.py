@@ -32,15 +32,15 @@ from models.layer_specs import (
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.transformer import Block
-from recipes.training.engine.build import (
-    build_from_recipe,
-    layers_of_virtual_stages,
-)
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
+from threefold.engine.build import (
+    build_from_recipe,
+    layers_of_virtual_stages,
+)
 from threefold.pipeline.engine import Event, Recording
 from threefold.runtime.processes import quiet
 

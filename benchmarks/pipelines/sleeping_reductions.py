@@ -23,8 +23,8 @@ from benchmarks.pipelines.sleeping_layer import SHAPE, SleepingLayer
 from benchmarks.pipelines.sleeping_stages import deepspeed_config
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.training.engine.optimizer.parameter_groups import UpdateRule, buckets_of_stage
 from tests.ranks import join_world, run_ranks
+from threefold.engine.parameter_groups import UpdateRule, buckets_of_stage
 from threefold.pipeline import gradients as reducing
 from threefold.pipeline import weight_gathering
 from threefold.pipeline.channels import Boundary

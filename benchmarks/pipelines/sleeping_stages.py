@@ -19,8 +19,8 @@ from benchmarks.pipelines.sleeping_layer import SHAPE, SleepingLayer, loss
 from models.errors import UserError
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.training.engine.optimizer.parameter_groups import UpdateRule, buckets_of_stage
 from tests.ranks import join_world, run_ranks
+from threefold.engine.parameter_groups import UpdateRule, buckets_of_stage
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import Event, Recording, ScheduledEngine
 from threefold.pipeline.schedules import BACKWARD, Pass, Pipeline

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recipes.training.engine.engine import Engine
+from threefold.engine.engine import Engine
 
 OUT_OF_MEMORY_TEXTS = (  # of plain RuntimeErrors
     "can't allocate memory",  # the CPU's allocator (c10/core/impl/alloc_cpu.cpp)

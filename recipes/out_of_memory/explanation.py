@@ -16,9 +16,9 @@ from recipes.out_of_memory.allocated import (
     save_snapshot,
 )
 from recipes.out_of_memory.alternative import Alternative, alternative
-from recipes.training.engine.engine import Engine
 from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.start import Claim
+from threefold.engine.engine import Engine
 from threefold.plan.job import job_of
 from threefold.plan.memory.peak import GIB, StageMemory, memory_of_stage
 from threefold.plan.software import THREEFOLD

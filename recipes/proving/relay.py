@@ -23,12 +23,12 @@ from recipes.proving.trial import (
     start,
     train_step,
 )
-from recipes.training.engine.engine import Engine
 from threefold.checkpoint import resume
 from threefold.checkpoint.state import KINDS
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
+from threefold.engine.engine import Engine
 from threefold.run_folder.folder import RunFolder
 
 SHARED_STEPS = 10  # steps after a checkpoint that two layouts both run

@@ -18,9 +18,6 @@ from torch import Tensor
 from models.sharding import Sharding, sharding_of
 from recipes.proving.compare import Outcome
 from recipes.proving.layouts import ProofCase
-from recipes.training.engine.build import build_from_recipe
-from recipes.training.engine.engine import Engine, StepResult, is_partitioned
-from recipes.training.engine.expert_report import smallest_margin
 from recipes.training.evaluation.evaluator import Evaluator
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.optimization import learning_rate
@@ -29,6 +26,9 @@ from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
 from threefold.data.task_file import Request
 from threefold.data.tasks import Tasks
+from threefold.engine.build import build_from_recipe
+from threefold.engine.engine import Engine, StepResult, is_partitioned
+from threefold.engine.experts import smallest_margin
 from threefold.pipeline.stage import replaced
 from threefold.runtime.processes import start_processes
 

@@ -34,7 +34,7 @@ from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in, token_positions
 from models.transformer import rotary_table
 from recipes.tracing.fake_shards import shards_of_all_ranks
-from recipes.training.engine.optimizer import matrix_exchange
+from threefold.engine import muon_exchange
 from threefold.pipeline.stage import replaced
 
 
@@ -83,7 +83,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(accelerator, "is_fp16_supported", lambda self: True),
         replaced(routing, "on_host", equal_counts),
         replaced(Turns, "take", one_after_the_other),  # fake tensors exist in this thread only
-        replaced(matrix_exchange, "gather_shards", shards_of_all_ranks),
+        replaced(muon_exchange, "gather_shards", shards_of_all_ranks),
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
         replaced(initialization, "run_in_threads", in_this_thread),
         replaced(functional, "linear", functional.linear),  # which ZeRO-3 replaces

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from models.sharding import Sharding, sharding_of
-from recipes.training.engine.optimizer.matrix_plan import Shard
 from threefold.checkpoint.state import Fragment, PartitionedState, TrainingState
+from threefold.engine.matrix_plan import Shard
 
 
 def shards_of_all_ranks(

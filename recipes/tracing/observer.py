@@ -7,7 +7,7 @@ import torch
 from models.layer_specs import logical_parameters
 from recipes.tracing.allocation_counter import AllocationCounter
 from recipes.tracing.collective_counter import CollectiveCounter
-from recipes.training.engine.engine import Engine
+from threefold.engine.engine import Engine
 from threefold.supervision.hang_report import Breadcrumb
 
 

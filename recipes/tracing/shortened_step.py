@@ -9,9 +9,9 @@ from collections import Counter
 from dataclasses import replace
 
 from recipes.tracing.collective_counter import CollectiveCounter, Traffic
-from recipes.training.engine.build import pipeline_of
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
+from threefold.engine.build import pipeline_of
 from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Order
 
 # Phases that occur once per step; all others occur once per micro-batch.

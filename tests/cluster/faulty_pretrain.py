@@ -13,7 +13,7 @@ if __name__ == "__main__":  # the repository is where imports start
 import torch.distributed as dist
 
 from recipes import pretrain
-from recipes.training.engine.engine import Engine
+from threefold.engine.engine import Engine
 
 healthy, steps = Engine.train_step, []
 

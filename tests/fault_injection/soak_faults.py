@@ -20,7 +20,7 @@ BAD_SAMPLES = {  # first samples of bad steps, and their consequences
 def poison_and_record(rank: int, reads: LineFile) -> None:
     """Make some samples bad, and list those that each step has read."""
     from recipes import pretrain
-    from recipes.training.engine.engine import Engine
+    from threefold.engine.engine import Engine
 
     train_step, healthy, steps = pretrain.train_step, Engine.train_step, []
 
@@ -79,7 +79,7 @@ def die_at_operation(number: int) -> None:
 
 def die_loading() -> None:
     """SIGKILL to this process when it has loaded a checkpoint, at the start or in a rollback."""
-    from recipes.training.engine.engine import Engine
+    from threefold.engine.engine import Engine
 
     def load(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -105,8 +105,8 @@ def _count_stale_rollbacks() -> None:
 
 def _abandon_late() -> None:
     """Set later checkpoints aside when the chosen one has been loaded, and not before."""
-    from recipes.training.engine.engine import Engine
     from threefold.checkpoint import resume
+    from threefold.engine.engine import Engine
 
     load, begin_branch, begun = Engine.load, resume.begin_branch, []
 

@@ -24,13 +24,13 @@ from benchmarks.one_step.shapes import (
 )
 from benchmarks.taking_turns import Player, cores_at_hand, players
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.training.engine.build import build_from_recipe
 from tests.gpu.environment import device_name, synchronize
 from tests.gpu.setting import Result, Setting
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
+from threefold.engine.build import build_from_recipe
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import FOLDER, Gpu, gpus, peak_tflops
 from threefold.plan.job import Machine, job_of

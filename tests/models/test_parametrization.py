@@ -23,7 +23,6 @@ from models.kernels.norms import Branch
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.training.engine.optimizer.parameter_groups import UpdateRule, rule_of
 from tests.conftest import changed, small_recipe
 from tests.models.experts.test_hugging_face import DOTS
 from tests.models.test_transformer import (
@@ -36,6 +35,7 @@ from tests.models.test_transformer import (
     run_model,
 )
 from threefold.config.loading import parse_recipe
+from threefold.engine.parameter_groups import UpdateRule, rule_of
 
 # Width ratio 4, depth ratio 3, head size 16 with base head size 4.
 COMPLETEP = {

@@ -41,18 +41,18 @@ from recipes.proving.proof_report import Finding, as_json, failures, table, verd
 from recipes.proving.shrink import larger_micro_batch, shrink
 from recipes.proving.trial import try_cases
 from recipes.proving.worlds import run_cases
-from recipes.training.engine.build import build_from_recipe
-from recipes.training.engine.engine import Engine
-from recipes.training.engine.expert_groups import is_marked
-from recipes.training.engine.optimizer.matrix_exchange import MatrixExchange, update_scale
-from recipes.training.engine.optimizer.muon import Muon
-from recipes.training.engine.optimizer.newton_schulz import orthogonalize
-from recipes.training.engine.zero_patches import sum_of_squares
 from tests.conftest import GPT_SWITCHES, changed, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
+from threefold.engine.build import build_from_recipe
+from threefold.engine.engine import Engine
+from threefold.engine.expert_groups import is_marked
+from threefold.engine.muon import Muon
+from threefold.engine.muon_exchange import MatrixExchange, update_scale
+from threefold.engine.newton_schulz import orthogonalize
+from threefold.engine.zero_patches import sum_of_squares
 from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 
@@ -585,11 +585,11 @@ def seeded_fault(fault: str) -> Iterator[None]:
             divided_by_group,
         ),
         "experts count twice in the gradient norm": (
-            "recipes.training.engine.zero_patches.sum_of_squares",
+            "threefold.engine.zero_patches.sum_of_squares",
             lambda parts, *rest: sum_of_squares(experts_twice(parts), *rest),
         ),
         "the balance loss is not divided by the micro-batches": (
-            "recipes.training.engine.build.loss_gradient",
+            "threefold.engine.build.loss_gradient",
             lambda wrapped: 1.0,
         ),
         "the balance loss has the counts of one rank": (
@@ -613,7 +613,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             first_only,
         ),
         "a bucket does not count in the gradient norm": (
-            "recipes.training.engine.zero_patches.sum_of_squares",
+            "threefold.engine.zero_patches.sum_of_squares",
             lambda parts, *rest: sum_of_squares(itertools.islice(parts, 1, None), *rest),
         ),
         "gradients are not summed over the shard groups": (
@@ -621,11 +621,11 @@ def seeded_fault(fault: str) -> Iterator[None]:
             own_group_only,
         ),
         "each shard group counts in the gradient norm": (
-            "recipes.training.engine.zero_patches.sum_of_squares",
+            "threefold.engine.zero_patches.sum_of_squares",
             lambda *arguments: 2 * sum_of_squares(*arguments),
         ),
         "Muon orthogonalizes the part of a tensor rank": (
-            "recipes.training.engine.optimizer.matrix_exchange.MatrixExchange.__call__",
+            "threefold.engine.muon_exchange.MatrixExchange.__call__",
             orthogonalized_parts,
         ),
         "Muon takes q, k and v for one matrix": (
@@ -633,11 +633,11 @@ def seeded_fault(fault: str) -> Iterator[None]:
             as_one_matrix,
         ),
         "Muon has the momentum of another rank": (
-            "recipes.training.engine.optimizer.muon.Muon._add_momentum",
+            "threefold.engine.muon.Muon._add_momentum",
             momentum_of_rank_0,
         ),
         "Muon scales updates by the shape of a part": (
-            "recipes.training.engine.optimizer.matrix_exchange.update_scale",
+            "threefold.engine.muon_exchange.update_scale",
             lambda shape: update_scale((shape[0] // 2, shape[1])),
         ),
         "the last norm's gradient is a thousandth too large": (

@@ -10,7 +10,7 @@ import torch
 from models.config import ModelConfig
 from models.layer_specs import VocabularyTable
 from models.parallel.collectives import TensorAxis
-from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
+from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine
 from threefold.supervision.hang_report import Breadcrumb
 
 MICRO_BATCHES = 3
@@ -97,9 +97,7 @@ def test_replicas_are_compared_with_a_note_for_each_kind() -> None:
         wrapped=SimpleNamespace(device="cpu"),
         _copies=lambda: [SimpleNamespace(kind=kind) for kind in ("tensor ranks", "data ranks")],
     )
-    with mock.patch(
-        "recipes.training.engine.engine.differing_replicas", lambda groups, _: list(groups)
-    ):
+    with mock.patch("threefold.engine.engine.differing_replicas", lambda groups, _: list(groups)):
         engine.differing_replicas()
     assert crumb.activities == [
         "comparing replicas of tensor ranks",

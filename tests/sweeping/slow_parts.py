@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from models.parallel import layers
 from models.transformer import Block
-from recipes.training.engine.engine import Engine
+from threefold.engine.engine import Engine
 from threefold.pipeline.stage import replaced
 
 SLEEP_SECONDS = 0.3

@@ -18,11 +18,11 @@ from recipes.sweeping.splitting.instrumentation import (
 )
 from recipes.sweeping.splitting.part_clock import PartClock
 from recipes.sweeping.splitting.parts import PARTS, SPLIT_STEPS, split_of_slowest
-from recipes.training.engine.engine import Engine
 from tests.conftest import changed, quick_and_long
 from tests.ranks import join_world, run_ranks
 from tests.sweeping.slow_parts import SLEEP_SECONDS, slowed
 from threefold.config.loading import parse_recipe
+from threefold.engine.engine import Engine
 
 MAX_NOISE_SECONDS = 0.15  # other processes may use the cores
 LEARNING_RATE = 1e-4

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from recipes.sweeping.splitting.part_clock import PartClock
-from recipes.training.engine.engine import Engine, PipelinedEngine
+from threefold.engine.engine import Engine, PipelinedEngine
 from threefold.pipeline.stage import replaced
 
 # The functions of `torch.distributed` call these methods of a group, under which name ever the

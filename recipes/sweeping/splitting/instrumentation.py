@@ -24,8 +24,8 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from recipes.sweeping.splitting.collectives import CountedCollectives
 from recipes.sweeping.splitting.part_clock import PartClock
 from recipes.sweeping.splitting.parts import PARTS, SPLIT_STEPS
-from recipes.training.engine.engine import Engine, PipelinedEngine
 from threefold.data.dataset import MicroBatch
+from threefold.engine.engine import Engine, PipelinedEngine
 from threefold.pipeline.engine import WeightPass
 from threefold.pipeline.stage import replaced
 

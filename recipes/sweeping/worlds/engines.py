@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from recipes.training.engine.engine import Engine, is_partitioned
 from threefold.config.deepspeed_json import precision, read_deepspeed_json
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.engine.engine import Engine, is_partitioned
 from threefold.runtime.processes import check_machine, quiet
 
 

@@ -23,10 +23,10 @@ from recipes.sweeping.trial import Result
 from recipes.sweeping.worlds.engines import checked_recipe, release
 from recipes.sweeping.worlds.protocol import START, WorldFiles, read_message, write_message
 from recipes.sweeping.worlds.rank_watch import RankWatch
-from recipes.training.engine.engine import Engine
 from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
+from threefold.engine.engine import Engine
 from threefold.runtime.processes import on_gpu, start_processes
 
 GIB = 2**30

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.task_scores import task_scores
 from threefold.data.dataset import MicroBatch, TrainingData
 from threefold.data.tasks import UNCOUNTED, positions
+from threefold.engine.engine import Engine
 
 
 class Evaluator:

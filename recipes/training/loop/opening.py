@@ -10,8 +10,6 @@ import torch.distributed as dist
 
 from models.errors import UserError
 from models.kernels.attention import document_kernel_name
-from recipes.training.engine.build import DTYPES
-from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.run import Ending, Run
@@ -27,6 +25,8 @@ from threefold.checkpoint.resume import Request, Start, find_start
 from threefold.checkpoint.snapshots.writer import SnapshotWriter
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.data.dataset import Prefetcher, TrainingData
+from threefold.engine.build import DTYPES
+from threefold.engine.engine import Engine
 from threefold.plan.predicted_metrics import predicted_metrics_of_run
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 from threefold.supervision.loss_watch import LossWatch

@@ -14,7 +14,6 @@ from threefold.supervision.loss_watch import LossWatch
 from threefold.supervision.stragglers import SlowStreaks
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
-    from recipes.training.engine.engine import Engine
     from recipes.training.evaluation.evaluator import Evaluator
     from recipes.training.tracking.meter import Meter
     from recipes.training.tracking.profiling.profiler import StepProfiler
@@ -24,6 +23,7 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from threefold.checkpoint.snapshots.writer import SnapshotWriter
     from threefold.checkpoint.writer import CheckpointWriter
     from threefold.data.dataset import Prefetcher, TrainingData
+    from threefold.engine.engine import Engine
     from threefold.supervision.supervisor import Supervisor
 
 

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from recipes.training.engine.build import DTYPES
 from recipes.training.preflight.measures import DeviceReport, LinkReport, Scope, pair_rounds
 from recipes.training.preflight.timing import all_reduce, matmul_tflops, timed, transfer
+from threefold.engine.build import DTYPES
 
 MATMUL_SIZE = {"cpu": 256, "cuda": 8192}  # rows, columns and inner dimension, by kind of device
 MATMUL_SIZE_FP32 = 4096  # on GPUs, where fp32 is up to 16 times slower

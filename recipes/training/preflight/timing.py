@@ -7,7 +7,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from recipes.training.engine.build import DTYPES
+from threefold.engine.build import DTYPES
 
 REPETITIONS = 7  # timed after one repetition for warm-up
 MATMULS_PER_REPETITION = 5

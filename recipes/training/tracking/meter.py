@@ -12,7 +12,7 @@ from threefold.gpus.datasheet import peak_tflops
 from threefold.run_folder.progress import Progress
 
 if TYPE_CHECKING:
-    from recipes.training.engine.expert_report import ExpertReport
+    from threefold.engine.experts import ExpertReport
 
 
 class Meter:

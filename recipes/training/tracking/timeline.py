@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from models.errors import UserError
-from recipes.training.engine.engine import Engine, PipelinedEngine
 from threefold.config.parallel_dims import Coordinates, Topology
 from threefold.config.recipe import Recipe
+from threefold.engine.engine import Engine, PipelinedEngine
 from threefold.pipeline.engine import Event, Recording, passes_of
 from threefold.pipeline.simulation import Timeline, simulate, typical_seconds
 from threefold.run_folder.folder import RunFolder

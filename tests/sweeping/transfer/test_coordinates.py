@@ -19,11 +19,11 @@ from recipes.sweeping.transfer.transfer_check import check_training
 from recipes.sweeping.transfer.transfer_report import check_line, coordinate_lines
 from recipes.sweeping.transfer.trials import coordinate_trials, loss_trials
 from recipes.sweeping.trial import Result
-from recipes.training.engine.engine import Engine, StepResult
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.data.dataset import TrainingData
+from threefold.engine.engine import Engine, StepResult
 from threefold.run_folder.folder import RunFolder
 
 MUP = {"model__parametrization": "mup", "model__base_hidden_size": 64}

@@ -16,11 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.proving.relay import load_newest
 from recipes.proving.trial import many_cases, start
-from recipes.training.engine.engine import Engine
 from recipes.training.evaluation.evaluator import Evaluator
 from tests.conftest import selected
-from tests.ranks import join_world, run_ranks
-from tests.training.engine.test_layouts import (
+from tests.engine.test_layouts import (
     COLUMNS2,
     DOCUMENTS,
     EXPERT2,
@@ -36,12 +34,14 @@ from tests.training.engine.test_layouts import (
     ZERO2,
     ZERO3,
 )  # fmt: skip
+from tests.ranks import join_world, run_ranks
 from tests.training.evaluation.conftest import STEPS, TrainedRun
 from tests.training.evaluation.text_corpus import SEQUENCE_LENGTH, evaluating_recipe
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology, World
 from threefold.data.dataset import TrainingData
 from threefold.data.tasks import Tasks, open_tasks
+from threefold.engine.engine import Engine
 from threefold.run_folder.folder import RunFolder
 
 CONTEXT2 = {"layout__context": 2}

@@ -28,7 +28,7 @@ subprocess.run([sys.executable, "-c", {code!r}], check=True)
 WITHOUT_COMPILER = """
 import os, sys
 import torch, deepspeed
-from recipes.training.engine.deepspeed_patches import import_muon
+from threefold.engine.deepspeed_overrides import import_muon
 import_muon()
 from deepspeed.runtime.zero.muon import muon_optimizer
 assert "torch._inductor.compile_fx" not in sys.modules and "TORCHDYNAMO_DISABLE" not in os.environ

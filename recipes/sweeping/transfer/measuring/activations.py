@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from models.layer_specs import VocabularyTable, layer_names
 from models.transformer import Block
 from recipes.proving.trial import train_step
-from recipes.training.engine.engine import Engine
 from threefold.data.dataset import TrainingData
+from threefold.engine.engine import Engine
 
 Activations = dict[str, Tensor]
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from recipes.proving.trial import gather, held_state, many_cases, start, train_step
-from recipes.training.engine.zero_patches import (
+from tests.conftest import changed, small_recipe
+from tests.ranks import join_world, run_ranks
+from threefold.config.loading import parse_recipe
+from threefold.engine.zero_patches import (
     ROW_ELEMENTS,
     gradient_norm,
     scale_in_update,
     squared_norm,
 )
-from tests.conftest import changed, small_recipe
-from tests.ranks import join_world, run_ranks
-from threefold.config.loading import parse_recipe
 
 CONFIGS = ("zero1_fp32", "zero1_bf16", "zero2_bf16", "zero3_fp32", "zero3_bf16")
 CLIPPING = (0.01, 1e6)  # below every gradient's norm, and above

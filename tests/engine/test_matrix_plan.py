@@ -7,8 +7,9 @@ from itertools import chain
 import pytest
 
 from models.sharding import Sharding
-from recipes.training.engine.optimizer import matrix_plan
-from recipes.training.engine.optimizer.matrix_plan import (
+from threefold.checkpoint.state import Fragment
+from threefold.engine import matrix_plan
+from threefold.engine.matrix_plan import (
     Matrix,
     Round,
     Shard,
@@ -16,7 +17,6 @@ from recipes.training.engine.optimizer.matrix_plan import (
     owners_by_round,
     sizes,
 )
-from threefold.checkpoint.state import Fragment
 
 LAYERS, HIDDEN, FFN = 4, 24, 40
 

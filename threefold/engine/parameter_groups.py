@@ -15,8 +15,8 @@ from models.initialization import (
     weight_decay_factor,
 )
 from models.sharding import place_of, sharding_of
-from recipes.training.engine.expert_groups import EXPERTS, is_marked
 from threefold.config.optimization import Optimizer
+from threefold.engine.expert_groups import EXPERTS, is_marked
 from threefold.pipeline.gradients import (
     deferring_parameters,
     divide_into_buckets,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from recipes.proving.trial import gather, held_state, held_weights, start, train_step
-from recipes.training.engine import engine as source
-from recipes.training.engine.router_bias import update_biases
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
+from threefold.engine import engine as source
+from threefold.engine.router_bias import update_biases
 
 STEPS, AMOUNT = 3, 0.01
 EXPERTS = {

@@ -12,7 +12,8 @@ from torch import Tensor
 from models.cost import MUON_BATCH_ELEMENTS
 from models.parallel.collectives import wait_for
 from models.sharding import sharding_of
-from recipes.training.engine.optimizer.matrix_plan import (
+from threefold.checkpoint.state import TrainingState
+from threefold.engine.matrix_plan import (
     Matrix,
     Piece,
     Round,
@@ -21,8 +22,7 @@ from recipes.training.engine.optimizer.matrix_plan import (
     owners_by_round,
     sizes,
 )
-from recipes.training.engine.optimizer.newton_schulz import orthogonalize
-from threefold.checkpoint.state import TrainingState
+from threefold.engine.newton_schulz import orthogonalize
 
 ADAMW_UPDATE_RMS = 0.2  # typical root mean square of AdamW's updates (Moonlight, section 2.2)
 

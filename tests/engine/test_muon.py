@@ -8,14 +8,14 @@ import torch
 
 from recipes.proving.compare import NOISE_SUFFIX, split_noise
 from recipes.proving.trial import gather, held_state, held_weights, many_cases, start, train_step
-from recipes.training.engine.optimizer.matrix_exchange import update_scale
-from recipes.training.engine.optimizer.muon import Muon
-from recipes.training.engine.optimizer.newton_schulz import orthogonalize
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.engine.plain_muon import PlainRun, by_singular_values
 from tests.ranks import fp16_on_cpu, join_world, run_ranks
-from tests.training.engine.optimizer.plain_muon import PlainRun, by_singular_values
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.engine.muon import Muon
+from threefold.engine.muon_exchange import update_scale
+from threefold.engine.newton_schulz import orthogonalize
 
 STEPS = 20
 SWITCHES = {"llama": {}, "gpt": GPT_SWITCHES}

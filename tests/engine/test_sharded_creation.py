@@ -15,11 +15,11 @@ from models.initialization import NormalRows, initial_std, initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.sharding import place_of, sharding_of
-from recipes.training.engine.build import build_grid, build_model, tensor_axis
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.engine.build import build_grid, build_model, tensor_axis
 
 CORPUS = Path("no corpus is read")
 SMALL_CHUNK = 300  # elements; most weights have several chunks

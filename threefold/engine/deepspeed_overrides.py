@@ -10,7 +10,7 @@ upstream change that would make the override removable.
   `recipes/training/tracking/` measures throughput. Gain: two or three synchronizations per
   micro-batch under ZeRO-3. Removable if the timer does not synchronize by default.
 
-`recipes/training/engine/deepspeed_patches.py`
+`threefold/engine/deepspeed_overrides.py`
 
 - `replace_timers`. Upstream: the pipeline engine times every batch and never frees the pair of CUDA
   events of each step. Ours: timers that do nothing. Reason: the events of a long run accumulate.
@@ -29,7 +29,7 @@ upstream change that would make the override removable.
   is suppressed, and each bucket is a group. Gain: 0.4 s per group, a minute of start-up for 80
   buckets. Removable if the reports become optional.
 
-`recipes/training/engine/sharded_creation.py`
+`threefold/engine/sharded_creation.py`
 
 - `ShardedCreation`. Upstream: `deepspeed.zero.Init` broadcasts each weight of rank 0 to all data
   ranks and then divides it. Ours: each rank fills only its part, without a broadcast, through
@@ -37,7 +37,7 @@ upstream change that would make the override removable.
   name. Gain: no rank draws or sends a whole weight. Removable if Init takes a function that fills a
   part.
 
-`recipes/training/engine/zero_patches.py`
+`threefold/engine/zero_patches.py`
 
 - `share_fp32_weights`. Upstream: ZeRO-1 and 2 update a copy of fp32 weights. Ours: the weights are
   updated in place. Reason: the copy has the same type. Gain: 4 bytes per parameter of a rank's
@@ -74,7 +74,7 @@ upstream change that would make the override removable.
   communicates in the background. Reason: `deepspeed.initialize` has no argument for the class.
   Gain: all schedules of `schedule/order.py`, and overlap of communication and computation.
   Removable if the schedule becomes an argument.
-- `gradients/`, and `config_of_stage` in `recipes/training/engine/build.py`. Upstream: pipelines
+- `gradients/`, and `config_of_stage` in `threefold/engine/build.py`. Upstream: pipelines
   reject ZeRO-2; gradients are copied into buckets and reduced after the last backward pass, and
   BF16_Optimizer zeroes them after each step. Ours: DeepSpeed is told stage 1, and its hooks are
   removed. Gradients are added to one tensor per optimizer group, summed by one reduce-scatter
@@ -123,7 +123,7 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.zero import utils
 from deepspeed.utils.timer import NoopTimer
 
-from recipes.training.engine.optimizer.muon import Muon
+from threefold.engine.muon import Muon
 from threefold.pipeline.stage import replaced
 
 COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # a variable that torch reads

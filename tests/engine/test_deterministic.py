@@ -34,7 +34,7 @@ RAISING = (
 WATCHED = """
 import os, torch
 from recipes import pretrain
-from recipes.training.engine.engine import Engine
+from threefold.engine.engine import Engine
 
 train_step = Engine.train_step
 

@@ -32,22 +32,22 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.process_groups import NcclSettings, create_groups
-from recipes.training.engine.deepspeed_patches import (
+from threefold.config.deepspeed_json import precision, zero_stage
+from threefold.config.parallel_dims import Topology
+from threefold.config.recipe import Optimizer, Recipe
+from threefold.engine.deepspeed_overrides import (
     allow_muon,
     import_muon,
     replace_timers,
     without_memory_reports,
 )
-from recipes.training.engine.engine import Engine, PipelinedEngine, SequentialEngine
-from recipes.training.engine.expert_groups import mark_experts
-from recipes.training.engine.optimizer.matrix_exchange import MatrixExchange
-from recipes.training.engine.optimizer.muon import Muon
-from recipes.training.engine.optimizer.parameter_groups import parameter_groups, rules_of
-from recipes.training.engine.sharded_creation import ShardedCreation
-from recipes.training.engine.zero_patches import without_needless_copies
-from threefold.config.deepspeed_json import precision, zero_stage
-from threefold.config.parallel_dims import Topology
-from threefold.config.recipe import Optimizer, Recipe
+from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine
+from threefold.engine.expert_groups import mark_experts
+from threefold.engine.muon import Muon
+from threefold.engine.muon_exchange import MatrixExchange
+from threefold.engine.parameter_groups import parameter_groups, rules_of
+from threefold.engine.sharded_creation import ShardedCreation
+from threefold.engine.zero_patches import without_needless_copies
 from threefold.pipeline.balance import pass_proportions
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine

@@ -23,15 +23,15 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
 from models.transformer import Attention
-from recipes.training.engine.expert_groups import expert_data_group, is_marked
-from recipes.training.engine.expert_report import ExpertReport, expert_report
-from recipes.training.engine.optimizer.muon import Muon
-from recipes.training.engine.optimizer.parameter_groups import rules_of
-from recipes.training.engine.router_bias import update_biases
-from recipes.training.engine.stopwatch import Stopwatch
 from threefold.checkpoint.state import CheckpointReader, Fragment, TrainingState, training_state
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
+from threefold.engine.expert_groups import expert_data_group, is_marked
+from threefold.engine.experts import ExpertReport, expert_report
+from threefold.engine.muon import Muon
+from threefold.engine.parameter_groups import rules_of
+from threefold.engine.router_bias import update_biases
+from threefold.engine.stopwatch import Stopwatch
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.rank_comparison import ReplicaGroup, differing_replicas

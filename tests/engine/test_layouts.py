@@ -28,13 +28,13 @@ from recipes.proving.compare import Outcome, compare
 from recipes.proving.layouts import ProofCase
 from recipes.proving.relay import load_newest, save
 from recipes.proving.trial import many_cases, start, train_step, try_cases
-from recipes.training.engine.engine import Engine, StepResult, held_values
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
+from threefold.engine.engine import Engine, StepResult, held_values
 from threefold.run_folder.folder import RunFolder
 
 GPT = GPT_SWITCHES
