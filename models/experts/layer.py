@@ -152,7 +152,7 @@ class Router(nn.Module):
     """Logits, scores and preferences of the experts, in fp32 also if the weights are in 16 bits.
 
     The bias has the gradient zero. The engine changes it in each step, by the numbers of tokens of
-    the experts (`threefold/engine/router_bias.py`).
+    the experts (`threefold/engine/experts.py`).
     """
 
     def __init__(self, settings: Experts, hidden_size: int, axis: TensorAxis):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from models.sharding import Sharding, sharding_of
 from threefold.checkpoint.state import Fragment, PartitionedState, TrainingState
-from threefold.engine.matrix_plan import Shard
+from threefold.engine.muon_exchange import Shard
 
 
 def shards_of_all_ranks(

@@ -8,8 +8,8 @@ import pytest
 
 from models.sharding import Sharding
 from threefold.checkpoint.state import Fragment
-from threefold.engine import matrix_plan
-from threefold.engine.matrix_plan import (
+from threefold.engine import muon_exchange
+from threefold.engine.muon_exchange import (
     Matrix,
     Round,
     Shard,
@@ -80,7 +80,7 @@ def test_every_element_is_in_one_piece(tensor: int, data: int, expert: bool) -> 
 
 
 def test_the_messages_of_all_ranks_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix_plan, "MUON_ROUND_ELEMENTS", 600)
+    monkeypatch.setattr(muon_exchange, "MUON_ROUND_ELEMENTS", 600)
     matrices = matrices_of(divided(2, 3), 2)
     rounds = owners_by_round(matrices, 6)
     assert len(rounds) > 2

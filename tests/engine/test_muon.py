@@ -13,9 +13,8 @@ from tests.engine.plain_muon import PlainRun, by_singular_values
 from tests.ranks import fp16_on_cpu, join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
-from threefold.engine.muon import Muon
+from threefold.engine.muon import Muon, orthogonalize
 from threefold.engine.muon_exchange import update_scale
-from threefold.engine.newton_schulz import orthogonalize
 
 STEPS = 20
 SWITCHES = {"llama": {}, "gpt": GPT_SWITCHES}

@@ -14,7 +14,7 @@ from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.engine import engine as source
-from threefold.engine.router_bias import update_biases
+from threefold.engine.experts import update_biases
 
 STEPS, AMOUNT = 3, 0.01
 EXPERTS = {

@@ -2,7 +2,7 @@ import time
 
 import torch
 
-from threefold.engine.stopwatch import Stopwatch
+from threefold.engine.engine import Stopwatch
 
 
 def test_a_stopwatch_that_is_off_counts_nothing() -> None:

@@ -11,7 +11,7 @@ from recipes.proving.trial import gather, held_state, many_cases, start, train_s
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
-from threefold.engine.zero_patches import (
+from threefold.engine.deepspeed_overrides import (
     ROW_ELEMENTS,
     gradient_norm,
     scale_in_update,

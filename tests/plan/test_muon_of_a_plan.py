@@ -12,7 +12,7 @@ from models.parallel.collectives import TensorAxis
 from models.sharding import sharding_of
 from recipes.tracing.trace import trace
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.engine.matrix_plan import Matrix, owners_by_round
+from threefold.engine.muon_exchange import Matrix, owners_by_round
 from threefold.gpus.datasheet import load_gpu
 from threefold.plan.goodput import own_bytes
 from threefold.plan.job import Job, Machine, job_of

@@ -47,12 +47,11 @@ from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
 from threefold.engine.build import build_from_recipe
+from threefold.engine.deepspeed_overrides import sum_of_squares
 from threefold.engine.engine import Engine
-from threefold.engine.expert_groups import is_marked
-from threefold.engine.muon import Muon
+from threefold.engine.experts import is_marked
+from threefold.engine.muon import Muon, orthogonalize
 from threefold.engine.muon_exchange import MatrixExchange, update_scale
-from threefold.engine.newton_schulz import orthogonalize
-from threefold.engine.zero_patches import sum_of_squares
 from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 
@@ -585,7 +584,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             divided_by_group,
         ),
         "experts count twice in the gradient norm": (
-            "threefold.engine.zero_patches.sum_of_squares",
+            "threefold.engine.deepspeed_overrides.sum_of_squares",
             lambda parts, *rest: sum_of_squares(experts_twice(parts), *rest),
         ),
         "the balance loss is not divided by the micro-batches": (
@@ -613,7 +612,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             first_only,
         ),
         "a bucket does not count in the gradient norm": (
-            "threefold.engine.zero_patches.sum_of_squares",
+            "threefold.engine.deepspeed_overrides.sum_of_squares",
             lambda parts, *rest: sum_of_squares(itertools.islice(parts, 1, None), *rest),
         ),
         "gradients are not summed over the shard groups": (
@@ -621,7 +620,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             own_group_only,
         ),
         "each shard group counts in the gradient norm": (
-            "threefold.engine.zero_patches.sum_of_squares",
+            "threefold.engine.deepspeed_overrides.sum_of_squares",
             lambda *arguments: 2 * sum_of_squares(*arguments),
         ),
         "Muon orthogonalizes the part of a tensor rank": (

@@ -1,4 +1,4 @@
-"""Build the model of a rank, its optimizer and its engine.
+"""Build the model of a rank, in shards for ZeRO-3, its optimizer and its engine.
 
     grid = build_grid(topology, recipe.optimizer)
     model = build_model(recipe, topology=topology, config=config, grid=grid)
@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
 
 from models.context_parallel.collectives import ContextAxis
 from models.experts.layer import expert_layers
@@ -40,14 +41,13 @@ from threefold.engine.deepspeed_overrides import (
     import_muon,
     replace_timers,
     without_memory_reports,
+    without_needless_copies,
 )
 from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine
-from threefold.engine.expert_groups import mark_experts
+from threefold.engine.experts import mark_experts
 from threefold.engine.muon import Muon
 from threefold.engine.muon_exchange import MatrixExchange
 from threefold.engine.parameter_groups import parameter_groups, rules_of
-from threefold.engine.sharded_creation import ShardedCreation
-from threefold.engine.zero_patches import without_needless_copies
 from threefold.pipeline.balance import pass_proportions
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
@@ -55,6 +55,73 @@ from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.stage import ProcessGrid, Stage
 from threefold.runtime.processes import quiet, should_compile
 from threefold.supervision.supervisor import Breadcrumb
+
+# Create the weights of ZeRO-3 as shards, so that no rank ever holds the whole model.
+#
+# DeepSpeed would partition a model that every rank has built and initialized. Here each layer is
+# partitioned before the next one is created, and each rank draws only its own part of the initial
+# values.
+
+
+class ShardedCreation:
+    """Initializes and partitions the weights of a layer, as `SequentialModel` calls it.
+
+    Args:
+        recipe: the recipe
+        config: the DeepSpeed configuration of `build_deepspeed_config`
+        grid: the process groups; a weight is divided among the data ranks
+        axis: the tensor axis
+        dtype: type of the weights
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        config: dict[str, Any],
+        grid: ProcessGrid,
+        axis: TensorAxis,
+        dtype: torch.dtype,
+    ):
+        self.recipe, self.axis, self.dtype = recipe, axis, dtype
+        self.names = layer_names(recipe.model)
+        self.zero = deepspeed.zero.Init(
+            data_parallel_group=grid.get_data_parallel_group(),
+            config_dict_or_path=config,
+            mpu=grid,
+        )
+        # torch's F.linear would keep every gathered weight until the backward pass.
+        self.zero._enable_mem_efficient_linear()
+
+    def __call__(self, number: int, layer: nn.Module) -> None:
+        """Partition layer `number`."""
+        for rest, parameter in layer.named_parameters():
+            self._partition(f"{self.names[number]}.{rest}", parameter)
+
+    def _partition(self, name: str, parameter: nn.Parameter) -> None:
+        """Fill this rank's part of a parameter, and free the rest.
+
+        On a CPU, `torch.empty` takes no physical memory until it is written. On a GPU it takes the
+        memory of one whole parameter, which `partition` frees.
+        """
+        zero = self.zero
+        parameter.data = torch.empty_like(parameter, dtype=self.dtype, device=zero.local_device)
+        zero._convert_to_deepspeed_param(parameter)
+        partitioned: Any = parameter
+        share = zero._aligned_size(parameter) // zero._partition_world_size(parameter)
+        first = min(share * zero._partition_rank(parameter), parameter.numel())
+        own = range(first, min(first + share, parameter.numel()))
+        initialize(
+            [(name, parameter)],
+            self.recipe.model,
+            seed=self.recipe.seed,
+            tensor_rank=self.axis.rank,
+            tensor_size=self.axis.size,
+            elements=own,
+        )
+        partitioned.partition()
+        partitioned.ds_tensor[len(own) :].zero_()  # padding
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

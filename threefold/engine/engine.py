@@ -2,8 +2,10 @@
 
 import contextlib
 import itertools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,15 +28,66 @@ from models.transformer import Attention
 from threefold.checkpoint.state import CheckpointReader, Fragment, TrainingState, training_state
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
-from threefold.engine.expert_groups import expert_data_group, is_marked
-from threefold.engine.experts import ExpertReport, expert_report
+from threefold.engine.experts import (
+    ExpertReport,
+    expert_data_group,
+    expert_report,
+    is_marked,
+    update_biases,
+)
 from threefold.engine.muon import Muon
 from threefold.engine.parameter_groups import rules_of
-from threefold.engine.router_bias import update_biases
-from threefold.engine.stopwatch import Stopwatch
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.rank_comparison import ReplicaGroup, differing_replicas
+
+# The time that a rank spends in forward passes, to find slow ranks.
+
+
+class Stopwatch:
+    """Sum of the times of forward passes; on a GPU, measured by events of the device.
+
+    A forward pass waits only for the tensor and context ranks that work on the same sequences.
+    Under ZeRO-3 it gathers weights from all data ranks, so a slow rank slows all of them equally
+    and is not found.
+    """
+
+    def __init__(self, device: torch.device, *, off: bool = False):
+        self.on_gpu, self.off = device.type == "cuda", off
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Add the time of this context."""
+        if self.off:
+            yield
+            return
+        if self.on_gpu:
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            yield
+            last.record()
+            self._events.append((first, last))
+            return
+        started = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - started
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        for first, last in self._events:
+            last.synchronize()
+            self._seconds += first.elapsed_time(last) / 1e3
+        seconds, self._seconds = self._seconds, 0.0
+        self._events.clear()
+        return seconds
+
+    def take_of_all_ranks(self) -> list[float]:
+        """Return the seconds since the last call on every rank, by rank; collective."""
+        of_ranks = [0.0] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, self.take())
+        return of_ranks
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,21 @@
-"""Report about the experts of all layers in a step, over the whole global batch."""
+"""Experts in the engine: their process groups, the report of a step, and the routers' biases."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
+from torch import nn
 
 from models.config import ModelConfig
-from models.experts.layer import MixtureOfExperts
+from models.experts.layer import MixtureOfExperts, expert_layers
+from models.experts.routing import ExpertAxis
+from models.parallel.process_groups import create_groups
+from threefold.checkpoint.state import TrainingState
+from threefold.config.parallel_dims import Topology
 
 
 @dataclass(frozen=True)
@@ -88,3 +95,71 @@ def smallest_margin(layers: Sequence[MixtureOfExperts], device: torch.device) ->
     smallest = torch.stack([each.to(device) for each in margins if each is not None]).min()
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return float(smallest)
+
+
+# Tell DeepSpeed which ranks hold the same experts, so that ZeRO divides experts among them.
+
+EXPERTS = "experts"  # DeepSpeed's name of the group
+
+
+def mark_experts(model: nn.Module, topology: Topology, axis: ExpertAxis) -> None:
+    """Mark the weights of experts if data ranks hold different ones; collective.
+
+    DeepSpeed reads the attributes `allreduce` and `group_name` of a parameter. Without expert
+    ranks, the experts of a tensor rank are like any other weight that tensor ranks divide.
+    """
+    if topology.expert == 1:
+        return
+    copies = create_groups(topology.expert_data_groups())
+    groups._EXPERT_PARALLEL_GROUP[EXPERTS] = axis.group
+    groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS] = copies
+    groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[EXPERTS] = dist.get_process_group_ranks(copies)
+    for layer in expert_layers(model):
+        for weight in layer.experts.parameters():
+            vars(weight).update(allreduce=False, group_name=EXPERTS)
+
+
+def is_marked(weight: nn.Parameter) -> bool:
+    """Return True if `mark_experts` has marked a weight."""
+    return not vars(weight).get("allreduce", True)
+
+
+def expert_data_group() -> dist.ProcessGroup:
+    """Return this rank's group of ranks that hold the same experts, after `mark_experts`."""
+    return groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS]
+
+
+# Update of the routers' biases, which balances the experts without a loss.
+#
+# Wang et al. 2024 (arXiv 2408.15664, algorithm 1): in each step, just before AdamW, the bias of an
+# expert that has received fewer tokens than the mean of its layer grows by a constant, and that of
+# an expert with more tokens falls by it. The numbers of tokens are those of the whole global
+# batch, so the update is the same in every layout.
+
+ROUTER_BIAS = re.compile(r"blocks\.(\d+)\.mlp\.router\.bias")
+
+
+@torch.no_grad()
+def update_biases(
+    state: TrainingState, counts: Sequence[Sequence[int]], *, first_layer: int, amount: float
+) -> None:
+    """Change this rank's fp32 biases in place, before the optimizer's step.
+
+    The optimizer leaves them as they are, because their gradients are zero and they do not decay.
+    Afterwards DeepSpeed copies them into the model, and to the other data ranks, like any weight.
+
+    Args:
+        state: this rank's share of the training state
+        counts: tokens of the global batch, by layer with experts and by expert
+        first_layer: number of the first layer with experts
+        amount: `model.experts.bias_update`
+    """
+    flats = state.weights
+    for fragment in state.fragments:
+        found = ROUTER_BIAS.fullmatch(fragment.name)
+        if found is None:
+            continue
+        of_layer = torch.tensor(counts[int(found[1]) - first_layer], dtype=torch.float64)
+        change = amount * torch.sign(of_layer.mean() - of_layer)
+        own = change[fragment.elements.start : fragment.elements.stop].to(flats[fragment.flat])
+        flats[fragment.flat][fragment.offset :][: len(own)] += own

@@ -16,7 +16,7 @@ from models.initialization import (
 )
 from models.sharding import place_of, sharding_of
 from threefold.config.optimization import Optimizer
-from threefold.engine.expert_groups import EXPERTS, is_marked
+from threefold.engine.experts import EXPERTS, is_marked
 from threefold.pipeline.gradients import (
     deferring_parameters,
     divide_into_buckets,
