@@ -23,11 +23,11 @@ if __name__ == "__main__":  # import from the repository's root, not from recipe
 import argparse
 
 from models.errors import UserError
-from recipes.reporting.page.page import Watching, render
-from recipes.reporting.page.palette import MAX_RUNS
-from recipes.reporting.page.watch import Watcher, serve
-from recipes.reporting.record.run_record import names_of, read_run
 from threefold.gpus.datasheet import load_gpu
+from threefold.report.page import Watching, render
+from threefold.report.palette import MAX_RUNS
+from threefold.report.run_record import names_of, read_run
+from threefold.report.watch import Watcher, serve
 from threefold.run_folder.json_lines import write_whole
 from threefold.runtime.exits import raise_at_interrupt
 from threefold.runtime.output import escape_output

@@ -21,14 +21,12 @@ from recipes.converting.adopt import TheirFiles, read_config
 from recipes.nodes.hosts import read_hostfile
 from recipes.prepare_data import parse_command_line
 from recipes.preparing.options import check_same_options
-from recipes.reporting.page.page import render
-from recipes.reporting.record.run_record import read_run
 from recipes.training.tracking.weights_and_biases.settings import (
     check_variables,
     read_run_id,
     read_wandb_key,
 )
-from tests.reporting.synthetic import write_run
+from tests.report.synthetic import write_run
 from threefold.checkpoint.compatibility import check_initial_weights
 from threefold.checkpoint.format import REMEDY, Manifest
 from threefold.config.deepspeed_json import read_deepspeed_json
@@ -43,6 +41,8 @@ from threefold.prepare_data.corpus import Origins, find_damages
 from threefold.prepare_data.formats import JsonLines, TextLines, from_library
 from threefold.prepare_data.tokenization import Tokenization, read_report, texts_of
 from threefold.prepare_data.tokenizer import load_tokenizer
+from threefold.report.page import render
+from threefold.report.run_record import read_run
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import is_held
 from threefold.run_folder.progress import Progress

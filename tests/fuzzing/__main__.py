@@ -37,15 +37,8 @@ from models.errors import UserError
 from recipes.nodes.connection import over_ssh
 from recipes.nodes.hosts import read_hostfile
 from recipes.proving.proof_corpus import write_corpus
-from recipes.reporting.page import facts
-from recipes.reporting.page.axes import axes_of, step_positions
-from recipes.reporting.page.page import _run_facts, render
-from recipes.reporting.page.panels import panels_of
-from recipes.reporting.record.marks import marks_of
-from recipes.reporting.record.plan_comparison import predict
-from recipes.reporting.record.run_record import read_run
 from tests.conftest import VOCAB_SIZE, shipped_configs, shipped_recipes, small_recipe
-from tests.reporting.synthetic import event, write_run
+from tests.report.synthetic import event, write_run
 from threefold.checkpoint import format as checkpoint_manifest
 from threefold.checkpoint.compatibility import check_initial_weights, check_same_run
 from threefold.checkpoint.format import Manifest
@@ -65,6 +58,13 @@ from threefold.data.corpus import (
 from threefold.data.token_file import TokenFile
 from threefold.prepare_data.corpus import Origins, find_damages, sha256
 from threefold.prepare_data.sample_lookup import samples_of
+from threefold.report import facts
+from threefold.report.axes import axes_of, step_positions
+from threefold.report.charts import panels_of
+from threefold.report.marks import marks_of
+from threefold.report.page import _run_facts, render
+from threefold.report.run_record import read_run
+from threefold.report.summaries import predict
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
 

@@ -22,16 +22,16 @@ from bokeh.document import Document
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from recipes.reporting.page import facts
-from recipes.reporting.page.axes import axes_of
-from recipes.reporting.page.curves import TREND_POINTS, count_curves, draw_panel
-from recipes.reporting.page.drawing import Key, Scene
-from recipes.reporting.page.event_figures import draw_lanes
-from recipes.reporting.page.palette import COLOURS, colour, dash
-from recipes.reporting.page.panels import panels_of
-from recipes.reporting.record.marks import describe, marks_of
-from recipes.reporting.record.plan_comparison import Prediction, predict
-from recipes.reporting.record.run_record import RunRecord
+from threefold.report import facts
+from threefold.report.axes import axes_of
+from threefold.report.charts import panels_of
+from threefold.report.curves import TREND_POINTS, count_curves, draw_panel
+from threefold.report.drawing import Key, Scene
+from threefold.report.event_figures import draw_lanes
+from threefold.report.marks import describe, marks_of
+from threefold.report.palette import COLOURS, colour, dash
+from threefold.report.run_record import RunRecord
+from threefold.report.summaries import Prediction, predict
 from threefold.run_folder.json_lines import number
 
 FOLDER = Path(__file__).parent

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from recipes.reporting.record.plan_comparison import Prediction
-from recipes.reporting.record.run_record import RunRecord
+from threefold.report.run_record import RunRecord
+from threefold.report.summaries import Prediction
 
 MAX_OTHER_PANELS = 16
 LOSS = "loss"

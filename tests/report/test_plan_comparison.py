@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from recipes.reporting.record.plan_comparison import predict
-from recipes.reporting.record.run_record import RunRecord, read_run
-from tests.reporting.synthetic import recipe_of, write_run
+from tests.report.synthetic import recipe_of, write_run
 from threefold.gpus.datasheet import load_gpu
 from threefold.plan.job import Machine, job_of
 from threefold.plan.time.step import step_time
+from threefold.report.run_record import RunRecord, read_run
+from threefold.report.summaries import predict
 
 
 def record_of(folder: Path, *overrides: str, mfu: float | None, peak: float = 1.0) -> RunRecord:

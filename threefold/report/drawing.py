@@ -11,9 +11,9 @@ from typing import Any
 from bokeh.models import CrosshairTool, NumeralTickFormatter, Range1d, Span
 from bokeh.plotting import figure
 
-from recipes.reporting.page.axes import Axis
-from recipes.reporting.record.marks import Mark
-from recipes.reporting.record.run_record import RunRecord
+from threefold.report.axes import Axis
+from threefold.report.marks import Mark
+from threefold.report.run_record import RunRecord
 
 POINTS_IN_PAGE = 90_000  # of all curves together: about 1 MB, because Bokeh compresses them
 MIN_BUCKETS = 250

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from models.errors import UserError
-from recipes.reporting.record.run_record import RunRecord
 from threefold.config.deepspeed_json import precision, read_deepspeed_json
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import gpus, load_gpu
@@ -11,6 +10,7 @@ from threefold.plan.job import Machine, own_job
 from threefold.plan.memory.peak import GIB, fullest_stage
 from threefold.plan.predicted_metrics import metrics_of_job
 from threefold.plan.software import THREEFOLD
+from threefold.report.run_record import RunRecord
 
 PEAK_TOLERANCE = 1e-3  # relative, of the peak that the metrics imply
 USUAL_GPUS_PER_NODE = 8

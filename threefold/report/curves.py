@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 from bokeh.models import ColumnDataSource, NumeralTickFormatter, PrintfTickFormatter
 
-from recipes.reporting.page.axes import positions
-from recipes.reporting.page.drawing import Key, Scene, new_figure, tag
-from recipes.reporting.page.event_figures import draw_marks, draw_turns
-from recipes.reporting.page.palette import COLOURS, REFERENCE, colour, dash, marker
-from recipes.reporting.page.panels import Panel
-from recipes.reporting.record.reduction import reduced, trend
-from recipes.reporting.record.run_record import RunRecord
-from recipes.reporting.record.steps import Steps
+from threefold.report.axes import positions
+from threefold.report.charts import Panel
+from threefold.report.drawing import Key, Scene, new_figure, tag
+from threefold.report.event_figures import draw_marks, draw_turns
+from threefold.report.palette import COLOURS, REFERENCE, colour, dash, marker
+from threefold.report.reduction import reduced, trend
+from threefold.report.run_record import RunRecord
+from threefold.report.steps import Steps
 
 FEW_POINTS = 120  # a sparse curve with at most this many points is drawn with markers
 TREND_POINTS = 300  # number of means in the thick line through a long curve

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from recipes.reporting.page.page import Watching, render
-from recipes.reporting.page.watch import Watcher, new_server
-from recipes.reporting.record.run_record import read_run
-from tests.reporting.chromium import EXECUTABLE, NO_CHROMIUM, TIMEOUT, Chromium
-from tests.reporting.synthetic import event, line_of, recipe_of, write_lines, write_run
+from tests.report.chromium import EXECUTABLE, NO_CHROMIUM, TIMEOUT, Chromium
+from tests.report.synthetic import event, line_of, recipe_of, write_lines, write_run
+from threefold.report.page import Watching, render
+from threefold.report.run_record import read_run
+from threefold.report.watch import Watcher, new_server
 
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason=NO_CHROMIUM)
 

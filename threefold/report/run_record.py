@@ -11,11 +11,11 @@ import numpy as np
 
 from models.cost import flops_per_token
 from models.errors import UserError, reason_of
-from recipes.reporting.record.branches import abandoned_branches, divide
-from recipes.reporting.record.steps import Steps
 from threefold.config.loading import is_nested_too_deeply, parse_recipe
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.report.branches import abandoned_branches, divide
+from threefold.report.steps import Steps
 from threefold.run_folder.folder import EVENT_KEYS, METRIC_KEYS
 from threefold.run_folder.history import WallTime, replay
 from threefold.run_folder.json_lines import LineFile, number

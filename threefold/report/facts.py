@@ -11,11 +11,11 @@ import numpy as np
 import tomli_w
 
 from models.errors import UserError
-from recipes.reporting.page.palette import PARTS
-from recipes.reporting.record.mixture import SourceShare, shares_read
-from recipes.reporting.record.plan_comparison import Prediction
-from recipes.reporting.record.run_record import RunRecord
 from threefold.config.phases import StagePlan
+from threefold.report.mixture import SourceShare, shares_read
+from threefold.report.palette import PARTS
+from threefold.report.run_record import RunRecord
+from threefold.report.summaries import Prediction
 from threefold.run_folder.history import CAUSE_TEXTS
 from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE, number
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recipes.reporting.record.run_record import RunRecord
-from recipes.reporting.record.steps import Steps
+from threefold.report.run_record import RunRecord
+from threefold.report.steps import Steps
 
 TOKEN_UNITS = ((1e12, "trillions"), (1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 FLOP_UNITS = ((1e24, "10^24"), (1e21, "10^21"), (1e18, "10^18"), (1e15, "10^15"), (1e12, "10^12"))

@@ -11,10 +11,10 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 from recipes.report import main
-from recipes.reporting.page.watch import Watcher
 from tests.commands import run_here
-from tests.reporting.synthetic import line_of, recipe_of, write_lines, write_run
+from tests.report.synthetic import line_of, recipe_of, write_lines, write_run
 from threefold.config.loading import REPOSITORY
+from threefold.report.watch import Watcher
 from threefold.run_folder.lock import FolderLock
 
 EVERY = 0.2

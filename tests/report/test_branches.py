@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from recipes.reporting.record.branches import abandoned_branches, divide
-from recipes.reporting.record.run_record import read_run
-from tests.reporting.synthetic import line_of, recipe_of, write_run
+from tests.report.synthetic import line_of, recipe_of, write_run
+from threefold.report.branches import abandoned_branches, divide
+from threefold.report.run_record import read_run
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
 

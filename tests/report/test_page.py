@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from recipes.report import main
-from recipes.reporting.page.facts import plan_rows
-from recipes.reporting.page.page import Watching, bokeh_script, render
-from recipes.reporting.page.panels import panels_of
-from recipes.reporting.record.run_record import read_run
 from tests.commands import run_here
-from tests.reporting.synthetic import event, line_of, recipe_of, write_lines, write_run
+from tests.report.synthetic import event, line_of, recipe_of, write_lines, write_run
 from threefold.config.loading import REPOSITORY
+from threefold.report.charts import panels_of
+from threefold.report.facts import plan_rows
+from threefold.report.page import Watching, bokeh_script, render
+from threefold.report.run_record import read_run
 
 MAX_BYTES = 5_000_000
 MAX_BYTES_OF_ONE_RUN = 1_000_000  # without Bokeh's script

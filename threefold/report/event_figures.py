@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 from bokeh.models import ColumnDataSource, FactorRange
 
-from recipes.reporting.page.axes import step_positions
-from recipes.reporting.page.drawing import Scene, new_figure, tag
-from recipes.reporting.page.palette import colour
-from recipes.reporting.page.panels import LOSS
-from recipes.reporting.record.marks import SYMBOLS, TURNS, Mark, spread
-from recipes.reporting.record.run_record import RunRecord
+from threefold.report.axes import step_positions
+from threefold.report.charts import LOSS
+from threefold.report.drawing import Scene, new_figure, tag
+from threefold.report.marks import SYMBOLS, TURNS, Mark, spread
+from threefold.report.palette import colour
+from threefold.report.run_record import RunRecord
 
 MAX_SAVES_ON_CURVE = 40
 LANE_PIXELS = 24

@@ -11,13 +11,13 @@ import pytest
 
 from models.cost import flops_per_token
 from models.errors import UserError
-from recipes.reporting.page.facts import mixtures, state, stops, summary, wall_time_parts
-from recipes.reporting.record.mixture import shares_read
-from recipes.reporting.record.run_record import names_of, read_run
-from tests.reporting.synthetic import BEGAN, event, recipe_of, write_run
+from tests.report.synthetic import BEGAN, event, recipe_of, write_run
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import StagePlan
 from threefold.data.sample_order import choose_sources
+from threefold.report.facts import mixtures, state, stops, summary, wall_time_parts
+from threefold.report.mixture import shares_read
+from threefold.report.run_record import names_of, read_run
 from threefold.run_folder.lock import FolderLock
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recipes.reporting.record.reduction import reduced, trend
+from threefold.report.reduction import reduced, trend
 
 
 @pytest.mark.parametrize("height", [9.0, -9.0])
