@@ -24,10 +24,9 @@ import argparse
 
 from models.errors import UserError
 from threefold.gpus.datasheet import load_gpu
-from threefold.report.page import Watching, render
-from threefold.report.palette import MAX_RUNS
+from threefold.report.charts import MAX_RUNS
+from threefold.report.page import Watcher, Watching, render, serve
 from threefold.report.run_record import names_of, read_run
-from threefold.report.watch import Watcher, serve
 from threefold.run_folder.json_lines import write_whole
 from threefold.runtime.exits import raise_at_interrupt
 from threefold.runtime.output import escape_output

@@ -58,12 +58,10 @@ from threefold.data.corpus import (
 from threefold.data.token_file import TokenFile
 from threefold.prepare_data.corpus import Origins, find_damages, sha256
 from threefold.prepare_data.sample_lookup import samples_of
-from threefold.report import facts
-from threefold.report.axes import axes_of, step_positions
-from threefold.report.charts import panels_of
-from threefold.report.marks import marks_of
+from threefold.report import page
+from threefold.report.charts import axes_of, panels_of, step_positions
 from threefold.report.page import _run_facts, render
-from threefold.report.run_record import read_run
+from threefold.report.run_record import marks_of, read_run
 from threefold.report.summaries import predict
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
@@ -509,9 +507,9 @@ class _Lines:
         assert progress.step == 4
         samples_of(self.recipe, folder, 4)
         run = read_run(self.folder, "run")
-        plan = facts.planned(run, predict, None)
+        plan = page.planned(run, predict, None)
         marks = marks_of(run.events)
-        facts.summary([run]), facts.recipe_differences([run, run])
+        page.summary([run]), page.recipe_differences([run, run])
         _run_facts(run, 0, plan, marks)
         axes = axes_of([run])
         step_positions([mark.step for mark in marks], run, axes)

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.report.synthetic import line_of, recipe_of, write_run
-from threefold.report.branches import abandoned_branches, divide
-from threefold.report.run_record import read_run
+from threefold.report.run_record import abandoned_branches, divide, read_run
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
 

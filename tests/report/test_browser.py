@@ -14,9 +14,8 @@ from PIL import Image
 
 from tests.report.chromium import EXECUTABLE, NO_CHROMIUM, TIMEOUT, Chromium
 from tests.report.synthetic import event, line_of, recipe_of, write_lines, write_run
-from threefold.report.page import Watching, render
+from threefold.report.page import Watcher, Watching, new_server, render
 from threefold.report.run_record import read_run
-from threefold.report.watch import Watcher, new_server
 
 pytestmark = pytest.mark.skipif(EXECUTABLE is None, reason=NO_CHROMIUM)
 

@@ -20,8 +20,7 @@ from tests.commands import run_here
 from tests.report.synthetic import event, line_of, recipe_of, write_lines, write_run
 from threefold.config.loading import REPOSITORY
 from threefold.report.charts import panels_of
-from threefold.report.facts import plan_rows
-from threefold.report.page import Watching, bokeh_script, render
+from threefold.report.page import Watching, bokeh_script, plan_rows, render
 from threefold.report.run_record import read_run
 
 MAX_BYTES = 5_000_000

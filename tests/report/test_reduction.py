@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from threefold.report.reduction import reduced, trend
+from threefold.report.summaries import reduced, trend
 
 
 @pytest.mark.parametrize("height", [9.0, -9.0])

@@ -15,9 +15,9 @@ from tests.report.synthetic import BEGAN, event, recipe_of, write_run
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import StagePlan
 from threefold.data.sample_order import choose_sources
-from threefold.report.facts import mixtures, state, stops, summary, wall_time_parts
-from threefold.report.mixture import shares_read
+from threefold.report.page import mixtures, state, stops, summary, wall_time_parts
 from threefold.report.run_record import names_of, read_run
+from threefold.report.summaries import shares_read
 from threefold.run_folder.lock import FolderLock
 
 

@@ -14,7 +14,7 @@ from recipes.report import main
 from tests.commands import run_here
 from tests.report.synthetic import line_of, recipe_of, write_lines, write_run
 from threefold.config.loading import REPOSITORY
-from threefold.report.watch import Watcher
+from threefold.report.page import Watcher
 from threefold.run_folder.lock import FolderLock
 
 EVERY = 0.2

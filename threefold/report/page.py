@@ -1,4 +1,4 @@
-"""The page: one file of HTML with all data, scripts and styles, which loads nothing else.
+"""The page: one file of HTML with all data, scripts and styles, and a server for live runs.
 
 Whatever users have written (names, reasons, paths) is escaped by Jinja, and the page's own policy
 allows no script but the two in it, so that no text can become a script. The policy also forbids
@@ -8,31 +8,310 @@ every request, except to the server of `--watch`.
 import base64
 import hashlib
 import json
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
+from threading import Lock, Thread
 from typing import Any
 
 import bokeh
 import numpy as np
+import tomli_w
 from bokeh.core.json_encoder import serialize_json
 from bokeh.document import Document
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from threefold.report import facts
-from threefold.report.axes import axes_of
-from threefold.report.charts import panels_of
-from threefold.report.curves import TREND_POINTS, count_curves, draw_panel
-from threefold.report.drawing import Key, Scene
-from threefold.report.event_figures import draw_lanes
-from threefold.report.marks import describe, marks_of
-from threefold.report.palette import COLOURS, colour, dash
-from threefold.report.run_record import RunRecord
-from threefold.report.summaries import Prediction, predict
-from threefold.run_folder.json_lines import number
+from models.errors import UserError, reason_of
+from threefold.config.phases import StagePlan
+from threefold.report.charts import (
+    COLOURS,
+    PARTS,
+    TREND_POINTS,
+    Key,
+    Scene,
+    axes_of,
+    colour,
+    count_curves,
+    dash,
+    draw_lanes,
+    draw_panel,
+    panels_of,
+)
+from threefold.report.run_record import RunRecord, describe, marks_of
+from threefold.report.summaries import Prediction, SourceShare, predict, shares_read
+from threefold.run_folder.history import CAUSE_TEXTS
+from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE, number
+from threefold.run_folder.lock import is_held
+
+# The tables of the page: a summary of the runs, plans, goodput, mixtures, slow ranks, recipes.
+
+NONE = "–"  # noqa: RUF001 (a dash)
+MAX_SLOW_RANKS = 5
+PART_NAMES = {"kept": "kept steps"} | CAUSE_TEXTS
+UNITS = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: its title, and a text for each run."""
+
+    title: str
+    cells: Sequence[str]
+
+
+def summary(runs: Sequence[RunRecord]) -> list[Row]:
+    """Return the most important numbers of each run."""
+    metrics = list(dict.fromkeys(
+        name for run in runs for name in run.steps.values
+        if name.startswith(("validation_loss", "validation/", "tasks/"))
+    ))  # fmt: skip
+    rows = [
+        Row("state", [state(run) for run in runs]),
+        Row("steps", [_steps(run) for run in runs]),
+        Row("tokens", [_large(run.steps.last("tokens")) for run in runs]),
+        Row("training compute", [_compute(run) for run in runs]),
+        Row("loss, last step", [_number(run.steps.last("loss"), 5) for run in runs]),
+        *(Row(name, [_number(run.steps.last(name), 5) for run in runs]) for name in metrics),
+        Row("tokens per second, median",
+            [_count(run.steps.median("tokens_per_second")) for run in runs]),
+        Row("goodput", [_percent(run.wall_time["kept"]) for run in runs]),
+        Row("wall time", [f"{run.hours:.2f} h" for run in runs]),
+        Row("ranks", [str(run.world_size or NONE) for run in runs]),
+        Row("layout", [_layout(run) for run in runs]),
+        Row("code", [_code(run) for run in runs]),
+    ]  # fmt: skip
+    return [row for row in rows if any(cell != NONE for cell in row.cells)]
+
+
+def state(run: RunRecord) -> str:
+    """Return the state of the run: running, finished, stopped or interrupted."""
+    if run.running:
+        return "running"
+    ends = [event for event in run.events if event["event"] in ("end", "stop", "start", "resume")]
+    if ends and ends[-1]["event"] == "end":
+        return "finished"
+    if ends and ends[-1]["event"] == "stop":
+        return "stopped"
+    return "interrupted"
+
+
+def plan_rows(run: RunRecord, plan: Prediction) -> list[Sequence[str]]:
+    """Return measured and planned numbers of a run: name, measured, planned, difference.
+
+    Metrics that the run does not have, such as the MFU of a CPU, are left out.
+    """
+    median = run.steps.median
+    rows = [
+        ("seconds per step", median("step_seconds"), plan.step_seconds, 1.0),
+        ("tokens per second", median("tokens_per_second"), plan.tokens_per_second, 1.0),
+        ("TFLOP/s per device", median("tflops_per_gpu"), plan.tflops_per_gpu, 1.0),
+        ("MFU (%)", median("mfu"), plan.mfu, 100.0),
+        ("peak memory of rank 0 (GB)", run.steps.last("memory_gb"), plan.memory_gb, 1.0),
+    ]
+    return [
+        (title, _number(measured * scale, 4), _number(planned * scale, 4),
+         f"{measured / planned - 1:+.1%}")
+        for title, measured, planned, scale in rows
+        if measured is not None
+    ]  # fmt: skip
+
+
+def wall_time_parts(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the shares of the wall time: name, share, its text, and colour."""
+    return [
+        {"name": PART_NAMES[part], "share": 100 * run.wall_time[part], "colour": shade,
+         "text": _percent(run.wall_time[part])}
+        for part, shade in PARTS.items()
+    ]  # fmt: skip
+
+
+def stops(run: RunRecord) -> list[Sequence[str]]:
+    """Return the stops and interruptions of a run, and the steps that each has cost.
+
+    A run that was killed leaves no event `stop`: its next start repeats the steps since the
+    checkpoint.
+    """
+    rows: list[Sequence[str]] = []
+    for before, event in pairwise([{"event": "", "step": 0}, *run.events]):
+        kind, step = event["event"], f"{event['step']:,}"
+        if kind == "stop":
+            rows.append((step, str(event.get("reason", "")), NONE))
+        elif kind == "rollback":
+            rows.append((step, f"rolled back: {event.get('reason', '')}", NONE))
+        elif kind == "attempt_end" and event.get("reason"):
+            rows.append((step, str(event["reason"]), NONE))
+        elif kind == "repeat":
+            lost = f"{event.get('steps', NONE)} steps, {_seconds(event.get('seconds'))}"
+            if rows and before["event"] in ("stop", "rollback", "attempt_end"):
+                rows[-1] = (*rows[-1][:2], lost)
+            else:
+                rows.append((step, "resumed after an interruption", lost))
+    return rows
+
+
+def mixtures(run: RunRecord) -> list[tuple[str, list[SourceShare]]]:
+    """Return the mixture of each part of the data that the kept steps have read.
+
+    Returns:
+        (stages, shares of the sources), in the order of the parts; empty if the recipe is unknown
+    """
+    plan = run.plan
+    if plan is None:
+        return []
+    found = []
+    for part in plan.parts:
+        spans = [span for span in plan.spans if span.part == part]
+        if spans[0].first > run.newest_step:
+            break
+        names = ", ".join(dict.fromkeys(span.stage for span in spans))
+        found.append((names, _mixture_of_part(run, plan, part)))
+    return found
+
+
+def _mixture_of_part(run: RunRecord, plan: StagePlan, part: int) -> list[SourceShare]:
+    """Return the shares of the sources in a part of the data.
+
+    Samples are counted from the first sample of the mixture, which may have begun in an earlier
+    part. The boundaries of the parts are those of a run without rollbacks.
+    """
+    first = plan.first_of_part(part)
+    train = first.recipe.data.train
+    same = part
+    while same and plan.first_of_part(same - 1).recipe.data.train == train:
+        same -= 1
+    samples = plan.samples_before(first.first)
+    begin = plan.samples_before(plan.first_of_part(same).first)
+    tokens, length = plan.tokens_before(first.first), first.recipe.model.sequence_length
+    ends = [
+        (int(step), samples - begin + (int(count) - tokens) // length)
+        for step, count in zip(run.steps.step, run.steps.column("tokens"), strict=True)
+        if abs(count) <= MAX_INTEGER_IN_LINE and plan.at(int(step)).part == part
+    ]
+    jumps = {step: sample - begin for step, sample in run.first_samples.items()}
+    jumps.setdefault(first.first - 1, samples - begin)
+    sources = {source.path: source.weight for source in train}
+    return shares_read(sources, ends, jumps, batch=first.recipe.batch.global_sequences)
+
+
+def slowest_ranks(run: RunRecord) -> list[Sequence[str]]:
+    """Return the ranks that most comparisons named as the slowest: rank, times, largest ratio."""
+    ranks, ratios = run.steps.column("slowest_rank"), run.steps.column("slowest_ratio")
+    named = [
+        (int(rank), ratio)
+        for rank, ratio in zip(ranks, ratios, strict=True)
+        if np.isfinite(rank) and np.isfinite(ratio)
+    ]
+    counts = Counter(rank for rank, _ in named)
+    return [
+        (str(rank), f"{count} of {len(named)}",
+         f"{max(ratio for other, ratio in named if other == rank):.3g}")
+        for rank, count in counts.most_common(MAX_SLOW_RANKS)
+    ]  # fmt: skip
+
+
+def event_rows(run: RunRecord, most: int) -> list[dict[str, Any]]:
+    """Return the newest events of a run, at most `most`."""
+    return run.events[-most:]
+
+
+def recipe_differences(runs: Sequence[RunRecord]) -> list[Row]:
+    """Return the keys of the recipes whose values differ between the runs."""
+    tables = [flat(run.table) for run in runs]
+    keys = dict.fromkeys(key for table in tables for key in table)
+    rows = [Row(key, [table.get(key, NONE) for table in tables]) for key in keys]
+    return [row for row in rows if len(set(row.cells)) > 1]
+
+
+def recipe_text(run: RunRecord) -> str:
+    """Return the recipe as TOML; empty if it could not be read."""
+    return tomli_w.dumps(run.table) if run.table else ""
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the values of a recipe's table as text, by their dotted keys."""
+    found: dict[str, str] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            found |= flat(value, f"{name}.")
+        elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            for number, each in enumerate(value):
+                found |= flat(each, f"{name}.{number}.")
+        else:
+            found[name] = json.dumps(value, ensure_ascii=False, default=str)
+    return found
+
+
+def planned(run: RunRecord, predict: Any, gpu: str | None) -> tuple[Prediction | None, str]:
+    """Return the prediction of a run, or None and the reason why there is none."""
+    try:
+        return predict(run, gpu), ""
+    except UserError as problem:
+        return None, f"No prediction: {problem}."
+
+
+def _steps(run: RunRecord) -> str:
+    done = f"{int(run.steps.step[-1]):,}" if len(run.steps) else "0"
+    return f"{done} of {run.recipe.training.steps:,}" if run.recipe else done
+
+
+def _compute(run: RunRecord) -> str:
+    tokens = run.steps.last("tokens")
+    if not tokens or run.plan is None:
+        return NONE
+    return f"{run.flops(np.array([tokens]))[0]:.3g} FLOPs"
+
+
+def _layout(run: RunRecord) -> str:
+    if run.plan is None:
+        return NONE
+    layout, ranks = run.plan.at(run.newest_step).recipe.layout, run.world_size
+    model = layout.pipeline * layout.tensor * layout.context
+    data = f" x data {ranks // model}" if ranks else ""
+    context = f" x context {layout.context}" if layout.context > 1 else ""
+    return f"pipeline {layout.pipeline}{data}{context} x tensor {layout.tensor}"
+
+
+def _code(run: RunRecord) -> str:
+    codes = [event["code_version"] for event in run.events if event.get("code_version")]
+    text = str(codes[-1]) if codes else NONE
+    commit, dash, rest = text.partition("-")
+    return commit[:12] + dash + rest
+
+
+def _number(value: float | None, digits: int) -> str:
+    if value is None:
+        return NONE
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.{digits}g}"
+
+
+def _count(value: float | None) -> str:
+    return NONE if value is None else f"{value:,.0f}"
+
+
+def _large(value: float | None) -> str:
+    if value is None:
+        return NONE
+    size, letter = next(((size, letter) for size, letter in UNITS if value >= size), (1.0, ""))
+    return f"{value / size:.4g} {letter}".strip() if letter else f"{value:,.0f}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _seconds(value: Any) -> str:
+    seconds = number(value)
+    return NONE if seconds is None else f"{seconds:.1f} s"
+
 
 FOLDER = Path(__file__).parent
 BOKEH = Path(bokeh.__file__).parent / "server" / "static" / "js" / "bokeh.min.js"
@@ -64,7 +343,7 @@ def render(
         gpu: datasheet of the plan; None for the run's own GPU
         watching: None for a page that is a file
     """
-    plans = [facts.planned(run, predict, gpu) for run in runs]
+    plans = [planned(run, predict, gpu) for run in runs]
     marks = [marks_of(run.events) for run in runs]
     axes = axes_of(runs)
     panels = panels_of(runs, {index: plan for index, (plan, _) in enumerate(plans) if plan})
@@ -100,9 +379,9 @@ def render(
             for index, (run, plan) in enumerate(zip(runs, plans, strict=True))
         ],
         problems=[problem for run in runs for problem in run.problems],
-        summary=facts.summary(runs),
+        summary=summary(runs),
         figures=figures,
-        differences=facts.recipe_differences(runs),
+        differences=recipe_differences(runs),
         figures_data=_json(_figures_json(document) if figures else "null"),
         settings=_json(json.dumps(settings)),
         footer=f"Written by recipes/report.py on {_time(time.time())} UTC. The curves are drawn by "
@@ -117,7 +396,7 @@ def _run_facts(
     run: RunRecord, index: int, plan: tuple[Prediction | None, str], marks: Sequence[Any]
 ) -> dict[str, Any]:
     """Return the facts about a run that the template shows."""
-    wall_time, start = facts.wall_time_parts(run), 0.0
+    wall_time, start = wall_time_parts(run), 0.0
     for part in wall_time:
         part["start"] = start
         start += part["share"]
@@ -130,18 +409,18 @@ def _run_facts(
         "dash": dash(index // len(COLOURS)),
         "plan": plan[0],
         "no_plan": plan[1],
-        "plan_rows": facts.plan_rows(run, plan[0]) if plan[0] else [],
+        "plan_rows": plan_rows(run, plan[0]) if plan[0] else [],
         "wall_time": wall_time,
-        "stops": facts.stops(run),
-        "mixtures": facts.mixtures(run),
-        "slowest": facts.slowest_ranks(run),
+        "stops": stops(run),
+        "mixtures": mixtures(run),
+        "slowest": slowest_ranks(run),
         "slow_events": [mark for mark in marks if mark.kind == "slow ranks"],
         "timeline": timeline,
-        "recipe": facts.recipe_text(run),
+        "recipe": recipe_text(run),
         "event_count": len(run.events),
         "events": [
             (_time(event.get("time")), f"{event['step']:,}", event["event"], describe(event))
-            for event in facts.event_rows(run, MAX_EVENTS_SHOWN)
+            for event in event_rows(run, MAX_EVENTS_SHOWN)
         ],
     }
 
@@ -210,7 +489,7 @@ def _title(runs: Sequence[RunRecord]) -> str:
 
 
 def _subtitle(run: RunRecord) -> str:
-    return f"{run.path}: {facts.state(run)}"
+    return f"{run.path}: {state(run)}"
 
 
 def _reduction(runs: Sequence[RunRecord], scene: Scene) -> str:
@@ -234,3 +513,118 @@ def _time(seconds: Any) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
     except (ValueError, OverflowError, OSError):  # far outside the calendar
         return ""
+
+
+# Serving of the page on this machine during its runs.
+
+HOST = "127.0.0.1"
+WATCHED = ("metrics.jsonl", "events.jsonl", "recipe.toml", "timeline.svg")
+LAST_ANSWERS_SECONDS = 2.0  # time for open pages to load the final state
+
+
+class Watcher:
+    """A page that is generated again when its run folders have changed.
+
+    Args:
+        paths: the run folders
+        generate: function that returns the page as HTML, for a version
+    """
+
+    def __init__(self, paths: Sequence[Path], generate: Callable[[str], str]):
+        self.paths, self.generate = paths, generate
+        self._lock = Lock()
+        self._page: tuple[str, bytes] | None = None
+
+    def version(self) -> str:
+        """Return a text that changes when a run folder changes."""
+        digest = hashlib.sha256()
+        for path in self.paths:
+            digest.update(os.fsencode(path) + f" {is_held(path)}\n".encode())
+            for name in WATCHED:
+                try:
+                    found = (path / name).stat()
+                except OSError:
+                    continue
+                digest.update(f"{name} {found.st_size} {found.st_mtime_ns}\n".encode())
+        return digest.hexdigest()[:16]
+
+    def page(self) -> bytes:
+        """Return the page; it is generated at most once for each version."""
+        with self._lock:
+            version = self.version()
+            if self._page is None or self._page[0] != version:
+                self._page = (version, self.generate(version).encode())
+            return self._page[1]
+
+    def is_running(self) -> bool:
+        """Return True if a process holds one of the run folders."""
+        return any(map(is_held, self.paths))
+
+
+def serve(watcher: Watcher, *, port: int, seconds: float) -> None:
+    """Serve a page on this machine until its runs end or the user presses Ctrl-C.
+
+    Args:
+        watcher: the page
+        port: port to listen on; 0: a free port
+        seconds: interval at which the runs are checked
+
+    Raises:
+        UserError: the port is in use.
+    """
+    try:
+        server = new_server(watcher, port)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--port {port} cannot be used ({reason_of(error)}); use another one, such as --port 0 "
+            f"for any free port"
+        ) from None
+    thread = Thread(target=server.serve_forever, name="report", daemon=True)
+    thread.start()
+    print(f"serving on http://{HOST}:{server.server_port}/ until the run ends; Ctrl-C stops it",
+          flush=True)  # fmt: skip
+    try:
+        while watcher.is_running():
+            time.sleep(seconds)
+        time.sleep(seconds + LAST_ANSWERS_SECONDS)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def new_server(watcher: Watcher, port: int) -> ThreadingHTTPServer:
+    """Return a server of a page on this machine; port 0 is a free one."""
+    return ThreadingHTTPServer((HOST, port), _handler(watcher))
+
+
+def _handler(watcher: Watcher) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        """Answers `/` with the page, and `/version` with its version."""
+
+        def do_GET(self) -> None:
+            """Answer a request of a browser on this machine."""
+            # A page of another site whose name was made to point here sends its own name.
+            host = (self.headers.get("Host") or "").rpartition(":")[0]
+            if host not in (HOST, "localhost"):
+                self._answer(403, b"only for this machine", "text/plain")
+            elif self.path == "/":
+                self._answer(200, watcher.page(), "text/html; charset=utf-8")
+            elif self.path == "/version":
+                self._answer(200, watcher.version().encode(), "text/plain")
+            else:
+                self._answer(404, b"not found", "text/plain")
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Print nothing about requests."""
+
+        def _answer(self, code: int, content: bytes, kind: str) -> None:
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+    return Handler

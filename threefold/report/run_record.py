@@ -1,9 +1,11 @@
-"""The record of a run: the contents of its run folder, read without changing it."""
+"""The record of a run: steps, branches and events of its run folder, read without changing it."""
 
 import tomllib
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,151 @@ from models.errors import UserError, reason_of
 from threefold.config.loading import is_nested_too_deeply, parse_recipe
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.report.branches import abandoned_branches, divide
-from threefold.report.steps import Steps
 from threefold.run_folder.folder import EVENT_KEYS, METRIC_KEYS
 from threefold.run_folder.history import WallTime, replay
-from threefold.run_folder.json_lines import LineFile, number
+from threefold.run_folder.json_lines import LineFile, number, too_large
 from threefold.run_folder.lock import is_held
+
+# The metrics of successive steps as arrays.
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Metrics of successive steps; every array has the shape [steps].
+
+    Attributes:
+        step: numbers of the steps, increasing; int64
+        values: metric -> its value after each step, NaN where a line lacks it; float64
+    """
+
+    step: np.ndarray
+    values: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, lines: Sequence[dict[str, Any]]) -> "Steps":
+        """Convert lines of metrics.jsonl.
+
+        Values that are not numbers become NaN, and metrics without any number are left out.
+        """
+        names = dict.fromkeys(name for keys in dict.fromkeys(map(tuple, lines)) for name in keys)
+        columns = {
+            name: _column([line.get(name) for line in lines]) for name in names if name != "step"
+        }
+        values = {name: each for name, each in columns.items() if not np.isnan(each).all()}
+        return cls(np.array([line["step"] for line in lines], np.int64), values)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a metric; all NaN if no line has it."""
+        found = self.values.get(name)
+        return np.full(len(self), np.nan) if found is None else found
+
+    def last(self, name: str) -> float | None:
+        """Return the newest finite value of a metric; None if there is none."""
+        values = self.column(name)
+        finite = values[np.isfinite(values)]
+        return float(finite[-1]) if len(finite) else None
+
+    def median(self, name: str) -> float | None:
+        """Return the median of the finite values of a metric; None if there are none."""
+        values = self.column(name)
+        finite = values[np.isfinite(values)]
+        return float(np.median(finite)) if len(finite) else None
+
+    def at(self, steps: Sequence[int], name: str) -> np.ndarray:
+        """Return a metric at or just before each of some steps; NaN before the first step."""
+        places = np.searchsorted(self.step, np.array(steps, np.int64), side="right") - 1
+        column = np.append(self.column(name), np.nan)  # place -1 is the appended NaN
+        return column[places]
+
+
+def _column(values: list[Any]) -> np.ndarray:
+    if set(map(type, values)) <= {float, type(None)}:  # numpy turns None into NaN
+        return np.array(values, np.float64)
+    return np.array([_number(value) for value in values], np.float64)
+
+
+def _number(value: Any) -> float:
+    """Return a value of a line as a float; NaN for anything but a number of a usual size."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return float("nan")
+    try:
+        return float(value)
+    except OverflowError:
+        return float("nan")
+
+
+# The kept steps of a run, and the branches that it has abandoned.
+#
+# A run abandons steps when it rolls back or continues from an earlier checkpoint. It then copies
+# metrics.jsonl to metrics.<stamp>.jsonl and removes the abandoned lines (`RunFolder.prepare`). If
+# the file could not be rewritten, for example on a full disk, it contains some steps twice, and
+# the later line of a step counts. After a kill, the steps since the checkpoint are repeated with
+# equal results, so no copy of their first lines exists.
+
+Line = dict[str, Any]
+
+
+def divide(lines: Iterable[Line]) -> tuple[list[Line], list[list[Line]]]:
+    """Divide the lines of a file into kept steps and abandoned branches.
+
+    Args:
+        lines: metrics of steps, in the order of the file
+
+    Returns:
+        The kept lines, with increasing steps, and the abandoned branches. A branch begins with the
+        last kept line before it, if there is one, so that its curve starts on the kept curve.
+    """
+    kept: list[Line] = []
+    branches: list[list[Line]] = []
+    for line in lines:
+        if kept and line["step"] <= kept[-1]["step"]:
+            cut = bisect_left(kept, line["step"], key=lambda each: each["step"])
+            branches.append(kept[max(0, cut - 1) :])
+            del kept[cut:]
+        kept.append(line)
+    return kept, branches
+
+
+def abandoned_branches(kept: Sequence[Line], copies: Iterable[Sequence[Line]]) -> list[list[Line]]:
+    """Return the branches in earlier copies of metrics.jsonl that the run has not kept.
+
+    Args:
+        kept: the kept lines of the run
+        copies: the lines of each copy, oldest first; each has the whole file of its time
+    """
+    known: set[tuple] = set()
+    found: list[list[Line]] = []
+    for lines in copies:
+        known = known or {_identity(line) for line in kept}
+        then_kept, branches = divide(lines)
+        for branch in [*branches, then_kept]:
+            found += _unknown_parts(branch, known)
+            known |= {_identity(line) for line in branch}
+    return found
+
+
+def _unknown_parts(branch: Sequence[Line], known: set[tuple]) -> list[list[Line]]:
+    """Return the sequences of unknown lines, each preceded by the line before it."""
+    parts: list[list[Line]] = []
+    is_new = [_identity(line) not in known for line in branch]
+    if branch and is_new[0]:
+        parts.append([branch[0]])
+    for (before, line), (was_new, new) in zip(pairwise(branch), pairwise(is_new), strict=True):
+        if new and not was_new:
+            parts.append([before])
+        if new:
+            parts[-1].append(line)
+    return parts
+
+
+def _identity(line: Line) -> tuple:
+    """Return a key that differs between two runs of the same step; NaN equals NaN here."""
+    values = (line.get(key) for key in ("loss", "grad_norm", "step_seconds", "tokens"))
+    return (line["step"], *map(repr, values))
+
 
 MAX_RANKS = 2**24  # a larger number is damage
 MAX_TIMELINE_BYTES = 1_500_000  # of a picture in the page
@@ -250,3 +391,123 @@ def _read_timeline(file: Path, problems: list[str]) -> bytes | None:
         )
         return None
     return content
+
+
+# Events as marks on the curves, with a description of each.
+
+Event = Mapping[str, Any]
+MAX_DEPTH = 4  # of nested lists and tables in a description
+MAX_TEXT = 300  # characters of a description
+MAX_MARKS = 400  # marks of each kind, spread over the run
+# Kinds of marks, in the order of their lanes from the top; the symbols are Bokeh's.
+SYMBOLS = {
+    "resume": "triangle",
+    "branch": "star",
+    "stage": "diamond_cross",
+    "re-plan": "diamond",
+    "rollback": "inverted_triangle",
+    "skip": "x",
+    "stop": "square",
+    "slow ranks": "hex",
+    "GPU error": "asterisk",
+    "warning": "plus",
+    "save": "circle",
+}
+TURNS = ("resume", "branch", "re-plan", "rollback")  # the run changed its course
+NO_DETAIL = {"event", "step", "time", "attempt", "wall_time", "code_version", "stamp", "seconds",
+             "number", "predicted_step_seconds", "plan", "read_parts"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An event at a step.
+
+    Attributes:
+        kind: a key of SYMBOLS
+        step: the last completed step
+        text: description of the event; untrusted, because users and machines wrote its parts
+    """
+
+    kind: str
+    step: int
+    text: str
+
+
+def marks_of(events: Iterable[Event]) -> list[Mark]:
+    """Return the marks of a run's events; at most MAX_MARKS of a kind, which include the newest."""
+    by_kind: dict[str, list[Mark]] = {kind: [] for kind in SYMBOLS}
+    for event in events:
+        if (kind := kind_of(event)) is not None:
+            by_kind[kind].append(Mark(kind, event["step"], describe(event)))
+    return [mark for marks in by_kind.values() for mark in spread(marks, MAX_MARKS)]
+
+
+def kind_of(event: Event) -> str | None:
+    """Return the kind of an event's mark; None for an event that is not marked."""
+    kind = event["event"]
+    if kind == "attempt":  # the first attempt of launch.py is the start of the run
+        return "re-plan" if event.get("number") not in (None, 1) else None
+    if kind == "replace":
+        return "re-plan"
+    names = {"slow": "slow ranks", "gpu_error": "GPU error"}
+    name = names.get(kind, kind)
+    return name if name in SYMBOLS else None
+
+
+def describe(event: Event) -> str:
+    """Return the details of an event in words."""
+    kind = event["event"]
+    if kind == "rollback":
+        return _cut(f"to step {event.get('to')}: {event.get('reason', '')}")
+    if kind == "repeat":
+        return f"steps lost and repeated: {event.get('steps')}"
+    if kind == "save":
+        return _cut(str(event.get("checkpoint", "")).rpartition("/")[2])
+    if kind == "slow":
+        ranks, nodes, ratio = (_words(event.get(key)) for key in ("ranks", "nodes", "ratio"))
+        return _cut(f"ranks {ranks} on {nodes} take {ratio} times as long as similar ranks")
+    for key in ("reason", "message", "error"):
+        if event.get(key):
+            rest = f" ({event['layout']})" if kind == "attempt" and event.get("layout") else ""
+            return _cut(f"{event[key]}{rest}")
+    details = [
+        f"changed: {_changes(value)}" if key == "changed" else f"{key} {_words(value)}"
+        for key, value in event.items()
+        if key not in NO_DETAIL
+    ]
+    return _cut(", ".join(details))
+
+
+def spread(marks: Sequence[Mark], most: int) -> Sequence[Mark]:
+    """Return at most `most` marks (2 or more), evenly spaced, including the first and the last."""
+    if len(marks) <= most:
+        return marks
+    last = len(marks) - 1
+    return [marks[round(place * last / (most - 1))] for place in range(most)]
+
+
+def _changes(value: Any) -> str:
+    """Return the changed keys of a recipe with their old and new values."""
+    if not isinstance(value, dict):
+        return _words(value)
+    pairs = [
+        (key, " -> ".join(map(_words, each)) if isinstance(each, list) else _words(each))
+        for key, each in value.items()
+    ]
+    return "; ".join(f"{key}: {text}" for key, text in pairs)
+
+
+def _words(value: Any, depth: int = 0) -> str:
+    if isinstance(value, dict | list) and depth == MAX_DEPTH:
+        return "..."
+    if isinstance(value, dict):
+        return "; ".join(f"{key}: {_words(each, depth + 1)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(_words(each, depth + 1) for each in value)
+    if too_large(value):  # str() has a limit of 4,300 digits
+        return "a very large number"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."

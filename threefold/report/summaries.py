@@ -1,10 +1,15 @@
-"""The planner's predictions for the recipe of a run, on the GPUs on which it runs."""
+"""A run's plan and its data mixture, and curves reduced to what a screen can show."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from models.errors import UserError
 from threefold.config.deepspeed_json import precision, read_deepspeed_json
 from threefold.config.recipe import Recipe
+from threefold.config.sections import whole_shares
+from threefold.data.sample_order import one_period
 from threefold.gpus.datasheet import gpus, load_gpu
 from threefold.plan.job import Machine, own_job
 from threefold.plan.memory.peak import GIB, fullest_stage
@@ -106,3 +111,123 @@ def gpu_of_run(record: RunRecord, recipe: Recipe, kind: str) -> str:
             f"NAME, for example --gpu {example}"
         )
     return fitting[0]
+
+
+# The samples that a run has read from each source of its mixture.
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """A source of the mixture.
+
+    Attributes:
+        path: path of the corpus, as in the recipe
+        wanted: share that its weight asks for
+        samples: samples of this source that the kept steps have read
+        share: `samples` as a share of all samples that the kept steps have read; 0 if none
+    """
+
+    path: str
+    wanted: float
+    samples: int
+    share: float
+
+
+def shares_read(
+    sources: Mapping[str, float], ends: Sequence[tuple[int, int]], jumps: Mapping[int, int],
+    *, batch: int,
+) -> list[SourceShare]:  # fmt: skip
+    """Return the share of each source in the samples that the kept steps have read.
+
+    Args:
+        sources: weights of the mixture, by path
+        ends: (step, number of samples read when it ended) of each kept step, in increasing order
+        jumps: step -> the next sample that is read, for steps after which the run skipped samples
+        batch: samples per step, used for steps whose predecessor is not in `ends`
+    """
+    weights = list(sources.values())
+    shares = whole_shares(weights)
+    read = sum((_samples_until(stop, shares) - _samples_until(start, shares)
+                for start, stop in _ranges(ends, jumps, batch)),
+               start=np.zeros(len(shares), np.int64))  # fmt: skip
+    total = max(1, int(read.sum()))
+    return [
+        SourceShare(path, weight / sum(weights), int(samples), int(samples) / total)
+        for (path, weight), samples in zip(sources.items(), read, strict=True)
+    ]
+
+
+def _ranges(
+    ends: Sequence[tuple[int, int]], jumps: Mapping[int, int], batch: int
+) -> list[tuple[int, int]]:
+    """Return the ranges of samples that some steps have read; adjacent ranges are joined."""
+    ranges: list[tuple[int, int]] = []
+    known = {0: 0}
+    for step, end in ends:
+        start = jumps.get(step - 1, known.get(step - 1, end - batch))
+        known = {step: end}
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], end)
+        else:
+            ranges.append((start, end))
+    return ranges
+
+
+def _samples_until(stop: int, shares: tuple[int, ...]) -> np.ndarray:
+    """Return how many of the samples 0 .. stop - 1 each source gives; int64 [sources]."""
+    order, _ = one_period(shares)
+    periods, rest = divmod(stop, len(order))
+    begun = np.bincount(order[:rest], minlength=len(shares))
+    return periods * np.array(shares, np.int64) + begun
+
+
+# Reduction of a long curve to as many points as a screen can show.
+#
+# The points of a curve are divided into buckets, and each bucket keeps its minimum and its
+# maximum. A spike of a single step is therefore always drawn at its full height, which averaging
+# or taking every n-th point would not guarantee.
+
+
+def reduced(values: np.ndarray, buckets: int) -> np.ndarray:
+    """Return the indices of the points to draw, in increasing order; int64.
+
+    Args:
+        values: the curve, [n]; points that are not finite are left out
+        buckets: at most this many buckets; each gives up to two points. The first and the last
+            point are always kept.
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    if len(finite) <= 2 * buckets:
+        return finite
+    heights = values[finite]
+    edges = np.linspace(0, len(finite), buckets + 1).astype(np.int64)[:-1]
+    lowest = _first_equal(heights, np.minimum.reduceat(heights, edges), edges)
+    highest = _first_equal(heights, np.maximum.reduceat(heights, edges), edges)
+    ends = [0, len(finite) - 1]
+    return finite[np.unique(np.concatenate([lowest, highest, ends]))]
+
+
+def trend(values: np.ndarray, buckets: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean of each bucket, for a line through a noisy curve.
+
+    Args:
+        values: the curve, [n]; points that are not finite are left out
+        buckets: number of buckets; each has at least one finite point
+
+    Returns:
+        The index of the middle point of each bucket, int64 [buckets], and the means, [buckets].
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    edges = np.linspace(0, len(finite), buckets + 1).astype(np.int64)
+    sizes = np.diff(edges)
+    means = np.add.reduceat(values[finite], edges[:-1]) / sizes
+    return finite[edges[:-1] + sizes // 2], means
+
+
+def _first_equal(heights: np.ndarray, wanted: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Return the index of the first point of each bucket that equals the bucket's wanted height."""
+    sizes = np.diff(np.append(edges, len(heights)))
+    candidates = np.flatnonzero(heights == np.repeat(wanted, sizes))
+    buckets = np.searchsorted(edges, candidates, side="right")
+    _, firsts = np.unique(buckets, return_index=True)
+    return candidates[firsts]
