@@ -28,8 +28,6 @@ from recipes.training.loop.experiment import read_experiment
 from recipes.training.loop.measurements import compare_speed, evaluate, stop_if_unreadable
 from recipes.training.loop.rejection import rejections
 from recipes.training.loop.run import Ending, Run
-from recipes.training.tracking.messages import summarize
-from recipes.training.tracking.startup import Startup
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import SECONDS_TO_WAIT
@@ -45,6 +43,8 @@ from threefold.runtime.exits import (
     resume_collection,
 )
 from threefold.runtime.output import label_lines, outlive_output
+from threefold.tracking.clocks import Startup
+from threefold.tracking.messages import summarize
 
 
 def main(started: float | None = None) -> None:

@@ -86,11 +86,11 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/supervision/supervisor.py: Supervisor._end": CONTINUES,
     "threefold/supervision/supervisor.py: Supervisor._watch": CONTINUES,
     "threefold/data/corpus.py: read_manifest": PARSING,
-    "recipes/training/tracking/weights_and_biases/thread.py: WandbThread._work": CONTINUES,
-    "recipes/training/tracking/weights_and_biases/settings.py: check_variables": PARSING,
-    "recipes/training/tracking/weights_and_biases/connection.py: WandbStatus.read": PARSING,
-    "recipes/training/tracking/tracker.py: open_tracker": RAISES,
-    "recipes/training/tracking/weights_and_biases/connection.py: start_wandb": CONTINUES,
+    "threefold/tracking/weights_and_biases.py: WandbThread._work": CONTINUES,
+    "threefold/tracking/wandb_connection.py: check_variables": PARSING,
+    "threefold/tracking/connection.py: WandbStatus.read": PARSING,
+    "threefold/tracking/tracker.py: open_tracker": RAISES,
+    "threefold/tracking/connection.py: start_wandb": CONTINUES,
 }
 
 

@@ -21,11 +21,6 @@ from recipes.converting.adopt import TheirFiles, read_config
 from recipes.nodes.hosts import read_hostfile
 from recipes.prepare_data import parse_command_line
 from recipes.preparing.options import check_same_options
-from recipes.training.tracking.weights_and_biases.settings import (
-    check_variables,
-    read_run_id,
-    read_wandb_key,
-)
 from tests.report.synthetic import write_run
 from threefold.checkpoint.compatibility import check_initial_weights
 from threefold.checkpoint.format import REMEDY, Manifest
@@ -48,6 +43,11 @@ from threefold.run_folder.lock import is_held
 from threefold.run_folder.progress import Progress
 from threefold.runtime.environment import check_accelerator
 from threefold.runtime.processes import check_port
+from threefold.tracking.wandb_connection import (
+    check_variables,
+    read_run_id,
+    read_wandb_key,
+)
 
 DIGITS = "1" * 5000  # more than Python converts: a plain ValueError of json and tomllib
 NO_TABLES = (b"{", b"[" * 10**5, b"\xff", DIGITS.encode(), b"5", b"[]", b"null", b'"text"')

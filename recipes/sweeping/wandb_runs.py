@@ -7,13 +7,13 @@ from models.errors import UserError
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.table import row_of_result, row_of_trial
 from recipes.sweeping.trial import FAULTS, Result, Trial
-from recipes.training.tracking.weights_and_biases.connection import (
+from threefold.tracking.connection import (
     WandbStatus,
     start_wandb,
     tear_down,
     untold,
 )
-from recipes.training.tracking.weights_and_biases.settings import (
+from threefold.tracking.wandb_connection import (
     check_variables,
     common_arguments,
     read_wandb_key,

@@ -13,7 +13,6 @@ import pytest
 
 from models.errors import UserError
 from recipes.training.loop.experiment import read_experiment
-from recipes.training.tracking.messages import announce
 from threefold.config.deepspeed_json import (
     build_deepspeed_config,
     deepspeed_notes,
@@ -34,6 +33,7 @@ from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, pa
 from threefold.config.parallel_dims import Topology, World
 from threefold.config.recipe import Recipe
 from threefold.run_folder.progress import Progress
+from threefold.tracking.messages import announce
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"
 PROPOSAL = re.compile(r"\nThis file would be accepted( \(pretrain\.py also [^\n]*\))?:\n")

@@ -14,7 +14,6 @@ import torch
 
 from models.errors import UserError
 from models.parallel.micro_batch_info import MaskKey
-from recipes.training.tracking.messages import announce
 from tests.conftest import VOCAB_SIZE, changed
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology
@@ -26,6 +25,7 @@ from threefold.data.sample_order import choose_sources, permuted
 from threefold.data.token_file import HEADER, TokenFile, write_token_file
 from threefold.prepare_data.source import OwnFiles
 from threefold.run_folder.progress import Progress
+from threefold.tracking.messages import announce
 
 
 def build(table: dict[str, Any], data_size: int = 1, data_rank: int = 0) -> TrainingData:

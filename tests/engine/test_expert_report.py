@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from recipes.proving.trial import start, train_step
-from recipes.training.tracking.meter import expert_metrics
-from recipes.training.tracking.weights_and_biases.thread import PIXELS, with_heat_map
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.engine.experts import ExpertReport
+from threefold.tracking.metrics import expert_metrics
+from threefold.tracking.weights_and_biases import PIXELS, with_heat_map
 
 EXPERTS = {
     "count": 4, "per_token": 2, "ffn_hidden_size": 24, "dense_layers": 1, "balance_loss": 0.1,

@@ -40,7 +40,7 @@ from threefold.run_folder.history import INCOMPLETE, published, step_of
 IMPORTED = [
     *PRELOADED_MODULES,
     "recipes.pretrain",
-    "recipes.training.tracking.tracker",
+    "threefold.tracking.tracker",
 ]
 RANKS = 4
 MAX_SECONDS = 120  # a run that takes longer hangs

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from recipes.proving.layouts import SCHEDULES
 from recipes.proving.trial import start, train_step
-from recipes.training.tracking.timeline import TimelineRecorder
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
@@ -23,6 +22,7 @@ from threefold.engine.engine import Engine
 from threefold.pipeline.engine import COMPUTE, ScheduledEngine
 from threefold.pipeline.schedules import most_in_flight
 from threefold.run_folder.folder import RunFolder
+from threefold.tracking.timeline import TimelineRecorder
 
 STAGES, MICRO_BATCHES = 4, 8
 QUICK = ("1f1b", "interleaved x 2", "zb-v", "dualpipev")

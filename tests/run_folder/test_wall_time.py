@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from recipes.training.tracking.messages import goodput_line
 from threefold.config.loading import parse_recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import WallTime, shares_text
 from threefold.run_folder.progress import Progress
+from threefold.tracking.messages import goodput_line
 
 EVENTS: list[dict[str, Any]] = [
     {"event": "attempt", "step": 0, "time": 1000.0},

@@ -18,9 +18,9 @@ from recipes.sweeping import wandb_runs
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.trial import Rejection, Result, Trial
 from recipes.sweeping.worlds.protocol import read_message, write_message
-from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from tests.sweeping.test_table import trial_of
 from threefold.data.token_file import TokenFile
+from threefold.tracking.connection import WandbStatus
 
 SETTINGS = {"warm_up": 2, "steps": 5}
 OK = Result(outcome="ok", step_seconds=[0.1], memory_gib=1.0)

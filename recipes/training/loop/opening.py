@@ -14,13 +14,6 @@ from recipes.training.evaluation.evaluator import Evaluator
 from recipes.training.loop.experiment import Experiment, machine_of
 from recipes.training.loop.run import Ending, Run
 from recipes.training.loop.start import Claim
-from recipes.training.tracking.messages import NOT_COMPILED
-from recipes.training.tracking.meter import Meter
-from recipes.training.tracking.profiling.profiler import StepProfiler
-from recipes.training.tracking.startup import Startup
-from recipes.training.tracking.step_clock import StepClock
-from recipes.training.tracking.timeline import TimelineRecorder
-from recipes.training.tracking.tracker import open_tracker
 from threefold.checkpoint.resume import Request, Start, find_start
 from threefold.checkpoint.snapshots.writer import SnapshotWriter
 from threefold.checkpoint.writer import CheckpointWriter
@@ -30,6 +23,13 @@ from threefold.engine.engine import Engine
 from threefold.plan.predicted_metrics import predicted_metrics_of_run
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 from threefold.supervision.loss_watch import LossWatch
+from threefold.tracking.clocks import Startup
+from threefold.tracking.messages import NOT_COMPILED
+from threefold.tracking.metrics import Meter
+from threefold.tracking.profiler import StepProfiler
+from threefold.tracking.step_clock import StepClock
+from threefold.tracking.timeline import TimelineRecorder
+from threefold.tracking.tracker import open_tracker
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 from models.errors import UserError
 from recipes.training.loop.run import Ending, Run, StepOutcome, stopped_without_save
-from recipes.training.tracking.messages import tell_skipped
 from threefold.runtime.exits import FINISHED, STOPPED
+from threefold.tracking.messages import tell_skipped
 
 
 def roll_back(run: Run, step: int, reason: str) -> StepOutcome:

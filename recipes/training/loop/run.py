@@ -4,27 +4,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from recipes.training.tracking.startup import Startup
-from recipes.training.tracking.step_clock import StepClock
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.supervision.loss_watch import LossWatch
 from threefold.supervision.stragglers import SlowStreaks
+from threefold.tracking.clocks import Startup
+from threefold.tracking.step_clock import StepClock
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.evaluation.evaluator import Evaluator
-    from recipes.training.tracking.meter import Meter
-    from recipes.training.tracking.profiling.profiler import StepProfiler
-    from recipes.training.tracking.timeline import TimelineRecorder
-    from recipes.training.tracking.tracker import Tracker
     from threefold.checkpoint.resume import Start
     from threefold.checkpoint.snapshots.writer import SnapshotWriter
     from threefold.checkpoint.writer import CheckpointWriter
     from threefold.data.dataset import Prefetcher, TrainingData
     from threefold.engine.engine import Engine
     from threefold.supervision.supervisor import Supervisor
+    from threefold.tracking.metrics import Meter
+    from threefold.tracking.profiler import StepProfiler
+    from threefold.tracking.timeline import TimelineRecorder
+    from threefold.tracking.tracker import Tracker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,18 +10,6 @@ import torch.distributed as dist
 from recipes.training.loop.experiment import Experiment
 from recipes.training.loop.joint_rejection import rejected_together
 from recipes.training.loop.rejection import rejections
-from recipes.training.tracking.messages import (
-    announce,
-    saves_after_the_end,
-    summarize,
-    tell_changes,
-    tell_skipped,
-    tell_unsaved_attempt,
-    thread_excess,
-    warn,
-)
-from recipes.training.tracking.startup import Startup
-from recipes.training.tracking.weights_and_biases.settings import check_wandb, read_wandb_key
 from threefold.checkpoint.resume import (
     Request,
     Start,
@@ -48,6 +36,18 @@ from threefold.runtime.processes import (
 )
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.supervisor import Supervisor
+from threefold.tracking.clocks import Startup
+from threefold.tracking.messages import (
+    announce,
+    saves_after_the_end,
+    summarize,
+    tell_changes,
+    tell_skipped,
+    tell_unsaved_attempt,
+    thread_excess,
+    warn,
+)
+from threefold.tracking.wandb_connection import check_wandb, read_wandb_key
 
 
 @dataclass(frozen=True)

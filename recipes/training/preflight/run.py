@@ -34,11 +34,11 @@ from recipes.training.preflight.measuring import (
 from recipes.training.preflight.planned import Planned, planned
 from recipes.training.preflight.report import event, healthy_line, warnings
 from recipes.training.preflight.verdict import RankLayout, Verdict
-from recipes.training.tracking.startup import Startup
 from threefold.pipeline.stage import ProcessGrid
 from threefold.runtime.exits import UNFIT, leave
 from threefold.runtime.processes import RankTree, driver_name, on_gpu
 from threefold.supervision.supervisor import Supervisor
+from threefold.tracking.clocks import Startup
 
 SECONDS_WITHOUT_PROGRESS = 60  # after which supervision ends a preflight that hangs
 EXCHANGE_TIMEOUT = timedelta(minutes=10)

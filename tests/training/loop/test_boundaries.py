@@ -14,7 +14,6 @@ from recipes.training.loop.after_step import after_step
 from recipes.training.loop.boundaries import replacement
 from recipes.training.loop.rollback import roll_back
 from recipes.training.loop.run import Ending
-from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import StagePlan
@@ -23,6 +22,7 @@ from threefold.run_folder.lock import FolderInUse, FolderLock
 from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
 from threefold.supervision.loss_watch import Severity
+from threefold.tracking.tracker import RunTracker
 
 
 @pytest.fixture

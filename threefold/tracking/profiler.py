@@ -19,13 +19,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from models.errors import UserError
-from recipes.training.tracking.profiling.operations import Operation, Shapes, operations_table
-from recipes.training.tracking.timeline import Show
 from threefold.config.recipe import Recipe
 from threefold.engine.engine import Engine
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import write_whole
+from threefold.tracking.operations import Operation, Shapes, operations_table
+from threefold.tracking.timeline import Show
 
 MAX_RECORDED_ALLOCATIONS = 1_000_000  # only the newest allocations of the step are kept
 

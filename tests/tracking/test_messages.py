@@ -9,13 +9,6 @@ import pytest
 import tomli_w
 
 from recipes import plan
-from recipes.training.tracking.messages import (
-    announce,
-    longer_training,
-    summarize,
-    tell_changes,
-    thread_excess,
-)
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
@@ -23,6 +16,13 @@ from threefold.config.parallel_dims import Topology, World
 from threefold.config.phases import StagePlan
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
+from threefold.tracking.messages import (
+    announce,
+    longer_training,
+    summarize,
+    tell_changes,
+    thread_excess,
+)
 
 RAISE = "to train longer, raise training.steps above 20"
 WSD = {"warmup_steps": 2, "decay": "wsd", "decay_steps": 5}

@@ -12,13 +12,6 @@ import psutil
 import pytest
 
 from models.errors import UserError
-from recipes.training.tracking.display import Display
-from recipes.training.tracking.meter import Meter
-from recipes.training.tracking.tracker import open_tracker
-from recipes.training.tracking.weights_and_biases import settings as wandb_settings
-from recipes.training.tracking.weights_and_biases import thread as wandb_thread
-from recipes.training.tracking.weights_and_biases.connection import WandbStatus
-from recipes.training.tracking.weights_and_biases.thread import WandbThread
 from tests.conftest import changed
 from tests.ranks import free_port
 from threefold.config.loading import REPOSITORY, parse_recipe
@@ -26,6 +19,13 @@ from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import LineFile
 from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
+from threefold.tracking import wandb_connection as wandb_settings
+from threefold.tracking import weights_and_biases as wandb_thread
+from threefold.tracking.connection import WandbStatus
+from threefold.tracking.display import Display
+from threefold.tracking.metrics import Meter
+from threefold.tracking.tracker import open_tracker
+from threefold.tracking.weights_and_biases import WandbThread
 
 OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
 LINE = {
@@ -197,9 +197,9 @@ STUCK = """
 import sys, time
 sys.path[0] = "."
 import atexit, errno, fcntl, pathlib
-from recipes.training.tracking.weights_and_biases import thread as wandb_thread
-from recipes.training.tracking.weights_and_biases.connection import WandbStatus
-from recipes.training.tracking.weights_and_biases.thread import WandbThread
+from threefold.tracking import weights_and_biases as wandb_thread
+from threefold.tracking.connection import WandbStatus
+from threefold.tracking.weights_and_biases import WandbThread
 from threefold.runtime.exits import leave
 from threefold.config.loading import load_recipe
 from threefold.run_folder.folder import RunFolder
@@ -217,10 +217,10 @@ atexit.register(time.sleep, 30)  # as W&B's handler does
 wandb_thread.start_wandb = lambda *_, **__: time.sleep(600)
 WandbThread.SECONDS_TO_FINISH = 0.1
 thread = WandbThread(load_recipe(RECIPE, ["tracking.mode=offline"]), folder)
-thread.exit_code = int(sys.argv[2])
-print(thread.finish())
+weights_and_biases.exit_code = int(sys.argv[2])
+print(weights_and_biases.finish())
 print("the summary" * 200_000)  # more than a pipe holds
-leave(thread.exit_code)
+leave(weights_and_biases.exit_code)
 """
 
 

@@ -21,22 +21,22 @@ import pytest
 from typing_extensions import override
 from wandb.sdk import mailbox
 
-from recipes.training.tracking.messages import summarize
-from recipes.training.tracking.tracker import open_tracker
-from recipes.training.tracking.weights_and_biases import thread as wandb_thread
-from recipes.training.tracking.weights_and_biases.connection import (
+from tests.conftest import changed
+from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.config.parallel_dims import World
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.progress import Progress
+from threefold.tracking import weights_and_biases as wandb_thread
+from threefold.tracking.connection import (
     WandbStatus,
     choose_mode,
     has_written_all,
     short,
     tear_down,
 )
-from recipes.training.tracking.weights_and_biases.settings import requested_mode, wandb_arguments
-from tests.conftest import changed
-from threefold.config.loading import REPOSITORY, parse_recipe
-from threefold.config.parallel_dims import World
-from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.progress import Progress
+from threefold.tracking.messages import summarize
+from threefold.tracking.tracker import open_tracker
+from threefold.tracking.wandb_connection import requested_mode, wandb_arguments
 
 KEY = "k" * 40
 LINE = {
@@ -201,7 +201,7 @@ from pathlib import Path
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import leave
-from recipes.training.tracking.weights_and_biases.thread import WandbThread
+from threefold.tracking.weights_and_biases import WandbThread
 
 folder = RunFolder(Path(sys.argv[1]))
 folder.hold()

@@ -10,19 +10,6 @@ from typing import Any
 from typing_extensions import override
 
 from models.errors import UserError
-from recipes.training.tracking.display import Display
-from recipes.training.tracking.startup import Startup
-from recipes.training.tracking.weights_and_biases.alerts import (
-    alert_of,
-    alerts_at_start,
-    launch_facts,
-)
-from recipes.training.tracking.weights_and_biases.media import Picture, SavedCheckpoint
-from recipes.training.tracking.weights_and_biases.thread import (
-    PredictedMetrics,
-    WandbThread,
-    nothing_predicted,
-)
 from threefold.config.loading import value_text
 from threefold.config.phases import Span, StagePlan, changes
 from threefold.config.recipe import Recipe
@@ -30,6 +17,19 @@ from threefold.run_folder.folder import RunFolder, code_version
 from threefold.run_folder.history import WallTime
 from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED
+from threefold.tracking.alerts import (
+    alert_of,
+    alerts_at_start,
+    launch_facts,
+)
+from threefold.tracking.clocks import Startup
+from threefold.tracking.display import Display
+from threefold.tracking.media import Picture, SavedCheckpoint
+from threefold.tracking.weights_and_biases import (
+    PredictedMetrics,
+    WandbThread,
+    nothing_predicted,
+)
 
 
 @contextlib.contextmanager

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from recipes.training.tracking.startup import Startup
-from recipes.training.tracking.tracker import RunTracker
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.environment import age_seconds
+from threefold.tracking.clocks import Startup
+from threefold.tracking.tracker import RunTracker
 
 LAUNCHED = """
 import json, time
-from recipes.training.tracking.startup import Startup
+from threefold.tracking.clocks import Startup
 time.sleep(1.5)
 print(json.dumps(Startup().seconds))
 """

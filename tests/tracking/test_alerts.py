@@ -7,9 +7,15 @@ from unittest import mock
 
 import pytest
 
-from recipes.training.tracking.tracker import open_tracker
-from recipes.training.tracking.weights_and_biases import thread as wandb_thread
-from recipes.training.tracking.weights_and_biases.alerts import (
+from tests.conftest import changed
+from threefold.config.loading import parse_recipe
+from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.lock import grant
+from threefold.run_folder.progress import Progress
+from threefold.runtime.exits import HUNG, STOPPED
+from threefold.tracking import weights_and_biases as wandb_thread
+from threefold.tracking.alerts import (
     ERROR,
     INFO,
     MAX_ALERTS_AT_START,
@@ -19,15 +25,9 @@ from recipes.training.tracking.weights_and_biases.alerts import (
     alerts_at_start,
     launch_facts,
 )
-from recipes.training.tracking.weights_and_biases.connection import WandbStatus
-from recipes.training.tracking.weights_and_biases.thread import WandbThread
-from tests.conftest import changed
-from threefold.config.loading import parse_recipe
-from threefold.config.recipe import Recipe
-from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.lock import grant
-from threefold.run_folder.progress import Progress
-from threefold.runtime.exits import HUNG, STOPPED
+from threefold.tracking.connection import WandbStatus
+from threefold.tracking.tracker import open_tracker
+from threefold.tracking.weights_and_biases import WandbThread
 
 OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
 START = {"event": "start", "step": 0}

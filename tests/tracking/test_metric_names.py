@@ -1,12 +1,12 @@
 """Metrics of validation sets and tasks are found by their names, and shown."""
 
-from recipes.training.tracking.display import describe
 from threefold.run_folder.history import WallTime, seconds_of
 from threefold.run_folder.json_lines import (
     mean_validation_loss,
     task_accuracies,
     validation_losses,
 )
+from threefold.tracking.display import describe
 
 STEP = {
     "loss": 2.0,

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from models.cost import parameter_count
 from models.errors import counted
 from models.hugging_face.config import export_problem
-from recipes.training.tracking.weights_and_biases.connection import WandbStatus
 from threefold.checkpoint.compatibility import changed_positions
 from threefold.config.deepspeed_json import deepspeed_notes
 from threefold.config.loading import value_text
@@ -20,6 +19,7 @@ from threefold.pipeline.balance import balance_text
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import WallTime, shares_text
 from threefold.run_folder.json_lines import number, task_accuracies, validation_losses
+from threefold.tracking.connection import WandbStatus
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from threefold.checkpoint.resume import ResumePoint

@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError
-from recipes.training.tracking.weights_and_biases.alerts import Alert
-from recipes.training.tracking.weights_and_biases.connection import (
+from threefold.config.recipe import Recipe
+from threefold.run_folder.folder import RunFolder
+from threefold.runtime.exits import leave_handlers_out
+from threefold.tracking.alerts import Alert
+from threefold.tracking.connection import (
     WandbStatus,
     end_service,
     has_written_all,
@@ -24,11 +27,8 @@ from recipes.training.tracking.weights_and_biases.connection import (
     tear_down,
     untold,
 )
-from recipes.training.tracking.weights_and_biases.media import Picture, SavedCheckpoint, TaskTable
-from recipes.training.tracking.weights_and_biases.settings import requested_mode, wandb_arguments
-from threefold.config.recipe import Recipe
-from threefold.run_folder.folder import RunFolder
-from threefold.runtime.exits import leave_handlers_out
+from threefold.tracking.media import Picture, SavedCheckpoint, TaskTable
+from threefold.tracking.wandb_connection import requested_mode, wandb_arguments
 
 Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value

@@ -12,14 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from recipes.training.tracking.profiling.operations import Operation, operations_table
-from recipes.training.tracking.profiling.profiler import StepProfiler, operations_of
 from tests.conftest import changed, small_recipe
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import load_gpu
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.block import BACKWARD_SLOWER, fused_attention_seconds, matmul_seconds
 from threefold.run_folder.folder import RunFolder
+from threefold.tracking.operations import Operation, operations_table
+from threefold.tracking.profiler import StepProfiler, operations_of
 
 H100 = load_gpu("H100")
 
