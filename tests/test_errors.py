@@ -88,9 +88,9 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/data/corpus.py: read_manifest": PARSING,
     "threefold/tracking/weights_and_biases.py: WandbThread._work": CONTINUES,
     "threefold/tracking/wandb_connection.py: check_variables": PARSING,
-    "threefold/tracking/connection.py: WandbStatus.read": PARSING,
+    "threefold/tracking/wandb_connection.py: WandbStatus.read": PARSING,
     "threefold/tracking/tracker.py: open_tracker": RAISES,
-    "threefold/tracking/connection.py: start_wandb": CONTINUES,
+    "threefold/tracking/wandb_connection.py: start_wandb": CONTINUES,
 }
 
 

@@ -7,17 +7,15 @@ from models.errors import UserError
 from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.table import row_of_result, row_of_trial
 from recipes.sweeping.trial import FAULTS, Result, Trial
-from threefold.tracking.connection import (
-    WandbStatus,
-    start_wandb,
-    tear_down,
-    untold,
-)
 from threefold.tracking.wandb_connection import (
+    WandbStatus,
     check_variables,
     common_arguments,
     read_wandb_key,
     requested_mode,
+    start_wandb,
+    tear_down,
+    untold,
 )
 
 

@@ -20,7 +20,7 @@ from recipes.sweeping.trial import Rejection, Result, Trial
 from recipes.sweeping.worlds.protocol import read_message, write_message
 from tests.sweeping.test_table import trial_of
 from threefold.data.token_file import TokenFile
-from threefold.tracking.connection import WandbStatus
+from threefold.tracking.wandb_connection import WandbStatus
 
 SETTINGS = {"warm_up": 2, "steps": 5}
 OK = Result(outcome="ok", step_seconds=[0.1], memory_gib=1.0)

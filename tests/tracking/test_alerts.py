@@ -15,19 +15,19 @@ from threefold.run_folder.lock import grant
 from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import HUNG, STOPPED
 from threefold.tracking import weights_and_biases as wandb_thread
-from threefold.tracking.alerts import (
+from threefold.tracking.tracker import open_tracker
+from threefold.tracking.wandb_connection import WandbStatus
+from threefold.tracking.weights_and_biases import (
     ERROR,
     INFO,
     MAX_ALERTS_AT_START,
     WARN,
     Alert,
+    WandbThread,
     alert_of,
     alerts_at_start,
     launch_facts,
 )
-from threefold.tracking.connection import WandbStatus
-from threefold.tracking.tracker import open_tracker
-from threefold.tracking.weights_and_biases import WandbThread
 
 OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
 START = {"event": "start", "step": 0}

@@ -27,16 +27,17 @@ from threefold.config.parallel_dims import World
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
 from threefold.tracking import weights_and_biases as wandb_thread
-from threefold.tracking.connection import (
+from threefold.tracking.messages import summarize
+from threefold.tracking.tracker import open_tracker
+from threefold.tracking.wandb_connection import (
     WandbStatus,
     choose_mode,
     has_written_all,
+    requested_mode,
     short,
     tear_down,
+    wandb_arguments,
 )
-from threefold.tracking.messages import summarize
-from threefold.tracking.tracker import open_tracker
-from threefold.tracking.wandb_connection import requested_mode, wandb_arguments
 
 KEY = "k" * 40
 LINE = {

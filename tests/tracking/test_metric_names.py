@@ -6,7 +6,7 @@ from threefold.run_folder.json_lines import (
     task_accuracies,
     validation_losses,
 )
-from threefold.tracking.display import describe
+from threefold.tracking.tracker import describe
 
 STEP = {
     "loss": 2.0,

@@ -16,9 +16,8 @@ from tests.conftest import changed, small_recipe
 from threefold.config.loading import parse_recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
-from threefold.tracking.media import TaskTable
 from threefold.tracking.tracker import Tracker, open_tracker
-from threefold.tracking.weights_and_biases import WandbThread
+from threefold.tracking.weights_and_biases import TaskTable, WandbThread
 
 PLANS = {41: {"step_seconds": 0.25, "mfu": 0.5}, 42: {"step_seconds": 0.5, "mfu": 0.25}}
 BLOCK, HEADER, FILE_HEADER = 32768, 7, 7  # bytes, of LevelDB's log format

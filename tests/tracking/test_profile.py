@@ -18,8 +18,7 @@ from threefold.gpus.datasheet import load_gpu
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.block import BACKWARD_SLOWER, fused_attention_seconds, matmul_seconds
 from threefold.run_folder.folder import RunFolder
-from threefold.tracking.operations import Operation, operations_table
-from threefold.tracking.profiler import StepProfiler, operations_of
+from threefold.tracking.profiler import Operation, StepProfiler, operations_of, operations_table
 
 H100 = load_gpu("H100")
 

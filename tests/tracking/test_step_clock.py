@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from recipes.pretrain import train_step
-from threefold.tracking.step_clock import StepClock, StepSeconds
+from threefold.tracking.clocks import StepClock, StepSeconds
 
 
 class Time:
@@ -24,7 +24,7 @@ class Time:
 @pytest.fixture
 def time() -> Iterator[Time]:
     time = Time()
-    with mock.patch("threefold.tracking.step_clock.time", time):
+    with mock.patch("threefold.tracking.clocks.time", time):
         yield time
 
 

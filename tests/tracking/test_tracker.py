@@ -21,10 +21,9 @@ from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
 from threefold.tracking import wandb_connection as wandb_settings
 from threefold.tracking import weights_and_biases as wandb_thread
-from threefold.tracking.connection import WandbStatus
-from threefold.tracking.display import Display
 from threefold.tracking.metrics import Meter
-from threefold.tracking.tracker import open_tracker
+from threefold.tracking.tracker import Display, open_tracker
+from threefold.tracking.wandb_connection import WandbStatus
 from threefold.tracking.weights_and_biases import WandbThread
 
 OFFLINE = WandbStatus("offline", "folder/offline-run-*", "a reason")
@@ -198,7 +197,7 @@ import sys, time
 sys.path[0] = "."
 import atexit, errno, fcntl, pathlib
 from threefold.tracking import weights_and_biases as wandb_thread
-from threefold.tracking.connection import WandbStatus
+from threefold.tracking.wandb_connection import WandbStatus
 from threefold.tracking.weights_and_biases import WandbThread
 from threefold.runtime.exits import leave
 from threefold.config.loading import load_recipe

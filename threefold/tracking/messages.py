@@ -19,7 +19,7 @@ from threefold.pipeline.balance import balance_text
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import WallTime, shares_text
 from threefold.run_folder.json_lines import number, task_accuracies, validation_losses
-from threefold.tracking.connection import WandbStatus
+from threefold.tracking.wandb_connection import WandbStatus
 
 if TYPE_CHECKING:  # it imports torch, which takes seconds
     from threefold.checkpoint.resume import ResumePoint

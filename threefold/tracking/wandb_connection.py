@@ -1,10 +1,14 @@
-"""Settings of Weights & Biases: its variables, its key, and the identity of a run."""
+"""The connection to Weights & Biases: settings, mode and its reason, and the run itself."""
 
+import contextlib
+import json
 import os
 import re
 import secrets
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlparse
 
 from models.errors import UserError
@@ -149,3 +153,245 @@ def read_run_id(file: Path) -> str:
             f"into it, or delete it for a new W&B run"
         )
     return run_id
+
+
+# The connection to Weights & Biases: its mode for a run, the reason, and the run itself.
+#
+# W&B is asked for the address of its server and for the key, because both can come from the
+# environment, from the files that `wandb login` writes, or from files in the current folder. It is
+# imported in these functions: that takes a second, for which the training thread need not wait.
+
+Mode = Literal["online", "offline", "disabled", "shared"]  # of `wandb.init`
+MAX_REASON_CHARACTERS = 200  # of an error, in a message
+SECONDS_TO_CONNECT = 30.0
+STATUS_FILE = "wandb/status.json"
+TAG_OF_EXIT = b"\x92\x01"  # field 18, `exit`, of the records in W&B's files; after the run's id
+TAIL_BYTES = 4096  # of a run's file, with its last records
+
+
+@dataclass(frozen=True)
+class WandbStatus:
+    """The mode of Weights & Biases for a run.
+
+    Attributes:
+        mode: "online", "offline", "disabled", "incomplete" (some data has not been sent), "failed"
+            (W&B has not started), or "waiting" (for the server, before another mode is known)
+        where: URL of the run's page, or the files for `wandb sync`
+        reason: the reason for the mode; empty if the run is online because it has a key
+    """
+
+    mode: str
+    where: str = ""
+    reason: str = ""
+
+    def __str__(self) -> str:
+        upload = self._upload()
+        return f"{self.announcement}; {upload}" if upload else self.announcement
+
+    @property
+    def announcement(self) -> str:
+        """The mode and the reason, for the line about a mode that is new."""
+        if self.mode == "waiting":
+            return f"waiting {self.reason}"
+        return f"{self._mode()}, because {self.reason}" if self.reason else self._mode()
+
+    @property
+    def summary(self) -> str:
+        """The mode, and the place of the data, for the summary of a run."""
+        upload = self._upload()
+        return f"{self._mode()}; {upload}" if upload else self._mode()
+
+    def _mode(self) -> str:
+        if self.mode == "online":
+            return f"online at {self.where}"
+        return "off" if self.mode == "disabled" else self.mode
+
+    def _upload(self) -> str:
+        """Return the command that sends what has not been sent; empty if there is nothing."""
+        if self.mode not in ("offline", "incomplete"):
+            return ""
+        rest = "" if self.mode == "offline" else "the rest "
+        return f"upload {rest}with: wandb sync {self.where}"
+
+    def write(self, folder: Path) -> None:
+        """Write the status into a run folder, for the summary of the run."""
+        with contextlib.suppress(OSError):
+            (folder / STATUS_FILE).parent.mkdir(exist_ok=True)
+            write_whole(folder / STATUS_FILE, json.dumps(asdict(self)))
+
+    @staticmethod
+    def remove(folder: Path) -> None:
+        """Delete the status that an earlier process of the run has written."""
+        with contextlib.suppress(OSError):
+            (folder / STATUS_FILE).unlink()
+
+    @classmethod
+    def read(cls, folder: Path) -> "WandbStatus | None":
+        """Return the newest status of a run; None if there is none that can be read."""
+        try:
+            facts = json.loads((folder / STATUS_FILE).read_bytes())
+            return cls(**{name: str(facts[name]) for name in ("mode", "where", "reason")})
+        except (OSError, ValueError, RecursionError, TypeError, KeyError):
+            return None
+
+
+def untold(status: WandbStatus) -> None:
+    """Ignore a change of the mode of Weights & Biases."""
+
+
+def start_wandb(
+    requested: tuple[str, str],
+    arguments: dict[str, Any],
+    *,
+    tell: Callable[[WandbStatus], None] = untold,
+) -> tuple[Any, WandbStatus]:
+    """Start a W&B run, offline if there is no key or the server cannot be reached.
+
+    Args:
+        requested: a mode and the reason for it, as `requested_mode` returns them
+        arguments: arguments of `wandb.init`, without a mode
+        tell: called before the wait for an answer of the server
+
+    Returns:
+        The run, and its status.
+    """
+    # At exit, W&B would wait 20 s to send reports about its own errors to a server without answer.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    mode, reason = choose_mode(*requested)
+    if mode == "offline":
+        return _init(arguments, mode), WandbStatus(mode, unsent(arguments), reason)
+    if mode == "disabled":
+        return _init(arguments, mode), WandbStatus(mode, reason=reason)
+    server, seconds = _settings().base_url, f"{SECONDS_TO_CONNECT:g} s"
+    tell(WandbStatus("waiting", reason=f"for {server} to answer, for at most {seconds}"))
+    try:
+        run = _init(arguments | {"resume": "allow"}, mode)
+    except Exception as error:
+        return restart_offline(arguments, error)
+    return run, WandbStatus("online", run.url or "", reason)
+
+
+def restart_offline(
+    arguments: dict[str, Any], error: Exception, files: str = "offline-run-*"
+) -> tuple[Any, WandbStatus]:
+    """Continue a run offline with the same id, after an error of W&B or its server.
+
+    Args:
+        arguments: arguments of `wandb.init`, without a mode
+        error: the error of the run that was or should have been online
+        files: the files that have not been sent
+    """
+    server = _settings().base_url
+    reason = f"{server} did not answer within {SECONDS_TO_CONNECT:g} s"
+    if "deadline exceeded" not in str(error):
+        reason = f"of an error of {server} ({short(error)})"
+    reason += f", with the same run id {arguments['id']}"
+    tear_down()  # the failed run still holds its id
+    return _init(arguments, "offline"), WandbStatus("offline", unsent(arguments, files), reason)
+
+
+def tear_down() -> None:
+    """End W&B's service process, so that its exit handler does not run.
+
+    The handler prints a traceback if the service process has crashed.
+    """
+    with contextlib.suppress(Exception, SystemExit):
+        import wandb
+
+        wandb.teardown()
+
+
+def end_service() -> bool:
+    """Kill W&B's service process, so that calls that wait for the server fail at once.
+
+    Returns:
+        False if it has not been started yet.
+    """
+    with contextlib.suppress(Exception):
+        from wandb.sdk import wandb_setup
+
+        wandb_setup.singleton().assert_service()._proc._process.kill()
+        return True
+    return False
+
+
+def has_written_all(run: Any) -> bool:
+    """Return True if the file of a run has the record of its exit, which follows all of its data.
+
+    If a boundary of the file's blocks divides the record, it is not recognized.
+    """
+    with contextlib.suppress(Exception), Path(run.settings.sync_file).open("rb") as file:
+        file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+        return run.id.encode() + TAG_OF_EXIT in file.read()
+    return False
+
+
+def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
+    """Return the mode of a run, and the reason for it.
+
+    Args:
+        wanted: the mode that the run asks for, as `requested_mode` returns it
+        reason: the reason for this mode
+
+    Returns:
+        The mode, and a reason that is empty if the run is online because it has a key.
+    """
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    if wanted == "offline":
+        return "offline", reason
+    if wanted == "disabled":
+        return "disabled", reason
+    settings = _settings()
+    if wanted == "auto" and settings.mode not in ("online", "run", "shared"):
+        mode: Mode = "disabled" if settings.mode == "disabled" else "offline"
+        files = " and ".join(map(str, settings.read_system_settings().sources))
+        return mode, f"{files} sets mode = {mode}"
+    try:
+        host = wbauth.HostUrl(settings.base_url, app_url=settings.app_url)
+        key = wbauth.authenticate_session(
+            host=host, source="pretrain.py", prompt=False, update_session=False
+        )
+    except wandb.Error as error:
+        return "offline", short(error)
+    if key is None:
+        login = 'log in with "wandb login" to be online'
+        return "offline", f"there is no key for {settings.base_url} ({login})"
+    return ("shared" if settings.mode == "shared" else "online"), reason
+
+
+def short(error: Exception) -> str:
+    """Return the first sentence or line of an error for a message."""
+    name = type(error).__name__
+    if name in ("HandleAbandonedError", "MailboxClosedError"):
+        return "its service process on this machine has ended"
+    line = next(iter(str(error).strip().splitlines()), "") or name
+    return line.rstrip(".")[:MAX_REASON_CHARACTERS]
+
+
+def unsent(arguments: dict[str, Any], files: str = "offline-run-*") -> str:
+    """Return the files that have not been sent, as a pattern for `wandb sync`."""
+    return str(Path(arguments["dir"]) / "wandb" / files)
+
+
+def _settings() -> Any:
+    """Return the settings of W&B: defaults, its files, and the environment."""
+    import wandb
+    from wandb.sdk import wandb_setup
+
+    wandb.termsetup(wandb.Settings(silent=True), None)
+    settings = wandb_setup.singleton().settings  # does not start W&B's service process
+    settings.silent = True  # the settings that were just read would print messages again
+    wandb.termsetup(settings, None)
+    return settings
+
+
+def _init(arguments: dict[str, Any], mode: Mode) -> Any:
+    import wandb
+
+    _settings()
+    settings = wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT)
+    run = wandb.init(**arguments, mode=mode, settings=settings)
+    run.define_metric("*", step_metric="step")
+    return run

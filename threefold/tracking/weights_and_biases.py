@@ -2,11 +2,14 @@
 
 import atexit
 import contextlib
+import html
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -15,20 +18,228 @@ import numpy as np
 from models.errors import UserError
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.exits import leave_handlers_out
-from threefold.tracking.alerts import Alert
-from threefold.tracking.connection import (
+from threefold.runtime.exits import HUNG, leave_handlers_out
+from threefold.tracking.wandb_connection import (
     WandbStatus,
     end_service,
     has_written_all,
+    requested_mode,
     restart_offline,
     short,
     start_wandb,
     tear_down,
     untold,
+    wandb_arguments,
 )
-from threefold.tracking.media import Picture, SavedCheckpoint, TaskTable
-from threefold.tracking.wandb_connection import requested_mode, wandb_arguments
+
+# Alerts in Weights & Biases: what happened to a run, and what launch.py decided.
+#
+# Pure functions of the events of a run. An alert reaches users by mail or in Slack, if they have
+# enabled that in their settings of W&B.
+
+INFO, WARN, ERROR = "INFO", "WARN", "ERROR"  # levels of W&B
+MAX_TITLE = 63  # characters, the limit of W&B
+MAX_TEXT = 2000
+MAX_ALERTS_AT_START = 20  # the newest ones
+STARTS = ("start", "resume")
+Event = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """An alert.
+
+    Attributes:
+        title: W&B sends alerts with the same title at most once a minute
+        text: the details
+        level: INFO, WARN or ERROR
+    """
+
+    title: str
+    text: str
+    level: str
+
+
+def alert_of(event: Event) -> Alert | None:
+    """Return the alert about an event; None for an event that needs no attention."""
+    kind, reason = event.get("event"), str(event.get("reason", ""))
+    step = event.get("step")
+    if kind == "attempt":
+        nodes, unused = _names(event.get("nodes")), _reasons(event.get("unused"))
+        text = f"{reason}; after step {step}, on {nodes}; layout: {event.get('layout')}"
+        text += f"; not used: {unused}" if unused else ""
+        return _alert(f"attempt {event.get('number', '')} started", text, INFO)
+    if kind == "attempt_end":
+        blamed = _names(event.get("blamed"))
+        return _alert(
+            f"attempt {event.get('number', '')} ended",
+            reason + (f"; blamed: {blamed}" if blamed else ""),
+            WARN,
+        )
+    if kind == "gpu_error":
+        left_out = "; the node is left out" if event.get("left_out") else ""
+        return _alert(f"GPU error on {event.get('node')}", f"{event.get('error')}{left_out}", ERROR)
+    if kind == "slow":
+        nodes, ratio = _names(event.get("nodes")), event.get("ratio")
+        return _alert("slow ranks", f"step {step}: ranks {event.get('ranks')} on {nodes} take "
+                      f"{ratio} times as long as similar ranks", WARN)  # fmt: skip
+    if kind == "rollback":
+        text = f"step {step}: {reason}; continues after step {event.get('to')}"
+        return _alert("rolled back", text, WARN)
+    if kind == "skip" and "samples" in event:
+        return _alert("step skipped", f"step {step}: {reason}", WARN)
+    if kind == "skip":
+        return _alert("damaged checkpoint", f"{event.get('checkpoint')}: {reason}", WARN)
+    if kind == "stop":
+        title = "out of memory" if event.get("out_of_memory") else "stopped"
+        title = "no progress" if event.get("exit_code") == HUNG else title
+        return _alert(title, reason, ERROR)
+    return None
+
+
+def alerts_at_start(events: Sequence[Event]) -> list[Alert]:
+    """Return the alerts about what happened since the previous start and was not sent then.
+
+    Rank 0 has sent alerts about what it recorded itself. Hangs and lacks of memory end the process
+    before it can send anything, and launch.py does not send alerts at all.
+
+    Args:
+        events: all events up to the start of this process, oldest first
+    """
+    starts = [place for place, event in enumerate(events) if event.get("event") in STARTS]
+    since = events[starts[-1] + 1 :] if starts else events
+    failed = any(event.get("event") != "attempt" for event in since if _is_unsent(event))
+    alerts = [alert_of(event) for event in since if _is_unsent(event)]
+    # The first attempt of launch.py sends no alert.
+    return [alert for alert in alerts if alert][-MAX_ALERTS_AT_START:] if failed or starts else []
+
+
+def launch_facts(events: Iterable[Event], attempt: str) -> dict[str, Any]:
+    """Return number, nodes, layout and reason of launch.py's attempt, for the run's page in W&B.
+
+    Args:
+        events: all events of the run
+        attempt: the lease of the attempt; empty without launch.py
+    """
+    for event in events:
+        if attempt and event.get("event") == "attempt" and event.get("attempt") == attempt:
+            keys = {"number": "attempt", "nodes": "nodes", "layout": "layout", "reason": "reason"}
+            return {name: event[key] for key, name in keys.items() if key in event}
+    return {}
+
+
+def _is_unsent(event: Event) -> bool:
+    kind = event.get("event")
+    if kind == "stop":
+        return "wall_time" not in event  # the record of an orderly end has it
+    if kind == "skip":
+        return "checkpoint" in event
+    return kind in ("attempt", "attempt_end", "gpu_error")
+
+
+def _alert(title: str, text: str, level: str) -> Alert:
+    return Alert(title[:MAX_TITLE], text[:MAX_TEXT], level)
+
+
+def _names(value: Any) -> str:
+    """Return a list of names for a message; empty if a user has edited it into something else."""
+    return ", ".join(map(str, value)) if isinstance(value, list) else ""
+
+
+def _reasons(value: Any) -> str:
+    if not isinstance(value, dict):
+        return ""
+    return ", ".join(f"{node} ({reason})" for node, reason in value.items())
+
+
+# Pictures, tables and references to checkpoints for Weights & Biases.
+
+TASK_METRIC = re.compile(r"tasks/(?P<task>.+)/(?P<metric>[^/]+)")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture or a text about a step, in a file of the run folder.
+
+    Attributes:
+        step: the step
+        name: name of the panel in W&B
+        file: an SVG or text file
+    """
+
+    step: int
+    name: str
+    file: Path
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the arguments of `run.log`."""
+        import wandb
+
+        content = self.file.read_text(encoding="utf-8")
+        if self.file.suffix != ".svg":
+            content = f"<pre>{html.escape(content)}</pre>"
+        return {"step": self.step, self.name: wandb.Html(content, inject=False)}
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint in the run folder. The artifact refers to it and does not contain its files.
+
+    Attributes:
+        step: the step after which it was saved
+        folder: its folder
+    """
+
+    step: int
+    folder: Path
+
+    def log(self, run: Any) -> None:
+        """Log the artifact; `run` is the W&B run."""
+        import wandb
+
+        artifact = wandb.Artifact(
+            f"checkpoint-{run.id}", type="model", metadata={"step": self.step}
+        )
+        # W&B would read the whole checkpoint for a checksum; the manifest has one of each file.
+        artifact.add_reference(self.folder.absolute().as_uri(), checksum=False)
+        run.log_artifact(artifact, aliases=[f"step-{self.step}"])
+
+
+class TaskTable:
+    """The scores of all tasks so far, as a table with a row for each evaluation of a task.
+
+    Args:
+        metrics: the lines of metrics.jsonl so far
+    """
+
+    def __init__(self, metrics: Iterable[Mapping[str, Any]] = ()):
+        self.rows: list[dict[str, Any]] = []
+        for line in metrics:
+            self.add(line)
+
+    def add(self, metrics: Mapping[str, Any]) -> bool:
+        """Add the scores among the metrics of a step; return True if there are any.
+
+        Scores of later steps are dropped, because the run has rolled back.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for key, value in metrics.items():
+            if match := TASK_METRIC.fullmatch(key):
+                found.setdefault(match["task"], {})[match["metric"]] = value
+        if found:
+            step = metrics["step"]
+            self.rows = [row for row in self.rows if row["step"] < step]
+            self.rows += [{"step": step, "task": task} | scores for task, scores in found.items()]
+        return bool(found)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the arguments of `run.log`."""
+        import wandb
+
+        columns = list(dict.fromkeys(key for row in self.rows for key in row))
+        rows = [[row.get(column) for column in columns] for row in self.rows]
+        return {"task_scores": wandb.Table(columns=columns, data=rows)}
+
 
 Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value

@@ -23,11 +23,10 @@ from threefold.engine.engine import Engine
 from threefold.plan.predicted_metrics import predicted_metrics_of_run
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
 from threefold.supervision.loss_watch import LossWatch
-from threefold.tracking.clocks import Startup
+from threefold.tracking.clocks import Startup, StepClock
 from threefold.tracking.messages import NOT_COMPILED
 from threefold.tracking.metrics import Meter
 from threefold.tracking.profiler import StepProfiler
-from threefold.tracking.step_clock import StepClock
 from threefold.tracking.timeline import TimelineRecorder
 from threefold.tracking.tracker import open_tracker
 

@@ -10,8 +10,7 @@ from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.supervision.loss_watch import LossWatch
 from threefold.supervision.stragglers import SlowStreaks
-from threefold.tracking.clocks import Startup
-from threefold.tracking.step_clock import StepClock
+from threefold.tracking.clocks import Startup, StepClock
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from recipes.training.evaluation.evaluator import Evaluator
