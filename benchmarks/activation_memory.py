@@ -31,9 +31,9 @@ from models.layer_specs import run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from models.transformer import Block
-from recipes.tracing.allocation_counter import AllocationCounter
-from recipes.tracing.fake_cluster import empty_tables
 from threefold.runtime.output import stdout_for_json
+from threefold.trace.counters import AllocationCounter
+from threefold.trace.fake_cluster import empty_tables
 
 MODEL = ModelConfig(
     layers=48,

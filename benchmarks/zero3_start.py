@@ -26,13 +26,13 @@ from dataclasses import asdict, dataclass
 from models.cost import parameter_count
 from models.initialization import initialize
 from models.layer_specs import logical_parameters
-from recipes.tracing.fake_cluster import one_rank_of
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 from threefold.engine import build
 from threefold.pipeline.stage import replaced
+from threefold.trace.fake_cluster import one_rank_of
 
 WEIGHT_BYTES = 2  # bf16
 TABLE_HEADER = (

@@ -37,13 +37,13 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "benchmarks.step": ([], {"MEASURE": [ROW]}),
     "recipes.plan": (
         [TINY, "--gpu", "H100", "--nodes", "1", "--gpus-per-node", "2", "--trace"],
-        {"recipes.tracing.trace.trace": None},
+        {"threefold.trace.trace.trace": None},
     ),
     "recipes.prove": ([TINY], {"prove": SimpleNamespace(passes=True)}),
     "recipes.sweep": (["--links", "mine"], {"Preflight.run": (None, None)}),
 }  # fmt: skip
 REPORTS = {  # functions that would need real results
-    "recipes.plan": {"recipes.tracing.trace_report.table": {}},
+    "recipes.plan": {"threefold.trace.report.table": {}},
     "recipes.prove": {"plan": (SimpleNamespace(), []), "size": "", "as_json": {}},
     "recipes.sweep": {"report_table": {}},
 }

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from models.experts import layer
-from recipes.tracing import fake_cluster
-from recipes.tracing.trace import trace
 from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.trace import fake_cluster
+from threefold.trace.trace import trace
 
 GPT = (  # on top of recipes/tiny.toml
     'model.norm="layernorm"', 'model.positions="learned"', 'model.activation="gelu"',

@@ -20,9 +20,9 @@ from models.layer_specs import LearnedPositions, TokenEmbedding
 from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
 from models.parallel.layers import Deferral, matmul
 from models.parallel.micro_batch_info import Documents, MicroBatchInfo
-from recipes.tracing.allocation_counter import AllocationCounter
 from tests.models.test_transformer import SHAPES
 from tests.ranks import join_world, run_ranks
+from threefold.trace.counters import AllocationCounter
 
 REPEATS = (1024, 16384)
 ROUNDING = 2**-8  # largest relative error of a rounding to bf16

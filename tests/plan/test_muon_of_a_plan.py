@@ -10,7 +10,6 @@ from models.cost import checkpoint_elements, hidden_matrices, parameter_count
 from models.layer_specs import SequentialModel, layer_specs
 from models.parallel.collectives import TensorAxis
 from models.sharding import sharding_of
-from recipes.tracing.trace import trace
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.engine.muon_exchange import Matrix, owners_by_round
 from threefold.gpus.datasheet import load_gpu
@@ -25,6 +24,7 @@ from threefold.plan.time.update import (
     optimizer_time,
     owner_seconds,
 )
+from threefold.trace.trace import trace
 
 RECIPES = ["tiny", "gpt/125m", "llama/8b", "mixtral/8x7b", "qwen3/30b-a3b", "dots/llm1"]
 MUON = 'optimizer.kind="muon"'

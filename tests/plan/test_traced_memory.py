@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.tracing.trace import trace
 from tests.conftest import shipped_recipes
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import memory_of_stage, stage_memory
+from threefold.trace.trace import trace
 
 CATALOGUE = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]
 TOLERANCE = 0.03  # for the recipes; the tests of single layouts add 0.01

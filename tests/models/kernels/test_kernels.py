@@ -30,10 +30,10 @@ from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from models.transformer import rotary_table
-from recipes.tracing.allocation_counter import AllocationCounter
-from recipes.tracing.fake_cluster import one_kernel
 from tests.models.test_transformer import KEY, SHAPES, WITH_DROPOUT
 from threefold.runtime.processes import compiler, has_compiler, should_compile
+from threefold.trace.counters import AllocationCounter
+from threefold.trace.fake_cluster import one_kernel
 
 EPSILON, HEADS, KV_HEADS, D = 1e-5, 4, 2, 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the largest value

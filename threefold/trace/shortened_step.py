@@ -8,11 +8,11 @@ import operator
 from collections import Counter
 from dataclasses import replace
 
-from recipes.tracing.collective_counter import CollectiveCounter, Traffic
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
 from threefold.engine.build import pipeline_of
 from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Order
+from threefold.trace.collective_counter import CollectiveCounter, Traffic
 
 # Phases that occur once per step; all others occur once per micro-batch.
 PHASES_ONCE_PER_STEP = ("", "ReduceGrads", "OptimizerStep", "optimizer step")

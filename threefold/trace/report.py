@@ -3,7 +3,7 @@
 from dataclasses import asdict, fields
 from typing import Any
 
-from recipes.tracing.trace import Categories, Trace
+from threefold.trace.trace import Categories, Trace
 
 
 def text(trace: Trace) -> str:

@@ -13,12 +13,12 @@ from models.cost import parameter_count
 from models.errors import UserError
 from models.kernels.rotary import Frequencies
 from models.transformer import Block, rotary_table
-from recipes.tracing import trace_report
-from recipes.tracing.trace import Trace, measure, trace
 from tests.conftest import GPT_SWITCHES, changed, quick_and_long
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.trace import report
+from threefold.trace.trace import Trace, measure, trace
 
 FP32 = 4  # bytes
 ALL = 10**9  # micro-batches: no fewer than there are
@@ -32,8 +32,8 @@ def traced(table: dict[str, Any], world_size: int, rank: int = 0) -> Trace:
 def traced_as_on_a_cpu(recipe: Recipe, world_size: int, rank: int) -> Trace:
     """Trace all micro-batches, because real stages must agree on their number."""
     with (
-        mock.patch("recipes.tracing.trace.kernels_of_a_gpu", contextlib.nullcontext),
-        mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL),
+        mock.patch("threefold.trace.trace.kernels_of_a_gpu", contextlib.nullcontext),
+        mock.patch("threefold.trace.trace.enough_micro_batches", lambda *_: ALL),
     ):
         return trace(recipe, world_size, world_size, rank)
 
@@ -169,7 +169,7 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(
     held = {}
     for m in (1, 2, 3, 4, 5, 8):
         recipe = parse_recipe(changed(table, batch__global_sequences=2 * m), "test")
-        with mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL):
+        with mock.patch("threefold.trace.trace.enough_micro_batches", lambda *_: ALL):
             found = trace(recipe, 4, 4, 0)
         assert found.traced == m
         held[m] = dict(found.phase_bytes)["ForwardPass"]
@@ -184,7 +184,7 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(
 def test_the_traced_micro_batches_reach_the_peak(stage: int, small: dict[str, Any]) -> None:
     table = changed(small, layout={"pipeline": 4}, model__layers=4, batch__global_sequences=16)
     enough = traced(table, 4, rank=stage)
-    with mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL):
+    with mock.patch("threefold.trace.trace.enough_micro_batches", lambda *_: ALL):
         every = traced(table, 4, rank=stage)
     assert (enough.traced, every.traced) == (5 - stage, 8)
     assert enough.traffic == every.traffic
@@ -216,7 +216,7 @@ def test_the_traced_micro_batches_reach_the_peak_in_every_schedule(
     table = changed(small, layout=layout, model__layers=4, batch__global_sequences=24)
     for stage in range(2):
         enough = traced(table, 2, rank=stage)
-        with mock.patch("recipes.tracing.trace.enough_micro_batches", lambda *_: ALL):
+        with mock.patch("threefold.trace.trace.enough_micro_batches", lambda *_: ALL):
             every = traced(table, 2, rank=stage)
         assert enough.traced < every.traced == 12
         assert enough.traffic == every.traffic
@@ -308,8 +308,8 @@ def test_states_are_shared_by_the_data_ranks() -> None:
 
 def test_a_trace_is_reported(small: dict[str, Any]) -> None:
     found = traced(small, 4)
-    assert f"rank {found.rank} of 4" in trace_report.text(found)
-    table = trace_report.table(found)
+    assert f"rank {found.rank} of 4" in report.text(found)
+    table = report.table(found)
     assert table["peak_bytes"] == sum(table["at_peak_bytes"].values())
     assert max(table["phase_bytes"].values()) == table["peak_bytes"]
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 
 from models.layer_specs import logical_parameters
-from recipes.tracing.allocation_counter import AllocationCounter
-from recipes.tracing.collective_counter import CollectiveCounter
 from threefold.engine.engine import Engine
 from threefold.supervision.hang_report import Breadcrumb
+from threefold.trace.collective_counter import CollectiveCounter
+from threefold.trace.counters import AllocationCounter
 
 
 class Observer(Breadcrumb):

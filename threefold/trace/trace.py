@@ -26,17 +26,17 @@ import torch
 from models.context_parallel.division import Division, divide
 from models.errors import UserError
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
-from recipes.tracing.allocation_counter import Allocation, AllocationCounter
-from recipes.tracing.collective_counter import CollectiveCounter, Traffic
-from recipes.tracing.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
-from recipes.tracing.observer import Observer
-from recipes.tracing.shortened_step import enough_micro_batches, per_step, with_micro_batches
 from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
 from threefold.config.parallel_dims import Coordinates, Topology, World
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.engine.build import build_from_recipe
 from threefold.engine.engine import Engine, PipelinedEngine
+from threefold.trace.collective_counter import CollectiveCounter, Traffic
+from threefold.trace.counters import Allocation, AllocationCounter
+from threefold.trace.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
+from threefold.trace.observer import Observer
+from threefold.trace.shortened_step import enough_micro_batches, per_step, with_micro_batches
 
 ALLOCATOR_BYTES = 512  # CUDA's caching allocator rounds sizes up to a multiple (kMinBlockSize)
 MAX_LISTED_ALLOCATIONS = 15

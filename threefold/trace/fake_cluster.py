@@ -33,9 +33,9 @@ from models.kernels import attention, compile, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in, token_positions
 from models.transformer import rotary_table
-from recipes.tracing.fake_shards import shards_of_all_ranks
 from threefold.engine import muon_exchange
 from threefold.pipeline.stage import replaced
+from threefold.trace.fake_shards import shards_of_all_ranks
 
 
 @contextlib.contextmanager
