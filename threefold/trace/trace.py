@@ -14,29 +14,189 @@ training.compile is false, a compiled kernel allocates only its results.
 Each sequence is one document here, whatever data.separate_documents says.
 """
 
+import math
+import operator
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it looks for one
 
 import torch
 
 from models.context_parallel.division import Division, divide
 from models.errors import UserError
+from models.layer_specs import logical_parameters
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
 from threefold.config.parallel_dims import Coordinates, Topology, World
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
-from threefold.engine.build import build_from_recipe
+from threefold.engine.build import build_from_recipe, pipeline_of
 from threefold.engine.engine import Engine, PipelinedEngine
-from threefold.trace.collective_counter import CollectiveCounter, Traffic
-from threefold.trace.counters import Allocation, AllocationCounter
+from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Order
+from threefold.supervision.hang_report import Breadcrumb
+from threefold.trace.counters import Allocation, AllocationCounter, CollectiveCounter, Traffic
 from threefold.trace.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
-from threefold.trace.observer import Observer
-from threefold.trace.shortened_step import enough_micro_batches, per_step, with_micro_batches
+
+# A step with few micro-batches that reaches the peak memory of the whole step.
+#
+# Its communication is scaled to all micro-batches of the step.
+
+# Phases that occur once per step; all others occur once per micro-batch.
+PHASES_ONCE_PER_STEP = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
+# Passes of a pipeline. Data ranks communicate only in the last of them in a step.
+BACKWARD_PHASES = ("BackwardPass", "WeightPass")
+
+
+def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
+    """Return the number of micro-batches with which this rank reaches its peak memory.
+
+    With this number the stage passes through all states that may be the fullest, each with and
+    without gradients of an earlier micro-batch. A larger number adds only one loss per micro-batch.
+    """
+    pipeline = pipeline_of(recipe, topology)
+    stage = topology.coordinates(rank).pipeline
+    wanted = fullest_moments(pipeline.orders[stage])
+    least = pipeline.min_micro_batches
+    for fewer in range(least, pipeline.micro_batches):
+        if fullest_moments(replace(pipeline, micro_batches=fewer).orders[stage]) == wanted:
+            return fewer
+    return pipeline.micro_batches
+
+
+def fullest_moments(order: Order) -> set[tuple[int, ...]]:
+    """Return the contents of a stage at its fullest moments; no moment is exceeded by another.
+
+    A moment counts, for each chunk, the micro-batches before their backward pass, those before
+    their weight pass, and 1 if gradients exist.
+    """
+    chunks = 1 + max(work.chunk for work in order)
+    before = [0] * chunks
+    left = [0] * chunks
+    ended = [0] * chunks
+    ending = WEIGHT if any(work.kind == WEIGHT for work in order) else BACKWARD
+    moments = set()
+    for work in order:
+        before[work.chunk] += (work.kind == FORWARD) - (work.kind == BACKWARD)
+        if ending == WEIGHT:
+            left[work.chunk] += (work.kind == BACKWARD) - (work.kind == WEIGHT)
+        ended[work.chunk] |= work.kind == ending
+        moments.add((*before, *left, *ended))
+    return {
+        moment
+        for moment in moments
+        if not any(moment != other and all(map(operator.le, moment, other)) for other in moments)
+    }
+
+
+def with_micro_batches(recipe: Recipe, topology: Topology, count: int) -> Recipe:
+    """Return the recipe with `count` micro-batches per step."""
+    sequences = count * recipe.batch.micro_sequences * topology.data
+    batch = recipe.batch.model_copy(update={"global_sequences": sequences})
+    every = recipe.layout.reduce_every
+    layout = recipe.layout.model_copy(update={"reduce_every": min(every, count)})
+    return recipe.model_copy(update={"batch": batch, "layout": layout})
+
+
+def per_step(
+    counted: CollectiveCounter, micro_batches: int, traced: int, *, every: int = 0
+) -> tuple[Traffic, ...]:
+    """Return the traffic of a step with all its micro-batches.
+
+    Every micro-batch communicates the same, except that a pipeline reduces its gradients once, or
+    with ZeRO-2 once per group of micro-batches.
+
+    every: number of micro-batches in a group; 0: all of the step
+    """
+    groups = math.ceil(micro_batches / every) / math.ceil(traced / every) if every else 1.0
+    counts: Counter[tuple[str, str]] = Counter()
+    totals: Counter[tuple[str, str]] = Counter()
+    for (phase, axis, kind), count in counted.counts.items():
+        size = counted.totals[phase, axis, kind]
+        is_reduction = axis == "data" and phase in (*BACKWARD_PHASES, "ReduceGrads")
+        if is_reduction:
+            count, size = (round(n * groups) for n in (count, size))
+        elif phase not in PHASES_ONCE_PER_STEP:
+            count, size = (round(n * micro_batches / traced) for n in (count, size))
+        counts[axis, kind] += count
+        totals[axis, kind] += size
+    return tuple(Traffic(*key, counts[key], totals[key]) for key in sorted(counts))
+
+
+# Observation of the purpose of a rank's memory while it trains.
+
+
+class Observer(Breadcrumb):
+    """A breadcrumb that, at each activity, notes which allocations are weights, gradients, ...
+
+    roles: category by allocation, for all allocations that are not activations
+    """
+
+    def __init__(self, counter: AllocationCounter, collectives: CollectiveCounter):
+        self.counter, self.collectives = counter, collectives
+        self.roles: dict[int, str] = {}
+        self.engine: Engine | None = None
+
+    def watch(self, engine: Engine) -> None:
+        """Observe the tensors of an engine from now on."""
+        self.engine = engine
+        step = engine.wrapped.optimizer.step
+
+        def noted_step(*arguments, **settings):
+            self.note("optimizer step")
+            step(*arguments, **settings)
+
+        engine.wrapped.optimizer.step = noted_step
+
+    def note(self, doing: str, *, micro_batch: int | None = None, step: int | None = None) -> None:
+        """Begin a phase."""
+        if self.engine is not None:
+            for tensor, role in roles_of(self.engine):
+                number = self.counter.number(tensor)
+                if number is not None:
+                    self.roles.setdefault(number, role)
+        of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
+        self.counter.phase, self.collectives.phase = f"{doing}{of}", doing
+
+
+def roles_of(engine: Engine) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield the tensors of an engine that are not activations, with their roles."""
+    optimizer = engine.wrapped.optimizer
+    for state in optimizer.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                yield value, "optimizer"
+    parameters = [p for _, p in logical_parameters(engine.wrapped.module, engine.recipe.model)]
+    for parameter in parameters:  # before the optimizer's, which in fp32 may be the same tensors
+        yield parameter.data, "weights"
+    for flat in engine.state.weights:
+        yield flat, "optimizer"
+        if flat.grad is not None:
+            yield flat.grad, "gradients"
+    for parameter in parameters:
+        if hasattr(parameter, "ds_tensor"):
+            yield parameter.ds_tensor, "weights"
+        for name in ("grad", "grad_accum", "_hp_grad"):
+            gradient = getattr(parameter, name, None)
+            if gradient is not None:
+                yield gradient, "gradients"
+    for name, value in vars(optimizer).items():
+        if "grad" in name:
+            for tensor in tensors_in(value):
+                yield tensor, "gradients"
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield all tensors in nested lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
+
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it looks for one
+
 
 ALLOCATOR_BYTES = 512  # CUDA's caching allocator rounds sizes up to a multiple (kMinBlockSize)
 MAX_LISTED_ALLOCATIONS = 15
