@@ -34,8 +34,8 @@ CONTINUES = "what fails is reported, and the run continues without it"
 RAISES = "the exception is raised again, or ends the process with its traceback"
 CATCHES = {  # function that catches one of BROAD -> why no defect becomes a user's mistake there
     "models/experts/overlap.py: Turns._run_one": RAISES,
-    "recipes/converting/adopt.py: TheirFiles._names": PARSING,
-    "recipes/converting/adopt.py: read_config": FOREIGN,
+    "threefold/convert/from_hugging_face.py: TheirFiles._names": PARSING,
+    "threefold/convert/from_hugging_face.py: read_config": FOREIGN,
     "threefold/gpus/datasheet.py: _read_toml": PARSING,
     "threefold/prepare_data/corpus.py: find_damages": PARSING,
     "threefold/prepare_data/tasks.py: items_of_samples": PARSING,
@@ -80,7 +80,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/run_folder/json_lines.py: LineFile._parse": PARSING,
     "threefold/checkpoint/format.py: Manifest.parse": PARSING,
     "threefold/config/loading.py: _read_toml": PARSING,
-    "recipes/converting/export.py: recorded_files": PARSING,
+    "threefold/convert/to_hugging_face.py: recorded_files": PARSING,
     "threefold/config/loading.py: apply_override": PARSING,
     "threefold/supervision/supervisor.py: Background._work": CONTINUES,
     "threefold/supervision/supervisor.py: Supervisor._end": CONTINUES,
@@ -247,8 +247,8 @@ SCRIPTS = {  # command -> the defect's place, as a user's own line of Python wou
     "layouts.build_deepspeed_config = defect",
     "prepare_data": "from recipes import prepare_data as command\n"
     "from threefold.prepare_data import formats\ntext_files.document = defect",
-    "convert": "from recipes import convert as command\nfrom recipes.converting import adopt\n"
-    "adopt.model_settings = defect",
+    "convert": "from recipes import convert as command\nfrom threefold.convert import from_hugging_face\n"
+    "from_hugging_face.model_settings = defect",
     "pretrain": "from recipes import pretrain as command\n"
     "from threefold.data import dataset\ndataset.TrainingData._micro_batch = defect",
 }

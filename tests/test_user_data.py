@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast, dynamic_module_utils
 
 from models.errors import UserError
-from recipes.converting.adopt import TheirFiles, read_config
 from recipes.nodes.hosts import read_hostfile
 from recipes.prepare_data import parse_command_line
 from recipes.preparing.options import check_same_options
@@ -27,6 +26,7 @@ from threefold.checkpoint.format import REMEDY, Manifest
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
+from threefold.convert.from_hugging_face import TheirFiles, read_config
 from threefold.data.token_file import TokenFile, write_token_file
 from threefold.gpus.datasheet import FOLDER, read_gpu
 from threefold.plan.calibration.compare import evaluate

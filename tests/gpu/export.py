@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.converting.verified_source import model_of, open_checkpoint
 from tests.gpu.runs import Failure, device_environment, overrides, start, vocab_size
 from tests.gpu.setting import Result, Setting
 from threefold.checkpoint.state import CheckpointReader
 from threefold.config.loading import REPOSITORY
+from threefold.convert.verified_source import model_of, open_checkpoint
 
 SAME = 1e-4  # of the largest logit, in fp32
 

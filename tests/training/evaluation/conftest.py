@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipes.converting.export import export
-from recipes.converting.verified_source import open_checkpoint
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
 from recipes.training.evaluation.evaluator import Evaluator
@@ -15,6 +13,8 @@ from tests.ranks import join_world, run_ranks
 from tests.training.evaluation.text_corpus import evaluating_recipe, write_text_corpus
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.convert.to_hugging_face import export
+from threefold.convert.verified_source import open_checkpoint
 from threefold.run_folder.folder import RunFolder
 
 STEPS = 40

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from models.errors import UserError
 from models.layer_specs import logical_shapes
-from recipes.converting.verified_source import model_of
-from recipes.converting.weight_files import RESHAPED_FROM
 from threefold.checkpoint.compatibility import differences
 from threefold.checkpoint.format import FileRecord, TensorFileWriter, tensor_key
 from threefold.checkpoint.state import CheckpointReader
@@ -22,6 +20,8 @@ from threefold.config.loading import apply_overrides, parse_recipe
 from threefold.config.parallel_dims import Topology, World
 from threefold.config.phases import recipe_at
 from threefold.config.recipe import Recipe
+from threefold.convert.verified_source import model_of
+from threefold.convert.weight_files import RESHAPED_FROM
 from threefold.run_folder.folder import layout_of, versions
 
 # A change of these keys would make it another run.

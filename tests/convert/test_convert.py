@@ -30,13 +30,6 @@ from models.layer_specs import (
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.convert import main, settings, write_text
-from recipes.converting.adopt import adopt, read_config
-from recipes.converting.average import sources_of
-from recipes.converting.export import export, find_tokenizer, special_tokens
-from recipes.converting.output_folder import OutputFiles, output_folder
-from recipes.converting.reshape import new_recipe
-from recipes.converting.verified_source import model_of, open_checkpoint
-from recipes.converting.weight_files import IMPORTED, RESHAPED
 from recipes.proving.proof_corpus import write_corpus
 from recipes.proving.relay import save
 from recipes.proving.trial import start, train_step
@@ -54,6 +47,13 @@ from threefold.checkpoint.state import CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.convert.average import sources_of
+from threefold.convert.files import OutputFiles, output_folder
+from threefold.convert.from_hugging_face import adopt, read_config
+from threefold.convert.reshape import new_recipe
+from threefold.convert.to_hugging_face import export, find_tokenizer, special_tokens
+from threefold.convert.verified_source import model_of, open_checkpoint
+from threefold.convert.weight_files import IMPORTED, RESHAPED
 from threefold.data.dataset import TrainingData
 from threefold.run_folder.folder import RunFolder
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from models.errors import UserError
 from models.layer_specs import logical_shapes
-from recipes.converting.verified_source import model_of, open_checkpoint, undamaged
-from recipes.converting.weight_files import AVERAGED_FROM, write_weights
 from threefold.checkpoint.compatibility import (
     TRAINING_ONLY,
     differences,
@@ -23,6 +21,8 @@ from threefold.checkpoint.compatibility import (
 from threefold.checkpoint.state import WEIGHTS, CheckpointReader
 from threefold.config.loading import value_text
 from threefold.config.phases import table_at
+from threefold.convert.verified_source import model_of, open_checkpoint, undamaged
+from threefold.convert.weight_files import AVERAGED_FROM, write_weights
 from threefold.run_folder.folder import versions
 
 BLOCK_ELEMENTS = 2**24  # elements of a tensor that are averaged in float64 at a time

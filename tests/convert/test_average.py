@@ -13,16 +13,16 @@ from transformers import AutoModelForCausalLM
 from models.errors import UserError
 from models.layer_specs import logical_shapes
 from recipes.convert import main
-from recipes.converting import average as average_module
-from recipes.converting.average import average, sources_of
-from recipes.converting.reshape import new_recipe
-from recipes.converting.verified_source import open_checkpoint
 from tests.commands import run_here
 from tests.conftest import changed, small_recipe
 from threefold.checkpoint.compatibility import check_same_model, check_same_run
 from threefold.checkpoint.format import Manifest, TensorFileWriter, find_damages, tensor_key
 from threefold.checkpoint.state import KINDS
 from threefold.config.loading import parse_recipe
+from threefold.convert import average as average_module
+from threefold.convert.average import average, sources_of
+from threefold.convert.reshape import new_recipe
+from threefold.convert.verified_source import open_checkpoint
 
 STEPS = (10, 20, 30)
 

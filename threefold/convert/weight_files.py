@@ -10,7 +10,6 @@ from pathlib import Path
 from torch import Tensor
 
 from models.errors import UserError
-from recipes.converting.output_folder import OutputFiles
 from threefold.checkpoint.format import (
     FileRecord,
     Manifest,
@@ -18,6 +17,7 @@ from threefold.checkpoint.format import (
     manifest_damage,
     split_by_size,
 )
+from threefold.convert.files import OutputFiles
 
 MANIFEST = "manifest.json"
 AVERAGED_FROM, RESHAPED_FROM = "averaged", "reshaped_from"  # keys of the layout

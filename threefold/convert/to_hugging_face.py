@@ -13,9 +13,6 @@ from models.errors import UserError, counted
 from models.hugging_face.config import hugging_face_config
 from models.hugging_face.weights import counterparts
 from models.layer_specs import logical_shapes
-from recipes.converting.output_folder import OutputFiles
-from recipes.converting.verified_source import model_of
-from recipes.converting.weight_files import AVERAGED_FROM, RESHAPED_FROM
 from threefold.checkpoint.format import (
     BYTES,
     FileRecord,
@@ -27,6 +24,9 @@ from threefold.checkpoint.state import WEIGHTS, CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
 from threefold.config.sections import repository_path, short
+from threefold.convert.files import OutputFiles
+from threefold.convert.verified_source import model_of
+from threefold.convert.weight_files import AVERAGED_FROM, RESHAPED_FROM
 from threefold.data.corpus import document_starts, tokenizer_hash
 from threefold.prepare_data.tokenizer import document_start, load_tokenizer
 from threefold.run_folder.folder import RunFolder
