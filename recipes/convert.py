@@ -39,13 +39,17 @@ logging.getLogger().setLevel(logging.ERROR)
 
 from models.config import Experts, ModelConfig, RopeScaling
 from models.errors import UserError
-from threefold.convert.average import average, sources_of
-from threefold.convert.files import OutputFiles, output_folder
+from threefold.convert.files import (
+    AVERAGED,
+    IMPORTED,
+    RESHAPED,
+    OutputFiles,
+    open_checkpoint,
+    output_folder,
+)
 from threefold.convert.from_hugging_face import adopt, read_config
-from threefold.convert.reshape import new_recipe, reshape
+from threefold.convert.reshape import average, new_recipe, reshape, sources_of
 from threefold.convert.to_hugging_face import DTYPES, EXPORTED, export, find_tokenizer
-from threefold.convert.verified_source import open_checkpoint
-from threefold.convert.weight_files import AVERAGED, IMPORTED, RESHAPED
 from threefold.runtime.command_line import count
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output

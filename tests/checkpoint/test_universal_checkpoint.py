@@ -21,7 +21,7 @@ from tests.ranks import join_world, run_ranks
 from threefold.checkpoint.state import CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
-from threefold.convert.verified_source import open_checkpoint
+from threefold.convert.files import open_checkpoint
 from threefold.run_folder.folder import RunFolder
 
 KINDS = {"fp32": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -19,10 +19,9 @@ from threefold.checkpoint.compatibility import check_same_model, check_same_run
 from threefold.checkpoint.format import Manifest, TensorFileWriter, find_damages, tensor_key
 from threefold.checkpoint.state import KINDS
 from threefold.config.loading import parse_recipe
-from threefold.convert import average as average_module
-from threefold.convert.average import average, sources_of
-from threefold.convert.reshape import new_recipe
-from threefold.convert.verified_source import open_checkpoint
+from threefold.convert import reshape as average_module
+from threefold.convert.files import open_checkpoint
+from threefold.convert.reshape import average, new_recipe, sources_of
 
 STEPS = (10, 20, 30)
 

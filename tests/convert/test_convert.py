@@ -47,13 +47,17 @@ from threefold.checkpoint.state import CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
-from threefold.convert.average import sources_of
-from threefold.convert.files import OutputFiles, output_folder
+from threefold.convert.files import (
+    IMPORTED,
+    RESHAPED,
+    OutputFiles,
+    model_of,
+    open_checkpoint,
+    output_folder,
+)
 from threefold.convert.from_hugging_face import adopt, read_config
-from threefold.convert.reshape import new_recipe
+from threefold.convert.reshape import new_recipe, sources_of
 from threefold.convert.to_hugging_face import export, find_tokenizer, special_tokens
-from threefold.convert.verified_source import model_of, open_checkpoint
-from threefold.convert.weight_files import IMPORTED, RESHAPED
 from threefold.data.dataset import TrainingData
 from threefold.run_folder.folder import RunFolder
 

@@ -15,7 +15,7 @@ from tests.gpu.runs import Failure, device_environment, overrides, start, vocab_
 from tests.gpu.setting import Result, Setting
 from threefold.checkpoint.state import CheckpointReader
 from threefold.config.loading import REPOSITORY
-from threefold.convert.verified_source import model_of, open_checkpoint
+from threefold.convert.files import model_of, open_checkpoint
 
 SAME = 1e-4  # of the largest logit, in fp32
 

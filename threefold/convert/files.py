@@ -1,4 +1,4 @@
-"""The output folder of a command, which appears when it is complete."""
+"""The files that convert.py reads and writes: verified checkpoints and complete output folders."""
 
 import os
 import tempfile
@@ -8,9 +8,24 @@ from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
+from torch import Tensor
+
+from models.config import ModelConfig
 from models.errors import UserError
-from threefold.checkpoint.format import FileRecord, sha256
+from threefold.checkpoint.format import (
+    FileRecord,
+    Manifest,
+    TensorFileWriter,
+    find_damages,
+    manifest_damage,
+    sha256,
+    split_by_size,
+)
+from threefold.checkpoint.state import CheckpointReader
+from threefold.config.phases import table_at
 from threefold.config.sections import short
+from threefold.data.corpus import is_corpus
+from threefold.run_folder.history import no_checkpoint, published
 from threefold.run_folder.json_lines import flush
 
 RUN_FILES = ("recipe.toml", "metrics.jsonl", "events.jsonl")  # a run folder has one of them
@@ -150,3 +165,128 @@ def _versions(path: Path) -> list[tuple[str, int, int, int]]:
         return []
     states = ((file.name, file.lstat()) for file in sorted(path.iterdir()))
     return [(name, state.st_ino, state.st_size, state.st_mtime_ns) for name, state in states]
+
+
+# The verified checkpoint that a command reads.
+
+
+def open_checkpoint(path: Path) -> CheckpointReader:
+    """Open a checkpoint, or the newest undamaged checkpoint of a run folder.
+
+    Raises:
+        UserError: The path has no checkpoint, or only damaged ones.
+    """
+    _reject_corpus(path)
+    if (path / "manifest.json").is_file():
+        damage = next(find_damages(path), None)
+        if damage:
+            raise UserError(f"{damage}; {_remedy(path)}")
+        return CheckpointReader(path, Manifest.read(path))
+    found = saved_in(path)
+    for checkpoint in reversed(found):
+        if next(find_damages(checkpoint), None) is None:
+            return CheckpointReader(checkpoint, Manifest.read(checkpoint))
+    if found:
+        damage = next(find_damages(found[-1]))
+        raise UserError(f"{path}: all checkpoints here are damaged; {damage}")
+    raise UserError(no_checkpoint(path))
+
+
+def saved_in(path: Path) -> list[Path]:
+    """Return the checkpoints of a run folder, or of a folder of checkpoints, oldest first."""
+    return published(path / "checkpoints") or published(path)
+
+
+def _reject_corpus(path: Path) -> None:
+    """Raise a UserError if the path is a corpus, which also has a manifest.json."""
+    if is_corpus(path):
+        raise UserError(
+            f"{path} is a corpus of prepare_data.py, not a checkpoint; use a run folder such as "
+            f"runs/tiny"
+        )
+
+
+def _remedy(damaged: Path) -> str:
+    """Return what to do about a damaged checkpoint."""
+    folder = damaged.absolute().parent
+    if len(published(folder)) > 1:
+        run = folder.parent if folder.name == "checkpoints" else folder
+        return f"use another checkpoint, or name {short(run)} to use its newest undamaged one"
+    return "restore it from a copy, or use another checkpoint"
+
+
+def undamaged(run: Path, count: int) -> list[CheckpointReader]:
+    """Return the newest undamaged checkpoints of a run folder, at most `count`, newest first.
+
+    Raises:
+        UserError: The folder has no checkpoint.
+    """
+    _reject_corpus(run)
+    if not (saves := saved_in(run)):
+        raise UserError(no_checkpoint(run))
+    found: list[CheckpointReader] = []
+    for checkpoint in reversed(saves):
+        if len(found) < count and next(find_damages(checkpoint), None) is None:
+            found.append(CheckpointReader(checkpoint, Manifest.read(checkpoint)))
+    return found
+
+
+def model_of(source: CheckpointReader) -> ModelConfig:
+    """Return the architecture of a run's checkpoint or of imported weights.
+
+    The sequence length and the rotary positions are those of the stage in which the checkpoint was
+    saved, because the weights were trained with them.
+    """
+    manifest = source.manifest
+    return ModelConfig.from_table(table_at(manifest.recipe, manifest.step)["model"])
+
+
+# The files of the checkpoints that convert.py writes.
+#
+# The layout in the manifest tells which command wrote a checkpoint, so that `--overwrite` replaces
+# only outputs of the same command. A checkpoint of a run has none of these marks.
+
+MANIFEST = "manifest.json"
+AVERAGED_FROM, RESHAPED_FROM = "averaged", "reshaped_from"  # keys of the layout
+
+
+def recorded_files(folder: Path) -> dict[str, FileRecord | None]:
+    """Return the records of the files of a checkpoint that convert.py wrote, from its manifest.
+
+    Raises:
+        UserError: the manifest has changed since it was written.
+    """
+    if damage := manifest_damage(folder):
+        raise UserError(f"--overwrite does not replace {folder}: {damage}; use another folder")
+    return {MANIFEST: None, "manifest.sha256": None, **Manifest.read(folder).files}
+
+
+IMPORTED = OutputFiles(MANIFEST, '"layout": {}', recorded_files)
+AVERAGED = OutputFiles(MANIFEST, f'"{AVERAGED_FROM}": [', recorded_files)
+RESHAPED = OutputFiles(MANIFEST, f'"{RESHAPED_FROM}": ', recorded_files)
+
+
+def write_weights(
+    folder: Path, shapes: Mapping[str, tuple[int, ...]], weight: Callable[[str], Tensor]
+) -> tuple[dict[str, FileRecord], dict[str, str]]:
+    """Write weights as fp32, one at a time, divided over files of a limited size.
+
+    Args:
+        folder: folder to write into
+        shapes: name -> shape of each logical weight
+        weight: returns the weight with a name, fp32
+
+    Returns:
+        The records of the files, and name -> file, for the manifest.
+    """
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, str] = {}
+    for number, names in enumerate(split_by_size(shapes, dtype="F32")):
+        file = f"weights-{number:05d}.safetensors"
+        own = {name: shapes[name] for name in names}
+        with TensorFileWriter(folder / file, own, dtype="F32") as writer:
+            for name in names:
+                writer.write(name, weight(name).numpy().data)
+        files[file] = writer.record
+        tensors |= dict.fromkeys(names, file)
+    return files, tensors

@@ -16,7 +16,7 @@ from models.hugging_face.config import model_settings
 from models.hugging_face.weights import Counterpart, counterparts
 from models.layer_specs import logical_shapes
 from threefold.checkpoint.format import Manifest
-from threefold.convert.weight_files import write_weights
+from threefold.convert.files import write_weights
 from threefold.run_folder.folder import versions
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"

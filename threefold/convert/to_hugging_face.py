@@ -24,9 +24,7 @@ from threefold.checkpoint.state import WEIGHTS, CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
 from threefold.config.sections import repository_path, short
-from threefold.convert.files import OutputFiles
-from threefold.convert.verified_source import model_of
-from threefold.convert.weight_files import AVERAGED_FROM, RESHAPED_FROM
+from threefold.convert.files import AVERAGED_FROM, RESHAPED_FROM, OutputFiles, model_of
 from threefold.data.corpus import document_starts, tokenizer_hash
 from threefold.prepare_data.tokenizer import document_start, load_tokenizer
 from threefold.run_folder.folder import RunFolder

@@ -13,8 +13,8 @@ from tests.ranks import join_world, run_ranks
 from tests.training.evaluation.text_corpus import evaluating_recipe, write_text_corpus
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.convert.files import open_checkpoint
 from threefold.convert.to_hugging_face import export
-from threefold.convert.verified_source import open_checkpoint
 from threefold.run_folder.folder import RunFolder
 
 STEPS = 40
