@@ -23,12 +23,12 @@ import traceback
 from typing import Any
 
 from models.errors import UserError
-from recipes.training.loop.after_step import after_step
-from recipes.training.loop.experiment import read_experiment
-from recipes.training.loop.measurements import compare_speed, evaluate, stop_if_unreadable
-from recipes.training.loop.rejection import rejections
-from recipes.training.loop.run import Ending, Run
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
+from threefold.pretrain.after_step import after_step
+from threefold.pretrain.experiment import read_experiment
+from threefold.pretrain.measurements import compare_speed, evaluate, stop_if_unreadable
+from threefold.pretrain.rejection import rejections
+from threefold.pretrain.run import Ending, Run
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import SECONDS_TO_WAIT
 from threefold.runtime.environment import set_thread_count, set_torch_variables
@@ -81,12 +81,12 @@ def pretrain(started: float | None = None) -> None:
         deterministic=recipe.training.deterministic,
         pipelined=experiment.plan.is_pipelined,
     )
-    from recipes.out_of_memory.explanation import out_of_memory_explained
-    from recipes.training.loop.boundaries.replacement import replace_process
-    from recipes.training.loop.opening import close_run, leave_processes, open_run
-    from recipes.training.loop.start import begin, find_resume_point, join, open_data
-    from recipes.training.preflight.run import check_nodes
     from threefold.engine.build import build_engine, build_grid, build_model, build_optimizer
+    from threefold.pretrain.opening import close_run, leave_processes, open_run
+    from threefold.pretrain.out_of_memory import out_of_memory_explained
+    from threefold.pretrain.preflight.run import check_nodes
+    from threefold.pretrain.restart import replace_process
+    from threefold.pretrain.setup import begin, find_resume_point, join, open_data
 
     resume_collection()
     raise_at_interrupt()

@@ -33,8 +33,8 @@ from threefold.runtime.processes import start_processes
 FORK_SERVER_MODULES = [
     *PRELOADED_MODULES,
     "recipes.pretrain",
-    "recipes.training.loop.opening",
-    "recipes.training.preflight.run",
+    "threefold.pretrain.opening",
+    "threefold.pretrain.preflight.run",
     "pytest",
     "matplotlib.pyplot",
     "transformers.models.auto.modeling_auto",

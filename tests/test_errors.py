@@ -53,8 +53,8 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/nodes/connection.py: _parse": PARSING,
     "recipes/nodes/gpu_watch.py: GpuWatch._end": PARSING,
     "recipes/nodes/node_agent.py: NodeAgent.read_commands": PARSING,
-    "recipes/out_of_memory/explanation.py: report": "a lack of memory is reported anyway",
-    "recipes/out_of_memory/explanation.py: out_of_memory_explained": "raises others again",
+    "threefold/pretrain/out_of_memory.py: report": "a lack of memory is reported anyway",
+    "threefold/pretrain/out_of_memory.py: out_of_memory_explained": "raises others again",
     "recipes/pretrain.py: main": RAISES,
     "threefold/report/page.py: _time": PARSING,
     "threefold/report/run_record.py: _read_recipe": PARSING,
@@ -64,7 +64,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/sweeping/worlds/protocol.py: read_message": PARSING,
     "recipes/sweeping/worlds/rank.py: run_rank": "a trial that fails is a result of the sweep",
     "recipes/sweeping/worlds/world.py: World.start": RAISES,
-    "recipes/training/loop/joint_rejection.py: rejected_together": RAISES,
+    "threefold/pretrain/joint_rejection.py: rejected_together": RAISES,
     "recipes/proving/worlds.py: _rank": "a layout that fails is a finding of the proof",
     "threefold/checkpoint/writer.py: CheckpointWriter._begin.work": RAISES,
     "threefold/data/corpus.py: _check_manifest": PARSING,
@@ -356,8 +356,8 @@ TOGETHER = """
 import os, sys
 from models.errors import UserError
 from recipes import pretrain
-from recipes.training.loop import rejection
-from recipes.training.loop.joint_rejection import rejected_together
+from threefold.pretrain import rejection
+from threefold.pretrain.joint_rejection import rejected_together
 from threefold.runtime.processes import start_processes
 from threefold.config.parallel_dims import World
 

@@ -84,7 +84,7 @@ LONG = pytest.mark.long
 # Without waiting for the message of rank 0.
 IMPATIENT = """
 from recipes import pretrain
-from recipes.training.loop import rejection
+from threefold.pretrain import rejection
 
 rejection.SECONDS_FOR_RANK_0_TO_SPEAK = 0
 pretrain.main()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from models.errors import UserError
-from recipes.training.loop.experiment import check_stages
 from threefold.config.deepspeed_json import require_auto
 from threefold.config.layout import Cluster, Layout
 from threefold.config.loading import load_recipe, origin, short
@@ -19,6 +18,7 @@ from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import device_names_of_machine, gpu_of_device, machine_has_gpu
+from threefold.pretrain.experiment import check_stages
 
 # A name that begins with a hyphen, also after USER@, would be an option of ssh. deepspeed ignores
 # everything after slots=N, such as max_slots=N.

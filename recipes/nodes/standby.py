@@ -29,8 +29,8 @@ def main() -> None:
     os.dup2(2, 1)  # libraries may print during their import
     pause_collection()
     # pretrain.py imports these packages after it has checked the recipe.
-    from recipes.training.loop import opening, start  # noqa: F401
     from threefold.engine import build  # noqa: F401
+    from threefold.pretrain import opening, setup  # noqa: F401
 
     os.write(report, b"ready\n")
     os.close(report)

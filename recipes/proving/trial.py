@@ -18,7 +18,6 @@ from torch import Tensor
 from models.sharding import Sharding, sharding_of
 from recipes.proving.compare import Outcome
 from recipes.proving.layouts import ProofCase
-from recipes.training.evaluation.evaluator import Evaluator
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
@@ -30,6 +29,7 @@ from threefold.engine.build import build_from_recipe
 from threefold.engine.engine import Engine, StepResult, is_partitioned
 from threefold.engine.experts import smallest_margin
 from threefold.pipeline.stage import replaced
+from threefold.pretrain.evaluation import Evaluator
 from threefold.runtime.processes import start_processes
 
 TASK_REQUESTS = 8  # of the task of a proof

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from recipes.training.loop.experiment import read_experiment
 from threefold.config.deepspeed_json import (
     build_deepspeed_config,
     deepspeed_notes,
@@ -32,6 +31,7 @@ from threefold.config.deepspeed_schema import (
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import Topology, World
 from threefold.config.recipe import Recipe
+from threefold.pretrain.experiment import read_experiment
 from threefold.run_folder.progress import Progress
 from threefold.tracking.messages import announce
 
@@ -342,7 +342,7 @@ def test_fp16_without_a_gpu_is_among_the_first_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("recipes.training.loop.rejection.leave", sys.exit)
+    monkeypatch.setattr("threefold.pretrain.rejection.leave", sys.exit)
     content = {
         "zero_optimization": {"stage": 0},
         "fp16": {"enabled": True},

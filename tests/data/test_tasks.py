@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from models.errors import UserError
-from tests.training.evaluation.text_corpus import (
+from tests.pretrain.evaluation.text_corpus import (
     END,
     SEQUENCE_LENGTH,
     evaluating_recipe,

@@ -30,11 +30,11 @@ from recipes.launching.launcher import Launcher
 from recipes.launching.rank_command import forwarded, in_container
 from recipes.launching.replanning import Placement
 from recipes.nodes.connection import Agent, Report, on_this_machine
-from recipes.training.preflight.measures import SPARE_NODES
 from tests.conftest import changed
 from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE, Client, NodeMemory
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.plan.memory.peak import StageMemory
+from threefold.pretrain.preflight.measures import SPARE_NODES
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED, UNFIT
 
@@ -468,11 +468,11 @@ FAULTY_PRETRAIN = """
 import os, sys
 sys.path[0] = {repository!r}
 from recipes import pretrain
-from recipes.training.preflight import measuring
-healthy = measuring.wrong_rows
+from threefold.pretrain.preflight import measure
+healthy = measure.wrong_rows
 first = sys.argv[sys.argv.index("--lease") + 1].endswith(".1")
-measuring.wrong_rows = lambda *a: healthy(*a) + first
-measuring.matmul_tflops = lambda *_, **__: 1.0
+measure.wrong_rows = lambda *a: healthy(*a) + first
+measure.matmul_tflops = lambda *_, **__: 1.0
 pretrain.main()
 """
 

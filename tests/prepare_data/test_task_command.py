@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from models.errors import UserError
-from tests.training.evaluation.text_corpus import write_text_corpus
+from tests.pretrain.evaluation.text_corpus import write_text_corpus
 from threefold.config.loading import REPOSITORY
 from threefold.data.task_file import read_items
 from threefold.prepare_data.tasks import (

@@ -17,9 +17,9 @@ from recipes.sweeping.links.measurements import (
     RankRate,
 )
 from recipes.sweeping.trial import Result
-from recipes.training.preflight.timing import all_reduce, matmul_tflops, timed, transfer
 from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import processor_name
+from threefold.pretrain.preflight.timing import all_reduce, matmul_tflops, timed, transfer
 from threefold.runtime.processes import check_machine, on_gpu
 
 MAX_CALLS = 20  # of one repetition, timed together so that reading the clock does not matter

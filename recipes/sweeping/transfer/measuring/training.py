@@ -10,11 +10,11 @@ from recipes.proving.trial import start, train_step
 from recipes.sweeping.transfer.measuring.activations import activation_sizes
 from recipes.sweeping.trial import Result
 from recipes.sweeping.worlds.engines import checked_recipe, release
-from recipes.training.evaluation.evaluator import Evaluator
 from threefold.checkpoint.resume import find_initial_weights
 from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
+from threefold.pretrain.evaluation import Evaluator
 from threefold.run_folder.json_lines import validation_losses
 
 

@@ -1,0 +1,65 @@
+"""A corpus of text, and a run on it with evaluations, checkpoints and an export."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from recipes.proving.relay import save
+from recipes.proving.trial import start, train_step
+from tests.pretrain.evaluation.text_corpus import evaluating_recipe, write_text_corpus
+from tests.ranks import join_world, run_ranks
+from threefold.config.loading import parse_recipe
+from threefold.config.recipe import Recipe
+from threefold.convert.files import open_checkpoint
+from threefold.convert.to_hugging_face import export
+from threefold.pretrain.evaluation import Evaluator
+from threefold.run_folder.folder import RunFolder
+
+STEPS = 40
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A trained model: its recipe, run folder and export, and its own evaluation."""
+
+    recipe: Recipe
+    folder: Path
+    export: Path
+    metrics: dict[str, float]
+    log_likelihoods: np.ndarray
+    are_greedy: np.ndarray
+
+
+def training_worker(corpus: str, run: str) -> tuple[dict[str, float], np.ndarray, np.ndarray]:
+    """Train on two ranks, save, and return the scores of the tasks."""
+    engine, data = start(recipe_of(Path(corpus)), join_world())
+    for step in range(1, STEPS + 1):
+        train_step(engine, data, step)
+    save(engine, data, RunFolder(Path(run)), step=STEPS)
+    evaluator = Evaluator(engine, data)
+    return evaluator.score_tasks(), *evaluator.score_requests()
+
+
+def recipe_of(corpus: Path) -> Recipe:
+    table = evaluating_recipe(
+        corpus, layout__tensor=2, training__steps=STEPS, training__evaluate_every=STEPS
+    )
+    return parse_recipe(table, "test")
+
+
+@pytest.fixture(scope="session")
+def text_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text") / "data"
+    write_text_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained(text_corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    folder, exported = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("export")
+    scores = run_ranks(2, training_worker, str(text_corpus), str(folder))[0]
+    tokenizer = text_corpus / "tokenizer"
+    export(open_checkpoint(folder), exported, dtype="fp32", tokenizer=tokenizer)
+    return TrainedRun(recipe_of(text_corpus), folder, exported, *scores)

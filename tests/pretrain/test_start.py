@@ -1,0 +1,178 @@
+"""The start of a run: what it does with unfinished saves, and the recipe that its messages use."""
+
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.conftest import changed
+from threefold.checkpoint.resume import Request, ResumePoint, Start
+from threefold.checkpoint.retention import RESERVED_DISK_BYTES, checkpoint_bytes
+from threefold.config.loading import parse_recipe
+from threefold.config.parallel_dims import World
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
+from threefold.pretrain import setup
+from threefold.pretrain.experiment import Experiment, check_stages
+from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.progress import Progress
+
+Usage = namedtuple("Usage", ["free"])
+LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}
+
+
+@pytest.fixture
+def experiment(small: dict[str, Any]) -> Experiment:
+    """Return an experiment of two stages, in its second one."""
+    table = changed(small, checkpoint__every=20) | {"stage": [LATE]}
+    plan = StagePlan(parse_recipe(table, "small"))
+    return check_stages(World(), plan, "small").at(11)
+
+
+def begin(
+    experiment: Experiment, folder: RunFolder, step: int, earlier: Recipe | None = None
+) -> None:
+    """Begin a run that has done some steps, with the recipe `earlier`."""
+    found = mock.Mock(spec=ResumePoint, skipped={}, weights_only=False, in_memory=False)
+    found.progress, found.changes.return_value = Progress(step), {}
+    found.learning_rate_jump.return_value, found.earlier_recipe = "", earlier
+    begun = mock.Mock(spec=Start, found=found, progress=found.progress, request=Request())
+    claim = SimpleNamespace(folder=folder, supervisor=SimpleNamespace(hosts=["a"]))
+    data = mock.Mock(**{"context_imbalance.return_value": 1.0})
+    with mock.patch.object(setup, "begin_branch"):
+        setup.begin(experiment, claim, data, begun, mock.Mock())  # type: ignore[arg-type]
+
+
+def test_unfinished_saves_are_deleted_before_the_disk_is_measured(
+    experiment: Experiment, world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    debris = folder.checkpoints / "step-0000010.0a1b.incomplete"
+    debris.mkdir(parents=True)
+    size = checkpoint_bytes(experiment.recipe)
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda _: Usage(RESERVED_DISK_BYTES + (1 if debris.exists() else 9) * size),
+    )
+    begin(experiment, folder, 10)
+    assert not debris.exists()
+    assert not [line for line in folder.read_events() if line["event"] == "warning"]
+
+
+def test_the_disk_is_compared_with_the_saves_of_all_stages(
+    experiment: Experiment, world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the first stage and that of the run are saved, so two checkpoints must fit."""
+    size = checkpoint_bytes(experiment.recipe)
+    free = RESERVED_DISK_BYTES + size
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free))
+    folder = RunFolder(tmp_path)
+    begin(experiment, folder, 5)
+    (warning,) = (line for line in folder.read_events() if line["event"] == "warning")
+    assert "needs room for 2 (" in warning["message"]
+
+
+def test_an_earlier_attempt_without_a_checkpoint_is_mentioned(
+    experiment: Experiment, world: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    for event, step in [("start", 0), ("warning", 70), ("branch", 0), ("start", 0)]:
+        folder.event(event, step, checkpoint="", stamp="20260101T000000")
+    begin(experiment, folder, 0)
+    assert "earlier attempt" not in capsys.readouterr().out  # the branch has no steps yet
+    for step in range(1, 5):
+        folder.metric({"step": step, "tokens": 0})
+    begin(experiment, folder, 0)
+    said = "  an earlier attempt reached step {} and saved no checkpoint; the run starts again at"
+    assert said.format(4) in capsys.readouterr().out
+    folder.event("warning", 6, message="the disk is full")
+    begin(experiment, folder, 0)
+    assert said.format(6) in capsys.readouterr().out
+    begin(experiment, folder, 5)
+    assert "earlier attempt" not in capsys.readouterr().out
+    folder.event("save", 5)
+    begin(experiment, folder, 0)
+    assert "earlier attempt" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("also_at", "named"),
+    [
+        ([1, 10, 20], ""),
+        ([1, 21], "at step 21, because the run ends at training.steps = 20"),
+        ([30, 2, 40], "at steps 30, 40, because the run ends at training.steps = 20"),
+    ],
+)
+def test_saves_after_the_last_step_are_a_warning(
+    also_at: list[int], named: str, small: dict[str, Any], world: None, tmp_path: Path
+) -> None:
+    recipe = parse_recipe(changed(small, checkpoint__also_at=also_at), "small")
+    folder = RunFolder(tmp_path)
+    begin(check_stages(World(), StagePlan(recipe), "small"), folder, 0)
+    warnings = [line["message"] for line in folder.read_events() if line["event"] == "warning"]
+    expected = [f"checkpoint.also_at: no checkpoint is saved {named}"] if named else []
+    assert warnings == expected
+
+
+@pytest.fixture
+def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a finished run raise SystemExit instead of ending the process."""
+    monkeypatch.setattr(setup, "leave", mock.Mock(side_effect=SystemExit))
+
+
+def test_the_summary_of_a_finished_run_knows_its_stages(
+    experiment: Experiment,
+    world: None,
+    tmp_path: Path,
+    leaves: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        begin(experiment, RunFolder(tmp_path), 20)
+    assert "add a [[stage]] with its own schedule; training.steps alone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        (
+            {"training__steps": 25},
+            "at the learning rate of 4.00e-04, use --set training.steps=50 --set optimizer.sch",
+        ),
+        (
+            {
+                "training__steps": 25,
+                "optimizer__schedule": {"warmup_steps": 2, "decay": "constant"},
+            },
+            "to train longer, raise training.steps above 25; to start over",
+        ),
+        (
+            {"training__steps": 40},
+            "to continue the run, use training.steps = 40 as before; to start over",
+        ),
+        (None, "to train longer, set training.steps above 25; to start over"),
+    ],
+)
+def test_a_run_beyond_the_requested_steps_is_not_called_finished(
+    changes: dict[str, Any] | None,
+    advice: str,
+    small: dict[str, Any],
+    world: None,
+    tmp_path: Path,
+    leaves: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """25 steps are done and 20 are requested; the advice follows the recipe of the checkpoint."""
+    earlier = parse_recipe(changed(small, **changes), "small") if changes else None
+    plan = StagePlan(parse_recipe(small, "small"))
+    with pytest.raises(SystemExit):
+        begin(check_stages(World(), plan, "small"), RunFolder(tmp_path), 25, earlier)
+    output = capsys.readouterr().out
+    title = "tiny is at step 25, beyond the requested training.steps = 20; nothing is left to train"
+    assert output.splitlines()[0] == title and advice in output
+    assert "finished" not in output

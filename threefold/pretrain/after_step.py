@@ -1,0 +1,163 @@
+"""Everything that happens between two training steps, in the order in which it happens.
+
+All ranks make the same decisions, because they first agree on the worst severity of the step and on
+requests to stop.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from threefold.pretrain.measurements import validate
+from threefold.pretrain.rollback import roll_back
+from threefold.pretrain.run import Ending, Run, StepOutcome, is_due, stopped_without_save
+from threefold.run_folder.json_lines import mean_validation_loss, validation_losses
+from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
+from threefold.supervision.loss_watch import BadStep, Severity
+
+if TYPE_CHECKING:  # it imports torch, which takes seconds
+    from threefold.checkpoint.snapshots.writer import SnapshotWriter
+
+MAX_WEIGHTS_IN_MESSAGE = 8
+
+
+def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
+    """Handle bad numbers, compare replicas, save and stop, each only if it is due; collective.
+
+    Args:
+        run: the objects of the run
+        step: the step that is done
+        metrics: the metrics of the step
+    """
+    bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
+    own_severity = bad.severity if bad else Severity.GOOD
+    stop_request, severity, saving = run.supervisor.agree(
+        own_severity, run.engine.device, saving=run.writer.busy
+    )
+    snapshots = run.snapshots
+    snapshot_due = snapshots is not None and snapshots.is_due(step) and not saving
+
+    # 1. Bad numbers: skip the step, or roll back.
+    if bad or severity >= Severity.UNSAFE:
+        outcome = handle_bad_step(run, step, metrics, bad=bad, severity=severity)
+        if outcome:
+            return outcome
+    # 2. Replicas: the ranks that hold the same weights compare them, always before a save.
+    ending = find_diverged_replicas(run, step, snapshot_due=snapshot_due)
+    # 3. Save: begin to write a checkpoint, or a snapshot in memory, in the background.
+    if not ending and run.is_save_due(step):
+        ending = save(run, step, metrics, ends_process=bool(stop_request))
+    elif not ending and not stop_request and snapshots and snapshot_due:
+        take_snapshot(run, snapshots, step)
+    # 4. Stop: after a signal or the death of a launcher, save and end.
+    if not ending and stop_request:
+        ending = stop(run, step, stop_request, metrics)
+    # 5. Stages: leave this engine if the next step belongs to a stage that needs another one.
+    if not ending and step == run.last_step_of_engine < run.last_step:
+        ending = Ending(FINISHED, step=step)
+    return StepOutcome(step, ending)
+
+
+def handle_bad_step(
+    run: Run, step: int, metrics: dict[str, Any], *, bad: BadStep | None, severity: Severity
+) -> StepOutcome | None:
+    """Skip a step with bad numbers, or roll back; collective.
+
+    Args:
+        run: the objects of the run
+        step: the step that is done
+        metrics: the metrics of the step
+        bad: the judgement of this rank, if the step is bad on this rank
+        severity: the worst severity of all ranks
+
+    Returns:
+        None if the weights after the step may be saved.
+    """
+    reason = bad.reason if bad else "another rank has a bad step"
+    is_last = step == run.last_step_of_engine
+    if severity == Severity.ROLL_BACK:
+        return roll_back(run, step, reason)
+    if severity == Severity.UNSAFE and is_last:
+        outcome = roll_back(run, step, reason)
+        if not outcome.ending or outcome.ending.is_boundary:
+            return outcome
+        ending = skip_last_step(run, step, metrics, reason)
+        return StepOutcome(step, ending) if ending else None
+    if bad:
+        run.tracker.skip(step, reason, run.data.samples(step))
+    return StepOutcome(step, None) if severity == Severity.UNSAFE else None
+
+
+def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) -> Ending | None:
+    """Skip the last step, which is bad, if the weights are sound.
+
+    After any other bad step, the loss of the next step shows whether the weights are sound. After
+    the last step of the run or of an engine, no step follows before the weights are saved, so the
+    validation loss is used instead.
+
+    Returns:
+        None if the weights may be saved; otherwise the end of the run.
+    """
+    run.tracker.skip(step, reason, run.data.samples(step))
+    losses = validation_losses(metrics) or validation_losses(validate(run, step))
+    broken = [loss for loss in losses.values() if not math.isfinite(loss)]
+    if losses and not broken:
+        return None
+    if losses:
+        finding = f"the validation loss is {broken[0]}"
+    else:
+        finding = "there is no validation set (data.validation) to check the weights with"
+    return Ending(STOPPED, stopped_without_save(step, f"{reason}, and {finding}"))
+
+
+def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> Ending | None:
+    """Compare the replicas of the weights, if that, a save or a snapshot is due; collective."""
+    every, last = run.recipe.training.compare_replicas_every, run.last_step
+    save_due = snapshot_due or run.is_save_due(step)
+    if not every or not (save_due or is_due(step, every, last)):
+        return None
+    run.supervisor.crumb.note("comparing replicas")
+    diverged = run.engine.differing_replicas()
+    if not diverged:
+        return None
+    more = len(diverged) - MAX_WEIGHTS_IN_MESSAGE
+    shown = "; ".join(diverged[:MAX_WEIGHTS_IN_MESSAGE])
+    shown += f" (and {more} more)" if more > 0 else ""
+    return Ending(STOPPED, stopped_without_save(step, shown))
+
+
+def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) -> Ending | None:
+    """Begin to save; return the end of the run if this or an earlier save fails; collective.
+
+    Args:
+        run: the objects of the run
+        step: the step that is done
+        metrics: the metrics of the step
+        ends_process: True if a rank was asked to stop, so that no step follows
+    """
+    ends_process = ends_process or step == run.last_step_of_engine
+    with run.supervisor.crumb.waiting_for_disk("saving"):
+        progress, loss = run.data.progress_after(step), mean_validation_loss(metrics)
+        problem = run.writer.save(progress, loss, ends_process=ends_process)
+    if run.snapshots:
+        run.snapshots.last = step
+    if problem and run.recipe.checkpoint.on_failure == "continue":
+        run.tracker.warn(problem)
+        return None
+    return Ending(STOPPED, problem) if problem else None
+
+
+def take_snapshot(run: Run, snapshots: "SnapshotWriter", step: int) -> None:
+    """Begin to take a snapshot in the memory of the nodes; warn if an earlier one has failed."""
+    run.supervisor.crumb.note("taking a snapshot")
+    problem = snapshots.take(run.data.progress_after(step))
+    if problem:
+        run.tracker.warn(problem)
+
+
+def stop(run: Run, step: int, request: str, metrics: dict[str, Any]) -> Ending | None:
+    """End the run because a rank was asked to stop; first save, unless already saved."""
+    if step == run.last_step:
+        return None
+    ending = None if run.is_save_due(step) else save(run, step, metrics, ends_process=True)
+    reason = f"saved at step {step} ({request}); rerun the same command to resume"
+    return ending or Ending(INTERRUPTED, reason)

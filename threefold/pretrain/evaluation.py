@@ -1,0 +1,124 @@
+"""Validation and scoring of tasks, with the parallel model itself.
+
+Each rank that computes losses adds the losses of its labels in float64 into a table with a row for
+each window or request. The tables are summed over all ranks, and all further sums run over the
+complete table in a fixed order. A result therefore depends on the layout only through the rounding
+of the forward pass.
+
+b micro-batch, s sequence, c context ranks.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from threefold.data.dataset import MicroBatch, TrainingData
+from threefold.data.tasks import UNCOUNTED, positions
+from threefold.engine.engine import Engine
+from threefold.pretrain.task_scores import task_scores
+
+
+class Evaluator:
+    """Computes the metrics of validation and of tasks.
+
+    Args:
+        engine: the engine of the run
+        data: this rank's data
+    """
+
+    def __init__(self, engine: Engine, data: TrainingData):
+        self.engine, self.data = engine, data
+        self.expects_documents = data.separate_documents
+
+    def validate(self) -> dict[str, Any]:
+        """Return the metrics of all validation sets; collective.
+
+        A single set has `validation_loss`, in nats per token, `validation_bits_per_byte`, and
+        `validation_position_losses` if the recipe asks for them; a set in a table has
+        `validation/<name>/loss` and so on. Bits per byte are those of The Pile (arXiv 2101.00027,
+        section 3.1), the loss of all predicted tokens in bits divided by the bytes of text that
+        these tokens stand for (`token_bytes`); they are left out if that number is not known.
+        """
+        metrics: dict[str, Any] = {}
+        for name in self.data.validation:
+            prefix = f"validation/{name}/" if name else "validation_"
+            metrics |= {prefix + key: value for key, value in self._validate_set(name).items()}
+        return metrics
+
+    def _validate_set(self, name: str) -> dict[str, Any]:
+        windows, length = len(self.data.validation_windows(name)), self.data.sequence_length
+        parts = self.data.recipe.training.position_losses
+        table = np.zeros((windows, (parts or 1) + 1))  # losses of each part; bytes of the labels
+        sizes = self.data.token_bytes
+        for rows, micro_batch, scores in self._scored(self.data.evaluation(name), windows):
+            assert micro_batch.labels is not None
+            part = positions(micro_batch.info.slices, length) * (parts or 1) // length
+            for row, losses, labels in zip(rows, scores[0], micro_batch.labels, strict=True):
+                if row < windows:
+                    table[row, :-1] += np.bincount(part, losses, minlength=parts or 1)
+                    table[row, -1] += 0 if sizes is None else sizes[labels.numpy()].sum()
+        *losses_of_parts, read = self._summed(table).sum(axis=0).tolist()
+        loss = sum(losses_of_parts)
+        metrics: dict[str, Any] = {"loss": loss / (windows * length)}
+        if read:
+            metrics["bits_per_byte"] = loss / math.log(2) / read
+        if parts:
+            tokens = windows * length // parts
+            metrics["position_losses"] = [each / tokens for each in losses_of_parts]
+        return metrics
+
+    def score_tasks(self) -> dict[str, float]:
+        """Return the scores of all tasks, as `tasks/<name>/accuracy` and so on; collective."""
+        log_likelihoods, are_greedy = self.score_requests()
+        metrics: dict[str, float] = {}
+        first = 0
+        for task in self.data.tasks.tasks:
+            stop = first + sum(len(item.choices) for item in task.items)
+            found = task_scores(task.items, log_likelihoods[first:stop], are_greedy[first:stop])
+            metrics |= {f"tasks/{task.name}/{key}": value for key, value in found.items()}
+            first = stop
+        return metrics
+
+    def score_requests(self) -> tuple[np.ndarray, np.ndarray]:
+        """Score all continuations of the tasks; collective.
+
+        Returns:
+            The log-likelihood of each continuation in nats, and True for each continuation that
+            greedy decoding would generate.
+        """
+        tasks = self.data.tasks
+        count = len(tasks.requests)
+        if not self.expects_documents:  # unlike in training, each window may have several documents
+            self.engine.expect(self.data.two_documents())
+            self.expects_documents = True
+        table = np.zeros((count, 2))  # losses; labels that are the most likely tokens
+        for rows, micro_batch, scores in self._scored(self.data.task_windows(), len(tasks.windows)):
+            requests = tasks.requests_at(rows, micro_batch.info.slices).ravel()
+            counted = requests != UNCOUNTED
+            for column, values in enumerate(scores):
+                table[:, column] += np.bincount(
+                    requests[counted], values.ravel()[counted], minlength=count
+                )
+        losses, matches = self._summed(table).T
+        return -losses, matches == [request.predicted for request in tasks.requests]
+
+    def _scored(
+        self, micro_batches: Iterable[MicroBatch], count: int
+    ) -> Iterator[tuple[range, MicroBatch, np.ndarray]]:
+        """Yield the numbers of the sequences, the micro-batch and the scores of its labels.
+
+        Only ranks whose scores count get any; the scores are fp32 [2, b, s/c].
+
+        count: sequences of the evaluation on all ranks
+        """
+        scored = self.engine.token_scores(micro_batches)
+        rows_of_batches = self.data.evaluation_samples(count)
+        for rows, (micro_batch, scores) in zip(rows_of_batches, scored, strict=True):
+            if scores is not None:
+                yield rows, micro_batch, scores.numpy()
+
+    def _summed(self, table: np.ndarray) -> np.ndarray:
+        return self.engine.sum_over_ranks(torch.from_numpy(table)).numpy()

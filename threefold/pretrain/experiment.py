@@ -1,0 +1,110 @@
+"""The experiment of a run: a validated recipe on the ranks of the launcher.
+
+Nothing here imports torch, so that a bad recipe is rejected within a fraction of a second.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from threefold.config.deepspeed_json import build_deepspeed_config, precision
+from threefold.config.loading import load_recipe, origin
+from threefold.config.parallel_dims import Topology, World
+from threefold.config.phases import StagePlan
+from threefold.config.recipe import Recipe
+from threefold.gpus.datasheet import machine_has_gpu
+from threefold.plan.job import Machine
+from threefold.pretrain.rejection import rejections
+from threefold.runtime.environment import check_accelerator
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A validated recipe, and the settings that follow from it on the ranks of the launcher.
+
+    Attributes:
+        world: the ranks, as this process sees them
+        plan: the stages of the whole recipe, with the overrides of the command line
+        recipe: the plain recipe of the stage that the ranks train
+        origin: the recipe's file and the overrides, for messages
+        topology: the layout of the ranks in this stage
+        config: the configuration of DeepSpeed
+        precision: "fp32", "bf16" or "fp16"
+    """
+
+    world: World
+    plan: StagePlan
+    recipe: Recipe
+    origin: str
+    topology: Topology
+    config: dict[str, Any]
+    precision: str
+
+    @property
+    def whole_recipe(self) -> Recipe:
+        """The recipe with its stages."""
+        return self.plan.recipe
+
+    def at(self, step: int) -> "Experiment":
+        """Return the experiment in the stage of a step.
+
+        Raises:
+            UserError: the stage cannot run on the ranks.
+        """
+        recipe = self.plan.at(step).recipe
+        topology = recipe.topology(self.world)
+        config = build_deepspeed_config(recipe, topology)
+        return replace(
+            self, recipe=recipe, topology=topology, config=config, precision=precision(config)
+        )
+
+
+def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
+    """Read and check a recipe; end this process if it or the launcher's settings are rejected."""
+    with rejections(World()):
+        world = World.from_environment(os.environ)
+        check_accelerator(os.environ)
+    with rejections(world):
+        recipe = load_recipe(file, overrides)
+    name = origin(file, overrides)
+    with rejections(world, name):
+        has_gpu = machine_has_gpu(os.environ)
+        return check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
+
+
+def check_stages(world: World, plan: StagePlan, name: str, *, has_gpu: bool = True) -> Experiment:
+    """Check every stage of a recipe on the ranks of the launcher, and return the first one.
+
+    Args:
+        world: the ranks
+        plan: the stages of the recipe
+        name: the recipe's file and the overrides
+        has_gpu: False if the ranks certainly run on CPUs
+
+    Raises:
+        UserError: a stage cannot run on the ranks; the message names the stage.
+    """
+    experiments = []
+    for span in plan.spans:
+        with plan.naming(span):
+            recipe = span.recipe
+            topology = recipe.topology(world)
+            config = build_deepspeed_config(recipe, topology, has_gpu=has_gpu)
+            number_format = precision(config)
+        experiments.append(Experiment(world, plan, recipe, name, topology, config, number_format))
+    return experiments[0]
+
+
+def machine_of(experiment: Experiment, device: str) -> Machine | None:
+    """Return the machine of a run for the planner; None if its GPU has no datasheet.
+
+    Args:
+        experiment: the experiment of the run
+        device: the driver's name of this rank's GPU; "cpu" on a CPU
+
+    Raises:
+        UserError: `cluster.gpu` has no datasheet.
+    """
+    return Machine.of_run(experiment.recipe.cluster, experiment.world, device)

@@ -1,0 +1,215 @@
+"""The preflight of a run: measure the devices and links, judge them, and report."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from models.errors import UserError
+from threefold.pipeline.stage import ProcessGrid
+from threefold.pretrain.experiment import Experiment, machine_of
+from threefold.pretrain.preflight.judge import judge
+from threefold.pretrain.preflight.measure import (
+    LinkTest,
+    matmul_size,
+    measure_device,
+    release_memory,
+)
+from threefold.pretrain.preflight.measures import (
+    DATA,
+    MAX_BLAMED_NODES,
+    SPARE_NODES,
+    TENSOR,
+    DeviceReport,
+    LinkReport,
+    best_of,
+    scopes,
+)
+from threefold.pretrain.preflight.planned import Planned, planned
+from threefold.pretrain.preflight.report import event, healthy_line, warnings
+from threefold.pretrain.preflight.verdict import RankLayout, Verdict
+from threefold.pretrain.setup import Claim
+from threefold.runtime.exits import UNFIT, leave
+from threefold.runtime.processes import RankTree, driver_name, on_gpu
+from threefold.supervision.supervisor import Supervisor
+from threefold.tracking.clocks import Startup
+
+SECONDS_WITHOUT_PROGRESS = 60  # after which supervision ends a preflight that hangs
+EXCHANGE_TIMEOUT = timedelta(minutes=10)
+Measured = tuple[list[DeviceReport], list[LinkReport]]
+
+
+def check_nodes(
+    experiment: Experiment, *, claim: Claim, grid: ProcessGrid, step: int, startup: Startup
+) -> None:
+    """Measure the devices and links of all ranks, and name slow or broken nodes; collective.
+
+    The process ends with exit code UNFIT if a device is broken, or if launch.py can replace a slow
+    node by a spare one.
+
+    Args:
+        experiment: the experiment of the run
+        claim: the run folder and the supervision of this rank
+        grid: the process groups of the run
+        step: the last step that is done
+        startup: the stopwatch of the start-up
+    """
+    recipe, world = experiment.recipe, experiment.world
+    if not is_wanted(recipe.supervision.preflight):
+        return
+    with hang_limit(claim.supervisor):
+        test = Preflight(experiment, claim, grid)
+        verdict = test.run()
+        if world.rank == 0:
+            with claim.supervisor.crumb.waiting_for_disk("writing the result of the preflight"):
+                report(claim, verdict, test, step)
+        stops = test.tree.broadcast(verdict.stops)
+    startup.lap("preflight")
+    if stops:  # nothing more must be asked of a device that may have failed
+        leave(UNFIT)
+    release_memory(test.device)
+
+
+def is_wanted(setting: bool | str) -> bool:
+    """Return True if the ranks run a preflight: with "auto" on GPUs."""
+    return setting is True or (setting == "auto" and on_gpu())
+
+
+@contextmanager
+def hang_limit(supervisor: Supervisor) -> Iterator[None]:
+    """Let supervision end a hang after SECONDS_WITHOUT_PROGRESS instead of the start-up's limit."""
+    limit = supervisor.limit
+    supervisor.limit = min(limit, SECONDS_WITHOUT_PROGRESS)  # 0: no limit
+    try:
+        yield
+    finally:
+        supervisor.crumb.note("building the engine")
+        supervisor.limit = limit
+
+
+class Preflight:
+    """The measurements of the ranks; the constructor and the methods are collective.
+
+    Args:
+        experiment: the experiment of the run
+        claim: the run folder and the supervision of this rank
+        grid: the process groups of the run
+
+    Attributes:
+        layout: the ranks of the run
+        hosts: name of the host of each rank
+        seconds: duration of the preflight
+    """
+
+    def __init__(self, experiment: Experiment, claim: Claim, grid: ProcessGrid):
+        self.experiment, self.hosts = experiment, claim.supervisor.hosts
+        self.note = claim.supervisor.crumb.note
+        self.device = torch.device(get_accelerator().current_device_name())
+        self.tree = RankTree(EXCHANGE_TIMEOUT)
+        world, topology = experiment.world, experiment.topology
+        per_node = world.local_size if world.size % world.local_size == 0 else world.size
+        self.groups = groups_of(grid)
+        ranks = {TENSOR: grid.model_groups, DATA: grid.dp_groups}
+        self.layout = RankLayout(
+            per_node, topology.pipeline, {axis: ranks[axis] for axis in self.groups}
+        )
+        self.seconds = 0.0
+
+    def run(self) -> Verdict:
+        """Measure, and judge.
+
+        If anything seems slow, all measurements are repeated, and the better result of each counts.
+
+        Returns:
+            The verdict on rank 0, and an empty one on the others.
+        """
+        began = time.monotonic()
+        measured = self._measure()
+        verdict = self._judge(measured)
+        if self.tree.broadcast(verdict.has_slow):
+            again = self._measure()
+            verdict = self._judge(best_of(measured, again))
+        self.seconds = time.monotonic() - began
+        return verdict
+
+    def _measure(self) -> Measured:
+        """Measure the devices, and the links if all devices work; the results are on rank 0."""
+        self.note("preflight: matmuls")
+        precision = self.experiment.precision
+        devices = list(self.tree.gather(measure_device(precision, self.device)).values())
+        if self.tree.broadcast(any(device.problem for device in devices)):
+            return devices, []
+        size, topology = self.experiment.world.size, self.experiment.topology
+        test = LinkTest(self.experiment.world.rank, self.device, self.note)
+        measured = test.measure(scopes(size, self.layout.per_node, topology.pipeline), self.groups)
+        return devices, list(self.tree.gather(measured).values())
+
+    def _judge(self, measured: Measured) -> Verdict:
+        """Return the verdict on rank 0, and an empty one on the others."""
+        if self.experiment.world.rank != 0:
+            return Verdict()
+        devices, links = measured
+        return judge(
+            devices,
+            links=links,
+            layout=self.layout,
+            planned=self._planned(links[0] if links else LinkReport()),
+            ratio=self.experiment.recipe.supervision.preflight_ratio,
+            spares=int(os.environ.get(SPARE_NODES, 0)),
+        )
+
+    def _planned(self, links: LinkReport) -> Planned:
+        """Return the planner's numbers; none if the GPU of the recipe has no datasheet."""
+        try:
+            machine = machine_of(self.experiment, driver_name())
+        except UserError:
+            machine = None
+        return planned(
+            self.experiment.recipe,
+            self.experiment.topology,
+            machine,
+            precision=self.experiment.precision,
+            matmul_size=matmul_size(self.device, self.experiment.precision),
+            links=links,
+        )
+
+
+def groups_of(grid: ProcessGrid) -> Mapping[str, dist.ProcessGroup | None]:
+    """Return this rank's groups of several ranks, by axis."""
+    sizes = {TENSOR: grid.model_parallel_size, DATA: grid.data_parallel_size}
+    groups = {TENSOR: grid.slice_proc_group, DATA: grid.dp_proc_group}
+    return {axis: group for axis, group in groups.items() if sizes[axis] > 1}
+
+
+def report(claim: Claim, verdict: Verdict, test: Preflight, step: int) -> None:
+    """Print and record the result; on rank 0."""
+    folder, hosts = claim.folder, test.hosts
+    folder.event("preflight", step, **event(verdict, test.layout, hosts, test.seconds))
+    if verdict.findings or verdict.mismatches:
+        print("\n".join(warnings(verdict, hosts)), file=sys.stderr, flush=True)
+    else:
+        print(f"  {healthy_line(verdict, hosts, test.seconds)}", flush=True)
+    if not verdict.stops:
+        return
+    nodes = ", ".join(dict.fromkeys(hosts[each.ranks[0]] for each in verdict.left_out.values()))
+    if SPARE_NODES in os.environ and nodes:
+        reason = f"preflight: launch.py continues without {nodes}"
+    elif nodes:
+        reason = (
+            f"preflight: broken nodes: {nodes}; leave them out and rerun the same command, or use "
+            f"--set supervision.preflight=false to train on them anyway"
+        )
+    else:
+        reason = (
+            f"preflight: more than {MAX_BLAMED_NODES} nodes, or more than half of them, compute "
+            f"wrong results or fail, so the driver or a library is the likely cause; repair it and "
+            f"rerun the same command"
+        )
+    folder.event("stop", step, reason=reason, exit_code=UNFIT)
+    print(f"stopped: {reason}", file=sys.stderr, flush=True)
