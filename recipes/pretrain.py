@@ -24,9 +24,8 @@ from typing import Any
 
 from models.errors import UserError
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
-from threefold.pretrain.after_step import after_step
+from threefold.pretrain.after_step import after_step, compare_speed, evaluate, stop_if_unreadable
 from threefold.pretrain.experiment import read_experiment
-from threefold.pretrain.measurements import compare_speed, evaluate, stop_if_unreadable
 from threefold.pretrain.rejection import rejections
 from threefold.pretrain.run import Ending, Run
 from threefold.run_folder.folder import RunFolder
@@ -82,11 +81,18 @@ def pretrain(started: float | None = None) -> None:
         pipelined=experiment.plan.is_pipelined,
     )
     from threefold.engine.build import build_engine, build_grid, build_model, build_optimizer
-    from threefold.pretrain.opening import close_run, leave_processes, open_run
     from threefold.pretrain.out_of_memory import out_of_memory_explained
     from threefold.pretrain.preflight.run import check_nodes
     from threefold.pretrain.restart import replace_process
-    from threefold.pretrain.setup import begin, find_resume_point, join, open_data
+    from threefold.pretrain.setup import (
+        begin,
+        close_run,
+        find_resume_point,
+        join,
+        leave_processes,
+        open_data,
+        open_run,
+    )
 
     resume_collection()
     raise_at_interrupt()

@@ -33,7 +33,7 @@ from threefold.runtime.processes import start_processes
 FORK_SERVER_MODULES = [
     *PRELOADED_MODULES,
     "recipes.pretrain",
-    "threefold.pretrain.opening",
+    "threefold.pretrain.setup",
     "threefold.pretrain.preflight.run",
     "pytest",
     "matplotlib.pyplot",

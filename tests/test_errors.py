@@ -64,7 +64,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/sweeping/worlds/protocol.py: read_message": PARSING,
     "recipes/sweeping/worlds/rank.py: run_rank": "a trial that fails is a result of the sweep",
     "recipes/sweeping/worlds/world.py: World.start": RAISES,
-    "threefold/pretrain/joint_rejection.py: rejected_together": RAISES,
+    "threefold/pretrain/setup.py: rejected_together": RAISES,
     "recipes/proving/worlds.py: _rank": "a layout that fails is a finding of the proof",
     "threefold/checkpoint/writer.py: CheckpointWriter._begin.work": RAISES,
     "threefold/data/corpus.py: _check_manifest": PARSING,
@@ -357,7 +357,7 @@ import os, sys
 from models.errors import UserError
 from recipes import pretrain
 from threefold.pretrain import rejection
-from threefold.pretrain.joint_rejection import rejected_together
+from threefold.pretrain.setup import rejected_together
 from threefold.runtime.processes import start_processes
 from threefold.config.parallel_dims import World
 

@@ -13,7 +13,7 @@ from recipes.launching.causes import Outcome, RankEnd
 from recipes.launching.nodes import Nodes
 from recipes.launching.replanning import Placement
 from recipes.nodes.connection import Agent
-from threefold.pretrain.preflight.measures import SPARE_NODES
+from threefold.pretrain.preflight.judge import SPARE_NODES
 
 SECONDS_TO_ANSWER = 3.0  # after a failure, for nodes to show that they are alive
 SECONDS_FOR_MESSAGES = 1.0  # between a failure and the end of the other ranks

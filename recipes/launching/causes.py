@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from threefold.pretrain.preflight.measures import MAX_BLAMED_NODES
+from threefold.pretrain.preflight.judge import MAX_BLAMED_NODES
 from threefold.runtime.exits import (
     BUSY,
     FINISHED,

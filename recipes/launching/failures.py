@@ -12,7 +12,7 @@ from typing import Any
 
 from recipes.launching.attempt_events import ranks_in
 from recipes.launching.causes import MAX_FAILURES_WITHOUT_CHECKPOINT, Diagnosis
-from threefold.pretrain.preflight.measures import MAX_BLAMED_NODES
+from threefold.pretrain.preflight.judge import MAX_BLAMED_NODES
 
 BROKEN = "the preflight has found it broken"
 

@@ -34,7 +34,7 @@ from tests.conftest import changed
 from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE, Client, NodeMemory
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.plan.memory.peak import StageMemory
-from threefold.pretrain.preflight.measures import SPARE_NODES
+from threefold.pretrain.preflight.judge import SPARE_NODES
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED, UNFIT
 

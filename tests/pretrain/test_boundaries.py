@@ -14,8 +14,7 @@ from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import StagePlan
 from threefold.pretrain import restart
-from threefold.pretrain.after_step import after_step
-from threefold.pretrain.rollback import roll_back
+from threefold.pretrain.after_step import after_step, roll_back
 from threefold.pretrain.run import Ending
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import FolderInUse, FolderLock
@@ -117,7 +116,7 @@ def test_a_save_after_which_no_step_follows_may_fill_the_disk(
 
 
 def test_a_failed_save_at_a_boundary_stops_the_run(plan: StagePlan) -> None:
-    from threefold.pretrain.opening import close_run
+    from threefold.pretrain.setup import close_run
 
     run = run_at(plan, 8, checkpoint=0)
     run.writer.wait.return_value = "step 8 is not saved: the disk is full"

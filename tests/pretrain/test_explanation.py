@@ -18,9 +18,14 @@ from threefold.plan.memory.peak import fullest_stage
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.step import step_time
 from threefold.pretrain import out_of_memory
-from threefold.pretrain.allocated import Allocated, is_out_of_memory
-from threefold.pretrain.alternative import alternative
-from threefold.pretrain.out_of_memory import REPORT, allocated_text, alternative_text
+from threefold.pretrain.out_of_memory import (
+    REPORT,
+    Allocated,
+    allocated_text,
+    alternative,
+    alternative_text,
+    is_out_of_memory,
+)
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, STOPPED
 from threefold.supervision.hang_report import Breadcrumb

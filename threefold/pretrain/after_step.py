@@ -1,21 +1,147 @@
-"""Everything that happens between two training steps, in the order in which it happens.
+"""Everything that happens between two training steps: measurements, saves, rollbacks.
 
 All ranks make the same decisions, because they first agree on the worst severity of the step and on
 requests to stop.
 """
 
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from threefold.pretrain.measurements import validate
-from threefold.pretrain.rollback import roll_back
+from models.errors import UserError
 from threefold.pretrain.run import Ending, Run, StepOutcome, is_due, stopped_without_save
 from threefold.run_folder.json_lines import mean_validation_loss, validation_losses
-from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED
+from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, leave
 from threefold.supervision.loss_watch import BadStep, Severity
+from threefold.supervision.stragglers import describe, relative_times, slow_groups
+from threefold.tracking.messages import tell_skipped
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds
+if TYPE_CHECKING:
     from threefold.checkpoint.snapshots.writer import SnapshotWriter
+
+
+# Rollback of a run to its last checkpoint, and continuation with the data after the bad step.
+
+
+def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
+    """Roll back to the last checkpoint, and continue with the data that follows a step; collective.
+
+    Args:
+        run: the objects of the run
+        step: the bad step
+        reason: the problem with the step
+
+    Returns:
+        The step to continue after, with an ending if the ranks have to start again for an earlier
+        stage; or `step` and an ending, if the run cannot roll back.
+    """
+    limit = run.recipe.supervision.rollbacks
+    if not limit:
+        return _stop(step, stopped_without_save(step, f"{reason}, supervision.rollbacks = 0"))
+    with run.supervisor.crumb.waiting_for_disk("rolling back"):
+        unsaved = run.writer.wait()
+        if unsaved:
+            run.tracker.warn(unsaved)
+        try:
+            start = run.find_start()
+        except UserError as problem:
+            return _stop(step, f"step {step}: {reason}, and {problem}")
+    found = start.found
+    if not found.path or found.weights_only:
+        return _stop(step, f"step {step}: {reason}, and there is no checkpoint yet")
+    if start.rollbacks >= limit:
+        why = f"after {limit} rollbacks without a checkpoint in between"
+        return _stop(step, stopped_without_save(step, f"{reason}, {why}"))
+    run.prefetcher.forget()
+    target = run.data.progress_after(step).moved_to(found.progress.step, run.plan)
+    is_same_engine = run.plan.last_step_of_engine(target.step + 1) == run.last_step_of_engine
+    if run.supervisor.rank == 0:
+        tell_skipped(run.folder, found)
+    run.writer.damaged = found.skipped
+    parts = run.data.fingerprint.get("parts", ())
+    if not is_same_engine:  # the ranks start again with the engine of the earlier stage
+        run.tracker.roll_back(step, target, reason, parts=parts)
+        return StepOutcome(target.step, Ending(FINISHED, step=target.step))
+    with run.supervisor.crumb.waiting_for_disk("rolling back"):
+        run.engine.load(found.reader())
+    run.data.resume(target)
+    if run.snapshots:
+        run.snapshots.last = target.step
+    run.watch.rolled_back()
+    run.clock.restart()
+    run.tracker.roll_back(step, target, reason, parts=parts)
+    return StepOutcome(target.step, None)
+
+
+def _stop(step: int, reason: str) -> StepOutcome:
+    return StepOutcome(step, Ending(STOPPED, reason))
+
+
+# Measurements that some steps add to their metrics: validation, tasks, and speed of the ranks.
+
+
+def evaluate(run: Run, step: int) -> dict[str, Any]:
+    """Validate and score the tasks, each only if it is due; collective.
+
+    Returns:
+        The metrics of the evaluations that were due, with the duration of each in seconds.
+    """
+    metrics: dict[str, Any] = {}
+    run.data.evaluate_after(step)
+    if run.data.validation and is_due(step, run.recipe.training.evaluate_every, run.last_step):
+        with run.clock.left_out() as spent:
+            metrics |= validate(run, step)
+        metrics["validation_seconds"] = spent[0]
+    if is_due(step, run.recipe.evaluate_tasks_every, run.last_step):
+        run.supervisor.crumb.note("evaluating tasks")
+        with run.clock.left_out() as spent:
+            metrics |= run.evaluator.score_tasks()
+        metrics["task_seconds"] = spent[0]
+    return metrics
+
+
+def validate(run: Run, step: int) -> dict[str, Any]:
+    """Return the metrics of all validation sets; collective."""
+    run.supervisor.crumb.note("validating")
+    run.data.evaluate_after(step)
+    with stop_if_unreadable(run, step):
+        return run.evaluator.validate()
+
+
+def compare_speed(run: Run, step: int) -> dict[str, Any]:
+    """Warn about slow ranks, and report those that stay slow to launch.py; collective.
+
+    Returns:
+        The slowest rank and its time relative to its peers, for the metrics; nothing if no rank has
+        peers.
+    """
+    relative = relative_times(run.engine.stopwatch.take_of_all_ranks(), run.topology)
+    if not relative:
+        return {}
+    limits, hosts = run.recipe.supervision, run.supervisor.hosts
+    slow = slow_groups(relative, run.topology, limits.slow_rank)
+    for group in slow:
+        run.tracker.warn(f"slow: {describe(group, relative, hosts)}")
+    for group in run.slow_streaks.update(slow, limits.slow_comparisons):
+        nodes = list(dict.fromkeys(hosts[rank] for rank in group))
+        run.tracker.slow(step, list(group), nodes, relative[group[0]])
+    slowest = max(relative, key=relative.__getitem__)
+    return {"slowest_rank": slowest, "slowest_ratio": relative[slowest]}
+
+
+@contextmanager
+def stop_if_unreadable(run: Run, step: int) -> Iterator[None]:
+    """End this rank if its tokens cannot be read; launchers then end the others."""
+    try:
+        yield
+    except (UserError, OSError) as problem:
+        reason = stopped_without_save(step, str(problem))
+        run.folder.event("stop", step, reason=reason, exit_code=STOPPED)
+        print(f"stopped: {reason}", file=sys.stderr)
+        leave(STOPPED)
+
 
 MAX_WEIGHTS_IN_MESSAGE = 8
 

@@ -1,29 +1,158 @@
 """One message when a rank runs out of memory: where, what was predicted, and what would fit."""
 
 import contextlib
+import resource
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from models.errors import UserError
+from threefold.config.recipe import Recipe
 from threefold.engine.engine import Engine
-from threefold.plan.job import job_of
-from threefold.plan.memory.peak import GIB, StageMemory, memory_of_stage
-from threefold.plan.software import THREEFOLD
-from threefold.pretrain.allocated import (
-    Allocated,
-    allocated,
-    is_out_of_memory,
-    record_allocations,
-    save_snapshot,
+from threefold.plan.job import Job, Machine, job_of
+from threefold.plan.memory.peak import (
+    GIB,
+    StageMemory,
+    fullest_stage,
+    limit_after_shortage,
+    memory_of_stage,
 )
-from threefold.pretrain.alternative import Alternative, alternative
+from threefold.plan.recipe_edits import options_of
+from threefold.plan.search import search
+from threefold.plan.software import THREEFOLD
+from threefold.plan.time.step import step_time
 from threefold.pretrain.experiment import Experiment, machine_of
 from threefold.pretrain.setup import Claim
 from threefold.runtime.exits import STOPPED, leave
 from threefold.runtime.processes import driver_name, on_gpu
+
+# Detection of out-of-memory errors, and the memory that a rank has allocated.
+
+OUT_OF_MEMORY_TEXTS = (  # of plain RuntimeErrors
+    "can't allocate memory",  # the CPU's allocator (c10/core/impl/alloc_cpu.cpp)
+    "CUDA error: out of memory",  # outside of torch's allocator
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+HISTORY_ENTRIES = 100_000  # allocations and frees that a snapshot shows
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True for an error of an allocator, on a GPU or a CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    message = str(error)
+    return isinstance(error, RuntimeError) and any(text in message for text in OUT_OF_MEMORY_TEXTS)
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """Bytes that a rank has allocated; None for parts that do not exist yet.
+
+    Attributes:
+        weights: weights in the precision of the forward pass
+        optimizer: fp32 weights and moments of this rank's share
+        peak: peak of all allocations: on a GPU by torch's allocator, else of the whole process
+        reserved: memory that torch's allocator holds; None on a CPU
+    """
+
+    weights: int | None
+    optimizer: int | None
+    peak: int
+    reserved: int | None
+
+
+def allocated(engine: Engine | None, *, on_gpu: bool) -> Allocated:
+    """Return the memory that this rank has allocated.
+
+    Args:
+        engine: the engine, or None if memory ran out before it was built
+        on_gpu: True if the run uses GPUs
+    """
+    weights = optimizer = None
+    if engine is not None:
+        weights = _bytes([parameter.detach() for _, parameter in engine.parameters()])
+        optimizer = 3 * _bytes(engine.state.weights)  # the two moments have the same size
+    if on_gpu:
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        reserved = None
+    return Allocated(weights, optimizer, peak, reserved)
+
+
+def record_allocations() -> None:
+    """Begin to record allocations on this rank's GPU, for a snapshot."""
+    torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
+
+
+def save_snapshot(file: str) -> None:
+    """Save the recorded allocations; https://pytorch.org/memory_viz shows them."""
+    torch.cuda.memory._dump_snapshot(file)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+# The nearest layout that needs less memory than the one that ran out of it.
+
+MAX_CANDIDATES = 500  # the fastest layouts that are compared
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A layout that is predicted to need less memory.
+
+    Attributes:
+        options: the values of --set that select it
+        memory: predicted memory of its fullest stage
+        slowdown: predicted duration of a step, relative to that of the layout that failed
+    """
+
+    options: list[str]
+    memory: StageMemory
+    slowdown: float
+
+
+def alternative(recipe: Recipe, machine: Machine) -> Alternative | None:
+    """Return the nearest layout that needs less memory.
+
+    Args:
+        recipe: the recipe in the layout that ran out of memory
+        machine: the GPUs of the run
+
+    Returns:
+        The same layout with more recomputation if that saves enough memory. Otherwise the layout
+        with the fewest changed settings, the fastest on a tie. None if no layout saves enough.
+    """
+    job = job_of(recipe, machine, THREEFOLD)
+    own = fullest_stage(job)
+    limit = limit_after_shortage(own)
+    headroom = max(0.0, 1 - limit / (machine.gpu.memory_gib * GIB))
+    # `search` drops a layout with more recomputation if the same layout fits with less, so every
+    # plan may change the parallel sizes. Changing only the recomputation is the smallest change.
+    for recompute in ("selective", "full"):
+        changed = replace(job, layout=replace(job.layout, recompute=recompute))
+        memory = fullest_stage(changed)
+        if recompute != job.layout.recompute and memory.total <= limit:
+            options = [f"layout.recompute={recompute}"]
+            return Alternative(options, memory, _slowdown(job, changed))
+    candidates = search(job, MAX_CANDIDATES, headroom=headroom).plans
+    if not candidates:
+        return None
+    best = min(candidates, key=lambda plan: (len(options_of(recipe, plan)), plan.time.total))
+    return Alternative(options_of(recipe, best), best.memory, _slowdown(job, best.job))
+
+
+def _slowdown(own: Job, other: Job) -> float:
+    return step_time(other).total / step_time(own).total
+
 
 REPORT = "out-of-memory.txt"
 

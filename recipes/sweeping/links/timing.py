@@ -19,7 +19,7 @@ from recipes.sweeping.links.measurements import (
 from recipes.sweeping.trial import Result
 from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import processor_name
-from threefold.pretrain.preflight.timing import all_reduce, matmul_tflops, timed, transfer
+from threefold.pretrain.preflight.measure import all_reduce, matmul_tflops, timed, transfer
 from threefold.runtime.processes import check_machine, on_gpu
 
 MAX_CALLS = 20  # of one repetition, timed together so that reading the clock does not matter

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from threefold.data.task_file import Item
-from threefold.pretrain.task_scores import task_scores
+from threefold.pretrain.evaluation import task_scores
 
 CHOICES = [
     Item("p", ("a", "bbbb"), 1),  # -2 and -4: right only per byte

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from threefold.pretrain.preflight.judge import judge, median_of_others
-from threefold.pretrain.preflight.measures import (
+from threefold.pretrain.preflight.judge import (
     DATA,
     MATMUL,
     MEMORY,
@@ -18,12 +17,16 @@ from threefold.pretrain.preflight.measures import (
     TENSOR,
     DeviceReport,
     LinkReport,
+    Planned,
+    RankLayout,
+    Severity,
+    Verdict,
     best_of,
+    judge,
+    median_of_others,
     pair_rounds,
     scopes,
 )
-from threefold.pretrain.preflight.planned import Planned
-from threefold.pretrain.preflight.verdict import RankLayout, Severity, Verdict
 
 HEALTHY = DeviceReport("H100", tflops=700.0, free_gib=78.0)
 RATES = {NODE_LINK: 300.0, NETWORK: 45.0, PIPELINE: 45.0, TENSOR: 250.0, DATA: 45.0}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from threefold.pretrain.preflight.measures import (
+from threefold.pretrain.preflight.judge import (
     NETWORK,
     NODE_LINK,
     PIPELINE,

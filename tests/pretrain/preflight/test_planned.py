@@ -9,15 +9,16 @@ from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.gpus.datasheet import load_gpu
 from threefold.plan.job import Machine
-from threefold.pretrain.preflight.measures import (
+from threefold.pretrain.preflight.judge import (
     DATA,
     MATMUL,
     NETWORK,
     NODE_LINK,
     TENSOR,
     LinkReport,
+    Planned,
+    planned,
 )
-from threefold.pretrain.preflight.planned import Planned, planned
 
 BYTES = {NODE_LINK: 2**26, NETWORK: 2**26, TENSOR: 2**26, DATA: 2**26}
 

@@ -2,9 +2,18 @@
 
 import json
 
-from threefold.pretrain.preflight.measures import DATA, MATMUL, MEMORY, NETWORK
-from threefold.pretrain.preflight.report import event, healthy_line, mismatch, sentence, warnings
-from threefold.pretrain.preflight.verdict import Finding, RankLayout, Severity, Summary, Verdict
+from threefold.pretrain.preflight.judge import (
+    DATA,
+    MATMUL,
+    MEMORY,
+    NETWORK,
+    Finding,
+    RankLayout,
+    Severity,
+    Summary,
+    Verdict,
+)
+from threefold.pretrain.preflight.run import event, healthy_line, mismatch, sentence, warnings
 
 HOSTS = [f"node{rank // 8}" for rank in range(1024)]
 SLOW = Finding(Severity.SLOW, MATMUL, (12,), 233.4, 701.2, 720.0)

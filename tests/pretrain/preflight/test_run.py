@@ -9,7 +9,7 @@ import tomli_w
 
 from tests.conftest import changed, quick_and_long, small_recipe
 from tests.ranks import start_ranks
-from threefold.pretrain.preflight.measures import SPARE_NODES
+from threefold.pretrain.preflight.judge import SPARE_NODES
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, HUNG, UNFIT
 

@@ -1,4 +1,4 @@
-"""The judgement of a preflight: which devices and links are broken or slow, and what follows.
+"""The judgement of a preflight: what is broken or slow, and which nodes are left out.
 
 Pure functions, so that every combination can be tested. A rank is compared with the median of the
 other ranks, not with the planner's numbers: if all ranks are equally slow, then the planner is
@@ -7,17 +7,350 @@ wrong for this cluster, and no node is to blame.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from statistics import median
 
-from threefold.pretrain.preflight.measures import (
-    MATMUL,
-    MAX_BLAMED_NODES,
-    MEMORY,
-    DeviceReport,
-    LinkReport,
-)
-from threefold.pretrain.preflight.planned import Planned
-from threefold.pretrain.preflight.verdict import Finding, RankLayout, Severity, Summary, Verdict
+from models.errors import UserError
+from threefold.config.parallel_dims import Topology
+from threefold.config.recipe import Recipe
+from threefold.plan.job import Machine, job_of
+from threefold.plan.memory.peak import GIB, stage_memory
+from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
+
+# The judgement of a preflight: what is broken or slow, and which nodes are left out.
+
+
+class Severity(IntEnum):
+    """The severity of a finding.
+
+    A shared link or group is slow, but its nodes cannot be told apart; a slow node is slow with
+    all its partners; a broken one fails or computes wrong results.
+    """
+
+    SHARED = 0
+    SLOW = 1
+    BROKEN = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A measure of some ranks that is worse than that of the others.
+
+    Attributes:
+        severity: what is wrong
+        measure: the measure
+        ranks: the global ranks, on one node unless the severity is SHARED
+        value: the measured value, in unit(measure); None for a broken device
+        median_of_others: the median of the others, in unit(measure)
+        planned: the planner's value, in unit(measure); None if there is none
+        problem: text of a broken device
+    """
+
+    severity: Severity
+    measure: str
+    ranks: tuple[int, ...]
+    value: float | None = None
+    median_of_others: float | None = None
+    planned: float | None = None
+    problem: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The median of the others divided by the measured value."""
+        return (
+            self.median_of_others / self.value
+            if self.median_of_others and self.value
+            else float("inf")
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A measure over all ranks: the median, the lowest value, its first rank, the planned value."""
+
+    median: float
+    lowest: float
+    rank: int
+    planned: float | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of a preflight.
+
+    Attributes:
+        findings: what is broken or slow, the worst first
+        summaries: measure -> its values over all ranks
+        mismatches: measures that are worse on all ranks than the planner assumes
+        left_out: the nodes that launch.py should not use, by index, with their worst finding
+        stops: True if the run must not start on these nodes
+    """
+
+    findings: Sequence[Finding] = ()
+    summaries: Mapping[str, Summary] = field(default_factory=dict)
+    mismatches: Sequence[str] = ()
+    left_out: Mapping[int, Finding] = field(default_factory=dict)
+    stops: bool = False
+
+    @property
+    def has_slow(self) -> bool:
+        """True if something seems slow, and nothing is broken: a second measurement may help."""
+        return bool(self.findings) and self.findings[0].severity < Severity.BROKEN
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """The ranks of a run.
+
+    Attributes:
+        per_node: ranks of each node
+        stages: pipeline stages
+        groups: axis -> the global ranks of every group
+    """
+
+    per_node: int
+    stages: int = 1
+    groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+
+    def node(self, rank: int) -> int:
+        """Return the index of a rank's node."""
+        return rank // self.per_node
+
+
+# The measures of a preflight, the reports of the ranks, and the pairs of ranks that are measured.
+#
+# Every rank takes part in the same few rounds, whatever the size of the run. In a round, disjoint
+# pairs of ranks exchange messages, so that all links are measured at the same time.
+
+MATMUL, MEMORY = "matmul", "free memory"
+NODE_LINK, NETWORK, PIPELINE = "node link", "network link", "pipeline link"
+TENSOR, DATA = "tensor all-reduce", "data all-reduce"
+UNITS = {MATMUL: "TFLOP/s", MEMORY: "GiB"}  # all others are in GB/s
+MAX_BLAMED_NODES = 8  # more that fail or are slow together point to a common cause
+MIN_NODES_FOR_FAR_PAIRS = 6  # with fewer, neighbours and distant nodes are often the same
+# Set by launch.py: the number of healthy spare nodes. Not set under other launchers.
+SPARE_NODES = "THREEFOLD_SPARE_NODES"
+
+
+def unit(measure: str) -> str:
+    """Return the unit of a measure."""
+    return UNITS.get(measure, "GB/s")
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """The device of a rank.
+
+    Attributes:
+        device: the driver's name of the device
+        tflops: rate of a matmul in the precision of the run; None if the device has failed
+        free_gib: free memory before the model is built; None on a CPU
+        problem: the error of the device, or its wrong results; empty if there is none
+    """
+
+    device: str
+    tflops: float | None = None
+    free_gib: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """The links of a rank.
+
+    Attributes:
+        transfers: scope -> partner of this rank -> GB/s in one direction
+        groups: axis -> bus bandwidth in GB/s of the all-reduce of this rank's group
+        bytes: scope or axis -> size of the messages
+    """
+
+    transfers: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    groups: Mapping[str, float] = field(default_factory=dict)
+    bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Ranks at equal distances, among which pairs are measured.
+
+    Attributes:
+        measure: NODE_LINK, NETWORK or PIPELINE
+        size: number of ranks in a line
+        stride: distance between neighbouring global ranks of the line
+    """
+
+    measure: str
+    size: int
+    stride: int
+
+    def partner(self, rank: int, pairs: Sequence[tuple[int, int]]) -> int | None:
+        """Return the global rank that a rank exchanges messages with; None if it has no partner.
+
+        Args:
+            rank: a global rank
+            pairs: the pairs of a round, as indices in the line
+        """
+        own = rank // self.stride % self.size
+        for pair in pairs:
+            if own in pair:
+                return rank + (sum(pair) - 2 * own) * self.stride
+        return None
+
+
+def scopes(world_size: int, per_node: int, stages: int) -> list[Scope]:
+    """Return the scopes of a run: within nodes, between nodes, and between pipeline stages.
+
+    Ranks with the same position in their nodes form pairs, so that every network link of a node is
+    measured. Stages get pairs of their own only if they are not neighbouring nodes anyway.
+
+    Args:
+        world_size: number of ranks
+        per_node: ranks of each node
+        stages: pipeline stages
+    """
+    found = [
+        Scope(NODE_LINK, per_node, 1),
+        Scope(NETWORK, world_size // per_node, per_node),
+    ]
+    span = world_size // stages
+    if span > per_node:
+        found.append(Scope(PIPELINE, stages, span))
+    return [scope for scope in found if scope.size > 1]
+
+
+def pair_rounds(size: int) -> list[list[tuple[int, int]]]:
+    """Return rounds of disjoint pairs, in which each of `size` members gets two partners or more.
+
+    A slow member is slow with all its partners, and each of its partners is fast with another one.
+    Members form pairs with both neighbours on a ring, and with a distant member if there are many,
+    because a member between two slow ones would otherwise seem slow. Two members are one pair.
+    """
+    if size < 2:
+        return []
+    if size == 2:
+        return [[(0, 1)]]
+    rounds = [
+        [(first, first + 1) for first in range(0, size - 1, 2)],
+        [(first, first + 1) for first in range(1, size - 1, 2)],
+    ]
+    closing = (0, size - 1)
+    if size % 2:
+        rounds.append([closing])
+    else:
+        rounds[1].append(closing)
+    if size >= MIN_NODES_FOR_FAR_PAIRS:
+        half = size // 2
+        rounds.append([(first, first + half) for first in range(half)])
+    return rounds
+
+
+def best_of(
+    first: tuple[list[DeviceReport], list[LinkReport]],
+    second: tuple[list[DeviceReport], list[LinkReport]],
+) -> tuple[list[DeviceReport], list[LinkReport]]:
+    """Return the better values of two measurements of the ranks, and the problems of both.
+
+    A disturbance that lasts only for a moment does not make a node slow.
+    """
+    devices = [
+        replace(
+            one,
+            tflops=_larger(one.tflops, other.tflops),
+            free_gib=_larger(one.free_gib, other.free_gib),
+            problem=one.problem or other.problem,
+        )
+        for one, other in zip(first[0], second[0], strict=True)
+    ]
+    if not first[1] or not second[1]:
+        return devices, []
+    links = [
+        replace(
+            one,
+            transfers={
+                measure: {
+                    partner: max(rate, other.transfers[measure][partner])
+                    for partner, rate in rates.items()
+                }
+                for measure, rates in one.transfers.items()
+            },
+            groups={axis: max(rate, other.groups[axis]) for axis, rate in one.groups.items()},
+        )
+        for one, other in zip(first[1], second[1], strict=True)
+    ]
+    return devices, links
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    known = [value for value in (one, other) if value is not None]
+    return max(known, default=None)
+
+
+# The planner's numbers for the measures of a preflight.
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The planner's numbers; all are empty for devices without a datasheet and for CPUs.
+
+    Attributes:
+        rates: measure -> TFLOP/s or GB/s
+        memory_gib: memory that the ranks of each pipeline stage need, without that of CUDA itself
+    """
+
+    rates: Mapping[str, float] = field(default_factory=dict)
+    memory_gib: tuple[float, ...] = ()
+
+
+def planned(
+    recipe: Recipe,
+    topology: Topology,
+    machine: Machine | None,
+    *,
+    precision: str,
+    matmul_size: int,
+    links: LinkReport,
+) -> Planned:
+    """Return the planner's numbers.
+
+    Args:
+        recipe: the recipe of the run
+        topology: the layout of the ranks
+        machine: the GPUs of the run; None if they have no datasheet
+        precision: precision of the matmuls
+        matmul_size: rows, columns and inner dimension of the measured matmul
+        links: the links of a rank, for the sizes of the messages
+    """
+    if machine is None or machine.gpu.device == "cpu":  # CPUs differ too much
+        return Planned()
+    rates = {
+        measure: _link_rate(measure, machine, topology, size)
+        for measure, size in links.bytes.items()
+    }
+    if precision in machine.gpu.peak_tflops:
+        size = matmul_size
+        seconds = matmul_seconds(machine.gpu, precision, rows=size, columns=size, inner=size)
+        rates[MATMUL] = 2e-12 * size**3 / seconds
+    try:
+        stages = stage_memory(job_of(recipe, machine))
+    except UserError:  # the planner rejects what the engine accepts
+        return Planned(rates)
+    context = machine.gpu.context_gib
+    return Planned(rates, tuple(stage.total / GIB - context for stage in stages))
+
+
+def _link_rate(measure: str, machine: Machine, topology: Topology, size: int) -> float:
+    """Return the rate of messages of `size` bytes in GB/s, as in `LinkReport`."""
+    strides = {NODE_LINK: 1, NETWORK: machine.gpus_per_node, PIPELINE: machine.gpus_per_node}
+    if measure in strides:
+        return 1e-9 * size / transfer_seconds(machine, size, stride=strides[measure])
+    ranks, stride = {
+        TENSOR: (topology.tensor, 1),
+        DATA: (topology.replicas, topology.tensor),
+    }[measure]
+    seconds = all_reduce_seconds(machine, size, ranks=ranks, stride=stride)
+    return 1e-9 * size * 2 * (ranks - 1) / ranks / seconds
+
 
 MEMORY_MARGIN_GIB = 2.0  # of free memory, by which healthy devices may differ
 
