@@ -26,13 +26,13 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from models.cost import parameter_count
-from recipes.proving.layouts import reference
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.trial import start, train_step
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import DEFAULT_RECIPE, parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.prove.layouts import reference
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.processes import start_processes
 

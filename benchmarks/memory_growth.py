@@ -25,9 +25,9 @@ from typing import NamedTuple
 import numpy as np
 
 from models.errors import UserError
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.worlds import RANK_ENVIRONMENT, free_port, rank_variables
 from threefold.config.loading import REPOSITORY
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.ranks import RANK_ENVIRONMENT, free_port, rank_variables
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.command_line import count
 

@@ -29,14 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.cost import hidden_matrix_parameters
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.trial import start, train_step
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, load_gpu
 from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.time.update import muon_time
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.training import start, train_step
 from threefold.runtime.command_line import count
 from threefold.runtime.output import stdout_for_json
 

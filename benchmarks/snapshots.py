@@ -30,9 +30,6 @@ from statistics import median
 from typing import Any
 
 from models.cost import parameter_count
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.trial import start, train_step
-from recipes.proving.worlds import free_port, rank_variables
 from threefold.checkpoint.snapshots.node_memory import NodeMemory
 from threefold.checkpoint.snapshots.writer import SnapshotWriter
 from threefold.checkpoint.writer import CheckpointWriter
@@ -41,6 +38,9 @@ from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
 from threefold.plan.goodput import FaultCosts, best_interval
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.ranks import free_port, rank_variables
+from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.command_line import count
 from threefold.runtime.processes import start_processes

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, cast
 
-from recipes.proving.worlds import free_port, rank_variables
+from threefold.prove.ranks import free_port, rank_variables
 
 PRELOADED = ["benchmarks.one_step.contestants"]
 MAX_LOG_CHARACTERS = 4000  # of a failed contestant's output, in the error message

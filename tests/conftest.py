@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
-from recipes.proving.proof_corpus import write_corpus
 from tests.core_seconds import seconds_of_tree
 from threefold.config import loading
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
+from threefold.prove.proof_corpus import write_corpus
 
 # The longest files, longest first. `make test` gives each of its two processes one file at a time:
 # if a long file came last, the other process would be idle meanwhile.

@@ -18,14 +18,14 @@ from unittest import mock
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from recipes.proving.worlds import (
+from threefold.config.parallel_dims import World
+from threefold.prove.ranks import (
     PRELOADED_MODULES,
     RANK_ENVIRONMENT,
     environment,
     free_port,
     rank_variables,
 )
-from threefold.config.parallel_dims import World
 from threefold.runtime.processes import start_processes
 
 # The fork server imports these modules before it forks ranks, because most test files import

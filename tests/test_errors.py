@@ -12,12 +12,12 @@ import tomli_w
 
 from models.errors import UserError, reason_of
 from recipes import pretrain
-from recipes.proving import layouts
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 from threefold.config import optimization
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.prove import layouts
 
 COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep", "launch", "report")
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
@@ -26,7 +26,7 @@ PYTHONS = BROAD | {"OSError", "KeyError", "TypeError", "AttributeError", "IndexE
                    "RecursionError", "UnicodeDecodeError"}  # fmt: skip
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
     "threefold/pipeline/simulation.py: simulate": "no order of passes is made by users",
-    "recipes/proving/worlds.py: run_cases": "prove.py only makes layouts of at most --ranks",
+    "threefold/prove/ranks.py: run_cases": "prove.py only makes layouts of at most --ranks",
 }
 FOREIGN = "the line calls a library, which raises many classes for data that it cannot read"
 PARSING = "the block parses text of a file or an option, and nothing else"
@@ -65,7 +65,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "recipes/sweeping/worlds/rank.py: run_rank": "a trial that fails is a result of the sweep",
     "recipes/sweeping/worlds/world.py: World.start": RAISES,
     "threefold/pretrain/setup.py: rejected_together": RAISES,
-    "recipes/proving/worlds.py: _rank": "a layout that fails is a finding of the proof",
+    "threefold/prove/ranks.py: _rank": "a layout that fails is a finding of the proof",
     "threefold/checkpoint/writer.py: CheckpointWriter._begin.work": RAISES,
     "threefold/data/corpus.py: _check_manifest": PARSING,
     "threefold/data/task_file.py: TaskTokenizer.__init__": FOREIGN,
@@ -243,7 +243,7 @@ def test_a_reason_is_in_words(read: Callable[[], object], words: str) -> None:
 DEFECT = "import numpy\ndef defect(*_, **__):\n    numpy.zeros(2).reshape(3)\n"
 SCRIPTS = {  # command -> the defect's place, as a user's own line of Python would patch it
     "plan": "from recipes import plan as command\ncommand.search = defect",
-    "prove": "from recipes import prove as command\nfrom recipes.proving import layouts\n"
+    "prove": "from recipes import prove as command\nfrom threefold.prove import layouts\n"
     "layouts.build_deepspeed_config = defect",
     "prepare_data": "from recipes import prepare_data as command\n"
     "from threefold.prepare_data import formats\ntext_files.document = defect",

@@ -17,13 +17,13 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
-from recipes.proving.worlds import free_port
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 from threefold.checkpoint.format import Manifest
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
 from threefold.data.token_file import TokenFile
+from threefold.prove.ranks import free_port
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
 from threefold.runtime.processes import check_machine

@@ -18,7 +18,6 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
-from recipes.proving.worlds import free_port
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks, start_ranks
 from threefold.checkpoint.compatibility import check_same_run
@@ -34,6 +33,7 @@ from threefold.data.dataset import TrainingData
 from threefold.engine.build import build_from_recipe
 from threefold.prepare_data.sample_lookup import ledger
 from threefold.pretrain.restart import command_of
+from threefold.prove.ranks import free_port
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import History
 from threefold.run_folder.progress import Progress

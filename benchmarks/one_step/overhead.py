@@ -22,8 +22,8 @@ from benchmarks.one_step.rows import OUR_BARE_ENTRY, OURS_BARE, Setting
 from benchmarks.one_step.shapes import Shape
 from benchmarks.taking_turns import Player, Turn, median_seconds, players, ratio, take_turns
 from recipes import pretrain
-from recipes.proving.proof_corpus import write_corpus
 from threefold.pretrain.run import Run
+from threefold.prove.proof_corpus import write_corpus
 from threefold.runtime.processes import keep_memory, on_gpu
 
 ENGINES = {"ZeRO-1": 1, "ZeRO-2": 2}  # on one data rank, ZeRO-2 runs as ZeRO-1

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import FULL_DISK_ERRORS, UserError
-from recipes.proving.proof_corpus import write_corpus
 from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
 from recipes.sweeping.trial import FAULTS, Rejection, Result, Trial, preference
 from recipes.sweeping.worlds.worlds_folder import WorldsFolder
 from threefold.config.loading import value_text
+from threefold.prove.proof_corpus import write_corpus
 from threefold.run_folder.json_lines import flush, write_whole
 from threefold.run_folder.lock import FolderInUse, FolderLock
 

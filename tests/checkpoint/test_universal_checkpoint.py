@@ -14,14 +14,14 @@ from deepspeed.checkpoint import constants, ds_to_universal
 
 from models.layer_specs import layer_names
 from models.sharding import Sharding
-from recipes.proving.relay import save
-from recipes.proving.trial import start, train_step
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.checkpoint.state import CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.convert.files import open_checkpoint
+from threefold.prove.relay import save
+from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 
 KINDS = {"fp32": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import tomli_w
 
-from recipes.proving.trial import start, train_step
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
 from tests.test_pretrain import events, metrics
@@ -23,6 +22,7 @@ from threefold.checkpoint.writer import CheckpointWriter, Counters, Written, uni
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import checkpoint_name, published, step_of
 from threefold.run_folder.json_lines import LineFile

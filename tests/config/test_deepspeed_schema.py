@@ -17,7 +17,6 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from typing_extensions import override
 
 from models.errors import UserError
-from recipes.proving.trial import many_cases, start, train_step
 from tests.conftest import changed, small_recipe
 from tests.ranks import fp16_on_cpu, run_ranks
 from threefold.config.deepspeed_json import read_deepspeed_json
@@ -30,6 +29,7 @@ from threefold.config.deepspeed_schema import (
 )
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.config.parallel_dims import World
+from threefold.prove.training import many_cases, start, train_step
 
 STEPS = 2
 NON_DEFAULT: dict[

@@ -30,9 +30,6 @@ from models.layer_specs import (
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from recipes.convert import main, settings, write_text
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.relay import save
-from recipes.proving.trial import start, train_step
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
@@ -59,6 +56,9 @@ from threefold.convert.from_hugging_face import adopt, read_config
 from threefold.convert.reshape import new_recipe, sources_of
 from threefold.convert.to_hugging_face import export, find_tokenizer, special_tokens
 from threefold.data.dataset import TrainingData
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.relay import save
+from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -10,11 +10,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.utils.timer import NoopTimer
 
-from recipes.proving.trial import many_cases, start, train_step
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
+from threefold.prove.training import many_cases, start, train_step
 
 CONFIGS = ("zero1_fp32", "zero1_bf16", "zero2_fp32", "zero3_fp32")
 STEPS = 4  # DeepSpeed's throughput timer starts with the third

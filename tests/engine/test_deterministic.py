@@ -17,10 +17,10 @@ from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.proving.shrink import shrink
 from tests.conftest import GPT_SWITCHES, changed
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
+from threefold.prove.shrink import shrink
 
 # Operations for which torch.use_deterministic_algorithms is documented to raise on CUDA, by their
 # ATen names, as far as a language model could use them.

@@ -23,11 +23,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.proving import trial
-from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import ProofCase
-from recipes.proving.relay import load_newest, save
-from recipes.proving.trial import many_cases, start, train_step, try_cases
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
@@ -35,6 +30,11 @@ from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine, StepResult, held_values
+from threefold.prove import training
+from threefold.prove.compare import Outcome, compare
+from threefold.prove.layouts import ProofCase
+from threefold.prove.relay import load_newest, save
+from threefold.prove.training import many_cases, start, train_step, try_cases
 from threefold.run_folder.folder import RunFolder
 
 GPT = GPT_SWITCHES
@@ -239,8 +239,8 @@ def train_worker(corpus: str, layouts: dict[Key, dict[str, Any]]) -> dict[Key, T
             dist.broadcast_object_list(folders)
             folder = RunFolder(Path(folders[0]))
 
-            with mock.patch.object(trial, "train_step", partial(step_and_save, folder)):
-                outcome = trial.train(this, world)
+            with mock.patch.object(training, "train_step", partial(step_and_save, folder)):
+                outcome = training.train(this, world)
             dist.barrier()
             begin_case()
             engine, data = start(this.recipe, world)

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from recipes.proving.compare import NOISE_SUFFIX, split_noise
-from recipes.proving.trial import gather, held_state, held_weights, many_cases, start, train_step
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.engine.plain_muon import PlainRun, by_singular_values
 from tests.ranks import fp16_on_cpu, join_world, run_ranks
@@ -15,6 +13,8 @@ from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.engine.muon import Muon, orthogonalize
 from threefold.engine.muon_exchange import update_scale
+from threefold.prove.compare import NOISE_SUFFIX, split_noise
+from threefold.prove.training import gather, held_state, held_weights, many_cases, start, train_step
 
 STEPS = 20
 SWITCHES = {"llama": {}, "gpt": GPT_SWITCHES}

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.proving.trial import gather, held_state, held_weights, start, train_step
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.engine import engine as source
 from threefold.engine.experts import update_biases
+from threefold.prove.training import gather, held_state, held_weights, start, train_step
 
 STEPS, AMOUNT = 3, 0.01
 EXPERTS = {

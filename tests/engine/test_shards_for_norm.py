@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from recipes.proving.trial import many_cases, start, train_step
 from tests.conftest import changed, small_recipe
 from tests.ranks import fp16_on_cpu, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.pipeline.gradients import FlatGradients
+from threefold.prove.training import many_cases, start, train_step
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 STEPS = 4

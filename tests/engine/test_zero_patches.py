@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 
-from recipes.proving.trial import gather, held_state, many_cases, start, train_step
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
@@ -17,6 +16,7 @@ from threefold.engine.deepspeed_overrides import (
     scale_in_update,
     squared_norm,
 )
+from threefold.prove.training import gather, held_state, many_cases, start, train_step
 
 CONFIGS = ("zero1_fp32", "zero1_bf16", "zero2_bf16", "zero3_fp32", "zero3_bf16")
 CLIPPING = (0.01, 1e6)  # below every gradient's norm, and above

@@ -30,11 +30,11 @@ from typing import Any
 
 import tomli_w
 
-from recipes.proving.proof_corpus import write_corpus
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.node_loss import ENVIRONMENT, lines_of
 from threefold.config.loading import REPOSITORY
 from threefold.plan.goodput import SECONDS_PER_DAY, FaultCosts, goodput
+from threefold.prove.proof_corpus import write_corpus
 from threefold.runtime.command_line import count
 
 MAX_SHARE_DIFFERENCE = 0.03  # 3 percentage points

@@ -33,11 +33,11 @@ from typing import Any
 
 import tomli_w
 
-from recipes.proving.proof_corpus import write_corpus
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from threefold.checkpoint.snapshots.writer import partner_nodes
 from threefold.config.loading import REPOSITORY
+from threefold.prove.proof_corpus import write_corpus
 
 HOSTS = 4
 STEPS_PER_FAULT = 40

@@ -31,10 +31,10 @@ from typing import Any
 
 import tomli_w
 
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.worlds import PRELOADED_MODULES, RANK_ENVIRONMENT, environment, free_port
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from threefold.checkpoint.format import find_damages
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.ranks import PRELOADED_MODULES, RANK_ENVIRONMENT, environment, free_port
 from threefold.run_folder.history import INCOMPLETE, published, step_of
 
 IMPORTED = [

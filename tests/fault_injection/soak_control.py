@@ -40,8 +40,6 @@ from typing import Any
 
 import tomli_w
 
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.worlds import RANK_ENVIRONMENT, environment, free_port, rank_variables
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.soak import IMPORTED, TIMED
 from tests.fault_injection.soak_faults import (
@@ -52,6 +50,8 @@ from tests.fault_injection.soak_faults import (
 )
 from threefold.checkpoint.format import find_damages
 from threefold.config.loading import load_recipe
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.ranks import RANK_ENVIRONMENT, environment, free_port, rank_variables
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
 from threefold.run_folder.json_lines import LineFile

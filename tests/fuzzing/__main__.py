@@ -36,7 +36,6 @@ import tomli_w
 from models.errors import UserError
 from recipes.nodes.connection import over_ssh
 from recipes.nodes.hosts import read_hostfile
-from recipes.proving.proof_corpus import write_corpus
 from tests.conftest import VOCAB_SIZE, shipped_configs, shipped_recipes, small_recipe
 from tests.report.synthetic import event, write_run
 from threefold.checkpoint import format as checkpoint_manifest
@@ -58,6 +57,7 @@ from threefold.data.corpus import (
 from threefold.data.token_file import TokenFile
 from threefold.prepare_data.corpus import Origins, find_damages, sha256
 from threefold.prepare_data.sample_lookup import samples_of
+from threefold.prove.proof_corpus import write_corpus
 from threefold.report import page
 from threefold.report.charts import axes_of, panels_of, step_positions
 from threefold.report.page import _run_facts, render

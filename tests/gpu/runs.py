@@ -14,11 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.worlds import free_port, rank_variables
 from recipes.sweeping.worlds.launchers import killed_with_parent
 from tests.gpu.setting import Setting
 from threefold.config.loading import REPOSITORY
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.ranks import free_port, rank_variables
 
 Item = TypeVar("Item")
 VOCAB_SIZE, SMALL_VOCAB_SIZE = 2048, 250

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from models.parallel import cross_entropy
-from recipes.proving.trial import gather, held_state, many_cases, start, train_step
 from tests.conftest import GPT_SWITCHES, changed, quick_and_long, selected, small_recipe
 from tests.ranks import fp16_on_cpu, join_world, run_ranks
 from threefold.config.loading import parse_recipe
+from threefold.prove.training import gather, held_state, many_cases, start, train_step
 
 STEPS = 4
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ZeRO stage, changes of the recipe

@@ -7,9 +7,9 @@ import os
 import sys
 
 from recipes import prove
-from recipes.proving import worlds
 from tests.nccl_rules.device import Rules
 from tests.nccl_rules.slots import LaunchRule
+from threefold.prove import ranks
 
 SLOTS = "--slots"
 
@@ -23,7 +23,7 @@ def main() -> None:
         del sys.argv[place : place + 2]
     rules = Rules(slots=slots, launch=LaunchRule.POSTING_ORDER, patience=patience)
     os.environ.update(rules.environment())
-    worlds.PRELOADED_MODULES.insert(0, "tests.nccl_rules.install")
+    ranks.PRELOADED_MODULES.insert(0, "tests.nccl_rules.install")
     prove.main()
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.proving.trial import many_cases, start, train_step
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.engine.engine import Engine, PipelinedEngine
+from threefold.prove.training import many_cases, start, train_step
 
 REPLICATED, TIED = "blocks.1.mlp_norm.weight", "embedding.weight"
 TENSOR = {"layout": {"pipeline": 1, "tensor": 2}}

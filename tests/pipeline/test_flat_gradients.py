@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.proving.trial import many_cases, start, train_step
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.pipeline.gradients import FlatGradients
+from threefold.prove.training import many_cases, start, train_step
 
 DTYPES = ("fp32", "bf16")
 WEIGHT = "final_norm.weight"

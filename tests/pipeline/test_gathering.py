@@ -13,12 +13,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from models.transformer import Block
-from recipes.proving.trial import many_cases, start, train_step
 from tests.conftest import GPT_SWITCHES, changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.pipeline import weight_gathering
 from threefold.pipeline.weight_gathering import WeightGathering
+from threefold.prove.training import many_cases, start, train_step
 
 TIED = GPT_SWITCHES | {"model__layers": 4}
 LAYOUTS = {

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from models.parallel.process_groups import NcclSettings, create_groups
-from recipes.proving.layouts import SCHEDULES
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.nccl_rules.device import Rules
 from tests.nccl_rules.slots import LaunchRule
@@ -21,6 +20,7 @@ from tests.ranks import REPOSITORY, join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
+from threefold.prove.layouts import SCHEDULES
 
 STRICT = Rules(slots=2, launch=LaunchRule.POSTING_ORDER, patience=60)
 RULES = {
@@ -79,7 +79,7 @@ def train(recipe: Recipe, world: World, *, watched: bool = False) -> list[float]
 
     watched: fail if an operation runs for the first time while a receive is outstanding
     """
-    from recipes.proving.trial import start, train_step
+    from threefold.prove.training import start, train_step
 
     engine, data = start(recipe, world)
     found = []

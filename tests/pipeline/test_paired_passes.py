@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from models.experts.dispatch import Transfer
 from models.experts.overlap import Turns
-from recipes.proving.trial import held_weights, many_cases, start, train_step
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.pipeline.stage import replaced
+from threefold.prove.training import held_weights, many_cases, start, train_step
 
 EXPERTS = {
     "model__experts": {

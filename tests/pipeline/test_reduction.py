@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from recipes.proving.trial import many_cases, start, train_step
 from tests.conftest import GPT_SWITCHES, changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.engine.engine import Engine
 from threefold.pipeline.gradients import ShardedReduction, divide_into_buckets
+from threefold.prove.training import many_cases, start, train_step
 
 
 def divided(*chunks: list[int], elements: int, kinds: str = "", units: str = "") -> list[list[int]]:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.proving.layouts import SCHEDULES
-from recipes.proving.trial import many_cases, start, train_step
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
+from threefold.prove.layouts import SCHEDULES
+from threefold.prove.training import many_cases, start, train_step
 
 STAGES, MICRO_BATCHES, STEPS = 2, 8, 4
 EVERY = (1, 2, MICRO_BATCHES)  # micro-batches per reduction; 0 is ZeRO-1

@@ -14,10 +14,6 @@ import pytest
 
 from models.cost import parameter_count
 from recipes import plan
-from recipes.proving.layouts import ProofCase, valid_cases
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.shrink import shrink
-from recipes.proving.trial import try_cases
 from tests.commands import run_here
 from tests.conftest import shipped_recipes
 from tests.ranks import run_ranks
@@ -37,6 +33,10 @@ from threefold.plan import catalogue
 from threefold.plan.job import Machine, job_of, job_without_layout
 from threefold.plan.search import NEAR_TIE, search
 from threefold.plan.time.step import step_time
+from threefold.prove.layouts import ProofCase, valid_cases
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.shrink import shrink
+from threefold.prove.training import try_cases
 
 FILES = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]
 NAMES = [f"{path.parent.name}-{path.stem}" for path in FILES]

@@ -10,12 +10,12 @@ import tomli_w
 
 from recipes import plan
 from recipes.launching.replanning import Replanner
-from recipes.proving.shrink import shrink
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.phases import StagePlan
 from threefold.plan.job import Machine, job_of
 from threefold.plan.memory.peak import stage_memory
 from threefold.plan.predicted_metrics import predicted_metrics, predicted_metrics_of_run
+from threefold.prove.shrink import shrink
 
 LONG = {
     "name": "long",

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from models.transformer import Block
-from recipes.proving.trial import start
 from recipes.sweeping.splitting.collectives import part_of_collective
 from recipes.sweeping.splitting.instrumentation import (
     PART_OF_INSTRUCTION,
@@ -23,6 +22,7 @@ from tests.ranks import join_world, run_ranks
 from tests.sweeping.slow_parts import SLEEP_SECONDS, slowed
 from threefold.config.loading import parse_recipe
 from threefold.engine.engine import Engine
+from threefold.prove.training import start
 
 MAX_NOISE_SECONDS = 0.15  # other processes may use the cores
 LEARNING_RATE = 1e-4

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from models.errors import UserError, reason_of
 from recipes.nodes.hosts import read_hostfile
-from recipes.proving.worlds import rank_variables
 from recipes.sweeping.trial import WorldKind
 from recipes.sweeping.worlds.protocol import WorldFiles
+from threefold.prove.ranks import rank_variables
 from threefold.runtime.environment import free_port, random_port
 
 SECONDS_TO_TERMINATE = 10.0  # for a launcher to end its processes on other nodes

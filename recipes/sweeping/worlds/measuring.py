@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipes.proving.trial import shared_groups, start
 from recipes.sweeping.links.timing import measure_links
 from recipes.sweeping.splitting.instrumentation import split_of_rank
 from recipes.sweeping.splitting.parts import PartSeconds, split_of_slowest
@@ -27,6 +26,7 @@ from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
+from threefold.prove.training import shared_groups, start
 from threefold.runtime.processes import on_gpu, start_processes
 
 GIB = 2**30

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from recipes.nodes.snapshot_server import ServerProcess
-from recipes.proving.trial import start, train_step
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.checkpoint.format import Manifest
@@ -26,6 +25,7 @@ from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.pretrain.setup import memory_of_all_nodes
+from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import History, replay
 

@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipes.proving.relay import save
-from recipes.proving.trial import start, train_step
 from tests.pretrain.evaluation.text_corpus import evaluating_recipe, write_text_corpus
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
@@ -15,6 +13,8 @@ from threefold.config.recipe import Recipe
 from threefold.convert.files import open_checkpoint
 from threefold.convert.to_hugging_face import export
 from threefold.pretrain.evaluation import Evaluator
+from threefold.prove.relay import save
+from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 
 STEPS = 40

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.proving.relay import load_newest
-from recipes.proving.trial import many_cases, start
 from tests.conftest import selected
 from tests.engine.test_layouts import (
     COLUMNS2,
@@ -42,6 +40,8 @@ from threefold.data.dataset import TrainingData
 from threefold.data.tasks import Tasks, open_tasks
 from threefold.engine.engine import Engine
 from threefold.pretrain.evaluation import Evaluator
+from threefold.prove.relay import load_newest
+from threefold.prove.training import many_cases, start
 from threefold.run_folder.folder import RunFolder
 
 CONTEXT2 = {"layout__context": 2}

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.relay import save
-from recipes.proving.trial import start, train_step
 from recipes.sweeping.transfer.coordinates import Check, CoordinateCheck, Sizes, sizes_over_widths
 from recipes.sweeping.transfer.curves import Curve, at_width
 from recipes.sweeping.transfer.measuring import training
@@ -24,6 +21,9 @@ from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine, StepResult
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.relay import save
+from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 
 MUP = {"model__parametrization": "mup", "model__base_hidden_size": 64}

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from models.layer_specs import VocabularyTable, layer_names
 from models.transformer import Block
-from recipes.proving.trial import train_step
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
+from threefold.prove.training import train_step
 
 Activations = dict[str, Tensor]
 

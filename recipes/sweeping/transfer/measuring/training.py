@@ -6,7 +6,6 @@ import time
 from statistics import mean
 from typing import Any
 
-from recipes.proving.trial import start, train_step
 from recipes.sweeping.transfer.measuring.activations import activation_sizes
 from recipes.sweeping.trial import Result
 from recipes.sweeping.worlds.engines import checked_recipe, release
@@ -15,6 +14,7 @@ from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
 from threefold.pretrain.evaluation import Evaluator
+from threefold.prove.training import start, train_step
 from threefold.run_folder.json_lines import validation_losses
 
 

@@ -16,8 +16,6 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor
 
 from models.sharding import Sharding, sharding_of
-from recipes.proving.compare import Outcome
-from recipes.proving.layouts import ProofCase
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import World
@@ -30,6 +28,8 @@ from threefold.engine.engine import Engine, StepResult, is_partitioned
 from threefold.engine.experts import smallest_margin
 from threefold.pipeline.stage import replaced
 from threefold.pretrain.evaluation import Evaluator
+from threefold.prove.compare import Outcome
+from threefold.prove.layouts import ProofCase
 from threefold.runtime.processes import start_processes
 
 TASK_REQUESTS = 8  # of the task of a proof

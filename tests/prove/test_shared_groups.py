@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 
 from models.parallel.process_groups import create_groups
-from recipes.proving.trial import shared_groups
 from tests.ranks import join_world, run_ranks
+from threefold.prove.training import shared_groups
 
 CASES = (  # partitions of three ranks, in the order in which cases request their groups
     [[[0, 1]]],

@@ -32,15 +32,6 @@ from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
 from models.sharding import MatrixPart, Sharding
 from models.transformer import rotary_table
 from recipes import prove
-from recipes.proving import compare as comparison
-from recipes.proving import proof_picture
-from recipes.proving.compare import Outcome, compare
-from recipes.proving.layouts import ProofCase, only, reference, sample, valid_cases
-from recipes.proving.proof_corpus import write_corpus
-from recipes.proving.proof_report import Finding, as_json, failures, table, verdict
-from recipes.proving.shrink import larger_micro_batch, shrink
-from recipes.proving.trial import try_cases
-from recipes.proving.worlds import run_cases
 from tests.conftest import GPT_SWITCHES, changed, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
@@ -54,6 +45,15 @@ from threefold.engine.muon import Muon, orthogonalize
 from threefold.engine.muon_exchange import MatrixExchange, update_scale
 from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
+from threefold.prove import compare as comparison
+from threefold.prove import proof_picture
+from threefold.prove.compare import Outcome, compare
+from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
+from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.ranks import run_cases
+from threefold.prove.report import Finding, as_json, failures, table, verdict
+from threefold.prove.shrink import larger_micro_batch, shrink
+from threefold.prove.training import try_cases
 
 SHIPPED = shipped_recipes()
 MARKS = {"odd": [pytest.mark.exhaustive], "gpt with dropout": [pytest.mark.long]}
@@ -640,7 +640,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda shape: update_scale((shape[0] // 2, shape[1])),
         ),
         "the last norm's gradient is a thousandth too large": (
-            "recipes.proving.trial.build_from_recipe",
+            "threefold.prove.training.build_from_recipe",
             lambda *arguments: scaled(build_from_recipe(*arguments), "final_norm.weight", 1.001),
         ),
     }[fault]

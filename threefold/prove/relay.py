@@ -13,9 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from recipes.proving.compare import Leg, relative
-from recipes.proving.layouts import ProofCase
-from recipes.proving.trial import (
+from threefold.checkpoint import resume
+from threefold.checkpoint.state import KINDS
+from threefold.checkpoint.writer import CheckpointWriter
+from threefold.config.parallel_dims import World
+from threefold.data.dataset import TrainingData
+from threefold.engine.engine import Engine
+from threefold.prove.compare import Leg, relative
+from threefold.prove.layouts import ProofCase
+from threefold.prove.training import (
     gather,
     held_state,
     held_weights,
@@ -23,12 +29,6 @@ from recipes.proving.trial import (
     start,
     train_step,
 )
-from threefold.checkpoint import resume
-from threefold.checkpoint.state import KINDS
-from threefold.checkpoint.writer import CheckpointWriter
-from threefold.config.parallel_dims import World
-from threefold.data.dataset import TrainingData
-from threefold.engine.engine import Engine
 from threefold.run_folder.folder import RunFolder
 
 SHARED_STEPS = 10  # steps after a checkpoint that two layouts both run

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from models.sharding import Sharding
 from recipes.prove import run_relay
-from recipes.proving import layouts
-from recipes.proving.compare import Leg
-from recipes.proving.layouts import ProofCase, sample, valid_cases
-from recipes.proving.proof_report import Finding, relay_as_text
-from recipes.proving.relay import run_leg
-from recipes.proving.trial import many_cases
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.checkpoint.state import CheckpointReader, SharedState, TrainingState
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
+from threefold.prove import layouts
+from threefold.prove.compare import Leg
+from threefold.prove.layouts import ProofCase, sample, valid_cases
+from threefold.prove.relay import run_leg
+from threefold.prove.report import Finding, relay_as_text
+from threefold.prove.training import many_cases
 from threefold.run_folder.folder import RunFolder
 
 SHAPES = {

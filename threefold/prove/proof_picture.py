@@ -9,15 +9,15 @@ from typing import Any
 import matplotlib
 from matplotlib import pyplot
 
-from recipes.proving.compare import (
+from threefold.prove.compare import (
     GRAD_NORM_TOLERANCE,
     LOSS_TOLERANCE,
     MOMENT_TOLERANCE,
     WEIGHT_TOLERANCE,
     Difference,
 )
-from recipes.proving.layouts import SCHEDULES, ZERO_STAGES, ProofCase
-from recipes.proving.proof_report import Finding
+from threefold.prove.layouts import SCHEDULES, ZERO_STAGES, ProofCase
+from threefold.prove.report import Finding
 
 matplotlib.use("Agg")  # no display
 

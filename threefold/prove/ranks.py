@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from recipes.proving.compare import Leg, Outcome
-from recipes.proving.layouts import ProofCase
 from threefold.config.loading import REPOSITORY
+from threefold.prove.compare import Leg, Outcome
+from threefold.prove.layouts import ProofCase
 from threefold.runtime.environment import free_port
 from threefold.runtime.exits import interrupts_blocked
 
@@ -32,7 +32,7 @@ RANK_ENVIRONMENT = {  # environment variables of every rank
 # The fork server imports these modules once for all processes. Without the last three, each process
 # would import them when it builds an engine.
 PRELOADED_MODULES = [
-    "recipes.proving.relay",
+    "threefold.prove.relay",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -262,8 +262,8 @@ def _rank(
         os._exit(0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    from recipes.proving.relay import run_legs  # torch: only ranks need it
-    from recipes.proving.trial import try_cases
+    from threefold.prove.relay import run_legs  # torch: only ranks need it
+    from threefold.prove.training import try_cases
 
     done = 0
     try:

@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 
-from recipes.proving.trial import many_cases, start, train_step
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.pipeline import gradients
+from threefold.prove.training import many_cases, start, train_step
 
 STAGES = {stage: {"deepspeed": f"ds_configs/zero{stage}_fp32.json"} for stage in (1, 2, 3)}
 FAULTS = {

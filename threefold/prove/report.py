@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from recipes.proving.compare import (
+from threefold.prove.compare import (
     EVALUATION_TOLERANCE,
     GRAD_NORM_TOLERANCE,
     LOSS_TOLERANCE,
@@ -16,7 +16,7 @@ from recipes.proving.compare import (
     Difference,
     Leg,
 )
-from recipes.proving.layouts import ProofCase
+from threefold.prove.layouts import ProofCase
 
 AXES = "tensor x pipeline x context x data"  # followed by the expert ranks, if there are any
 COLUMNS = f"| {AXES} | ranks | layouts | loss | gradient norm | weights | moments |"
