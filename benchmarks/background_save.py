@@ -31,7 +31,7 @@ from threefold.config.loading import DEFAULT_RECIPE, parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 from threefold.prove.layouts import reference
-from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.shrink import write_corpus
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.processes import start_processes

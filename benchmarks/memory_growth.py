@@ -26,8 +26,8 @@ import numpy as np
 
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY
-from threefold.prove.proof_corpus import write_corpus
 from threefold.prove.ranks import RANK_ENVIRONMENT, free_port, rank_variables
+from threefold.prove.shrink import write_corpus
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.command_line import count
 

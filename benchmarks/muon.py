@@ -35,7 +35,7 @@ from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, load_gpu
 from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.time.update import muon_time
-from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.shrink import write_corpus
 from threefold.prove.training import start, train_step
 from threefold.runtime.command_line import count
 from threefold.runtime.output import stdout_for_json

@@ -38,8 +38,8 @@ from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
 from threefold.plan.goodput import FaultCosts, best_interval
-from threefold.prove.proof_corpus import write_corpus
 from threefold.prove.ranks import free_port, rank_variables
+from threefold.prove.shrink import write_corpus
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.command_line import count

@@ -48,10 +48,9 @@ from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.prove.compare import Outcome, compare
 from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
-from threefold.prove.proof_corpus import write_corpus
 from threefold.prove.ranks import run_cases
 from threefold.prove.report import Finding, as_json, as_text, describe, relay_as_text, summary
-from threefold.prove.shrink import larger_micro_batch, shrink
+from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.runtime.command_line import count, picture_file
 from threefold.runtime.output import escape_output, stdout_for_json
 
@@ -133,7 +132,7 @@ def report(
     else:
         print(as_text(findings, every_layout=options.layouts))
     if options.heatmap:
-        from threefold.prove.proof_picture import draw_heatmap  # matplotlib, which few proofs need
+        from threefold.prove.report import draw_heatmap  # matplotlib, which few proofs need
 
         draw_heatmap(findings, title=f"{title}: {summary(findings)}", file=options.heatmap)
 

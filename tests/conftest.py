@@ -17,7 +17,7 @@ import pytest
 from tests.core_seconds import seconds_of_tree
 from threefold.config import loading
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
-from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.shrink import write_corpus
 
 # The longest files, longest first. `make test` gives each of its two processes one file at a time:
 # if a long file came last, the other process would be idle meanwhile.

@@ -136,7 +136,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "recipes.nodes.snapshot_server",
     "recipes.nodes.standby_pool",
     "threefold.prove.layouts",
-    "threefold.prove.proof_corpus",
+    "threefold.prove.shrink",
     "threefold.prove.shrink",
     "recipes.sweeping.choice",
     "recipes.sweeping.links.fit",

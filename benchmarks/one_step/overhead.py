@@ -23,7 +23,7 @@ from benchmarks.one_step.shapes import Shape
 from benchmarks.taking_turns import Player, Turn, median_seconds, players, ratio, take_turns
 from recipes import pretrain
 from threefold.pretrain.run import Run
-from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.shrink import write_corpus
 from threefold.runtime.processes import keep_memory, on_gpu
 
 ENGINES = {"ZeRO-1": 1, "ZeRO-2": 2}  # on one data rank, ZeRO-2 runs as ZeRO-1

@@ -26,7 +26,7 @@ from recipes.sweeping.table import Row, row_of_rejection, row_of_result, row_of_
 from recipes.sweeping.trial import FAULTS, Rejection, Result, Trial, preference
 from recipes.sweeping.worlds.worlds_folder import WorldsFolder
 from threefold.config.loading import value_text
-from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.shrink import write_corpus
 from threefold.run_folder.json_lines import flush, write_whole
 from threefold.run_folder.lock import FolderInUse, FolderLock
 

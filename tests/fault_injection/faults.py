@@ -36,7 +36,7 @@ from tests.cluster.cluster import Cluster, missing
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.unread import UNREAD, Output
 from threefold.config.loading import REPOSITORY
-from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.shrink import write_corpus
 from threefold.run_folder.history import published, step_of
 from threefold.runtime.exits import HUNG, INTERRUPTED, STOPPED
 

@@ -34,7 +34,7 @@ from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.node_loss import ENVIRONMENT, lines_of
 from threefold.config.loading import REPOSITORY
 from threefold.plan.goodput import SECONDS_PER_DAY, FaultCosts, goodput
-from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.shrink import write_corpus
 from threefold.runtime.command_line import count
 
 MAX_SHARE_DIFFERENCE = 0.03  # 3 percentage points

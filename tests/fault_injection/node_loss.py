@@ -37,7 +37,7 @@ from tests.cluster.cluster import Cluster, missing
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from threefold.checkpoint.snapshots.writer import partner_nodes
 from threefold.config.loading import REPOSITORY
-from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.shrink import write_corpus
 
 HOSTS = 4
 STEPS_PER_FAULT = 40

@@ -33,8 +33,8 @@ import tomli_w
 
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from threefold.checkpoint.format import find_damages
-from threefold.prove.proof_corpus import write_corpus
 from threefold.prove.ranks import PRELOADED_MODULES, RANK_ENVIRONMENT, environment, free_port
+from threefold.prove.shrink import write_corpus
 from threefold.run_folder.history import INCOMPLETE, published, step_of
 
 IMPORTED = [

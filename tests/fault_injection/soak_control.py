@@ -50,8 +50,8 @@ from tests.fault_injection.soak_faults import (
 )
 from threefold.checkpoint.format import find_damages
 from threefold.config.loading import load_recipe
-from threefold.prove.proof_corpus import write_corpus
 from threefold.prove.ranks import RANK_ENVIRONMENT, environment, free_port, rank_variables
+from threefold.prove.shrink import write_corpus
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
 from threefold.run_folder.json_lines import LineFile

@@ -57,7 +57,7 @@ from threefold.data.corpus import (
 from threefold.data.token_file import TokenFile
 from threefold.prepare_data.corpus import Origins, find_damages, sha256
 from threefold.prepare_data.sample_lookup import samples_of
-from threefold.prove.proof_corpus import write_corpus
+from threefold.prove.shrink import write_corpus
 from threefold.report import page
 from threefold.report.charts import axes_of, panels_of, step_positions
 from threefold.report.page import _run_facts, render

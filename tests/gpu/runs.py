@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from recipes.sweeping.worlds.launchers import killed_with_parent
 from tests.gpu.setting import Setting
 from threefold.config.loading import REPOSITORY
-from threefold.prove.proof_corpus import write_corpus
 from threefold.prove.ranks import free_port, rank_variables
+from threefold.prove.shrink import write_corpus
 
 Item = TypeVar("Item")
 VOCAB_SIZE, SMALL_VOCAB_SIZE = 2048, 250

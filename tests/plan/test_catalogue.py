@@ -34,8 +34,7 @@ from threefold.plan.job import Machine, job_of, job_without_layout
 from threefold.plan.search import NEAR_TIE, search
 from threefold.plan.time.step import step_time
 from threefold.prove.layouts import ProofCase, valid_cases
-from threefold.prove.proof_corpus import write_corpus
-from threefold.prove.shrink import shrink
+from threefold.prove.shrink import shrink, write_corpus
 from threefold.prove.training import try_cases
 
 FILES = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]

@@ -46,13 +46,12 @@ from threefold.engine.muon_exchange import MatrixExchange, update_scale
 from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 from threefold.prove import compare as comparison
-from threefold.prove import proof_picture
+from threefold.prove import report
 from threefold.prove.compare import Outcome, compare
 from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
-from threefold.prove.proof_corpus import write_corpus
 from threefold.prove.ranks import run_cases
 from threefold.prove.report import Finding, as_json, failures, table, verdict
-from threefold.prove.shrink import larger_micro_batch, shrink
+from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.prove.training import try_cases
 
 SHIPPED = shipped_recipes()
@@ -815,8 +814,8 @@ def test_a_failed_layout_is_black(corpus: Path) -> None:
     same = compare(outcome(), outcome(), case.recipe.model)
     close = replace(same, loss=2e-7)
     results = (same, close, replace(same, loss=1.0), replace(same, drifted=["x"]), "an error")
-    colours = [proof_picture._colour(Finding(case, result)) for result in results]
-    assert colours == [proof_picture.MIN_COLOUR, pytest.approx(-1), *(3 * [proof_picture.FAILED])]
+    colours = [report._colour(Finding(case, result)) for result in results]
+    assert colours == [report.MIN_COLOUR, pytest.approx(-1), *(3 * [report.FAILED])]
 
 
 def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
