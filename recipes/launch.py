@@ -33,12 +33,12 @@ import time
 from functools import partial
 
 from models.errors import UserError
-from recipes.launching.launcher import Launcher
-from recipes.launching.rank_command import rank_command
-from recipes.launching.replanning import Replanner
-from recipes.nodes.connection import on_this_machine, over_srun, over_ssh
-from recipes.nodes.hosts import read_hostfile, recipe_on_hosts, slurm_hosts
 from threefold.config.loading import REPOSITORY, origin
+from threefold.launch.connection import on_this_machine, over_srun, over_ssh
+from threefold.launch.hosts import read_hostfile, recipe_on_hosts, slurm_hosts
+from threefold.launch.launcher import Launcher
+from threefold.launch.rank_command import rank_command
+from threefold.launch.replanning import Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
 from threefold.runtime.exits import BUSY, REJECTED, raise_at_interrupt

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast, dynamic_module_utils
 
 from models.errors import UserError
-from recipes.nodes.hosts import read_hostfile
 from recipes.prepare_data import parse_command_line
 from recipes.preparing.options import check_same_options
 from tests.report.synthetic import write_run
@@ -29,6 +28,7 @@ from threefold.config.parallel_dims import World
 from threefold.convert.from_hugging_face import TheirFiles, read_config
 from threefold.data.token_file import TokenFile, write_token_file
 from threefold.gpus.datasheet import FOLDER, read_gpu
+from threefold.launch.hosts import read_hostfile
 from threefold.plan.calibration.compare import evaluate
 from threefold.plan.calibration.runs_table import read_table
 from threefold.prepare_data import formats

@@ -34,8 +34,6 @@ from typing import Any
 import tomli_w
 
 from models.errors import UserError
-from recipes.nodes.connection import over_ssh
-from recipes.nodes.hosts import read_hostfile
 from tests.conftest import VOCAB_SIZE, shipped_configs, shipped_recipes, small_recipe
 from tests.report.synthetic import event, write_run
 from threefold.checkpoint import format as checkpoint_manifest
@@ -55,6 +53,8 @@ from threefold.data.corpus import (
     tokenizer_hash,
 )
 from threefold.data.token_file import TokenFile
+from threefold.launch.connection import over_ssh
+from threefold.launch.hosts import read_hostfile
 from threefold.prepare_data.corpus import Origins, find_damages, sha256
 from threefold.prepare_data.sample_lookup import samples_of
 from threefold.prove.shrink import write_corpus

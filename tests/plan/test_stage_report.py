@@ -9,9 +9,9 @@ import pytest
 import tomli_w
 
 from recipes import plan
-from recipes.launching.replanning import Replanner
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.phases import StagePlan
+from threefold.launch.replanning import Replanner
 from threefold.plan.job import Machine, job_of
 from threefold.plan.memory.peak import stage_memory
 from threefold.plan.predicted_metrics import predicted_metrics, predicted_metrics_of_run

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Protocol
 
 from models.errors import UserError, reason_of
-from recipes.nodes.hosts import read_hostfile
 from recipes.sweeping.trial import WorldKind
 from recipes.sweeping.worlds.protocol import WorldFiles
+from threefold.launch.hosts import read_hostfile
 from threefold.prove.ranks import rank_variables
 from threefold.runtime.environment import free_port, random_port
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.nodes.snapshot_server import ServerProcess
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.checkpoint.format import Manifest
@@ -24,6 +23,7 @@ from threefold.checkpoint.state import CheckpointReader
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.launch.snapshot_server import ServerProcess
 from threefold.pretrain.setup import memory_of_all_nodes
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder

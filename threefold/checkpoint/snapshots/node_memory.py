@@ -71,7 +71,7 @@ CACHED = ("active_file", "inactive_file")  # of memory.stat
 
 @dataclass(frozen=True)
 class Server:
-    """The server of a node's snapshots (recipes/nodes/snapshot_server.py).
+    """The server of a node's snapshots (threefold/launch/snapshot_server.py).
 
     Attributes:
         node: name of the node
@@ -206,7 +206,7 @@ def cgroup_limits(membership: Path, root: Path) -> Iterator[tuple[int, int]]:
                 yield limit, limit - used + cached
 
 
-# Requests to the servers of snapshots (recipes/nodes/snapshot_server.py).
+# Requests to the servers of snapshots (threefold/launch/snapshot_server.py).
 
 SECONDS_TO_ANSWER = 10.0
 HASHED_BYTES_PER_SECOND = 50e6  # of a slow and busy node; the limit of the wait for a hash

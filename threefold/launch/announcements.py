@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from models.errors import counted
-from recipes.launching.attempt import Attempt
-from recipes.launching.causes import Diagnosis, shown
-from recipes.launching.nodes import Nodes
-from recipes.nodes.connection import ADVICE
+from threefold.launch.attempt import Attempt
+from threefold.launch.connection import ADVICE
+from threefold.launch.diagnosis import Diagnosis, shown
+from threefold.launch.nodes import Nodes
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
 

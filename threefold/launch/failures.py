@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.launching.attempt_events import ranks_in
-from recipes.launching.causes import MAX_FAILURES_WITHOUT_CHECKPOINT, Diagnosis
+from threefold.launch.attempt_events import ranks_in
+from threefold.launch.diagnosis import MAX_FAILURES_WITHOUT_CHECKPOINT, Diagnosis
 from threefold.pretrain.preflight.judge import MAX_BLAMED_NODES
 
 BROKEN = "the preflight has found it broken"

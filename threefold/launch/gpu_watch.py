@@ -3,7 +3,7 @@
 nvidia-smi and the kernel log are read in a child process, because nvidia-smi may hang if the driver
 hangs. Only the standard library is imported.
 
-    python recipes/nodes/gpu_watch.py        prints the state of the GPUs, one line of JSON
+    python threefold/launch/gpu_watch.py        prints the state of the GPUs, one line of JSON
 """
 
 import os
@@ -19,7 +19,7 @@ import subprocess
 import time
 from typing import Any
 
-from recipes.nodes.gpu_health import GpuError, health, new_errors
+from threefold.launch.gpu_health import GpuError, health, new_errors
 
 SECONDS_FOR_NVIDIA_SMI = 20.0  # without persistence mode, it takes seconds for each GPU
 SECONDS_FOR_LOG = 5.0

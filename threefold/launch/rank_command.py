@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from models.errors import UserError
-from recipes.launching.attempt import Command
 from threefold.config.loading import REPOSITORY
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.launch.attempt import Command
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.environment import set_torch_variables
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes.nodes import gpu_watch
-from recipes.nodes.gpu_health import NO_ANSWER, GpuError
-from recipes.nodes.gpu_watch import GpuWatch
-from tests.nodes.test_node_agent import Agent, agents  # noqa: F401 (a fixture)
+from tests.launch.test_node_agent import Agent, agents  # noqa: F401 (a fixture)
+from threefold.launch import gpu_watch
+from threefold.launch.gpu_health import NO_ANSWER, GpuError
+from threefold.launch.gpu_watch import GpuWatch
 
 SMI = """#!/bin/sh
 case "$1" in

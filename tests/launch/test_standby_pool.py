@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.nodes import standby_pool
-from recipes.nodes.standby_pool import StandbyPool
+from threefold.launch import standby_pool
+from threefold.launch.standby_pool import StandbyPool
 
 READY = "import os, sys; os.write(1, b'ready\\n'); sys.stdin.read()"
 

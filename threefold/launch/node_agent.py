@@ -24,7 +24,7 @@ If commands stop coming (launch.py or the network is gone), the agent asks its r
 stop, kills them if they do not end, and ends itself. Only the standard library is imported, so that
 an agent starts in a few milliseconds.
 
-    python recipes/nodes/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY SNAPSHOTS
+    python threefold/launch/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY SNAPSHOTS
 
 SNAPSHOTS is the prefix of the snapshot folder, or empty if the run takes no snapshots. If it is
 set, "ready" also reports the port and secret of this node's snapshot server, and "start" carries
@@ -54,11 +54,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recipes.nodes.gpu_watch import GpuWatch
-from recipes.nodes.leftovers import end_leftovers, kill_group
-from recipes.nodes.snapshot_server import ServerProcess
-from recipes.nodes.standby_pool import StandbyPool
 from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE
+from threefold.launch.gpu_watch import GpuWatch
+from threefold.launch.leftovers import end_leftovers, kill_group
+from threefold.launch.snapshot_server import ServerProcess
+from threefold.launch.standby_pool import StandbyPool
 from threefold.runtime.environment import free_port
 
 SECONDS_BETWEEN_CHECKS = 0.5

@@ -16,9 +16,6 @@ from typing import IO
 
 import pytest
 
-from recipes.nodes import snapshot_server
-from recipes.nodes.snapshot_server import ConnectionLimit, Handler, ServerProcess
-from recipes.nodes.snapshot_server import Server as SnapshotServer
 from threefold.checkpoint.snapshots import node_memory as client_module
 from threefold.checkpoint.snapshots.node_memory import (
     Client,
@@ -28,6 +25,9 @@ from threefold.checkpoint.snapshots.node_memory import (
     listings,
 )
 from threefold.config.sections import REPOSITORY
+from threefold.launch import snapshot_server
+from threefold.launch.snapshot_server import ConnectionLimit, Handler, ServerProcess
+from threefold.launch.snapshot_server import Server as SnapshotServer
 
 SNAPSHOT, FILE = "step-0000012-3-9f3a22c1", "weights-00000.safetensors"
 CONTENT = os.urandom(300_000)
@@ -105,7 +105,7 @@ def test_nodes_that_do_not_answer_are_left_out(client: Client) -> None:
 def test_the_server_deletes_the_snapshots_when_its_agent_dies(tmp_path: Path) -> None:
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
-        "from recipes.nodes.snapshot_server import ServerProcess; "
+        "from threefold.launch.snapshot_server import ServerProcess; "
         "process = ServerProcess.start(Path(sys.argv[2])); "
         "print(process.process.pid, flush=True); time.sleep(60)"
     )

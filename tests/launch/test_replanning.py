@@ -2,9 +2,9 @@
 
 import pytest
 
-from recipes.launching.replanning import Replanner
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
+from threefold.launch.replanning import Replanner
 from threefold.plan.memory.peak import limit_after_shortage
 
 SEVEN_B = REPOSITORY / "recipes/llama/7b.toml"

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from recipes.nodes.leftovers import kill_group
+from threefold.launch.leftovers import kill_group
 
 SECONDS_BEFORE_STANDBY = 30.0  # after a start or a failure, so that imports do not slow the ranks
 STANDBY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "standby.py")

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from recipes.nodes import node_agent
+from threefold.launch import node_agent
 
 AGENT = Path(node_agent.__file__)
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

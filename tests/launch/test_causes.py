@@ -4,12 +4,12 @@ import signal
 
 import pytest
 
-from recipes.launching.causes import (
+from threefold.launch.diagnosis import (
     Outcome,
     RankEnd,
     diagnose,
 )
-from recipes.launching.failures import Failures
+from threefold.launch.failures import Failures
 from threefold.runtime.exits import (
     BUSY,
     FINISHED,

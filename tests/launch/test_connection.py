@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.nodes.connection import AgentSettings, Connections, over_srun, over_ssh
+from threefold.launch.connection import AgentSettings, Connections, over_srun, over_ssh
 
 
 def test_a_connection_is_not_closed_while_a_heartbeat_is_written() -> None:

@@ -18,21 +18,21 @@ from unittest import mock
 import pytest
 import tomli_w
 
-from recipes.launching import announcements
-from recipes.launching import attempt as attempt_module
-from recipes.launching import launcher as launcher_module
-from recipes.launching import nodes as nodes_module
-from recipes.launching.announcements import Announcements
-from recipes.launching.attempt import Command
-from recipes.launching.causes import shown
-from recipes.launching.failures import Failures
-from recipes.launching.launcher import Launcher
-from recipes.launching.rank_command import forwarded, in_container
-from recipes.launching.replanning import Placement
-from recipes.nodes.connection import Agent, Report, on_this_machine
 from tests.conftest import changed
 from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE, Client, NodeMemory
 from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.launch import announcements
+from threefold.launch import attempt as attempt_module
+from threefold.launch import launcher as launcher_module
+from threefold.launch import nodes as nodes_module
+from threefold.launch.announcements import Announcements
+from threefold.launch.attempt import Command
+from threefold.launch.connection import Agent, Report, on_this_machine
+from threefold.launch.diagnosis import shown
+from threefold.launch.failures import Failures
+from threefold.launch.launcher import Launcher
+from threefold.launch.rank_command import forwarded, in_container
+from threefold.launch.replanning import Placement
 from threefold.plan.memory.peak import StageMemory
 from threefold.pretrain.preflight.judge import SPARE_NODES
 from threefold.run_folder.folder import RunFolder
@@ -460,7 +460,7 @@ FAULTY_LAUNCH = """
 import sys
 from pathlib import Path
 from recipes import launch
-from recipes.launching import rank_command
+from threefold.launch import rank_command
 rank_command.PRETRAIN = Path(sys.argv.pop(1))
 launch.main()
 """

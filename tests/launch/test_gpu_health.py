@@ -6,7 +6,7 @@ of nvidia-smi.
 
 import pytest
 
-from recipes.nodes.gpu_health import (
+from threefold.launch.gpu_health import (
     COUNT,
     LEAVE_OUT,
     NO_ANSWER,

@@ -3,7 +3,7 @@
 Importing torch and DeepSpeed takes most of the time of a restart. The agent therefore starts one
 standby process per GPU during training. The process does not use the GPU until it becomes a rank.
 
-    python recipes/nodes/standby.py RUN
+    python threefold/launch/standby.py RUN
 
 It writes a line to its standard output when it is ready. It then reads one line of JSON, with the
 command line and the environment variables of the rank, and runs recipes/pretrain.py with them.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from models.errors import UserError
-from recipes.launching.failures import Failures
-from recipes.nodes.connection import Agent, Connections
+from threefold.launch.connection import Agent, Connections
+from threefold.launch.failures import Failures
 
 SECONDS_TO_CONNECT = 60.0
 SECONDS_BETWEEN_LISTS = 10.0  # of hosts, which a user may extend

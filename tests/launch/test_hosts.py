@@ -7,9 +7,10 @@ import pytest
 from deepspeed.launcher.runner import _parse_hostfile
 
 from models.errors import UserError
-from recipes.launching.replanning import Replanner
-from recipes.nodes import hosts
-from recipes.nodes.hosts import (
+from threefold.config.layout import Cluster
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe
+from threefold.launch import hosts
+from threefold.launch.hosts import (
     check_cluster,
     cluster_of_hosts,
     read_hostfile,
@@ -17,8 +18,7 @@ from recipes.nodes.hosts import (
     slurm_hosts,
     unused,
 )
-from threefold.config.layout import Cluster
-from threefold.config.loading import DEFAULT_RECIPE, load_recipe
+from threefold.launch.replanning import Replanner
 
 
 def test_hosts_are_read_in_order(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import tomli_w
 
 from models.errors import UserError
 from recipes import launch
-from recipes.nodes import hosts
 from tests.conftest import changed
 from threefold.config.layout import Cluster
 from threefold.config.loading import load_recipe
+from threefold.launch import hosts
 from threefold.runtime.exits import REJECTED
 
 

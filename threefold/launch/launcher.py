@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from models.errors import UserError
-from recipes.launching.announcements import Announcements
-from recipes.launching.attempt import SECONDS_TO_KILL, Attempt, Command
-from recipes.launching.attempt_events import (
+from threefold.config.recipe import Recipe
+from threefold.launch.announcements import Announcements
+from threefold.launch.attempt import SECONDS_TO_KILL, Attempt, Command
+from threefold.launch.attempt_events import (
     events_of,
     hosts_of,
     ran_out_of_memory,
@@ -23,12 +24,11 @@ from recipes.launching.attempt_events import (
     trains,
     unfit_hosts,
 )
-from recipes.launching.causes import diagnose, shown
-from recipes.launching.failures import Failures, GpuErrors
-from recipes.launching.nodes import SECONDS_BETWEEN_LISTS, SECONDS_TO_CONNECT, Nodes
-from recipes.launching.replanning import Placement, Replanner
-from recipes.nodes.connection import AgentSettings, Connect, Connections
-from threefold.config.recipe import Recipe
+from threefold.launch.connection import AgentSettings, Connect, Connections
+from threefold.launch.diagnosis import diagnose, shown
+from threefold.launch.failures import Failures, GpuErrors
+from threefold.launch.nodes import SECONDS_BETWEEN_LISTS, SECONDS_TO_CONNECT, Nodes
+from threefold.launch.replanning import Placement, Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import grant
 from threefold.runtime.exits import HUNG, INTERRUPTED

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from recipes.launching.causes import Outcome, RankEnd
-from recipes.launching.nodes import Nodes
-from recipes.launching.replanning import Placement
-from recipes.nodes.connection import Agent
+from threefold.launch.connection import Agent
+from threefold.launch.diagnosis import Outcome, RankEnd
+from threefold.launch.nodes import Nodes
+from threefold.launch.replanning import Placement
 from threefold.pretrain.preflight.judge import SPARE_NODES
 
 SECONDS_TO_ANSWER = 3.0  # after a failure, for nodes to show that they are alive
