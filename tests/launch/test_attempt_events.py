@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from threefold.launch.attempt_events import (
+from threefold.launch.diagnosis import (
     Replacement,
     events_of,
     hosts_of,

@@ -5,11 +5,11 @@ import signal
 import pytest
 
 from threefold.launch.diagnosis import (
+    Failures,
     Outcome,
     RankEnd,
     diagnose,
 )
-from threefold.launch.failures import Failures
 from threefold.runtime.exits import (
     BUSY,
     FINISHED,

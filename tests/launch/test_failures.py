@@ -4,8 +4,12 @@ import random
 
 import pytest
 
-from threefold.launch.diagnosis import MAX_FAILURES_WITHOUT_CHECKPOINT, Diagnosis
-from threefold.launch.failures import Failures, GpuErrors
+from threefold.launch.diagnosis import (
+    MAX_FAILURES_WITHOUT_CHECKPOINT,
+    Diagnosis,
+    Failures,
+    GpuErrors,
+)
 
 HOUR = 3600.0
 BLAMED = Diagnosis("killed", blamed=["node2"], counts=True)

@@ -21,16 +21,14 @@ import tomli_w
 from tests.conftest import changed
 from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE, Client, NodeMemory
 from threefold.config.loading import REPOSITORY, parse_recipe
-from threefold.launch import announcements
 from threefold.launch import attempt as attempt_module
+from threefold.launch import launcher as announcements
 from threefold.launch import launcher as launcher_module
 from threefold.launch import nodes as nodes_module
-from threefold.launch.announcements import Announcements
 from threefold.launch.attempt import Command
 from threefold.launch.connection import Agent, Report, on_this_machine
-from threefold.launch.diagnosis import shown
-from threefold.launch.failures import Failures
-from threefold.launch.launcher import Launcher
+from threefold.launch.diagnosis import Failures, shown
+from threefold.launch.launcher import Announcements, Launcher
 from threefold.launch.rank_command import forwarded, in_container
 from threefold.launch.replanning import Placement
 from threefold.plan.memory.peak import StageMemory

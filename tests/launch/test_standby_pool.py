@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from threefold.launch import standby_pool
-from threefold.launch.standby_pool import StandbyPool
+from threefold.launch import node_agent
+from threefold.launch.node_agent import StandbyPool
 
 READY = "import os, sys; os.write(1, b'ready\\n'); sys.stdin.read()"
 
@@ -51,11 +51,11 @@ def test_a_process_that_cannot_be_started_is_tried_again_later(
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     with monkeypatch.context() as patched:
-        patched.setattr(standby_pool.subprocess, "Popen", fail)
+        patched.setattr(node_agent.subprocess, "Popen", fail)
         pool.keep()
         pool.keep()  # not at once
     assert said == ["no standby process can be started: Resource temporarily unavailable"]
-    monkeypatch.setattr(standby_pool.time, "monotonic", lambda: pool._next_start)
+    monkeypatch.setattr(node_agent.time, "monotonic", lambda: pool._next_start)
     pool.keep()
     assert pool._starting is not None
     pool.kill()

@@ -1,11 +1,13 @@
-"""Diagnosis of an ended attempt: the cause, the node to blame, and whether to restart.
+"""Diagnosis of an ended attempt: its events, the cause, and the nodes that are not used again.
 
 Pure functions, so that every combination can be tested. docs/fault-tolerance.md has the table.
 """
 
 import signal
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from threefold.pretrain.preflight.judge import MAX_BLAMED_NODES
 from threefold.runtime.exits import (
@@ -187,3 +189,286 @@ def _first_failure(codes: Sequence[int]) -> int:
     """Return the first exit code other than 0 as launch.py can return it."""
     code = next((code for code in codes if code != FINISHED), FINISHED)
     return 128 - code if code < 0 else code
+
+
+# The events of an attempt's ranks, as launch.py reads them from events.jsonl.
+#
+# Pure functions of the events since the start of the attempt, oldest first.
+
+Event = Mapping[str, Any]
+
+
+def events_of(events: Sequence[dict[str, Any]], lease: str) -> list[dict[str, Any]]:
+    """Return the events since the start of an attempt, the newest one."""
+    starts = [index for index, event in enumerate(events) if event.get("attempt") == lease]
+    return list(events[starts[0] :]) if starts else []
+
+
+def trains(events: Iterable[Event]) -> bool:
+    """Return True once the first step is done, after which the ranks can save."""
+    return any(event["event"] == "first_step" for event in events)
+
+
+def ran_out_of_memory(events: Iterable[Event]) -> bool:
+    """Return True if memory ran out on a rank."""
+    return any(event["event"] == "stop" and event.get("out_of_memory") is True for event in events)
+
+
+def ranks_behind(events: Iterable[Event]) -> list[int]:
+    """Return the ranks that the newest hang report names as behind."""
+    stops = [event["behind"] for event in events if event["event"] == "stop" and "behind" in event]
+    return ranks_in(stops[-1]) if stops else []
+
+
+def slow_ranks(events: Iterable[Event]) -> list[int]:
+    """Return the ranks that the newest comparison of speeds reports as slow for too long.
+
+    Ranks of an earlier comparison do not count if a later one no longer reports them.
+    """
+    found = [event for event in events if event["event"] == "slow"]
+    if not found:
+        return []
+    return [rank for event in found if event["step"] == found[-1]["step"]
+            for rank in ranks_in(event.get("ranks"))]  # fmt: skip
+
+
+def hosts_of(ranks: Iterable[int], hosts: Sequence[str], ranks_per_node: int) -> list[str]:
+    """Return the hosts of some ranks, in the order of the hosts."""
+    indices = {rank // ranks_per_node for rank in ranks}
+    return [host for index, host in enumerate(hosts) if index in indices]
+
+
+def start_of(events: Iterable[Event]) -> int:
+    """Return the step after which the attempt has started; 0 if it has not."""
+    starts = [event["step"] for event in events if event["event"] in ("start", "resume")]
+    return int(starts[-1]) if starts else 0
+
+
+def unfit_hosts(
+    events: Iterable[Event], hosts: Sequence[str], ranks_per_node: int
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the broken and the slow hosts that the preflight has left out, with the reasons."""
+    named: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    found = [event for event in events if event["event"] == "preflight"]
+    for node in found[-1].get("left_out", ()) if found else ():
+        host = hosts[node["rank"] // ranks_per_node]
+        named[0 if node["broken"] else 1][host] = f"{host}: {node['reason']}"
+    return named
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The decision about slow hosts.
+
+    Attributes:
+        hosts: the hosts to replace; none if they stay
+        problem: the reason why slow hosts stay; "" if none is slow or all are replaced
+    """
+
+    hosts: Sequence[str] = ()
+    problem: str = ""
+
+
+def replacement(
+    slow: Sequence[str], spare: int, *, action: str, replaced: Collection[int], ranks: Iterable[int]
+) -> Replacement:
+    """Decide whether slow hosts are replaced.
+
+    Args:
+        slow: the hosts with slow ranks
+        spare: number of other hosts that can be used and were not slow
+        action: `cluster.on_slow_rank`
+        replaced: ranks whose hosts have already been replaced because they were slow
+        ranks: the slow ranks
+    """
+    if not slow or action == "warn":
+        return Replacement()
+    if any(rank in replaced for rank in ranks):
+        return Replacement(problem="the same ranks were slow on other nodes, so the cause is not "
+                                   "the node")  # fmt: skip
+    if spare < len(slow):
+        return Replacement(problem="there are not enough spare nodes")
+    return Replacement(slow)
+
+
+def ranks_in(value: Any) -> list[int]:
+    """Return the ranks in a list of a file that a user may have edited."""
+    return [rank for rank in value if isinstance(rank, int)] if isinstance(value, list) else []
+
+
+# The failures of a run so far, and the nodes that are therefore not used.
+#
+# Failures expire, so that a node is not left out for errors that happen to any node from time to
+# time: with 512 nodes, of which each fails once in 200 days, about 39 healthy nodes would be left
+# out within 90 days if failures counted forever. Within `hours` = 24, it is about one.
+
+BROKEN = "the preflight has found it broken"
+
+
+@dataclass
+class Failures:
+    """The failures of a run so far; times are seconds since the epoch.
+
+    Attributes:
+        limit: failures after which a host is left out; 0 for no limit
+        hours: time after which a failure no longer counts
+        clock: returns the time
+        of_nodes: host -> times of its failures
+        broken: host -> time and reason, for hosts that are left out at once
+        slow: host -> time; slow hosts are used after all others
+        replaced_ranks: ranks whose hosts were replaced because they were slow
+        last_checkpoint: `checkpoint` of the last failure (see `note`)
+        without_checkpoint: failures since that checkpoint was saved, without lost nodes
+    """
+
+    limit: int
+    hours: float = 24.0
+    clock: Callable[[], float] = time.time
+    of_nodes: dict[str, list[float]] = field(default_factory=dict)
+    broken: dict[str, tuple[float, str]] = field(default_factory=dict)
+    slow: dict[str, float] = field(default_factory=dict)
+    replaced_ranks: set[int] = field(default_factory=set)
+    last_checkpoint: int = -1
+    without_checkpoint: int = 0
+
+    def restore(self, events: Iterable[Mapping[str, Any]]) -> None:
+        """Add the failures of nodes that earlier processes of launch.py have recorded."""
+        for event in events:
+            kind, moment = event.get("event"), event.get("time")
+            if not isinstance(moment, int | float):  # a user may have edited the file
+                continue
+            if kind == "attempt_end":
+                self._count(_names(event.get("blamed")), moment)
+                for host in _names(event.get("broken")):
+                    self.broken[host] = moment, BROKEN
+                self.slow |= dict.fromkeys(_names(event.get("slow")), moment)
+            elif kind == "gpu_error" and event.get("left_out"):
+                for host in _names([event.get("node")]):
+                    self.broken[host] = moment, str(event.get("error", ""))
+            elif kind == "replace":
+                self.slow |= dict.fromkeys(_names(event.get("nodes")), moment)
+                self.replaced_ranks.update(ranks_in(event.get("ranks")))
+            elif kind == "forget":
+                for known in (self.of_nodes, self.broken, self.slow, self.replaced_ranks):
+                    known.clear()
+
+    def note(self, diagnosis: Diagnosis, checkpoint: int) -> str:
+        """Count a failure.
+
+        Args:
+            diagnosis: its cause
+            checkpoint: the later of the newest checkpoint's step and the step that the attempt
+                started from; 0 if there is neither
+
+        Returns:
+            The reason why the run must not be restarted; "" if it may.
+        """
+        self._count(diagnosis.blamed, self.clock())
+        for host in diagnosis.preflight_broken:
+            self.leave_out(host, BROKEN)
+        self.count_slow(diagnosis.preflight_slow)
+        if checkpoint != self.last_checkpoint:
+            self.last_checkpoint, self.without_checkpoint = checkpoint, 0
+        self.without_checkpoint += diagnosis.counts
+        if self.without_checkpoint < MAX_FAILURES_WITHOUT_CHECKPOINT:
+            return ""
+        since = f"after step {checkpoint}" if checkpoint else "in the run folder"
+        return (
+            f"the run failed {self.without_checkpoint} times without a new checkpoint {since}, so "
+            f"a restart would probably fail too; read the messages of the ranks above"
+        )
+
+    def leave_out(self, host: str, reason: str) -> None:
+        """Leave a host out at once, until the reason expires."""
+        self.broken[host] = self.clock(), reason
+
+    def count_slow(self, hosts: Iterable[str]) -> None:
+        """Use hosts only after all others, until that expires."""
+        self.slow |= dict.fromkeys(hosts, self.clock())
+
+    def left_out(self, host: str) -> bool:
+        """Return True if a host is broken or has failed too often to be used now."""
+        return bool(self.reason(host))
+
+    def reason(self, host: str) -> str:
+        """Return the reason why a host is left out; "" if it may be used."""
+        moment, error = self.broken.get(host, (0.0, ""))
+        if error and self._counts(moment):
+            return error
+        recent = sum(map(self._counts, self.of_nodes.get(host, ())))
+        if 0 < self.limit <= recent:
+            return f"{recent} failures within {self.hours:g} hours"
+        return ""
+
+    def is_slow(self, host: str) -> bool:
+        """Return True if a host was slow."""
+        return host in self.slow and self._counts(self.slow[host])
+
+    def _counts(self, moment: float) -> bool:
+        return self.clock() - moment < self.hours * 3600
+
+    def _count(self, hosts: Iterable[str], moment: float) -> None:
+        for host in hosts:
+            self.of_nodes.setdefault(host, []).append(moment)
+
+
+class GpuErrors:
+    """The errors of GPUs during an attempt.
+
+    Args:
+        failures: the failures of the run
+        action: `cluster.on_gpu_error`
+    """
+
+    def __init__(self, failures: Failures, action: str):
+        self.failures, self.action = failures, action
+        self._found: dict[tuple[str, str], bool] = {}  # (host, error) -> whether to leave it out
+
+    def begin(self) -> None:
+        """Forget the errors of the previous attempt, when another one starts."""
+        self._found.clear()
+
+    def handle(self, reported: Iterable[tuple[str, str, bool]]) -> list[tuple[str, str, bool]]:
+        """Leave out the hosts with a severe error.
+
+        Args:
+            reported: host, error, and whether it is severe
+
+        Returns:
+            The errors that are new during the attempt: host, error, and whether the host is left
+            out because of it.
+        """
+        new = list(dict.fromkeys(error for error in reported if error[:2] not in self._found))
+        broken = self.to_leave_out(new)
+        for host, error, severe in new:
+            self._found[host, error] = severe and host in broken
+            if self._found[host, error]:
+                self.failures.leave_out(host, error)
+        return [(host, error, self._found[host, error]) for host, error, _ in new]
+
+    def to_leave_out(self, errors: Iterable[tuple[str, str, bool]]) -> set[str]:
+        """Return the hosts to leave out because of new errors.
+
+        Many hosts with severe errors at once point to the driver or to the power supply, so they
+        are not left out.
+        """
+        hosts = {host for host, _, severe in errors if severe}
+        return hosts if self.action == "leave_out" and len(hosts) <= MAX_BLAMED_NODES else set()
+
+    def of_hosts(self, hosts: Iterable[str], *, severe: bool) -> dict[str, str]:
+        """Return the errors of some hosts during the attempt, by host.
+
+        Args:
+            hosts: the hosts
+            severe: return the errors for which hosts are left out; otherwise, all others
+        """
+        found: dict[str, list[str]] = {}
+        for (host, error), left_out in self._found.items():
+            if left_out == severe and host in set(hosts):
+                found.setdefault(host, []).append(error)
+        return {host: ", ".join(errors) for host, errors in found.items()}
+
+
+def _names(value: Any) -> Sequence[str]:
+    """Return the names in a list of a file that a user may have edited."""
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []

@@ -37,29 +37,167 @@ that an earlier connection of this run has left on this node. If RUN is empty, i
 `--launcher local` needs that, because several agents share the machine.
 """
 
-import os
-import sys
-
-if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
 import contextlib
 import json
+import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE
 from threefold.launch.gpu_watch import GpuWatch
-from threefold.launch.leftovers import end_leftovers, kill_group
 from threefold.launch.snapshot_server import ServerProcess
-from threefold.launch.standby_pool import StandbyPool
 from threefold.runtime.environment import free_port
+
+# Processes that an earlier agent of a run has left on this node; only the standard library.
+
+SECONDS_FOR_LEFTOVERS = 10.0  # for killed processes to end
+SCRIPTS = ("node_agent.py", "standby.py")
+
+
+def kill_group(process: int) -> None:
+    """Kill a process and the processes of its group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process, signal.SIGKILL)
+
+
+def end_leftovers(run: str) -> None:
+    """Kill the agents and ranks of a run on this node, except this process, and wait for their end.
+
+    Args:
+        run: the first argument of agents, and the beginning of the value of --lease of ranks
+    """
+    left = leftovers(run)
+    for process in left:
+        kill_group(process)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + SECONDS_FOR_LEFTOVERS
+    while leftovers(run) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def leftovers(run: str) -> list[int]:
+    """Return the processes of a run on this node, except this one."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry}/cmdline", "rb") as stream:
+                words = stream.read().decode(errors="replace").split("\0")
+        except OSError:  # it has ended
+            continue
+        is_agent = len(words) > 2 and words[1].endswith(SCRIPTS) and words[2] == run
+        lease = words[words.index("--lease") + 1] if "--lease" in words[:-1] else ""
+        if is_agent or lease.startswith(f"{run}."):
+            found.append(int(entry))
+    return found
+
+
+# The standby processes of a node, which have already imported what a rank needs (standby.py).
+#
+# Only the standard library is imported.
+
+SECONDS_BEFORE_STANDBY = 30.0  # after a start or a failure, so that imports do not slow the ranks
+STANDBY = os.path.join(os.path.dirname(os.path.abspath(__file__)), "standby.py")
+
+
+class StandbyPool:
+    """Standby processes, started one at a time.
+
+    Args:
+        size: number of standby processes to keep
+        run: name of the run, for the command lines of the processes
+        say: prints a message
+
+    Attributes:
+        variables: environment of the processes; None until launch.py has sent it
+        ready: the processes that have imported everything
+    """
+
+    def __init__(self, size: int, *, run: str, say: Callable[[str], None]):
+        self.size, self.say = size, say
+        self.command = [sys.executable, STANDBY, run]
+        self.variables: Mapping[str, str] | None = None
+        self.ready: list[subprocess.Popen[bytes]] = []
+        self._starting: subprocess.Popen[bytes] | None = None
+        self._next_start = 0.0
+
+    def pause(self) -> None:
+        """Start no process for a while."""
+        self._next_start = time.monotonic() + SECONDS_BEFORE_STANDBY
+
+    def keep(self) -> None:
+        """Start a process if one is missing and no other one is being started."""
+        self.ready = [process for process in self.ready if process.poll() is None]
+        if self._starting is not None:
+            self._check_start(self._starting)
+        elif (
+            len(self.ready) < self.size
+            and self.variables is not None
+            and time.monotonic() >= self._next_start
+        ):
+            try:
+                self._starting = subprocess.Popen(
+                    self.command,
+                    env=os.environ | dict(self.variables),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,
+                )
+            except OSError as error:  # too many processes, or too little memory
+                self.say(f"no standby process can be started: {error.strerror}")
+                self.pause()
+
+    def _check_start(self, process: "subprocess.Popen[bytes]") -> None:
+        """Note whether the process that is being started has become ready or has failed."""
+        assert process.stdout
+        if not select.select([process.stdout], [], [], 0)[0]:
+            return
+        if process.stdout.readline() == b"ready\n":
+            self.ready.append(process)
+        else:  # it has failed, and printed why
+            self.pause()
+        self._starting = None
+
+    def wake(
+        self, command: Sequence[str], variables: Mapping[str, str]
+    ) -> "subprocess.Popen[bytes] | None":
+        """Turn a standby process into a rank; return None if there is none.
+
+        Args:
+            command: the command of the rank
+            variables: its environment variables
+        """
+        while self.ready:
+            process = self.ready.pop()
+            assert process.stdin and process.stdout
+            script = next(place for place, word in enumerate(command) if word.endswith(".py"))
+            line = json.dumps({"words": list(command[script:]), "variables": dict(variables)})
+            with contextlib.suppress(OSError):  # it has ended
+                process.stdin.write(line.encode() + b"\n")
+                process.stdin.close()
+                process.stdout.close()
+                return process
+        return None
+
+    def kill(self) -> None:
+        """Kill all standby processes."""
+        for process in [*self.ready, *([self._starting] if self._starting else [])]:
+            kill_group(process.pid)
+
+
+if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 
 SECONDS_BETWEEN_CHECKS = 0.5
 BOOT_ID = "/proc/sys/kernel/random/boot_id"

@@ -7,7 +7,7 @@ from typing import Any
 
 from models.errors import UserError
 from threefold.launch.connection import Agent, Connections
-from threefold.launch.failures import Failures
+from threefold.launch.diagnosis import Failures
 
 SECONDS_TO_CONNECT = 60.0
 SECONDS_BETWEEN_LISTS = 10.0  # of hosts, which a user may extend
