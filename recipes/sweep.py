@@ -47,26 +47,26 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from models.errors import UserError
-from recipes.sweeping import report
-from recipes.sweeping.choice import Request, choose
-from recipes.sweeping.links.link_report import report_lines, report_table
-from recipes.sweeping.links.preflight import Preflight
-from recipes.sweeping.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, repeat
-from recipes.sweeping.sweep_folder import SweepFolder, SweepStopped
 from recipes.sweeping.sweep_options import parse_command_line
-from recipes.sweeping.transfer.transfer_check import check_transfer
-from recipes.sweeping.trial import Result, Trial, preference
-from recipes.sweeping.wandb_runs import check_wandb, publish
-from recipes.sweeping.worlds.launchers import (
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.runtime.exits import leave
+from threefold.runtime.output import outlive_output, stdout_for_json
+from threefold.sweep import report
+from threefold.sweep.choice import Request, choose
+from threefold.sweep.folder import SweepFolder, SweepStopped
+from threefold.sweep.links.link_report import report_lines, report_table
+from threefold.sweep.links.measure_cluster import Preflight
+from threefold.sweep.ranks.launchers import (
     DeepSpeedLauncher,
     Launcher,
     LocalLauncher,
     SlurmLauncher,
 )
-from recipes.sweeping.worlds.rank import run_rank
-from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.runtime.exits import leave
-from threefold.runtime.output import outlive_output, stdout_for_json
+from threefold.sweep.ranks.rank import run_rank
+from threefold.sweep.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, repeat
+from threefold.sweep.trial import Result, Trial, preference
+from threefold.sweep.wandb_runs import check_wandb, publish
+from threefold.sweep.width_transfer.check import check_transfer
 
 MAX_NAMES = 3  # recipes in the name of a sweep folder
 

@@ -15,7 +15,7 @@ import tomli_w
 
 from tests.cluster.cluster import Cluster, missing
 from tests.conftest import changed, small_recipe
-from tests.sweeping.sweeps import copy_of_code
+from tests.sweep.sweeps import copy_of_code
 from threefold.config.loading import REPOSITORY
 from threefold.gpus.datasheet import load_gpu, read_gpu
 

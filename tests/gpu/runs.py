@@ -14,11 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from recipes.sweeping.worlds.launchers import killed_with_parent
 from tests.gpu.setting import Setting
 from threefold.config.loading import REPOSITORY
 from threefold.prove.ranks import free_port, rank_variables
 from threefold.prove.shrink import write_corpus
+from threefold.sweep.ranks.launchers import killed_with_parent
 
 Item = TypeVar("Item")
 VOCAB_SIZE, SMALL_VOCAB_SIZE = 2048, 250

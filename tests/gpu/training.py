@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from recipes.sweeping.worlds.launchers import killed_with_parent
 from tests.gpu.runs import (
     Failure,
     Run,
@@ -20,6 +19,7 @@ from tests.gpu.runs import (
 )
 from tests.gpu.setting import Result, Setting
 from threefold.runtime.environment import free_port
+from threefold.sweep.ranks.launchers import killed_with_parent
 
 SAME = 1e-4  # relative, of losses in fp32
 NEAR = {"bf16": 0.03, "fp16": 0.1}  # of losses in fp32; fp16 may skip its first steps

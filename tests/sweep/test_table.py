@@ -1,0 +1,135 @@
+"""Rows of sweep.csv: columns that plan.py --table reads, and those of a sweep."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from threefold.config.loading import parse_recipe
+from threefold.plan.calibration.runs_table import REQUIRED_COLUMNS, read_table
+from threefold.plan.report import rates
+from threefold.sweep.table import (
+    COLUMNS,
+    row_of_rejection,
+    row_of_result,
+    row_of_trial,
+    table_text,
+)
+from threefold.sweep.trial import Rejection, Result, Trial
+
+SHAPES = {
+    "llama": {},
+    "gpt": GPT_SWITCHES,
+    "pipeline": {
+        "model__layers": 8,
+        "layout": {"pipeline": 2, "schedule": "interleaved", "chunks": 4},
+        "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"},
+    },
+    "tensor": {
+        "layout": {"tensor": 2, "sequence_parallel": True, "recompute": "full"},
+        "batch__micro_sequences": 1,
+    },
+    "experts": {
+        "layout": {"expert": 2},
+        "model__experts": {
+            "count": 8,
+            "per_token": 2,
+            "ffn_hidden_size": 64,
+            "shared": 1,
+            "dense_layers": 1,
+        },
+    },
+    "ZeRO-3": {"deepspeed": "ds_configs/zero3_bf16.json"},
+}
+
+
+def trial_of(**changes: Any) -> Trial:
+    cluster = {"cluster": {"nodes": 1, "gpus_per_node": 4, "gpu": "H100"}}
+    bf16 = {"deepspeed": "ds_configs/zero1_bf16.json"}
+    table = changed(small_recipe(Path("absent")), **bf16 | cluster | changes)
+    return Trial("small.toml", parse_recipe(table, "small"), 2, 5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_planner_reads_back_the_job(shape: str, tmp_path: Path) -> None:
+    trial = trial_of(**SHAPES[shape])
+    result = Result(outcome="ok", step_seconds=[0.3, 0.1, 0.2], memory_gib=1.5)
+    row = row_of_trial(trial) | row_of_result(trial, result)
+    # The planner's stack for the rows of a sweep is not known to `row_reader` here.
+    text = table_text([row | {"framework": "Megatron-Core"}])
+    (tmp_path / "sweep.csv").write_text(text)
+    (read,) = read_table(tmp_path / "sweep.csv")
+    assert read.skipped == "" and read.job is not None
+    ours = trial.job
+    for name in ("tensor", "pipeline", "chunks", "data", "zero_stage", "sequence_parallel",
+                 "recompute", "micro_sequences", "expert"):  # fmt: skip
+        assert getattr(read.job.layout, name) == getattr(ours.layout, name), name
+    assert read.job.model.layers == ours.model.layers
+    assert read.job.model.experts == ours.model.experts
+    assert read.job.model.kv_heads == ours.model.kv_heads
+    assert read.job.model.activation == ours.model.activation
+    assert read.job.machine.gpus == ours.machine.gpus
+    assert read.job.machine.gpu.name == ours.machine.gpu.name
+    assert read.job.precision == ours.precision
+    assert read.job.global_sequences == ours.global_sequences
+    assert read.measured.step_seconds == 0.2 and read.measured.memory_gib == 1.5
+    assert not read.measured.out_of_memory
+
+
+def test_the_columns_are_those_of_a_table_of_runs() -> None:
+    assert set(COLUMNS) >= REQUIRED_COLUMNS
+    row = row_of_trial(trial_of())
+    assert set(row) <= set(COLUMNS)
+    assert row["framework"] == "Threefold" and row["recipe"] == "small.toml"
+    assert row["planned_step_s"] > 0 and row["planned_mem_gb"] > 0
+
+
+def test_out_of_memory_is_a_measurement_and_a_hang_is_none(tmp_path: Path) -> None:
+    trial = trial_of()
+    rows = []
+    for outcome in ("out_of_memory", "hung", "crashed"):
+        result = row_of_result(trial, Result(outcome=outcome, reason="because"))
+        rows.append(row_of_trial(trial) | result)
+    assert [row.get("oom") for row in rows] == [1, None, None]
+    assert {row["usable_for_time"] for row in rows} == {0}
+    (tmp_path / "a.csv").write_text(table_text(rows))
+    read = read_table(tmp_path / "a.csv")
+    assert [row.measured.out_of_memory for row in read] == [True, False, False]
+
+
+def test_a_rejected_combination_is_a_row_that_is_skipped(tmp_path: Path) -> None:
+    rejection = Rejection("small.toml", "layout.tensor=3", 'model.heads = 4, "no"\nway')
+    row = row_of_rejection(rejection) | {"outcome": "rejected", "reason": rejection.reason}
+    text = table_text([row])
+    (cells,) = csv.DictReader(io.StringIO(text))
+    assert cells["reason"] == rejection.reason and "layout.tensor=3" in cells["recipe"]
+    (tmp_path / "a.csv").write_text(text)
+    assert read_table(tmp_path / "a.csv")[0].skipped
+
+
+def test_rates_follow_from_the_median(tmp_path: Path) -> None:
+    trial = trial_of()
+    result = Result(outcome="ok", step_seconds=[0.1, 0.4, 0.2, 9.0])
+    row = row_of_result(trial, result)
+    assert result.median_seconds == pytest.approx(0.3)
+    tokens = trial.recipe.tokens_per_step
+    assert row["tokens_s_gpu"] == pytest.approx(tokens / 0.3 / 4, rel=1e-4)
+    mfu = rates(trial.job, 0.3, trial.recipe.training.steps).mfu
+    assert row["mfu_pct"] == pytest.approx(100 * mfu, rel=1e-3)
+    assert row["mfu_pct"] == pytest.approx(
+        row_of_result(trial, Result(outcome="ok", step_seconds=[0.6]))["mfu_pct"] * 2, rel=1e-3
+    )
+
+
+def test_the_fastest_rows_come_first() -> None:
+    base = {"recipe": "a", "gpus": 2}
+    rows = [
+        base | {"trial": "1", "planned_step_s": 0.1},
+        base | {"trial": "2", "step_time_s": 0.5},
+        base | {"trial": "3", "step_time_s": 0.25},
+    ]
+    ordered = [cells["trial"] for cells in csv.DictReader(io.StringIO(table_text(rows)))]
+    assert ordered == ["3", "2", "1"]

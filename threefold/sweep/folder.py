@@ -1,0 +1,289 @@
+"""The folder of a sweep. Several schedulers may share it, and it outlives each of them.
+
+    sweep.json           the measuring settings, which all trials share
+    trials/KEY.json      a trial: its recipe, its plan and its row of the table
+    results/KEY.json     the trial's result; without this file, the trial is still to be measured
+    claims/KEY/          the lock of the scheduler that measures the trial
+    corpora/             synthetic training data
+    worlds/ID/           files of the processes of one scheduler
+    sweep.csv            one row per trial, rewritten after each result
+
+Files are written under another name, flushed to the disk and then renamed, so that each is either
+complete or missing.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from models.errors import FULL_DISK_ERRORS, UserError
+from threefold.config.loading import value_text
+from threefold.prove.shrink import write_corpus
+from threefold.run_folder.json_lines import flush, write_whole
+from threefold.run_folder.lock import FolderInUse, FolderLock
+from threefold.sweep.ranks.worlds_folder import WorldsFolder
+from threefold.sweep.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
+from threefold.sweep.trial import FAULTS, Rejection, Result, Trial, preference
+
+PROBE_BYTES = 2**16
+
+
+class SweepStopped(Exception):
+    """The sweep cannot continue; the message tells the user how to fix the cause."""
+
+
+class SweepFolder:
+    """The folder of a sweep, as one scheduler uses it.
+
+    Args:
+        path: the folder, created if it does not exist
+        settings: measuring settings, which must equal those of the trials already in the folder
+
+    Raises:
+        UserError: the folder cannot be written, or its trials have other settings.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]):
+        self.path = path
+        self._own_worlds = WorldsFolder(path / "worlds")
+        self.worlds, self.own = self._own_worlds.parent, self._own_worlds.path
+        self._rows: dict[str, tuple[int, Row]] = {}  # with the time of the result's file
+        self._retried: dict[str, int] = {}  # failed trials, with the time of the result's file
+        self._tried_locks: dict[str, FolderLock] = {}
+        with self.stops_without_space():
+            self._create()
+            self._check_settings(settings)
+        self._own_worlds.start_heartbeat()
+
+    def close(self) -> None:
+        """Remove the files of this scheduler, and those that dead schedulers left behind."""
+        self._own_worlds.close()
+        self._remove_abandoned_claims()
+        with contextlib.suppress(OSError):  # another scheduler uses it
+            (self.path / "claims").rmdir()
+
+    def add(self, trial: Trial) -> None:
+        """Record a trial, unless an earlier command has already recorded it."""
+        file = self._trial_file(trial.key)
+        if not file.exists():
+            recipe = trial.recipe.model_dump(mode="json", exclude_none=True)
+            row = self._row_of_trial(trial)
+            self._write_json(file, {"identity": trial.identity, "row": row, "recipe": recipe})
+
+    def add_rejection(self, rejection: Rejection) -> None:
+        """Record a combination that is not tried, with the reason."""
+        row = row_of_rejection(rejection)
+        self._write_json(self._trial_file(rejection.key), {"identity": rejection.key, "row": row})
+        result = Result(outcome=rejection.outcome, reason=rejection.reason)
+        self._write_json(self._result_file(rejection.key), {"result": result.as_json(), "row": {}})
+
+    def retry_failures(self) -> None:
+        """Let `answer` return None for trials that have failed so far, to measure them again.
+
+        A result stays in the folder until a new one replaces it, because other commands may read it
+        at the same time.
+        """
+        for file in (self.path / "results").glob("*.json"):
+            result = self.result(file.stem)
+            if result is not None and self._is_failure(result):
+                self._retried[file.stem] = file.stat().st_mtime_ns
+
+    def result(self, key: str) -> Result | None:
+        """Return the result of a trial, or None if it is still to be measured."""
+        table = read_json(self._result_file(key))
+        return Result.from_json(table["result"]) if table else None
+
+    def answer(self, trial: Trial) -> Result | None:
+        """Return the result of a trial, or None if it is still to be measured.
+
+        A trial that asks for the split of a step is measured again if its result has none, and a
+        failed one after `retry_failures`.
+        """
+        result = self.result(trial.key)
+        if result is None or not result.answers(trial) or self._awaits_retry(trial.key):
+            return None
+        return result
+
+    def record(self, trial: Trial, result: Result) -> None:
+        """Write the result of a trial, and rewrite the table."""
+        row = self._row_of_result(trial, result)
+        self._write_json(self._result_file(trial.key), {"result": result.as_json(), "row": row})
+        self.write_table()
+
+    @contextlib.contextmanager
+    def claimed(self, key: str) -> Iterator[bool]:
+        """Claim a trial for this scheduler, and release it at the end.
+
+        Yields:
+            True if the claim succeeded, False if another scheduler measures the trial.
+        """
+        folder = self.path / "claims" / key
+        # Keep one lock per trial, because it compares the holder's heartbeats between attempts.
+        lock = self._tried_locks.setdefault(key, FolderLock(folder))
+        with self.stops_without_space():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock.acquire()
+            except (FolderInUse, FileNotFoundError):  # the holder may just have released it
+                yield False
+                return
+        del self._tried_locks[key]
+        try:
+            yield True
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # while the lock is still held
+            lock.release()
+
+    def corpus(self, vocab_size: int, sequence_length: int) -> Path:
+        """Return the folder of a synthetic corpus, which the first call writes."""
+        folder = self.path / "corpora" / f"vocabulary-{vocab_size}-sequence-{sequence_length}"
+        if not folder.exists():
+            fresh = self.own / folder.name
+            with self.stops_without_space():
+                write_corpus(fresh, vocab_size, validation_tokens=2 * sequence_length)
+                folder.parent.mkdir(exist_ok=True)
+                try:
+                    fresh.rename(folder)
+                except OSError as problem:
+                    if problem.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
+        return folder
+
+    def write_table(self) -> None:
+        """Write sweep.csv with one result for each trial in the folder.
+
+        A trial with several results is represented by the one with the most steps; among those, as
+        `preference` decides.
+        """
+        for file in sorted((self.path / "results").glob("*.json")):
+            written, _ = self._rows.get(file.stem, (0, None))
+            if (changed := file.stat().st_mtime_ns) != written:
+                trial, result = read_json(self._trial_file(file.stem)), read_json(file)
+                if trial and result:
+                    row = trial["row"] | result["row"]
+                    outcome = {key: result["result"][key] for key in ("outcome", "reason")}
+                    row = {"usable_for_time": 0} | row | outcome
+                    self._rows[file.stem] = changed, row | {"identity": trial["identity"]}
+        final: dict[str, Row] = {}
+        for _, row in sorted(self._rows.values(), key=lambda each: _order_of_rounds(each[1])):
+            final[row["identity"]] = row
+        rows = [{k: v for k, v in row.items() if k != "identity"} for row in final.values()]
+        self._write(self.path / "sweep.csv", table_text(rows))
+
+    def check_space(self) -> None:
+        """Check that files can still be written, after a failure that a full disk may explain.
+
+        Raises:
+            SweepStopped: the disk is full.
+        """
+        probe = self.own / "probe"
+        self._write(probe, " " * PROBE_BYTES)
+        probe.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def stops_without_space(self) -> Iterator[None]:
+        """Turn the error of a full disk into a message.
+
+        Raises:
+            SweepStopped: the disk is full.
+        """
+        try:
+            yield
+        except OSError as problem:
+            if problem.errno not in FULL_DISK_ERRORS:
+                raise
+            raise SweepStopped(
+                f"{self.path} cannot be written ({problem.strerror}); free disk space and rerun "
+                f"the same command to continue"
+            ) from None
+
+    def _row_of_trial(self, trial: Trial) -> Row:
+        """Return the columns of the table that describe a trial."""
+        return row_of_trial(trial)
+
+    def _row_of_result(self, trial: Trial, result: Result) -> Row:
+        """Return the columns of the table with the measured values of a trial."""
+        return row_of_result(trial, result)
+
+    def _is_failure(self, result: Result) -> bool:
+        """Return True if `sweep.py --retry` measures a trial with this result again."""
+        return result.outcome in (*FAULTS, "rejected")
+
+    def _awaits_retry(self, key: str) -> bool:
+        """Return True if the result of a trial is a failure from before `retry_failures`."""
+        before = self._retried.get(key)
+        return before is not None and self._result_file(key).stat().st_mtime_ns == before
+
+    def _remove_abandoned_claims(self) -> None:
+        """Remove the claims of schedulers that no longer run."""
+        with contextlib.suppress(OSError):  # another scheduler removes them
+            for folder in list((self.path / "claims").glob("*")):
+                lock = FolderLock(folder)
+                with contextlib.suppress(FolderInUse, OSError):
+                    lock.acquire()
+                    shutil.rmtree(folder, ignore_errors=True)
+                    lock.release()
+
+    def _create(self) -> None:
+        try:
+            for name in ("trials", "results", "claims"):
+                (self.path / name).mkdir(parents=True, exist_ok=True)
+            self._own_worlds.create()
+        except OSError as problem:
+            if problem.errno in FULL_DISK_ERRORS:
+                raise
+            raise UserError(
+                f"{self.path} cannot be written ({problem.strerror}); use another --sweep-dir"
+            ) from None
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Write the measuring settings, or compare them with those of an earlier command."""
+        file, fresh = self.path / "sweep.json", self.own / "sweep.json"
+        fresh.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        flush(fresh)
+        with contextlib.suppress(FileExistsError):
+            os.link(fresh, file)  # fails if another scheduler was first
+        earlier = read_json(file) or {}
+        if other := {key: value for key, value in earlier.items() if settings.get(key) != value}:
+            was = ", ".join(f"{key} = {value_text(value)}" for key, value in other.items())
+            now = ", ".join(f"{key} = {value_text(settings.get(key))}" for key in other)
+            self.close()
+            raise UserError(
+                f"{self.path} has trials that were measured with {was}, which cannot be compared "
+                f"with {now}; use the same settings, or another --sweep-dir"
+            )
+
+    def _trial_file(self, key: str) -> Path:
+        return self.path / "trials" / f"{key}.json"
+
+    def _result_file(self, key: str) -> Path:
+        return self.path / "results" / f"{key}.json"
+
+    def _write_json(self, file: Path, table: Any) -> None:
+        self._write(file, json.dumps(table, indent=1) + "\n")
+
+    def _write(self, file: Path, text: str) -> None:
+        """Replace a file atomically, through a temporary file in this scheduler's own folder."""
+        with self.stops_without_space():
+            write_whole(file, text, fresh=self.own / f"{file.name}.incomplete")
+            flush(file.parent)
+
+
+def _order_of_rounds(row: Row) -> tuple[Any, ...]:
+    """Return a sort key of a trial's rows; the last row in this order is written to the table."""
+    split, seconds = "instrumented_step_s" in row, row.get("step_time_s")
+    return row.get("steps", 0), preference(outcome=row["outcome"], split=split, seconds=seconds)
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """Return the content of a file, or None if it does not exist or is damaged."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None

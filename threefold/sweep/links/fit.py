@@ -1,0 +1,262 @@
+"""Fit of a datasheet's links and matmul rate to measurements, with the planner's own formulas.
+
+The planner's time of a transfer or an all-reduce is linear in two unknowns, the inverse rate of a
+link and its latency:
+
+    seconds = rate coefficient / rate + latency coefficient * latency + fixed seconds
+
+The coefficients are read off `threefold/plan/time/block.py`, so that the fit follows its
+formulas. It is a least-squares fit of relative errors, because the sizes differ by a factor of 256
+or more.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import log, sqrt
+
+from threefold.gpus.datasheet import Gpu, rounded
+from threefold.plan.job import Machine
+from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
+from threefold.sweep.links.measurements import LinkTime, Measurements
+
+UNLIMITED = float("inf")  # rate of a link that takes no time
+ROUNDS = 30  # of the fit; it converges to three digits within ten
+NO_GROWTH = "the measured times do not grow with the size of the messages"
+
+
+class FitFailed(Exception):
+    """The measured times do not grow with the size of the messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Reached rates in GB/s per GPU and in one direction, and latencies in seconds."""
+
+    node_rate: float
+    node_latency: float
+    network_rate: float
+    network_latency: float
+
+    @classmethod
+    def of(cls, gpu: Gpu) -> "Links":
+        """Return the links that the planner assumes for a GPU."""
+        return cls(
+            node_rate=gpu.node_link_gigabytes_per_second * gpu.node_link_efficiency,
+            node_latency=gpu.node_link_latency_seconds,
+            network_rate=gpu.network_gigabytes_per_second * gpu.network_efficiency,
+            network_latency=gpu.network_latency_seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Equation:
+    """One measurement: its seconds, and the coefficients of the planner's formula."""
+
+    rate: float
+    latency: float
+    fixed: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """Predicts transfers and all-reduces of nodes with `gpus_per_node` GPUs, and fits links."""
+
+    gpu: Gpu
+    gpus_per_node: int
+
+    def predict(self, links: Links, time: LinkTime, size: float | None = None) -> float:
+        """Return the planner's seconds of a measured operation; `size` replaces its bytes."""
+        gpu = replace(
+            self.gpu,
+            node_link_gigabytes_per_second=links.node_rate,
+            node_link_efficiency=1.0,
+            node_link_latency_seconds=links.node_latency,
+            network_gigabytes_per_second=links.network_rate,
+            network_efficiency=1.0,
+            network_latency_seconds=links.network_latency,
+        )
+        machine = Machine.of(gpu, gpus=time.ranks, gpus_per_node=self.gpus_per_node)
+        moved = time.bytes if size is None else size
+        if time.operation == "all-reduce":
+            return all_reduce_seconds(machine, moved, ranks=time.ranks, stride=1)
+        return transfer_seconds(
+            machine, moved, stride=self.gpus_per_node if time.across_nodes else 1
+        )
+
+    def fit(self, times: Sequence[LinkTime]) -> Links:
+        """Return the links that reproduce the times best; links without times stay.
+
+        Raises:
+            FitFailed: times do not grow with the size of the messages.
+        """
+        check_growth(times)
+        links = Links.of(self.gpu)
+        if inside := [time for time in times if not time.across_nodes]:
+            free = replace(links, node_rate=UNLIMITED, node_latency=0.0)
+            one = replace(free, node_rate=1.0), replace(free, node_latency=1.0)
+            rate, latency = solve(self._equations(inside, free, *one))
+            links = replace(links, node_rate=rate, node_latency=latency)
+        if across := [time for time in times if time.across_nodes]:
+            links = self._fit_network(across, links)
+        return links
+
+    def _fit_network(self, times: Sequence[LinkTime], links: Links) -> Links:
+        """Return the links with the network that reproduces the times best.
+
+        An all-reduce across nodes is limited by the network or by the links within the nodes,
+        whichever is slower. The fit assumes the first, the second, and that both are equal, and
+        keeps the best result.
+        """
+        known = replace(links, network_rate=UNLIMITED, network_latency=0.0)
+        unlimited = replace(known, node_rate=UNLIMITED)
+        found = []
+        for free in (unlimited, known):
+            one = replace(unlimited, network_rate=1.0), replace(unlimited, network_latency=1.0)
+            equations = self._equations(times, free, *one)
+            if free is known:  # the rate of the network decides only the transfers
+                equations = [
+                    replace(each, rate=0.0) if time.operation == "all-reduce" else each
+                    for each, time in zip(equations, times, strict=True)
+                ]
+            with contextlib.suppress(FitFailed):
+                found.append(solve(equations))
+        if not found:
+            raise FitFailed(NO_GROWTH)
+        equal = links.node_rate / self.gpus_per_node
+        found.append(solve(self._equations(times, unlimited, *one), rate=equal))
+        candidates = [
+            replace(links, network_rate=rate, network_latency=latency) for rate, latency in found
+        ]
+        return min(candidates, key=lambda each: self.error(each, times))
+
+    def error(self, links: Links, times: Sequence[LinkTime]) -> float:
+        """Return the sum of the squared logarithms of predicted over measured seconds."""
+        return sum(log(self.predict(links, time) / time.seconds) ** 2 for time in times)
+
+    def _equations(
+        self, times: Sequence[LinkTime], free: Links, one_rate: Links, one_latency: Links
+    ) -> list[Equation]:
+        """Return an equation for each time.
+
+        Args:
+            times: the measured times
+            free: links whose unknown rate is unlimited, without latency
+            one_rate: links with an unknown rate of 1 GB/s, and all others unlimited
+            one_latency: links with an unknown latency of 1 second
+        """
+        return [
+            Equation(
+                rate=self.predict(one_rate, time),
+                latency=self.predict(one_latency, time, size=0.0),
+                fixed=self.predict(free, time),
+                seconds=time.seconds,
+            )
+            for time in times
+        ]
+
+
+def check_growth(times: Sequence[LinkTime]) -> None:
+    """Check that the largest message of each operation takes longer than the smallest.
+
+    Raises:
+        FitFailed: it does not.
+    """
+    by_operation: dict[tuple[str, bool], list[LinkTime]] = {}
+    for time in times:
+        by_operation.setdefault((time.operation, time.across_nodes), []).append(time)
+    for of_operation in by_operation.values():
+        ordered = sorted(of_operation, key=lambda time: time.bytes)
+        if ordered[-1].seconds <= ordered[0].seconds:
+            raise FitFailed(NO_GROWTH)
+
+
+def solve(equations: Sequence[Equation], rate: float | None = None) -> tuple[float, float]:
+    """Return the rate in GB/s and the latency in seconds with the least squares of errors.
+
+    Each error is divided by the geometric mean of the measured and the predicted seconds, so that
+    twice as long and half as long are equal errors. The predictions are those of the round before.
+
+    Args:
+        equations: one for each measurement
+        rate: rate that is already known
+
+    Raises:
+        FitFailed: the rate would not be positive.
+    """
+    scales = [each.seconds for each in equations]
+    for _ in range(ROUNDS):
+        inverse, latency = solve_scaled(equations, scales, rate)
+        scales = [
+            sqrt((each.rate * inverse + each.latency * latency + each.fixed) * each.seconds)
+            for each in equations
+        ]
+    return 1 / inverse, latency
+
+
+def solve_scaled(
+    equations: Sequence[Equation], scales: Sequence[float], rate: float | None
+) -> tuple[float, float]:
+    """Return the inverse rate and the latency with the least squares of errors / scale."""
+    pairs = list(zip(equations, scales, strict=True))
+    a = [each.rate / scale for each, scale in pairs]
+    b = [each.latency / scale for each, scale in pairs]
+    c = [(each.seconds - each.fixed) / scale for each, scale in pairs]
+    aa, ab, bb = dot(a, a), dot(a, b), dot(b, b)
+    ac, bc = dot(a, c), dot(b, c)
+    if rate is not None:
+        return 1 / rate, max(0.0, (bc - ab / rate) / bb)
+    latency = (aa * bc - ab * ac) / (aa * bb - ab * ab)
+    latency = max(0.0, latency)  # noise may make it negative
+    inverse = (ac - ab * latency) / aa
+    if inverse <= 0:
+        raise FitFailed(NO_GROWTH)
+    return inverse, latency
+
+
+def dot(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return the sum of the products of two sequences."""
+    return sum(one * other for one, other in zip(left, right, strict=True))
+
+
+def fitted_gpu(gpu: Gpu, measured: Measurements, gpus_per_node: int) -> Gpu:
+    """Return a GPU whose plans reproduce the measurements; what was not measured stays.
+
+    A rate above that of the datasheet raises the datasheet's rate, and its efficiency is then 1.
+
+    Raises:
+        FitFailed: the measured times do not grow with the size of the messages.
+    """
+    links = LinkFit(gpu, gpus_per_node).fit(measured.links)
+    share = matmul_share(gpu, measured)
+    if share > 1:
+        peaks = {precision: rounded(peak * share) for precision, peak in gpu.peak_tflops.items()}
+        gpu = replace(gpu, peak_tflops=peaks)
+    gpu = replace(gpu, matmul_efficiency=min(1.0, share))
+    if measured.inside_nodes:
+        rate = max(links.node_rate, gpu.node_link_gigabytes_per_second)
+        gpu = replace(
+            gpu,
+            node_link_gigabytes_per_second=rate,
+            node_link_efficiency=links.node_rate / rate,
+            node_link_latency_seconds=links.node_latency,
+        )
+    if measured.across_nodes:
+        rate = max(links.network_rate, gpu.network_gigabytes_per_second)
+        gpu = replace(
+            gpu,
+            network_gigabytes_per_second=rate,
+            network_efficiency=links.network_rate / rate,
+            network_latency_seconds=links.network_latency,
+        )
+    return gpu
+
+
+def matmul_share(gpu: Gpu, measured: Measurements) -> float:
+    """Return the matmul efficiency for which the planner predicts the median rate of the ranks."""
+    size = measured.matmul_size
+    planned = matmul_seconds(gpu, measured.precision, rows=size, columns=size, inner=size)
+    seconds = 2e-12 * size**3 / measured.median_tflops
+    kernel = gpu.kernel_seconds
+    return gpu.matmul_efficiency * (planned - kernel) / (seconds - kernel)

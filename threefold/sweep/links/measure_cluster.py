@@ -1,0 +1,181 @@
+"""The preflight of `sweep.py --links`: measures a cluster and writes its datasheet."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from models.errors import UserError
+from threefold.config.sections import REPOSITORY
+from threefold.gpus import datasheet
+from threefold.gpus.datasheet import Gpu, load_gpu, read_gpu
+from threefold.plan.job import DEFAULT_CLUSTER
+from threefold.sweep.folder import SweepStopped
+from threefold.sweep.links import link_datasheet
+from threefold.sweep.links.fit import FitFailed, fitted_gpu
+from threefold.sweep.links.measurements import MATMUL_SIZE, SIZES, Measurements
+from threefold.sweep.ranks.controller import World, WorldAbandoned, WorldFailed
+from threefold.sweep.ranks.launchers import Launcher
+from threefold.sweep.ranks.worlds_folder import WorldsFolder
+from threefold.sweep.trial import WorldKind
+
+WORLDS = REPOSITORY / "runs" / "links"  # of all commands; on a file system that all nodes share
+SECONDS_TO_MEASURE = 600.0
+KEY = "links"  # in place of the key of a trial
+VERBS = {"out_of_memory": "ran out of memory", "hung": "hung", "crashed": "crashed"}
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A measurement of a cluster.
+
+    Attributes:
+        name: name of the datasheet to write
+        file: path of the datasheet
+        source: the GPU whose datasheet keeps the values that are not measured
+        kind: the ranks that measure
+        seconds: time limit of the measurement
+    """
+
+    name: str
+    file: Path
+    source: Gpu
+    kind: WorldKind
+    seconds: float = SECONDS_TO_MEASURE
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        *,
+        nodes: list[int] | None,
+        gpus_per_node: list[int] | None,
+        gpu: str | None,
+        seconds: float | None,
+    ) -> "Preflight":
+        """Return the preflight that the options describe; None stands for a default.
+
+        Raises:
+            UserError: an option is not valid.
+        """
+        source = load_gpu(gpu or str(DEFAULT_CLUSTER["gpu"]))
+        kind = WorldKind(
+            nodes=only(nodes, "nodes"),
+            gpus_per_node=only(gpus_per_node, "gpus_per_node"),
+            gpu=source.name,
+            deterministic=False,
+            pipelined=False,
+        )
+        file = link_datasheet.own_file(datasheet.FOLDER, name)
+        return cls(name, file, source, kind, seconds or SECONDS_TO_MEASURE)
+
+    def run(self, launcher: Launcher) -> tuple[Measurements, Gpu]:
+        """Measure, write the datasheet, and return both.
+
+        Args:
+            launcher: starts the ranks
+
+        Raises:
+            UserError: a rank has rejected the measurement.
+            SweepStopped: the ranks have failed, or the datasheet cannot be written.
+        """
+        launcher.check(self.kind)
+        measured = self._measure(launcher)
+        try:
+            fitted = fitted_gpu(self.source, measured, self.kind.gpus_per_node)
+        except FitFailed as problem:
+            raise SweepStopped(
+                f"{problem}, so {self.file.name} was not written; rerun the command while the "
+                f"nodes are idle"
+            ) from None
+        text = link_datasheet.content(
+            fitted, measured, name=self.name, source=self.source, nodes=self.kind.nodes,
+            today=date.today(),
+        )  # fmt: skip
+        try:
+            link_datasheet.write(self.file, text)
+        except OSError as problem:
+            raise SweepStopped(
+                f"{self.file} cannot be written ({problem.strerror}); an earlier file is "
+                f"unchanged. Free disk space, or make the folder writable, and rerun the command"
+            ) from None
+        return measured, read_gpu(self.file)
+
+    def _measure(self, launcher: Launcher) -> Measurements:
+        """Start the ranks, let them measure, and stop them."""
+        with worlds_folder() as folder:
+            try:
+                world = World.start(self.kind, (folder / "world").resolve(), launcher)
+            except WorldFailed as problem:
+                raise SweepStopped(f"the ranks cannot be started: {problem}") from None
+            try:
+                result = world.run(self._request(), self.seconds)
+            except WorldAbandoned:
+                raise SweepStopped(
+                    "the ranks have exited because this command was suspended; rerun it"
+                ) from None
+            finally:
+                world.stop()
+        if result.outcome == "rejected":
+            raise UserError(result.reason)
+        if result.links is None:
+            raise SweepStopped(
+                f"the measurement {VERBS[result.outcome]}: {result.reason}; no datasheet was "
+                f"written\n{result.log}".rstrip()
+            )
+        return Measurements.from_json(result.links)
+
+    def _request(self) -> dict[str, Any]:
+        """Return the request that the ranks read."""
+        device = self.source.device
+        links = {
+            "gpu": self.source.name,
+            "device": device,
+            "gpus_per_node": self.kind.gpus_per_node,
+            "bytes": SIZES[device],
+            "matmul_size": MATMUL_SIZE[device],
+            "precision": next(iter(self.source.peak_tflops)),  # the GPU's usual one
+        }
+        return {"key": KEY, "links": links}
+
+
+def only(values: list[int] | None, option: str) -> int:
+    """Return the only value of an option, or the default.
+
+    Raises:
+        UserError: there are several values.
+    """
+    if values is None:
+        return int(DEFAULT_CLUSTER[option])
+    if len(values) > 1:
+        raise UserError(
+            f"--{option.replace('_', '-')} {','.join(map(str, values))}: --links measures one "
+            f"size; use --{option.replace('_', '-')} {values[-1]}"
+        )
+    return values[0]
+
+
+@contextmanager
+def worlds_folder() -> Iterator[Path]:
+    """Create a folder for a world, and remove it at the end.
+
+    Raises:
+        SweepStopped: the folder cannot be written.
+    """
+    folder = WorldsFolder(WORLDS)
+    try:
+        folder.create()
+    except OSError as problem:
+        shutil.rmtree(folder.path, ignore_errors=True)
+        raise SweepStopped(
+            f"{folder.path} cannot be written ({problem.strerror}); make it writable, or free disk "
+            f"space"
+        ) from None
+    folder.start_heartbeat()
+    try:
+        yield folder.path
+    finally:
+        folder.close()

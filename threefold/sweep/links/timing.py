@@ -1,0 +1,177 @@
+"""Timing of matmuls, transfers and all-reduces in the ranks of a world."""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from models.errors import UserError
+from threefold.config.parallel_dims import World
+from threefold.gpus.datasheet import processor_name
+from threefold.pretrain.preflight.measure import all_reduce, matmul_tflops, timed, transfer
+from threefold.runtime.processes import check_machine, on_gpu
+from threefold.sweep.links.measurements import (
+    OPERATIONS,
+    LinkTime,
+    Measurements,
+    Operation,
+    RankRate,
+)
+from threefold.sweep.trial import Result
+
+MAX_CALLS = 20  # of one repetition, timed together so that reading the clock does not matter
+BYTES_PER_REPETITION = {"cpu": 2**26, "cuda": 2**30}
+
+
+def measure_links(request: dict[str, Any], world: World, control: dist.ProcessGroup) -> Result:
+    """Measure the device and the links of this world; collective.
+
+    Args:
+        request: name and kind of the device, GPUs per node, bytes of the messages, precision and
+            size of the matmul
+        world: this rank and the number of ranks
+        control: group of all ranks on the CPU
+
+    Raises:
+        UserError: the ranks run on another kind of device, or on other nodes than expected.
+    """
+    check_machine(world, precision=request["precision"], compile=False, gpu=request["gpu"])
+    device = torch.device(get_accelerator().current_device_name())
+    if device.type != request["device"]:
+        raise UserError(
+            f"--gpu {request['gpu']} is the datasheet of a {request['device']} device, and the "
+            f"ranks run on {device.type}; unset DS_ACCELERATOR, or use --gpu cpu"
+        )
+    size = request["matmul_size"]
+    rates = gathered(RankRate.here(matmul_tflops(size, request["precision"], device)), control)
+    check_hosts([rate.host for rate in rates], request["gpus_per_node"])
+    links = LinkTimer(world, control, device, request["gpus_per_node"])
+    found = Measurements(
+        device=torch.cuda.get_device_name(device) if on_gpu() else processor_name(),
+        torch=torch.__version__.partition("+")[0],
+        precision=request["precision"],
+        matmul_size=size,
+        rates=rates,
+        links=links.measure(request["bytes"]),
+    )
+    return Result(outcome="ok", links=found.as_json())
+
+
+def check_hosts(hosts: list[str], gpus_per_node: int) -> None:
+    """Check that the launcher has placed consecutive ranks on the same node.
+
+    Args:
+        hosts: name of the host of each rank
+        gpus_per_node: number of ranks on each node
+
+    Raises:
+        UserError: the ranks of a node are on several hosts.
+    """
+    for first in range(0, len(hosts), gpus_per_node):
+        of_node = hosts[first : first + gpus_per_node]
+        if len(set(of_node)) > 1:
+            raise UserError(
+                f"ranks {first} to {first + gpus_per_node - 1} run on {', '.join(set(of_node))}, "
+                f"and --gpus-per-node {gpus_per_node} places them on one node; use the number of "
+                f"ranks on each node"
+            )
+
+
+def gathered(value: Any, control: dist.ProcessGroup) -> list[Any]:
+    """Return the value of each rank; collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, control)
+    return values
+
+
+class Scope(NamedTuple):
+    """The ranks between which links are measured.
+
+    Attributes:
+        across_nodes: True if the ranks are on several nodes
+        ranks: number of ranks of an all-reduce
+        pair: the ranks of a transfer; in the scope of a node, each node has its own pair
+        group: group of an all-reduce; None: all ranks
+    """
+
+    across_nodes: bool
+    ranks: int
+    pair: tuple[int, int]
+    group: dist.ProcessGroup | None
+
+
+class LinkTimer:
+    """Times transfers and all-reduces inside each node and across all nodes.
+
+    Args:
+        world: this rank and the number of ranks
+        control: group of all ranks on the CPU
+        device: device of this rank
+        gpus_per_node: number of consecutive ranks on each node
+    """
+
+    def __init__(
+        self, world: World, control: dist.ProcessGroup, device: torch.device, gpus_per_node: int
+    ):
+        self.world, self.control, self.device = world, control, device
+        self.gpus_per_node = gpus_per_node
+        # Groups are created once: NCCL would otherwise connect the ranks again for each size.
+        self.node: dist.ProcessGroup | None = None
+        if 1 < gpus_per_node < world.size:
+            self.node, _ = dist.new_subgroups(group_size=gpus_per_node)
+
+    def measure(self, sizes: list[int]) -> list[LinkTime]:
+        """Return the times of all operations, from inside a node to across all nodes; collective.
+
+        All nodes measure their own links at the same time, and the median of their times counts.
+        Across nodes, the first rank of the first node and of the second node exchange messages.
+
+        Args:
+            sizes: bytes of the messages
+        """
+        return [
+            self._time(operation, size, scope)
+            for scope in self._scopes()
+            for operation in OPERATIONS
+            for size in sizes
+        ]
+
+    def _scopes(self) -> list[Scope]:
+        """Return the scopes that this world has."""
+        size, per_node = self.world.size, self.gpus_per_node
+        first_of_node = self.world.rank // per_node * per_node
+        scopes = []
+        if per_node > 1:
+            pair = (first_of_node, first_of_node + 1)
+            scopes.append(Scope(across_nodes=False, ranks=per_node, pair=pair, group=self.node))
+        if size > per_node:
+            scopes.append(Scope(across_nodes=True, ranks=size, pair=(0, per_node), group=None))
+        return scopes
+
+    def _time(self, operation: Operation, size: int, scope: Scope) -> LinkTime:
+        """Time an operation with messages of `size` bytes; collective."""
+        is_transfer = operation == "transfer"
+        call: Callable[[], object] | None = None  # on ranks that take no part
+        if not is_transfer:
+            call = all_reduce(self._message(size), scope.group)
+        elif self.world.rank in scope.pair:
+            call = transfer(self._message(size), scope.pair, self.world.rank)
+        calls = max(1, min(MAX_CALLS, BYTES_PER_REPETITION[self.device.type] // size))
+        dist.barrier(group=self.control)
+        seconds = timed(call, calls, self.device) if call else None
+        measured = [each for each in gathered(seconds, self.control) if each is not None]
+        return LinkTime(
+            operation=operation,
+            across_nodes=scope.across_nodes,
+            ranks=2 if is_transfer else scope.ranks,
+            bytes=size,
+            # A transfer is timed as a message there and back.
+            seconds=median(measured) / (2 if is_transfer else 1),
+        )
+
+    def _message(self, size: int) -> torch.Tensor:
+        """Return a tensor of zeros, whose sums stay zero."""
+        return torch.zeros(size // 4, dtype=torch.float32, device=self.device)  # [size / 4]

@@ -1,0 +1,174 @@
+"""A world of ranks that measures trials, from the scheduler's perspective."""
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from threefold.gpus.datasheet import is_cpu
+from threefold.sweep.ranks.launchers import Launcher, Processes
+from threefold.sweep.ranks.protocol import START, WorldFiles, read_message, write_message
+from threefold.sweep.ranks.rank_watch import ABANDONED
+from threefold.sweep.trial import Result, WorldKind
+
+SECONDS_TO_START = 600.0  # imports from a busy network file system take minutes
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 1.0  # for failure reports of other ranks, which may name the cause
+PASSED_VARIABLES = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+MAX_LOG_LINES = 12  # of a rank, in a result
+MAX_LOGS = 4  # of ranks, in a result
+
+
+class WorldFailed(Exception):
+    """The ranks of a world could not be started."""
+
+
+class WorldAbandoned(Exception):
+    """The ranks have exited because this process was suspended, for example by Ctrl-Z."""
+
+
+@dataclass
+class World:
+    """The ranks that measure trials of one kind, one after the other.
+
+    Attributes:
+        kind: the kind of world, which decides the trials that it can measure
+        files: the files of the world
+        processes: the ranks, or the process of their launcher
+        number: number of the current trial
+    """
+
+    kind: WorldKind
+    files: WorldFiles
+    processes: Processes = field(default_factory=Processes)
+    number: int = START
+
+    @classmethod
+    def start(cls, kind: WorldKind, folder: Path, launcher: Launcher) -> "World":
+        """Start the ranks, and wait until all have joined the process group.
+
+        Args:
+            kind: the kind of world
+            folder: folder to create for the files of the world
+            launcher: starts the processes
+
+        Raises:
+            WorldFailed: the ranks did not start.
+        """
+        world = cls(kind, WorldFiles(folder))
+        world.files.create(rank_settings(kind), kind.size)
+        try:
+            world.processes = launcher.start(world.files, kind)
+            result = world._wait(SECONDS_TO_START)
+            if result.outcome != "ok":
+                raise WorldFailed(f"{result.reason}\n{result.log}".strip())
+        except BaseException:
+            world.stop()
+            raise
+        return world
+
+    def run(self, table: dict[str, Any], seconds: float) -> Result:
+        """Measure a trial. After any outcome other than "ok", the caller must stop the world.
+
+        Args:
+            table: the request, which `measuring.measure` reads
+            seconds: time limit
+
+        Raises:
+            WorldAbandoned: the ranks have exited because they saw no heartbeat.
+        """
+        self.number += 1
+        started = time.monotonic()
+        write_message(self.files.request, table | {"number": self.number, "seconds": seconds})
+        result = self._wait(seconds)
+        return Result(**vars(result) | {"seconds": time.monotonic() - started})
+
+    def stop(self) -> None:
+        """End all ranks, and remove the files of the world.
+
+        Ranks on other nodes exit when the folder disappears, even if the launcher cannot end them.
+        """
+        folder = self.files.folder
+        with contextlib.suppress(OSError):
+            self.files.settings.unlink()
+        self.processes.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _wait(self, seconds: float) -> Result:
+        """Wait for the end of the current trial, or of the start."""
+        deadline = time.monotonic() + seconds
+        while True:
+            if message := read_message(self.files.result, self.number):
+                return Result.from_json(message["result"])
+            if read_message(self.files.failed, self.number) or self.processes.ended():
+                return self._failure()
+            if time.monotonic() > deadline:
+                reason = f"not finished within {seconds:.0f} seconds"
+                return Result(outcome="hung", reason=reason, log=self._log(range(self.kind.size)))
+            time.sleep(POLL_SECONDS)
+
+    def _failure(self) -> Result:
+        """Return the result after the failure of one or more ranks."""
+        failures = self._failures()
+        if not any(each["outcome"] == "out_of_memory" for each in failures):
+            time.sleep(GRACE_SECONDS)
+            failures = self._failures()
+        ended = self.processes.ended()
+        if ABANDONED in ended.values():
+            raise WorldAbandoned
+        killed = {name: code for name, code in ended.items() if code < 0}
+        for failure in failures:  # the cause; other ranks may then fail as they lose connections
+            if failure["outcome"] == "out_of_memory":
+                return self._described(failure)
+        if killed:
+            name, code = next(iter(killed.items()))
+            reason = f"{name} was killed by {signal.Signals(-code).name}"
+            ranks = [int(name.split()[1])] if name.startswith("rank") else range(self.kind.size)
+            return Result(outcome="crashed", reason=reason, log=self._log(ranks))
+        if failures:
+            return self._described(min(failures, key=lambda each: each["time"]))
+        name, code = next(iter(ended.items()))
+        log = self._log(range(self.kind.size))
+        return Result(outcome="crashed", reason=f"{name} ended with exit code {code}", log=log)
+
+    def _failures(self) -> list[dict[str, Any]]:
+        messages = [
+            read_message(self.files.failure(rank), self.number) for rank in range(self.kind.size)
+        ]
+        return [message for message in messages if message]
+
+    def _described(self, failure: dict[str, Any]) -> Result:
+        """Return the result of a failure that a rank has described."""
+        reason = f"rank {failure['rank']}: {failure['reason']}"
+        return Result(outcome=failure["outcome"], reason=reason, log=failure["log"])
+
+    def _log(self, ranks: Sequence[int]) -> str:
+        """Return the last lines of the launcher and of some ranks."""
+        parts = []
+        for file in [self.files.launcher_log, *(self.files.log(rank) for rank in ranks[:MAX_LOGS])]:
+            if file.exists() and (
+                text := file.read_text(encoding="utf-8", errors="replace").strip()
+            ):
+                lines = text.splitlines()[-MAX_LOG_LINES:]
+                parts.append("\n".join([f"{file.stem}:", *lines]))
+        return "\n".join(parts)
+
+
+def rank_settings(kind: WorldKind) -> dict[str, Any]:
+    """Return the settings that the ranks read before they import torch.
+
+    Launchers do not pass all environment variables to other nodes.
+    """
+    environment = {key: os.environ[key] for key in PASSED_VARIABLES if key in os.environ}
+    if is_cpu(kind.gpu):
+        environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        "environment": environment,
+        "deterministic": kind.deterministic,
+        "pipelined": kind.pipelined,
+    }

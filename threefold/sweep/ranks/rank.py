@@ -1,0 +1,90 @@
+"""A rank of a world: waits for trials, measures them, and ends with its scheduler."""
+
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from models.errors import UserError
+from threefold.config.parallel_dims import World
+from threefold.runtime.environment import set_torch_variables
+from threefold.sweep.ranks.protocol import START, WorldFiles, read_message, write_message
+from threefold.sweep.ranks.rank_watch import RankWatch
+from threefold.sweep.trial import Outcome
+
+MAX_REASON_CHARACTERS = 300
+MAX_TRACEBACK_LINES = 20
+OUT_OF_MEMORY_TEXTS = (  # in errors of CUDA, torch on the CPU, cuBLAS and NCCL
+    "out of memory",
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Failed to CUDA calloc",
+)
+
+
+def run_rank(folder: Path) -> NoReturn:
+    """Run a rank until its world is stopped.
+
+    Args:
+        folder: the folder of the world
+    """
+    files = WorldFiles(folder)
+    settings = read_settings(files)
+    os.environ.update(settings["environment"])
+    set_torch_variables(
+        os.environ, deterministic=settings["deterministic"], pipelined=settings["pipelined"]
+    )
+    world = World.from_environment(os.environ)
+    output = os.open(files.log(world.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    watch = RankWatch(files)
+    watch.start()
+    try:
+        from threefold.sweep.ranks.worker import serve  # torch reads its variables only once
+
+        serve(files, world, watch, deterministic=settings["deterministic"])
+    except BaseException as problem:  # any exception is the outcome of the trial
+        report_failure(files, world.rank, watch.number, problem)
+    # Do not exit: to the other ranks, the end of this process would look like a second failure.
+    while True:
+        time.sleep(1)
+
+
+def read_settings(files: WorldFiles) -> dict:
+    """Return the settings of the world, or end this process if the world is over."""
+    settings = read_message(files.settings, START)
+    if settings is None:
+        raise SystemExit(f"{files.folder} is not the folder of a running world")
+    return settings
+
+
+def report_failure(files: WorldFiles, rank: int, number: int, problem: BaseException) -> None:
+    """Report an exception to the scheduler."""
+    log = "".join(traceback.format_exception(problem)).splitlines()[-MAX_TRACEBACK_LINES:]
+    traceback.print_exception(problem)
+    text = " ".join(str(problem).split())[:MAX_REASON_CHARACTERS]
+    reason = text if isinstance(problem, UserError) else f"{type(problem).__name__}: {text}"
+    message = {
+        "number": number,
+        "rank": rank,
+        "outcome": outcome_of(problem),
+        "reason": reason,
+        "log": "\n".join(log),
+        "time": time.time(),
+    }
+    write_message(files.failure(rank), message)
+    write_message(files.failed, {"number": number})
+
+
+def outcome_of(problem: BaseException) -> Outcome:
+    """Return the outcome of a trial that ended with an exception."""
+    if isinstance(problem, UserError):
+        return "rejected"
+    text = str(problem)
+    if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
+        return "out_of_memory"
+    if isinstance(problem, RuntimeError) and any(each in text for each in OUT_OF_MEMORY_TEXTS):
+        return "out_of_memory"
+    return "crashed"

@@ -1,0 +1,215 @@
+"""Lines that sweep.py prints: the trials to run, each result, and a summary."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import combinations
+from statistics import mean, median
+from typing import Any
+
+from threefold.plan.calibration.fit import MIN_RANKED_LAYOUTS, rank_correlation
+from threefold.plan.report import layout_line
+from threefold.sweep.breakdown_parts import PARTS, PLANNED_PARTS, Split, planned_parts
+from threefold.sweep.choice import Choice
+from threefold.sweep.trial import FAULTS, OUTCOMES, Result, Trial, competitors
+
+MAX_BEST = 5  # layouts in the summary, for each recipe and number of GPUs
+MAX_REASON_CHARACTERS = 160  # in a progress line
+
+
+@dataclass
+class Progress:
+    """The progress of this command's trials.
+
+    Attributes:
+        total: number of trials of this command that are known so far; halving adds more
+        done: finished trials, with their results
+    """
+
+    total: int = 0
+    done: list[tuple[Trial, Result]] = field(default_factory=list)
+    _started: float = field(default_factory=time.monotonic)
+
+    def begin_round(self, trials: Sequence[Trial], left: Sequence[Trial]) -> None:
+        """Record the start of a round of trials, some of which may already be measured."""
+        self.total = len(self.done) + len(left)
+
+    def finish(self, trial: Trial, result: Result) -> str:
+        """Record the end of a trial, and return its progress line."""
+        self.done.append((trial, result))
+        width = len(str(self.total))
+        seconds = result.median_seconds
+        measured = f"{seconds:9.4f} s" if seconds is not None else f"{'':11}"
+        gib = f"{result.memory_gib:5.1f}" if result.memory_gib is not None else f"{'':5}"
+        line = (
+            f"[{len(self.done):{width}}/{self.total}] {result.outcome:13} {measured} "
+            f"(plan {trial.planned_seconds:.4f})  {gib} GiB (plan {trial.planned_gib:.1f})  "
+            f"{name_of(trial)}, {duration(self._seconds_left())} left"
+        )
+        if result.reason:
+            line += f"\n    {result.reason[:MAX_REASON_CHARACTERS]}"
+        return line
+
+    @property
+    def seconds(self) -> float:
+        """The duration of the sweep so far."""
+        return time.monotonic() - self._started
+
+    def _seconds_left(self) -> float:
+        return self.seconds / len(self.done) * max(0, self.total - len(self.done))
+
+
+def choice_lines(choice: Choice, measured: int, rounds: int = 1) -> Iterator[str]:
+    """Yield lines about the trials of a command, and the combinations that are not tried.
+
+    Args:
+        choice: the trials and the rejected combinations
+        measured: number of trials that already have a result, in all rounds
+        rounds: number of rounds over all trials
+    """
+    trials = len(choice.trials)
+    worlds = Counter(trial.world.size for trial in choice.trials)
+    sizes = ", ".join(f"{count} on {size} ranks" for size, count in sorted(worlds.items()))
+    before = f"; {measured} are already measured" if measured else ""
+    repeated = ""
+    if rounds > 1:
+        repeated = f" in {rounds} rounds"
+        before = f"; {measured} of {rounds * trials} measurements are already done"
+    yield f"{trials} trial{'s' * (trials != 1)}{repeated}: {sizes}{before}"
+    for reason, count in choice.ruled_out.most_common():
+        yield f"skipped {count:,} layouts that are {reason} according to the plan"
+    for rejection in choice.rejections:
+        yield (
+            f"{rejection.outcome}: {rejection.source} ({rejection.settings}): {rejection.reason}"
+        )
+
+
+def summary_lines(results: Sequence[tuple[Trial, Result]], choice: Choice) -> Iterator[str]:
+    """Yield the fastest layouts and the number of trials of each outcome.
+
+    The split of a step follows the fastest layouts, if it was measured for the first of them.
+    """
+    splits = {trial.key: result.split for trial, result in results}
+    for (source, ranks), group in competitors(results).items():
+        yield f"Fastest layouts of {source} on {ranks} ranks:"
+        fastest = sorted(group, key=first)[:MAX_BEST]
+        for rank, (seconds, trial) in enumerate(fastest, start=1):
+            error = trial.planned_seconds / seconds - 1
+            yield (
+                f"{rank:3}. {seconds:9.4f} s (plan {trial.planned_seconds:.4f}, {error:+.0%})  "
+                f"{layout_line(trial.job.layout)}"
+            )
+        _, best = fastest[0]
+        if (split := splits[best.key]) is not None:
+            yield from split_lines(best, split)
+    counts = outcomes(results, choice)
+    yield "Outcomes: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+def agreement_line(groups: Iterable[Sequence[Sequence[float]]]) -> str | None:
+    """Return a line that says how well the rounds agree; None if there is nothing to compare.
+
+    Args:
+        groups: for each group of competing trials, the seconds of a step by round and trial
+    """
+    ranked = [each for each in groups if len(each) > 1 and len(each[0]) >= MIN_RANKED_LAYOUTS]
+    if not ranked:
+        return None
+    tau = mean(
+        mean(rank_correlation(list(zip(*pair, strict=True))) for pair in combinations(rounds, 2))
+        for rounds in ranked
+    )
+    trials = [seconds for rounds in ranked for seconds in zip(*rounds, strict=True)]
+    spread = median(max(seconds) / min(seconds) - 1 for seconds in trials)
+    return (
+        f"Between rounds, the step time of a trial varies by up to {spread:.1%} (median), so "
+        f"smaller differences between layouts are noise. The orders of two rounds agree with "
+        f"Kendall's tau = {tau:.2f}."
+    )
+
+
+def split_lines(trial: Trial, split: Split) -> Iterator[str]:
+    """Yield a table of the measured and the planned parts of a trial's step, in seconds.
+
+    Parts of axes that the layout does not have are left out.
+    """
+    planned = planned_parts(trial.planned_time)
+    used = {"context": trial.job.layout.context > 1, "expert": trial.job.model.experts is not None}
+    every = dict.fromkeys([*PLANNED_PARTS, *PARTS])  # each name once
+    names = [name for name in every if used.get(name, True)]
+    yield "layout 1, s" + "".join(f"{name:>11}" for name in [*names, "total"])
+    for title, parts in (("measured", split.parts), ("planned", planned)):
+        cells = [f"{parts[name]:11.4f}" if name in parts else f"{'-':>11}" for name in names]
+        yield f"{title:11}" + "".join(cells) + f"{sum(parts.values()):11.4f}"
+
+
+def first(pair: tuple[float, Trial]) -> float:
+    """Return the seconds of a pair."""
+    return pair[0]
+
+
+def outcomes(results: Iterable[tuple[Trial, Result]], choice: Choice) -> dict[str, int]:
+    """Return the number of trials of each outcome."""
+    counts = Counter(result.outcome for _, result in results)
+    counts.update(rejection.outcome for rejection in choice.rejections)
+    return {name: counts[name] for name in OUTCOMES}
+
+
+def overhead_line(progress: Progress, measured_seconds: float) -> str:
+    """Return a line with the time that the sweep has spent outside of steps."""
+    count = len(progress.done)
+    overhead = (progress.seconds - measured_seconds) / max(1, count)
+    return (
+        f"{count} trial{'s' * (count != 1)} in {duration(progress.seconds)}, of which "
+        f"{duration(measured_seconds)} were steps: {overhead:.1f} s of overhead per trial"
+    )
+
+
+def has_faults(results: Iterable[tuple[Trial, Result]]) -> bool:
+    """Return True if a trial hung or crashed."""
+    return any(result.outcome in FAULTS for _, result in results)
+
+
+def as_json(results: Iterable[tuple[Trial, Result]], choice: Choice, folder: str) -> dict[str, Any]:
+    """Return the results for --json."""
+    results = list(results)
+    return {
+        "folder": folder,
+        "outcomes": outcomes(results, choice),
+        "ruled_out": dict(choice.ruled_out),
+        "trials": [
+            {
+                "trial": trial.key,
+                "recipe": trial.source,
+                "gpus": trial.world.size,
+                "layout": layout_line(trial.job.layout),
+                "step_seconds": result.median_seconds,
+                "planned_step_seconds": trial.planned_seconds,
+                **split_as_json(trial, result),
+                "outcome": result.outcome,
+                "reason": result.reason,
+            }
+            for trial, result in results
+        ],
+    }
+
+
+def split_as_json(trial: Trial, result: Result) -> dict[str, Any]:
+    """Return the measured and the planned split of a step for --json, if it was measured."""
+    if result.split is None:
+        return {"split": None, "planned_split": None}
+    return {"split": asdict(result.split), "planned_split": planned_parts(trial.planned_time)}
+
+
+def name_of(trial: Trial) -> str:
+    """Return the recipe and the layout of a trial, and its round after the first."""
+    number = f", round {trial.round}" if trial.round > 1 else ""
+    return f"{trial.recipe.name}: {layout_line(trial.job.layout)}{number}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration as 01:23 or 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"

@@ -1,0 +1,204 @@
+"""The scheduler of a sweep: measures every trial, even if its ranks fail."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from threefold.gpus.datasheet import is_cpu
+from threefold.plan.stage_contents import stage_parameters
+from threefold.sweep.breakdown_parts import SPLIT_STEPS
+from threefold.sweep.folder import SweepFolder, SweepStopped
+from threefold.sweep.ranks.controller import World, WorldAbandoned, WorldFailed
+from threefold.sweep.ranks.launchers import Launcher
+from threefold.sweep.trial import Result, Trial, competitors
+
+# Time limit of a trial. Building initializes the weights and may compile kernels.
+SECONDS_TO_BUILD = 60.0
+PARAMETERS_BUILT_PER_SECOND = 5e7
+MAX_TIMES_THE_PLAN = 20  # a slower step is treated as a hang
+MAX_TIMES_THE_PLAN_ON_CPU = 100  # CPUs vary more in speed, and other jobs may share them
+MIN_SECONDS_OF_STEPS_ON_CPU = 240.0
+SECONDS_BETWEEN_CLAIMS = 1.0
+MAX_FAILED_STARTS = 2  # in a row
+FIRST_HALVING_STEPS = 2
+
+
+@dataclass
+class Scheduler:
+    """Measures trials in worlds that it starts and replaces.
+
+    Attributes:
+        folder: the sweep folder
+        launcher: starts the ranks
+        seconds_per_trial: time limit of a trial; None: derived from the plan
+        measured_seconds: duration of all steps so far
+    """
+
+    folder: SweepFolder
+    launcher: Launcher
+    seconds_per_trial: float | None = None
+    measured_seconds: float = 0.0
+    _world: World | None = None
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def measure(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Result]]:
+        """Measure the trials without a result, and yield each as soon as it is recorded.
+
+        If another scheduler measures a trial, wait for its result, or take the trial over if that
+        scheduler dies.
+
+        Raises:
+            SweepStopped: the disk is full, or no ranks can be started.
+        """
+        left = [trial for trial in trials if self.folder.answer(trial) is None]
+        while left:
+            held = []
+            for trial in left:
+                with self.folder.claimed(trial.key) as is_claimed:
+                    if not is_claimed:
+                        held.append(trial)
+                        continue
+                    result = self.folder.answer(trial)  # another scheduler may have measured it
+                    if result is None:
+                        with self.folder.stops_without_space():
+                            result = self._run(trial)
+                        self.folder.record(trial, result)
+                yield trial, result
+            left = held
+            if held:
+                self.stop()
+                time.sleep(SECONDS_BETWEEN_CLAIMS)
+
+    def stop(self) -> None:
+        """Stop the ranks, if there are any."""
+        if self._world is not None:
+            self._world.stop()
+            self._world = None
+
+    def _run(self, trial: Trial) -> Result:
+        """Measure a trial, and stop the world unless the outcome is "ok"."""
+        request = trial.request(self.folder.corpus)
+        try:
+            result = self._world_for(trial).run(request, self._limit(trial))
+        except WorldAbandoned:
+            self.stop()
+            return self._run(trial)
+        self.measured_seconds += result.stepping_seconds
+        if result.outcome != "ok":
+            self.stop()
+            self.folder.check_space()  # otherwise the trial would be blamed for a full disk
+        return result
+
+    def _world_for(self, trial: Trial) -> World:
+        """Return running ranks for a trial."""
+        if self._world is not None and self._world.kind == trial.world:
+            return self._world
+        self.stop()
+        for attempt in range(1, MAX_FAILED_STARTS + 1):
+            path = self.folder.own / f"world-{next(self._numbers)}"
+            try:
+                self._world = World.start(trial.world, path.resolve(), self.launcher)
+                return self._world
+            except WorldFailed as problem:
+                self.folder.check_space()
+                if attempt == MAX_FAILED_STARTS:
+                    raise SweepStopped(f"the ranks cannot be started: {problem}") from None
+        raise AssertionError("unreachable")
+
+    def _limit(self, trial: Trial) -> float:
+        """Return the time limit of a trial in seconds."""
+        if self.seconds_per_trial is not None:
+            return self.seconds_per_trial
+        steps = trial.planned_seconds * (
+            trial.warm_up + trial.steps + (SPLIT_STEPS if trial.split else 0)
+        )
+        building = SECONDS_TO_BUILD + max(stage_parameters(trial.job)) / PARAMETERS_BUILT_PER_SECOND
+        if is_cpu(trial.world.gpu):
+            return building + max(MIN_SECONDS_OF_STEPS_ON_CPU, MAX_TIMES_THE_PLAN_ON_CPU * steps)
+        return building + MAX_TIMES_THE_PLAN * steps
+
+
+BeginRound = Callable[[Sequence[Trial], Sequence[Trial]], None]  # all trials, those to measure
+
+
+def measure_all(
+    scheduler: Scheduler, trials: Sequence[Trial], begin_round: BeginRound
+) -> Iterator[tuple[Trial, Result]]:
+    """Measure all trials without a result.
+
+    Args:
+        scheduler: measures the trials
+        trials: all trials
+        begin_round: called once with the trials, and with those that have no result
+    """
+    folder = scheduler.folder
+    for trial in trials:
+        folder.add(trial)
+    begin_round(trials, [trial for trial in trials if folder.answer(trial) is None])
+    yield from scheduler.measure(trials)
+
+
+def repeat(
+    scheduler: Scheduler, trials: Sequence[Trial], begin_round: BeginRound, *, rounds: int
+) -> Iterator[tuple[Trial, Result]]:
+    """Measure all trials several times, each time in a new round over all of them.
+
+    This way, a disturbance of a few minutes slows down only one round of a trial. Trials that do
+    not end as "ok" have no further rounds.
+
+    Args:
+        scheduler: measures the trials
+        trials: all trials
+        begin_round: called at the start of every round, as in `measure_all`; the trials to measure
+            include those of later rounds
+        rounds: number of rounds
+    """
+    folder = scheduler.folder
+    in_rounds = [[trial.in_round(n) for trial in trials] for n in range(1, rounds + 1)]
+    waiting = [[trial for trial in each if folder.answer(trial) is None] for each in in_rounds]
+    going = {trial.identity for trial in trials}  # those that have not failed
+    for number, current in enumerate(in_rounds, start=1):
+        current = [trial for trial in current if trial.identity in going]
+        later = [
+            trial for each in waiting[number:] for trial in each if trial.identity in going
+        ]  # fmt: skip
+
+        def begin(every: Sequence[Trial], left: Sequence[Trial], later: list = later) -> None:
+            begin_round(every, [*left, *later])
+
+        yield from measure_all(scheduler, current, begin)
+        results = [(trial, folder.result(trial.key)) for trial in current]
+        going = {trial.identity for trial, result in results if result and result.outcome == "ok"}
+
+
+def halve(
+    scheduler: Scheduler, trials: Sequence[Trial], begin_round: BeginRound
+) -> Iterator[tuple[Trial, Result]]:
+    """Measure by successive halving: each round measures the faster half for twice the steps.
+
+    Jamieson and Talwalkar 2016 (arXiv 1502.07943). Only trials of the same recipe on the same
+    number of GPUs compete with each other.
+
+    Args:
+        scheduler: measures the trials
+        trials: all trials
+        begin_round: called at the start of every round, as in `measure_all`
+    """
+    steps = FIRST_HALVING_STEPS
+    while trials:
+        trials = [trial.with_steps(steps) for trial in trials]
+        yield from measure_all(scheduler, trials, begin_round)
+        trials = faster_half(scheduler.folder, trials)
+        steps *= 2
+
+
+def faster_half(folder: SweepFolder, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the faster half of each group of competing trials; groups of one or two end here."""
+    results = [(trial, result) for trial in trials if (result := folder.result(trial.key))]
+    found = []
+    for group in competitors(results).values():
+        if len(group) > 2:
+            ordered = sorted(group, key=lambda each: (each[0], each[1].key))
+            found += [trial for _, trial in ordered[: (len(group) + 1) // 2]]
+    return sorted(found, key=lambda trial: (trial.world, trial.planned_seconds))
