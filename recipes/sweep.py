@@ -54,8 +54,7 @@ from threefold.runtime.output import outlive_output, stdout_for_json
 from threefold.sweep import report
 from threefold.sweep.choice import Request, choose
 from threefold.sweep.folder import SweepFolder, SweepStopped
-from threefold.sweep.links.link_report import report_lines, report_table
-from threefold.sweep.links.measure_cluster import Preflight
+from threefold.sweep.links.measure_cluster import Preflight, report_lines, report_table
 from threefold.sweep.ranks.launchers import (
     DeepSpeedLauncher,
     Launcher,
@@ -63,9 +62,9 @@ from threefold.sweep.ranks.launchers import (
     SlurmLauncher,
 )
 from threefold.sweep.ranks.rank import run_rank
+from threefold.sweep.report import check_wandb, publish
 from threefold.sweep.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, repeat
 from threefold.sweep.trial import Result, Trial, preference
-from threefold.sweep.wandb_runs import check_wandb, publish
 from threefold.sweep.width_transfer.check import check_transfer
 
 MAX_NAMES = 3  # recipes in the name of a sweep folder

@@ -60,7 +60,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/report/run_record.py: _read_recipe": PARSING,
     "threefold/sweep/choice.py: values_of_setting": PARSING,
     "threefold/sweep/folder.py: read_json": PARSING,
-    "threefold/sweep/wandb_runs.py: publish": "the message shows the error, and no result is lost",
+    "threefold/sweep/report.py: publish": "the message shows the error, and no result is lost",
     "threefold/sweep/ranks/protocol.py: read_message": PARSING,
     "threefold/sweep/ranks/rank.py: run_rank": "a trial that fails is a result of the sweep",
     "threefold/sweep/ranks/controller.py: World.start": RAISES,

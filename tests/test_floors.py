@@ -140,8 +140,8 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "threefold.prove.shrink",
     "threefold.sweep.choice",
     "threefold.sweep.links.fit",
-    "threefold.sweep.links.link_datasheet",
-    "threefold.sweep.links.link_report",
+    "threefold.sweep.links.fit",
+    "threefold.sweep.links.measure_cluster",
     "threefold.sweep.links.measurements",
     "threefold.sweep.report",
     "threefold.sweep.breakdown_parts",
@@ -150,12 +150,12 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "threefold.sweep.table",
     "threefold.sweep.width_transfer.coordinates",
     "threefold.sweep.width_transfer.models",
-    "threefold.sweep.width_transfer.transfer_folder",
-    "threefold.sweep.width_transfer.trials",
+    "threefold.sweep.width_transfer.models",
+    "threefold.sweep.width_transfer.models",
     "threefold.sweep.trial",
-    "threefold.sweep.wandb_runs",
+    "threefold.sweep.report",
     "threefold.sweep.ranks.protocol",
-    "threefold.sweep.ranks.worlds_folder",
+    "threefold.sweep.ranks.controller",
 ]
 # The layers of the model get sizes and groups, not the recipe's section.
 NO_CONFIG = [*FLOORS[1], *FLOORS[2], *FLOORS[3]]

@@ -22,7 +22,7 @@ from typing import Any
 if __name__ == "__main__":  # the repository is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from threefold.sweep.ranks import rank_watch
+from threefold.sweep.ranks import protocol
 from threefold.sweep.ranks.protocol import START, WorldFiles, read_message, write_message
 
 FAKE_SECONDS = 0.03
@@ -75,9 +75,9 @@ def note_end(key: str, rank: int) -> None:
 def fake_rank(folder: Path) -> None:
     """Answer requests without measuring."""
     if PATIENCE in os.environ:
-        rank_watch.SECONDS_WITHOUT_HEARTBEAT = float(os.environ[PATIENCE])
+        protocol.SECONDS_WITHOUT_HEARTBEAT = float(os.environ[PATIENCE])
     files, rank = WorldFiles(folder), int(os.environ["RANK"])
-    watch = rank_watch.RankWatch(files)
+    watch = protocol.RankWatch(files)
     watch.start()
     (folder / f"up-{rank}").touch()
     while len(list(folder.glob("up-*"))) < int(os.environ["WORLD_SIZE"]):

@@ -24,7 +24,7 @@ from threefold.gpus.datasheet import FOLDER, Gpu, gpus, load_gpu, read_gpu
 from threefold.plan.job import Machine
 from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
 from threefold.sweep.folder import SweepStopped
-from threefold.sweep.links import link_datasheet, timing
+from threefold.sweep.links import fit, timing
 from threefold.sweep.links.fit import FitFailed, fitted_gpu
 from threefold.sweep.links.measure_cluster import Preflight
 from threefold.sweep.links.measurements import SIZES, LinkTime, Measurements, RankRate
@@ -192,8 +192,8 @@ def test_the_ranks_of_a_node_share_a_host() -> None:
 @pytest.mark.parametrize("name", [*(gpu.name for gpu in gpus()), "h100", "a100-80gb", "A100"])
 def test_datasheets_of_the_repository_are_not_overwritten(name: str) -> None:
     with pytest.raises(UserError, match=f"use another name, for example --links {name}-links"):
-        link_datasheet.own_file(FOLDER, name)
-    assert link_datasheet.own_file(FOLDER, f"{name}-links")
+        fit.own_file(FOLDER, name)
+    assert fit.own_file(FOLDER, f"{name}-links")
 
 
 def test_a_measured_datasheet_is_not_the_gpu_of_a_published_row(
@@ -202,7 +202,7 @@ def test_a_measured_datasheet_is_not_the_gpu_of_a_published_row(
     h100 = (FOLDER / "h100.toml").read_text()
     (tmp_path / "h100.toml").write_text(h100)
     other = h100.replace('"H100"', '"dgx-one"', 1)
-    (tmp_path / "dgx_one.toml").write_text(f"# {link_datasheet.mark('dgx-one')}\n{other}")
+    (tmp_path / "dgx_one.toml").write_text(f"# {fit.mark('dgx-one')}\n{other}")
     with monkeypatch.context() as patched:
         patched.setattr(datasheet, "FOLDER", tmp_path)
         clear_caches()
@@ -230,24 +230,24 @@ def clear_caches() -> None:
 
 
 def test_only_own_files_are_rewritten(tmp_path: Path) -> None:
-    file = link_datasheet.own_file(tmp_path, "my-node")
+    file = fit.own_file(tmp_path, "my-node")
     h100 = (FOLDER / "h100.toml").read_text()
     text = h100.replace('"H100"', '"my-node"', 1)
-    file.write_text(f"# {link_datasheet.mark('my-node')}\n{text}")
-    assert link_datasheet.own_file(tmp_path, "my-node") == file == tmp_path / "my_node.toml"
+    file.write_text(f"# {fit.mark('my-node')}\n{text}")
+    assert fit.own_file(tmp_path, "my-node") == file == tmp_path / "my_node.toml"
     with pytest.raises(UserError, match="for example --links My-Node-links"):
-        link_datasheet.own_file(tmp_path, "My-Node")  # its file is that of my-node
+        fit.own_file(tmp_path, "My-Node")  # its file is that of my-node
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    assert link_datasheet.own_file(tmp_path, "my-node") == file
+    assert fit.own_file(tmp_path, "my-node") == file
     subprocess.run(["git", "-C", str(tmp_path), "add", file.name], check=True)
     with pytest.raises(UserError, match="for example --links my-node-links"):
-        link_datasheet.own_file(tmp_path, "my-node")
+        fit.own_file(tmp_path, "my-node")
     (tmp_path / "my_node_links.toml").write_text(h100)
     with pytest.raises(UserError, match="for example --links my-node-links-2"):
-        link_datasheet.own_file(tmp_path, "my-node")
+        fit.own_file(tmp_path, "my-node")
     for name in ("", "-x", "a/b", "a b", "../cpu", "x" * 61):
         with pytest.raises(UserError, match="for example my-cluster"):
-            link_datasheet.own_file(tmp_path, name)
+            fit.own_file(tmp_path, name)
 
 
 @pytest.mark.parametrize("problem", [OSError(errno.ENOSPC, "No space"), SystemExit(143)])
@@ -263,9 +263,9 @@ def test_an_earlier_file_survives_a_failed_write(
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fail)
         with pytest.raises(type(problem)):
-            link_datasheet.write(file, "new")
+            fit.write(file, "new")
     assert file.read_text() == "earlier" and os.listdir(tmp_path) == [file.name]
-    link_datasheet.write(file, "new")
+    fit.write(file, "new")
     assert file.read_text() == "new" and os.listdir(tmp_path) == [file.name]
 
 

@@ -17,12 +17,12 @@ from threefold.engine.engine import Engine
 from threefold.prove.training import start
 from threefold.sweep.breakdown import (
     PART_OF_INSTRUCTION,
+    PartClock,
     instrumented_steps,
+    part_of_collective,
     split_of_rank,
 )
 from threefold.sweep.breakdown_parts import PARTS, SPLIT_STEPS, split_of_slowest
-from threefold.sweep.collectives import part_of_collective
-from threefold.sweep.part_clock import PartClock
 
 MAX_NOISE_SECONDS = 0.15  # other processes may use the cores
 LEARNING_RATE = 1e-4

@@ -16,7 +16,7 @@ from models.errors import UserError
 from recipes.sweep import decisive_round
 from tests.sweep.test_table import trial_of
 from threefold.data.token_file import TokenFile
-from threefold.sweep import wandb_runs
+from threefold.sweep import report
 from threefold.sweep.folder import SweepFolder, SweepStopped
 from threefold.sweep.ranks.protocol import read_message, write_message
 from threefold.sweep.trial import Rejection, Result, Trial
@@ -73,11 +73,11 @@ def test_only_recipes_of_a_failed_mode_are_published_offline(
         asked.append(wanted)
         return WandbStatus("online" if wanted == "online" else "offline")
 
-    monkeypatch.setattr(wandb_runs, "publish_trial", publish_trial)
+    monkeypatch.setattr(report, "publish_trial", publish_trial)
     folder = SweepFolder(tmp_path / "sweep", SETTINGS)
     results = [(trial_of(batch__global_sequences=8 * number, tracking__mode=mode), OK)
                for number, mode in enumerate(modes, 1)]  # fmt: skip
-    count, status = wandb_runs.publish(folder, results)
+    count, status = report.publish(folder, results)
     assert asked == ["offline", "auto", "offline", "online", "offline", "online"]
     assert count == 6 and status == WandbStatus("online")
     folder.close()
@@ -86,7 +86,7 @@ def test_only_recipes_of_a_failed_mode_are_published_offline(
 def test_a_variable_that_turns_wandb_off_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with pytest.raises(UserError) as raised:
-        wandb_runs.check_wandb([trial_of(tracking__mode="online")])
+        report.check_wandb([trial_of(tracking__mode="online")])
     assert str(raised.value) == (
         '--wandb: WANDB_MODE = disabled overrides tracking.mode = "online"; unset the variable, '
         "or omit --wandb"
@@ -212,7 +212,7 @@ def test_the_folder_of_a_scheduler_killed_while_it_starts_is_removed(tmp_path: P
     """The scheduler is killed between the creation of its folder and that of the first file."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from threefold.sweep.ranks.worlds_folder import WorldsFolder\n"
+        "from threefold.sweep.ranks.controller import WorldsFolder\n"
         "WorldsFolder(Path(sys.argv[1]) / 'worlds').path.mkdir(parents=True)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -26,7 +26,7 @@ from threefold.config.loading import value_text
 from threefold.prove.shrink import write_corpus
 from threefold.run_folder.json_lines import flush, write_whole
 from threefold.run_folder.lock import FolderInUse, FolderLock
-from threefold.sweep.ranks.worlds_folder import WorldsFolder
+from threefold.sweep.ranks.controller import WorldsFolder
 from threefold.sweep.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
 from threefold.sweep.trial import FAULTS, Rejection, Result, Trial, preference
 

@@ -19,7 +19,6 @@ from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.sweep.trial import Result
 from threefold.sweep.width_transfer import measure as training
-from threefold.sweep.width_transfer.activations import activation_sizes
 from threefold.sweep.width_transfer.check import check_training
 from threefold.sweep.width_transfer.coordinates import (
     Check,
@@ -27,9 +26,9 @@ from threefold.sweep.width_transfer.coordinates import (
     Sizes,
     sizes_over_widths,
 )
-from threefold.sweep.width_transfer.models import Curve, at_width
+from threefold.sweep.width_transfer.measure import activation_sizes
+from threefold.sweep.width_transfer.models import Curve, at_width, coordinate_trials, loss_trials
 from threefold.sweep.width_transfer.report import check_line, coordinate_lines
-from threefold.sweep.width_transfer.trials import coordinate_trials, loss_trials
 
 MUP = {"model__parametrization": "mup", "model__base_hidden_size": 64}
 WIDTHS = (64, 128, 256)
@@ -142,7 +141,7 @@ def test_all_places_are_measured(tmp_path: Path, changes: dict[str, Any]) -> Non
 def test_sizes_and_changes_are_root_mean_squares(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from threefold.sweep.width_transfer import activations
+    from threefold.sweep.width_transfer import measure as activations
 
     values = iter([torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2)])
     monkeypatch.setattr(activations, "activations", lambda *_: ({"x": next(values)}, 2.0))
@@ -159,7 +158,7 @@ def logits_twice(folder: str) -> tuple[float, float]:
     """Return the loss of the measured samples from the measured logits, and of the engine."""
     import torch
 
-    from threefold.sweep.width_transfer import activations
+    from threefold.sweep.width_transfer import measure as activations
 
     world = join_world()
     write_corpus(Path(folder) / "data", 250)

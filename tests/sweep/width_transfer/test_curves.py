@@ -9,8 +9,14 @@ import tomli_w
 from models.errors import UserError
 from tests.conftest import changed, small_recipe
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
-from threefold.sweep.width_transfer.models import Models, at_width, curves_of
-from threefold.sweep.width_transfer.trials import coordinate_trials, loss_trials, with_rate
+from threefold.sweep.width_transfer.models import (
+    Models,
+    at_width,
+    coordinate_trials,
+    curves_of,
+    loss_trials,
+    with_rate,
+)
 
 EXPERTS = {"count": 4, "per_token": 2, "ffn_hidden_size": 48}
 

@@ -14,7 +14,7 @@ from threefold.sweep.width_transfer.learning_rates import (
     outcome_of,
     verdicts,
 )
-from threefold.sweep.width_transfer.models import Curve, at_width
+from threefold.sweep.width_transfer.models import Curve, at_width, loss_trials
 from threefold.sweep.width_transfer.report import (
     comparison_line,
     edge_lines,
@@ -22,7 +22,6 @@ from threefold.sweep.width_transfer.report import (
     loss_table,
     verdict_line,
 )
-from threefold.sweep.width_transfer.trials import loss_trials
 
 RATES = [1e-3, 2e-3, 4e-3, 8e-3]
 

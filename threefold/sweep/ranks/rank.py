@@ -9,8 +9,7 @@ from typing import NoReturn
 from models.errors import UserError
 from threefold.config.parallel_dims import World
 from threefold.runtime.environment import set_torch_variables
-from threefold.sweep.ranks.protocol import START, WorldFiles, read_message, write_message
-from threefold.sweep.ranks.rank_watch import RankWatch
+from threefold.sweep.ranks.protocol import START, RankWatch, WorldFiles, read_message, write_message
 from threefold.sweep.trial import Outcome
 
 MAX_REASON_CHARACTERS = 300

@@ -24,8 +24,7 @@ from threefold.sweep.breakdown import split_of_rank
 from threefold.sweep.breakdown_parts import PartSeconds, split_of_slowest
 from threefold.sweep.links.timing import measure_links
 from threefold.sweep.ranks.engines import checked_recipe, release
-from threefold.sweep.ranks.protocol import START, WorldFiles, read_message, write_message
-from threefold.sweep.ranks.rank_watch import RankWatch
+from threefold.sweep.ranks.protocol import START, RankWatch, WorldFiles, read_message, write_message
 from threefold.sweep.trial import Result
 from threefold.sweep.width_transfer.measure import measure_training
 

@@ -22,9 +22,15 @@ from threefold.sweep.trial import Result, Trial
 from threefold.sweep.width_transfer import report
 from threefold.sweep.width_transfer.coordinates import Check, CoordinateCheck
 from threefold.sweep.width_transfer.learning_rates import Outcome, Sweep, comparisons, verdicts
-from threefold.sweep.width_transfer.models import Curve, Models, by_family, curves_of
-from threefold.sweep.width_transfer.transfer_folder import TABLE, TransferFolder
-from threefold.sweep.width_transfer.trials import TrainingTrial
+from threefold.sweep.width_transfer.models import (
+    TABLE,
+    Curve,
+    Models,
+    TrainingTrial,
+    TransferFolder,
+    by_family,
+    curves_of,
+)
 
 Say = Callable[[str], None]
 RATE = "optimizer.learning_rate"
@@ -230,7 +236,7 @@ def summary(outcomes: list[Outcome], checks: list[CoordinateCheck]) -> Iterator[
 def draw(folder: Path, outcomes: list[Outcome], checks: list[CoordinateCheck], say: Say) -> None:
     """Write the pictures into the folder."""
     # Imported only here: matplotlib takes half a second to import, and most sweeps draw no picture.
-    from threefold.sweep.width_transfer import transfer_picture as picture
+    from threefold.sweep.width_transfer import report as picture
 
     if checks and all(each.sizes for each in checks):
         file = folder / SIZE_PICTURE

@@ -17,8 +17,7 @@ from statistics import mean
 from typing import Literal
 
 from threefold.sweep.trial import Result
-from threefold.sweep.width_transfer.models import Curve, by_family
-from threefold.sweep.width_transfer.trials import TrainingTrial, coordinate_trials
+from threefold.sweep.width_transfer.models import Curve, TrainingTrial, by_family, coordinate_trials
 
 LOGITS, LOSS = "logits", "loss"
 MAX_SPREAD = 1.1  # largest size relative to the smallest one over the widths

@@ -7,9 +7,13 @@ from statistics import mean
 
 from threefold.sweep.scheduler import Scheduler, measure_all
 from threefold.sweep.trial import Result, Trial
-from threefold.sweep.width_transfer.models import Curve, by_family
-from threefold.sweep.width_transfer.transfer_folder import final_loss
-from threefold.sweep.width_transfer.trials import TrainingTrial, loss_trials
+from threefold.sweep.width_transfer.models import (
+    Curve,
+    TrainingTrial,
+    by_family,
+    final_loss,
+    loss_trials,
+)
 
 FACTOR = 2.0  # between neighbouring learning rates of the automatic grid
 FIRST_POWERS = range(-2, 3)  # of FACTOR: the first grid, relative to the recipe's learning rate

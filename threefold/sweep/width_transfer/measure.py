@@ -1,11 +1,19 @@
 """Training of a trial in the ranks of a world: its losses, or the sizes of its activations."""
 
+import contextlib
 import gc
 import math
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import mean
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from models.layer_specs import VocabularyTable, layer_names
+from models.transformer import Block
 from threefold.checkpoint.resume import find_initial_weights
 from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
@@ -15,7 +23,103 @@ from threefold.prove.training import start, train_step
 from threefold.run_folder.json_lines import validation_losses
 from threefold.sweep.ranks.engines import checked_recipe, release
 from threefold.sweep.trial import Result
-from threefold.sweep.width_transfer.activations import activation_sizes
+
+# Sizes of a model's activations at the start and after each step, for the coordinate check.
+#
+# The size of a tensor is the root mean square of its elements. The check runs in one process:
+# layouts do not change activations, and a single process holds all of them. The same samples,
+# those of the first step, are measured each time, without dropout.
+#
+# s sequence, b micro-batch, h hidden, v vocabulary.
+
+Activations = dict[str, Tensor]
+
+
+def activation_sizes(engine: Engine, data: TrainingData) -> dict[str, Any]:
+    """Train all steps of a recipe and return the sizes of its activations.
+
+    Returns:
+        `sizes`: place -> sizes at the start and after each step; `changes`: place -> sizes of the
+        difference from the start after each step. A place is "embedding", "blocks.0.attention",
+        "blocks.0.mlp", "blocks.0" (the residual stream after the block), ..., or "logits". `losses`
+        are those of the measured samples, at the start and after each step.
+    """
+    first, loss = activations(engine, data)
+    sizes = {place: [size(value)] for place, value in first.items()}
+    changes: dict[str, list[float]] = {place: [] for place in first}
+    losses = [loss]
+    for step in range(1, engine.recipe.training.steps + 1):
+        train_step(engine, data, step)
+        found, loss = activations(engine, data)
+        losses.append(loss)
+        for place, value in found.items():
+            sizes[place].append(size(value))
+            changes[place].append(size(value - first[place]))
+    return {"sizes": sizes, "changes": changes, "losses": losses}
+
+
+def size(value: Tensor) -> float:
+    """Return the root mean square of a tensor."""
+    return float(value.double().square().mean().sqrt())
+
+
+def activations(engine: Engine, data: TrainingData) -> tuple[Activations, float]:
+    """Return the activations of the samples of the first step by place, and their mean loss."""
+    found: dict[str, list[Tensor]] = {}
+
+    def record(place: str, value: Tensor) -> None:
+        found.setdefault(place, []).append(value.detach().float().cpu())
+
+    with recorded(engine, record):
+        loss = engine.evaluate(data.step(1))
+    return {place: torch.cat(values, dim=1) for place, values in found.items()}, loss
+
+
+@contextlib.contextmanager
+def recorded(engine: Engine, record: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call `record` with the output [s, b, h] of each place, and with the logits [s, b, v].
+
+    The last layer returns only the loss, so the logits are computed from its input.
+    """
+    module, config = engine.wrapped.module, engine.recipe.model
+    tables = [each for each in module.modules() if isinstance(each, VocabularyTable)]
+    vocab_size = config.vocab_size
+
+    def output(place: str, _module: nn.Module, _inputs: Any, value: Tensor) -> None:
+        record(place, value)
+
+    def head_input(_module: nn.Module, _inputs: Any, value: Tensor) -> None:
+        with torch.no_grad():
+            record("logits", tables[-1].predict(value)[..., :vocab_size])
+
+    handles = []
+    for name, layer in layers_by_name(module, layer_names(config)).items():
+        if name == "final_norm":
+            handles.append(layer.register_forward_hook(head_input))
+        elif name != "head":
+            handles.append(layer.register_forward_hook(partial(output, name)))
+        if isinstance(layer, Block):
+            for half in ("attention", "mlp"):
+                hook = partial(output, f"{name}.{half}")
+                handles.append(getattr(layer, half).register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def layers_by_name(module: nn.Module, names: list[str]) -> dict[str, nn.Module]:
+    """Return the layers of a PipelineModule or SequentialModel by their logical names.
+
+    Tied embeddings are one module, which is listed as the embedding.
+    """
+    children = dict(module.named_children())
+    found = {name: children[str(n)] for n, name in enumerate(names) if str(n) in children}
+    if "embedding" not in found:
+        tied = children["tied_modules"]
+        found["embedding"] = next(iter(tied.children()))
+    return found
 
 
 def measure_training(request: dict[str, Any], world: World) -> Result:

@@ -1,19 +1,26 @@
-"""The models of a transfer check: a curve of the picture for each width and setting."""
+"""The models, trials and folder of a transfer check."""
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+
+from typing_extensions import override
 
 from models.config import ModelConfig, nearest_multiples
 from models.errors import UserError
+from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.config.sections import short
 from threefold.plan.job import recipe_on_cluster
 from threefold.sweep.choice import values_of_setting
+from threefold.sweep.folder import SweepFolder, read_json
+from threefold.sweep.trial import Result, Trial, data_in, digest
 
 T = TypeVar("T")
 
@@ -164,3 +171,177 @@ def smallest_width(model: ModelConfig) -> int:
     if model.experts:
         sizes += [getattr(model.experts, key) for key in SCALED_EXPERT_KEYS]
     return model.hidden_size // math.gcd(*sizes)
+
+
+# The trials of a transfer check: each trains a model at one learning rate with one seed.
+
+WITHOUT_EFFECT = ("name", "tracking", "checkpoint", "supervision", "evaluation")  # on the losses
+ONE_PROCESS = {"nodes": 1, "gpus_per_node": 1}
+Kind = Literal["losses", "coordinates"]
+
+
+@dataclass(frozen=True)
+class TrainingTrial(Trial):
+    """A recipe to train.
+
+    Attributes:
+        curve: name of the curve that the trial belongs to
+        kind: "losses", or "coordinates" for the sizes of the activations
+    """
+
+    curve: str = ""
+    kind: Kind = "losses"
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate."""
+        return self.recipe.optimizer.learning_rate
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of everything that affects the training."""
+        table = self.recipe.model_dump(mode="json", exclude_none=True)
+        deepspeed = read_deepspeed_json(self.recipe.deepspeed)
+        kept = {key: value for key, value in table.items() if key not in WITHOUT_EFFECT}
+        return digest({"kind": self.kind, "recipe": kept, "deepspeed": deepspeed})
+
+    @cached_property
+    def key(self) -> str:
+        """The name of the trial in the folder."""
+        return self.identity
+
+    def request(self, corpus: Callable[[int, int], Path]) -> dict[str, Any]:
+        """Return what the ranks read; see `Trial.request`.
+
+        The losses are those of the recipe's own data. The sizes of the activations depend little
+        on the data, so these trials use the synthetic corpus, and need no other.
+        """
+        table = self.recipe.model_dump(mode="json", exclude_none=True)
+        table["tracking"] = {"mode": "disabled"}
+        if self.kind == "coordinates":
+            table["data"] |= data_in(corpus, self.recipe)
+        return {
+            "key": self.key,
+            "kind": self.kind,
+            "recipe": table,
+            "warm_up": 0,
+            "steps": self.steps,
+            "split": False,
+        }
+
+
+def loss_trials(curve: Curve, rates: Sequence[float], seeds: int) -> list[TrainingTrial]:
+    """Return the trials of a curve, by learning rate and seed."""
+    return [
+        TrainingTrial(
+            curve.source,
+            recipe := with_rate(curve.recipe, rate, seed=curve.recipe.seed + number),
+            warm_up=0,
+            steps=recipe.training.steps,
+            curve=curve.label,
+        )
+        for rate in rates
+        for number in range(seeds)
+    ]
+
+
+def with_rate(recipe: Recipe, rate: float, *, seed: int) -> Recipe:
+    """Return a recipe with another peak learning rate and seed.
+
+    The minimum learning rate keeps its ratio to the peak.
+    """
+    table = recipe.model_dump(mode="json", exclude_none=True)
+    optimizer = table["optimizer"]
+    ratio = optimizer["schedule"]["minimum_learning_rate"] / optimizer["learning_rate"]
+    optimizer["schedule"]["minimum_learning_rate"] = min(rate, rate * ratio)
+    optimizer["learning_rate"] = rate
+    return parse_recipe(table | {"seed": seed}, recipe.name)
+
+
+def coordinate_trials(curve: Curve, steps: int, seeds: int) -> list[TrainingTrial]:
+    """Return the trials that measure the activations of a model, one for each seed.
+
+    They run in one process, because layouts do not change activations, at the peak learning rate
+    from the first step on.
+
+    Raises:
+        UserError: the recipe is not valid in one process.
+    """
+    table = curve.recipe.model_dump(mode="json", exclude_none=True)
+    table["cluster"] |= ONE_PROCESS
+    table["layout"] = {"pipeline": 1, "tensor": 1}
+    table["batch"].pop("ramp", None)
+    table["optimizer"]["schedule"] = {"warmup_steps": 0, "decay": "constant"}
+    table["training"] |= {"steps": steps, "evaluate_every": 0}
+    table["training"].pop("initial_weights", None)
+    table["tracking"] = {"mode": "disabled"}
+    trials = []
+    for number in range(seeds):
+        recipe = parse_recipe(table | {"seed": curve.recipe.seed + number}, curve.source)
+        trials.append(
+            TrainingTrial(
+                curve.source, recipe, warm_up=0, steps=steps, curve=curve.label, kind="coordinates"
+            )
+        )
+    return trials
+
+
+# The folder of a transfer check: a sweep folder whose table has one line of JSON per trial.
+
+TABLE = "trials.jsonl"
+
+
+class TransferFolder(SweepFolder):
+    """The folder of a transfer check; `trials.jsonl` replaces sweep.csv."""
+
+    @override
+    def _row_of_trial(self, trial: Trial) -> dict[str, Any]:
+        assert isinstance(trial, TrainingTrial)
+        return {
+            "trial": trial.key,
+            "kind": trial.kind,
+            "curve": trial.curve,
+            "recipe": trial.source,
+            "hidden_size": trial.recipe.model.hidden_size,
+            "optimizer": trial.recipe.optimizer.kind,
+            "learning_rate": trial.learning_rate,
+            "seed": trial.recipe.seed,
+            "steps": trial.steps,
+        }
+
+    @override
+    def _row_of_result(self, trial: Trial, result: Result) -> dict[str, Any]:
+        found = {"outcome": result.outcome, "reason": result.reason}
+        if result.training is None:
+            return found
+        if "sizes" in result.training:
+            return found | {key: result.training[key] for key in ("sizes", "changes", "losses")}
+        return found | {
+            "final_loss": final_loss(result),
+            "diverged": result.training["diverged"],
+            "validation": result.training["validation"],
+        }
+
+    @override
+    def _is_failure(self, result: Result) -> bool:
+        return result.training is None  # also without enough memory, a training has no loss
+
+    @override
+    def write_table(self) -> None:
+        """Write trials.jsonl with a line for each result in the folder, sorted by trial."""
+        lines = [json.dumps(row) for row in self.rows()]
+        self._write(self.path / TABLE, "".join(f"{line}\n" for line in lines))
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the row of each trial with a result."""
+        for file in sorted((self.path / "results").glob("*.json")):
+            trial, result = read_json(self._trial_file(file.stem)), read_json(file)
+            if trial and result:
+                yield trial["row"] | result["row"]
+
+
+def final_loss(result: Result) -> float | None:
+    """Return the validation loss after the last step; None if the trial diverged or failed."""
+    if result.training is None or result.training["diverged"]:
+        return None
+    return result.training["validation"][-1][1]
