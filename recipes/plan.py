@@ -38,7 +38,7 @@ from typing import Any
 
 from models.errors import UserError
 from models.hugging_face.config import export_problem
-from recipes.planning.command_line.plan_options import (
+from threefold.commands.plan_options import (
     given_options,
     links_of,
     parse_command_line,

@@ -46,7 +46,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from models.errors import UserError, a_few, counted
-from recipes.preparing.options import (
+from threefold.commands.prepare_data_options import (
     check_options,
     check_same_options,
     content_options,

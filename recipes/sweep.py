@@ -47,7 +47,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from models.errors import UserError
-from recipes.sweeping.sweep_options import parse_command_line
+from threefold.commands.sweep_options import parse_command_line
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.runtime.exits import leave
 from threefold.runtime.output import outlive_output, stdout_for_json

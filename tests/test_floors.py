@@ -146,7 +146,7 @@ NO_TORCH = [  # imported before torch, by commands of a login node, or in proces
     "threefold.sweep.report",
     "threefold.sweep.breakdown_parts",
     "threefold.sweep.folder",
-    "recipes.sweeping.sweep_options",
+    "threefold.commands.sweep_options",
     "threefold.sweep.table",
     "threefold.sweep.width_transfer.coordinates",
     "threefold.sweep.width_transfer.models",

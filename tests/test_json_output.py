@@ -17,8 +17,8 @@ import pytest
 from threefold.config.loading import REPOSITORY
 
 OPTION_MODULES = {  # module that defines --json -> the command that uses it
-    "recipes.planning.command_line.plan_options": "recipes.plan",
-    "recipes.sweeping.sweep_options": "recipes.sweep",
+    "threefold.commands.plan_options": "recipes.plan",
+    "threefold.commands.sweep_options": "recipes.sweep",
 }
 TINY = str(REPOSITORY / "recipes" / "tiny.toml")
 RANDOM = np.random.default_rng(0)

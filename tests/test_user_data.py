@@ -18,10 +18,10 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, dynamic_module_uti
 
 from models.errors import UserError
 from recipes.prepare_data import parse_command_line
-from recipes.preparing.options import check_same_options
 from tests.report.synthetic import write_run
 from threefold.checkpoint.compatibility import check_initial_weights
 from threefold.checkpoint.format import REMEDY, Manifest
+from threefold.commands.prepare_data_options import check_same_options
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
