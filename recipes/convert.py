@@ -15,6 +15,8 @@ to check that another layout is valid, and to distribute the tensors over one se
 Exit code 0: done; 2: a file or an option is rejected.
 """
 
+import logging
+import os
 import sys
 from pathlib import Path
 
@@ -24,197 +26,14 @@ if __name__ == "__main__":  # imports start in the root of the repository, not i
 
     end_at_interrupt()
 
-import argparse
-import logging
-import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-
-import tomli_w
-
 # Converting needs no device, so silence the device messages of transformers and DeepSpeed.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 logging.getLogger().setLevel(logging.ERROR)
 
-from models.config import Experts, ModelConfig, RopeScaling
-from models.errors import UserError
-from threefold.convert.files import (
-    AVERAGED,
-    IMPORTED,
-    RESHAPED,
-    OutputFiles,
-    open_checkpoint,
-    output_folder,
-)
-from threefold.convert.from_hugging_face import adopt, read_config
-from threefold.convert.reshape import average, new_recipe, reshape, sources_of
-from threefold.convert.to_hugging_face import DTYPES, EXPORTED, export, find_tokenizer
-from threefold.runtime.command_line import count
-from threefold.runtime.exits import REJECTED, raise_at_interrupt
-from threefold.runtime.output import escape_output
-
-NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text generated after --prompt
-
-
-def main() -> None:
-    """Run the command."""
-    escape_output()
-    options = parse_command_line()
-    try:
-        options.command(options)
-    except UserError as problem:
-        print(f"convert.py: {problem}", file=sys.stderr)
-        sys.exit(REJECTED)
-
-
-def to_hf(options: argparse.Namespace) -> None:
-    """Convert a checkpoint to a folder that transformers can load."""
-    source = open_checkpoint(options.checkpoint)
-    tokenizer = find_tokenizer(source, options.tokenizer)
-    if options.prompt and tokenizer is None:
-        raise UserError(
-            "--prompt needs a tokenizer, and these weights have none; name one with --tokenizer"
-        )
-    with output(options, source.path, EXPORTED) as folder:
-        export(source, folder, dtype=options.dtype, tokenizer=tokenizer)
-    print(
-        f"exported {source.path} to {options.output}; load it with "
-        f"AutoModelForCausalLM.from_pretrained"
-    )
-    if options.prompt:
-        print(f"\ntext generated after {options.prompt!r}:\n\n{write_text(options)}")
-
-
-def from_hf(options: argparse.Namespace) -> None:
-    """Convert a folder of transformers to a checkpoint from which a run can start."""
-    with output(options, options.folder, IMPORTED) as folder:
-        model = adopt(options.folder, folder)
-    if read_config(options.folder).tie_embeddings and not model.tie_embeddings:
-        print(
-            f"{options.folder}: config.json has tie_word_embeddings = true, and lm_head.weight "
-            f"differs from the embedding; the head is kept, with model.tie_embeddings = false"
-        )
-    print(f"imported {options.folder} into {options.output}; in a recipe that starts from it:\n")
-    start = {"initial_weights": str(options.output.resolve())}
-    print(tomli_w.dumps({"model": settings(model), "training": start}))
-
-
-def average_command(options: argparse.Namespace) -> None:
-    """Average the weights of several checkpoints."""
-    sources = sources_of(options.sources, options.last)
-    with output(options, [source.path for source in sources], AVERAGED) as folder:
-        average(sources, folder)
-    print(
-        f"averaged {len(sources)} checkpoints, steps "
-        f"{', '.join(str(source.manifest.step) for source in sources)}, into {options.output}; "
-        f"export it with to-hf, or start a run from it with training.initial_weights"
-    )
-
-
-def reshape_command(options: argparse.Namespace) -> None:
-    """Convert a checkpoint to another layout."""
-    source = open_checkpoint(options.checkpoint)
-    recipe, topology = new_recipe(source, options.set, ranks=options.ranks)
-    with output(options, source.path, RESHAPED) as folder:
-        reshape(source, folder, recipe=recipe, topology=topology)
-    print(
-        f"converted {source.path} to {options.output}: "
-        f"{' x '.join(f'{axis} {size}' for axis, size in topology.axes.items())}; resume it with "
-        f"--resume {options.output}"
-    )
-
-
-def output(
-    options: argparse.Namespace, reading: Path | Sequence[Path], files: OutputFiles
-) -> AbstractContextManager[Path]:
-    """Return the context manager of the output folder."""
-    return output_folder(options.output, reading=reading, files=files, overwrite=options.overwrite)
-
-
-def write_text(options: argparse.Namespace) -> str:
-    """Return the prompt and the exported model's continuation, sampled with a fixed seed.
-
-    Raises:
-        UserError: transformers cannot load the tokenizer, or the prompt has no tokens, or leaves no
-            position for the continuation.
-    """
-    # These imports take seconds, and most conversions do not need them.
-    from transformers import AutoModelForCausalLM, set_seed
-    from transformers.utils.logging import disable_progress_bar
-
-    from threefold.prepare_data.tokenizer import load_tokenizer
-
-    disable_progress_bar()
-    set_seed(0)
-    tokenizer = load_tokenizer(options.output, f"the tokenizer in {options.output}")
-    model = AutoModelForCausalLM.from_pretrained(options.output, trust_remote_code=False)
-    prompt = tokenizer(options.prompt, return_tensors="pt")
-    given, positions = prompt["input_ids"].shape[1], model.config.max_position_embeddings
-    if not 0 < given < positions:
-        raise UserError(
-            f"--prompt has {given} tokens and the model has {positions} positions; use a text of "
-            f"1 to {positions - 1} tokens"
-        )
-    tokens = model.generate(
-        input_ids=prompt["input_ids"],
-        attention_mask=prompt["attention_mask"],
-        max_new_tokens=min(NEW_TOKENS, positions - given),
-        temperature=TEMPERATURE,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    return tokenizer.decode(tokens[0], skip_special_tokens=True)
-
-
-def settings(section: ModelConfig | RopeScaling | Experts) -> dict[str, object]:
-    """Return the [model] section of a recipe or a part of it, without keys at their defaults."""
-    return {
-        key: settings(value) if isinstance(value, (RopeScaling, Experts)) else value
-        for key, value in vars(section).items()
-        if value is not None and value != type(section).__dataclass_fields__[key].default
-    }
-
-
-def parse_command_line() -> argparse.Namespace:
-    """Parse the options of the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(required=True, metavar="to-hf | from-hf | average | reshape")
-    export_parser = commands.add_parser("to-hf", help="checkpoint -> transformers")
-    export_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
-    export_parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: fp32")
-    export_parser.add_argument("--tokenizer", type=Path, help="default: the recipe's")
-    export_parser.add_argument("--prompt", help="print a continuation of this text")
-    export_parser.set_defaults(command=to_hf)
-    adopt_parser = commands.add_parser("from-hf", help="transformers -> a checkpoint to start from")
-    adopt_parser.add_argument("folder", type=Path, help="written by save_pretrained")
-    adopt_parser.set_defaults(command=from_hf)
-    average_parser = commands.add_parser("average", help="mean of the weights of several saves")
-    average_parser.add_argument(
-        "sources", type=Path, nargs="+", help="a run folder with --last, or two or more checkpoints"
-    )
-    average_parser.add_argument(
-        "--last", type=count, metavar="N", help="average the newest N checkpoints of the run"
-    )
-    average_parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    average_parser.set_defaults(command=average_command)
-    reshape_parser = commands.add_parser("reshape", help="checkpoint -> another layout")
-    reshape_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
-    reshape_parser.add_argument("--ranks", type=count, required=True, help="in the new layout")
-    reshape_parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
-    )
-    reshape_parser.set_defaults(command=reshape_command)
-    for subparser in (export_parser, adopt_parser, average_parser, reshape_parser):
-        if subparser is not average_parser:  # which takes several folders to read
-            subparser.add_argument("output", type=Path, help="folder to write")
-        subparser.add_argument(
-            "--overwrite", action="store_true", help="replace an unchanged earlier output"
-        )
-    return parser.parse_args()
-
+from threefold.commands.convert import main
+from threefold.runtime.exits import raise_at_interrupt
 
 if __name__ == "__main__":
     raise_at_interrupt()
-    main()
+    main(__doc__)

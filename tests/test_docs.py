@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from models.cost import parameter_count
-from recipes import plan
 from tests.commands import run_here
 from tests.conftest import shipped_configs, shipped_recipes
 from tests.ranks import run_ranks
+from threefold.commands import plan
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.plan import catalogue

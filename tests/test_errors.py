@@ -242,12 +242,14 @@ def test_a_reason_is_in_words(read: Callable[[], object], words: str) -> None:
 # A ValueError of a library, as a defect of ours makes numpy raise it.
 DEFECT = "import numpy\ndef defect(*_, **__):\n    numpy.zeros(2).reshape(3)\n"
 SCRIPTS = {  # command -> the defect's place, as a user's own line of Python would patch it
-    "plan": "from recipes import plan as command\ncommand.search = defect",
-    "prove": "from recipes import prove as command\nfrom threefold.prove import layouts\n"
+    "plan": "from threefold.commands import plan as command\ncommand.search = defect",
+    "prove": "from threefold.commands import prove as command\n"
+    "from threefold.prove import layouts\n"
     "layouts.build_deepspeed_config = defect",
-    "prepare_data": "from recipes import prepare_data as command\n"
-    "from threefold.prepare_data import formats\ntext_files.document = defect",
-    "convert": "from recipes import convert as command\nfrom threefold.convert import from_hugging_face\n"
+    "prepare_data": "from threefold.commands import prepare_data as command\n"
+    "from threefold.prepare_data import formats\nformats.document = defect",
+    "convert": "from threefold.commands import convert as command\n"
+    "from threefold.convert import from_hugging_face\n"
     "from_hugging_face.model_settings = defect",
     "pretrain": "from recipes import pretrain as command\n"
     "from threefold.data import dataset\ndataset.TrainingData._micro_batch = defect",

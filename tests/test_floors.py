@@ -1,188 +1,60 @@
-"""Modules import only from their own package or from lower floors, without import cycles."""
+"""Packages import only from lower floors, modules not in a circle, and light commands not torch."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-
-# From the lowest floor up. The longest prefix that fits a module decides its floor.
-FLOORS = [
-    [
-        "models.errors",
-        "models.config",
-        "models.config",
-        "models.experts.overlap",
-        "models.cost",
-        "models.parametrization",
-        "models.pipeline.schedule",
-        "models.context_parallel.division",
-        "models.config",
-    ],
-    ["models.sharding", "models.kernels"],
-    ["models.parallel"],
-    ["models.context_parallel", "models.experts"],
-    ["models.transformer", "models.initialization", "models.hugging_face"],
-    ["models.layer_specs"],
-    ["models.pipeline"],
-    ["recipes.training.recipe"],
-    ["recipes.gpus", "recipes.pictures"],
-    ["recipes.planning.inputs"],
-    ["recipes.planning.memory", "recipes.planning.time"],
-    ["recipes.planning.search"],
-    ["recipes.planning.measured", "recipes.planning.goodput"],
-    ["recipes.planning.output", "recipes.planning.command_line"],
-    ["recipes.training.runtime"],
-    ["recipes.training.run_folder"],
-    ["recipes.training.data"],
-    ["recipes.training.checkpoint"],
-    ["recipes.training.snapshots"],
-    ["recipes.training.supervision"],
-    ["recipes.training.engine"],
-    ["recipes.training.evaluation"],
-    ["recipes.training.tracking"],
-    ["recipes.training.loop"],
-    ["recipes.reporting.record"],
-    ["recipes.reporting.page"],
-    ["recipes.training.preflight"],  # compares its measurements with the planner's numbers
-    ["recipes.nodes"],
-    ["recipes.preparing", "recipes.tracing", "recipes.launching", "recipes.out_of_memory"],
-    ["recipes.proving", "recipes.converting"],
-    ["recipes.sweeping"],
-    ["recipes"],
-    ["threefold.launch.standby"],  # becomes pretrain.py
-]
-STANDARD_LIBRARY_ONLY = FLOORS[0]
-NO_DEEPSPEED = [*FLOORS[1], *FLOORS[2], *FLOORS[3], *FLOORS[4]]
-NO_TORCH = [  # imported before torch, by commands of a login node, or in processes of their own
-    *FLOORS[0],
-    "models.hugging_face.config",
-    "models.hugging_face.config",
-    "models.hugging_face.config",
-    "recipes.training.recipe",
-    "recipes.gpus",
-    "recipes.pictures",
-    "recipes.planning",
-    "recipes.training.run_folder",
-    "threefold.runtime.exits",
-    "threefold.runtime.exits",
-    "threefold.runtime.environment",
-    "threefold.runtime.output",
-    "threefold.runtime.environment",
-    "recipes.reporting",
-    "threefold.data.corpus",
-    "threefold.data.corpus",
-    "threefold.data.task_file",
-    "threefold.data.task_file",
-    "threefold.data.task_file",
-    "threefold.data.corpus",
-    "threefold.data.sample_order",
-    "threefold.data.token_file",
-    "threefold.checkpoint.compatibility",
-    "threefold.checkpoint.format",
-    "threefold.checkpoint.retention",
-    "threefold.checkpoint.format",
-    "threefold.checkpoint.snapshots.node_memory",
-    "threefold.checkpoint.snapshots.node_memory",
-    "threefold.checkpoint.snapshots.node_memory",
-    "threefold.supervision.supervisor",
-    "threefold.supervision.hang_report",
-    "threefold.supervision.hang_report",
-    "threefold.supervision.hang_report",
-    "threefold.supervision.loss_watch",
-    "threefold.supervision.stragglers",
-    "threefold.supervision.watchdog",
-    "threefold.tracking.profiler",
-    "threefold.pretrain.after_step",
-    "threefold.pretrain.experiment",
-    "threefold.pretrain.after_step",
-    "threefold.pretrain.rejection",
-    "threefold.pretrain.after_step",
-    "threefold.pretrain.run",
-    "threefold.pretrain.preflight.judge",
-    "threefold.pretrain.preflight.judge",
-    "threefold.pretrain.preflight.judge",
-    "threefold.pretrain.preflight.run",
-    "threefold.pretrain.preflight.judge",
-    "threefold.tracking.tracker",
-    "threefold.tracking.messages",
-    "threefold.run_folder.json_lines",
-    "threefold.tracking.clocks",
-    "threefold.tracking.clocks",
-    "threefold.tracking.tracker",
-    "threefold.tracking.weights_and_biases",
-    "threefold.tracking.wandb_connection",
-    "threefold.tracking.weights_and_biases",
-    "threefold.tracking.wandb_connection",
-    "threefold.tracking.weights_and_biases",
-    "threefold.pretrain.out_of_memory",
-    "threefold.launch.launcher",
-    "threefold.launch.attempt",
-    "threefold.launch.diagnosis",
-    "threefold.launch.diagnosis",
-    "threefold.launch.diagnosis",
-    "threefold.launch.launcher",
-    "threefold.launch.nodes",
-    "threefold.launch.rank_command",
-    "threefold.launch.replanning",
-    "threefold.launch.connection",
-    "threefold.launch.gpu_health",
+# From the lowest floor up. Packages of a floor do not import each other.
+ORDER = (
+    ("models",),
+    ("gpus", "pipeline"),
+    ("config",),
+    ("plan", "runtime"),
+    ("run_folder",),
+    ("data",),
+    ("checkpoint", "supervision"),
+    ("engine", "prepare_data", "report"),
+    ("convert", "trace", "tracking"),
+    ("pretrain",),
+    ("launch", "prove"),
+    ("sweep",),
+    ("commands",),
+    ("recipes",),
+)
+FLOORS = {package: floor for floor, packages in enumerate(ORDER) for package in packages}
+# The packages that may import transformers, which takes seconds.
+WITH_TRANSFORMERS = ("prepare_data", "convert", "commands")
+# These start on a login node, in processes of their own, or before a recipe is checked.
+WITHOUT_TORCH = (
+    "recipes.launch",
+    "recipes.plan",
+    "recipes.prepare_data",
+    "recipes.pretrain",
+    "recipes.prove",
+    "recipes.report",
+    "recipes.sweep",
     "threefold.launch.gpu_watch",
-    "threefold.launch.hosts",
-    "threefold.launch.node_agent",
     "threefold.launch.node_agent",
     "threefold.launch.snapshot_server",
-    "threefold.launch.node_agent",
-    "threefold.prove.layouts",
-    "threefold.prove.shrink",
-    "threefold.prove.shrink",
-    "threefold.sweep.choice",
-    "threefold.sweep.links.fit",
-    "threefold.sweep.links.fit",
-    "threefold.sweep.links.measure_cluster",
-    "threefold.sweep.links.measurements",
-    "threefold.sweep.report",
-    "threefold.sweep.breakdown_parts",
-    "threefold.sweep.folder",
-    "threefold.commands.sweep_options",
-    "threefold.sweep.table",
-    "threefold.sweep.width_transfer.coordinates",
-    "threefold.sweep.width_transfer.models",
-    "threefold.sweep.width_transfer.models",
-    "threefold.sweep.width_transfer.models",
-    "threefold.sweep.trial",
-    "threefold.sweep.report",
-    "threefold.sweep.ranks.protocol",
-    "threefold.sweep.ranks.controller",
-]
-# The layers of the model get sizes and groups, not the recipe's section.
-NO_CONFIG = [*FLOORS[1], *FLOORS[2], *FLOORS[3]]
-MAX_MODULES = 9  # in a package
-
+    "threefold.supervision.watchdog",
+    "threefold.sweep.ranks.protocol",  # of the ranks, which report before they import torch
+)
 SOURCES = {
-    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path
-    for folder in ("models", "recipes")
+    ".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path.read_text(encoding="utf-8")
+    for folder in ("models", "threefold", "recipes")
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
     if path.name != "__init__.py"
 }
 
 
-def is_within(module: str, prefixes: list[str]) -> bool:
-    return any(module == prefix or module.startswith(prefix + ".") for prefix in prefixes)
-
-
-def floor(module: str) -> tuple[int, str]:
-    """Return the floor of a module, and the prefix that decides it."""
-    fitting = [
-        (len(prefix), level, prefix)
-        for level, prefixes in enumerate(FLOORS)
-        for prefix in prefixes
-        if is_within(module, [prefix])
-    ]
-    _, level, prefix = max(fitting)
-    return level, prefix
+def package_of(module: str) -> str:
+    """Return the package that ORDER names: that of threefold/, or "models" or "recipes"."""
+    top, second = module.split(".")[:2]
+    return second if top == "threefold" else top
 
 
 def imported_modules(source: str, *, for_types: bool = True) -> set[str]:
@@ -190,75 +62,54 @@ def imported_modules(source: str, *, for_types: bool = True) -> set[str]:
 
     for_types: include imports under `if TYPE_CHECKING`
     """
-    found, tree = set(), ast.parse(source)
+    names, tree = set(), ast.parse(source)
     if not for_types:
         tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node)]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide what they import"
             for alias in node.names:
-                file = REPOSITORY.joinpath(*node.module.split("."), alias.name + ".py")
-                found.add(f"{node.module}.{alias.name}" if file.exists() else node.module)
-    return found
+                file = REPOSITORY.joinpath(*str(node.module).split("."), alias.name + ".py")
+                names.add(f"{node.module}.{alias.name}" if file.exists() else str(node.module))
+    return names
 
 
 def violations(module: str, source: str) -> list[str]:
-    """Return the imports that the floor of a module does not allow."""
-    level, prefix = floor(module)
+    """Return the imports that are not allowed for the package of a module."""
+    package = package_of(module)
     wrong = []
-    at_run_time = imported_modules(source, for_types=False)
-    for name in imported_modules(source):
-        package = name.split(".")[0]
-        ours = package in ("models", "recipes")
-        if is_within(module, STANDARD_LIBRARY_ONLY) and not (
-            ours or package in sys.stdlib_module_names
-        ):
-            wrong.append(f"{name} is not in the standard library")
-        if package == "transformers" and level < floor("recipes.preparing")[0]:
-            wrong.append(f"{name} is for commands")
-        if package == "deepspeed" and is_within(module, NO_DEEPSPEED):
-            wrong.append(f"{name} brings DeepSpeed")
-        no_torch = is_within(module, NO_TORCH) and name in at_run_time
-        if no_torch and (
-            package in ("torch", "deepspeed") or (ours and not is_within(name, NO_TORCH))
-        ):
-            wrong.append(f"{name} brings torch")
-        if ours:
-            other, its_prefix = floor(name)
-            same = its_prefix == prefix
-            if other > level or (other == level and not same and level > 0):
-                wrong.append(f"{name} is not below {prefix}")
-            if is_within(module, NO_CONFIG) and name == "models.config":
-                wrong.append("models.config is for the model's higher floors")
+    for name in sorted(imported_modules(source)):
+        top = name.split(".")[0]
+        if top == "deepspeed" and package == "models" and module != "models.layer_specs":
+            wrong.append(f"{name}: of models/, only layer_specs.py knows DeepSpeed")
+        if top == "transformers" and package not in WITH_TRANSFORMERS:
+            wrong.append(f"{name}: only {WITH_TRANSFORMERS} import it")
+        if top in ("models", "threefold", "recipes"):
+            other = package_of(name)
+            if other != package and FLOORS[other] >= FLOORS[package]:
+                wrong.append(f"{name}: {other} is not below {package}")
     return wrong
 
 
-@pytest.mark.parametrize("module", SOURCES)
-def test_imports_only_from_lower_floors(module: str) -> None:
-    assert violations(module, SOURCES[module].read_text()) == []
+def test_packages_import_only_from_lower_floors() -> None:
+    assert {package_of(module) for module in SOURCES} == set(FLOORS)
+    wrong = {module: violations(module, source) for module, source in SOURCES.items()}
+    assert {module: names for module, names in wrong.items() if names} == {}
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("models.cost", "import torch"),
-        ("models.parallel.layers", "from models.transformer import Block"),
-        ("models.parallel.layers", "from models.config import ModelConfig"),
         ("models.transformer", "import deepspeed"),
-        ("threefold.config.recipe", "from models.sharding import Sharding"),
+        ("models.transformer", "from threefold.pipeline.schedules import Pipeline"),
         ("threefold.data.dataset", "from threefold.checkpoint import state"),
         ("threefold.data.dataset", "def f():\n    import transformers"),
         ("threefold.plan.job", "from threefold.tracking.tracker import Tracker"),
-        (
-            "threefold.supervision.hang_report",
-            "from threefold.supervision.supervisor import Supervisor",
-        ),
-        (
-            "threefold.supervision.supervisor",
-            "def f():\n    from threefold.engine.engine import Engine",
-        ),
+        ("threefold.supervision.supervisor", "def f():\n    from threefold.engine import build"),
+        ("threefold.report.page", "from threefold.prepare_data import corpus"),
+        ("threefold.launch.standby", "from recipes import pretrain"),
     ],
 )
 def test_a_wrong_import_is_seen(module: str, source: str) -> None:
@@ -274,27 +125,43 @@ def cycle(imports: dict[str, set[str]]) -> list[str]:
             return [*path[path.index(module) :], module]
         if module in done:
             return []
-        for other in imports.get(module, ()):
-            if found := visit(other, [*path, module]):
-                return found
+        for other in sorted(imports.get(module, ())):
+            if circle := visit(other, [*path, module]):
+                return circle
         done.add(module)
         return []
 
-    return next((found for module in imports if (found := visit(module, []))), [])
+    return next((circle for module in imports if (circle := visit(module, []))), [])
 
 
 def test_no_modules_import_each_other() -> None:
-    imports = {
-        name: imported_modules(path.read_text(), for_types=False) for name, path in SOURCES.items()
-    }
+    imports = {name: imported_modules(source, for_types=False) for name, source in SOURCES.items()}
     assert cycle(imports) == []
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
-def test_packages_are_small() -> None:
-    counts: dict[Path, int] = {}
-    for path in SOURCES.values():
-        counts[path.parent] = counts.get(path.parent, 0) + 1
-    counts.pop(REPOSITORY / "recipes")  # one module for each command
-    assert {folder: count for folder, count in counts.items() if count > MAX_MODULES} == {}
-    assert not list((REPOSITORY / "recipes" / "training").glob("[!_]*.py"))
+IMPORT = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        importlib.import_module(name)
+        heavy = sys.modules.keys() & {"torch", "deepspeed", "transformers"}
+        if heavy:
+            print(name, "imports", *sorted(heavy), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+
+
+def heavy_imports(*modules: str) -> str:
+    """Return a line for each of the modules that imports torch, DeepSpeed or transformers."""
+    command = [sys.executable, "-c", IMPORT, *modules]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_light_commands_do_not_import_torch() -> None:
+    assert heavy_imports(*WITHOUT_TORCH) == ""
+    assert heavy_imports("models.transformer") == "models.transformer imports torch\n"

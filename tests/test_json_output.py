@@ -17,8 +17,8 @@ import pytest
 from threefold.config.loading import REPOSITORY
 
 OPTION_MODULES = {  # module that defines --json -> the command that uses it
-    "threefold.commands.plan_options": "recipes.plan",
-    "threefold.commands.sweep_options": "recipes.sweep",
+    "threefold.commands.plan": "threefold.commands.plan",
+    "threefold.commands.sweep": "threefold.commands.sweep",
 }
 TINY = str(REPOSITORY / "recipes" / "tiny.toml")
 RANDOM = np.random.default_rng(0)
@@ -35,17 +35,17 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "benchmarks.reductions": ([], {"compare": []}),
     "benchmarks.schedules": ([], {"time_all": {}, "real_layers.compare": {}}),
     "benchmarks.step": ([], {"MEASURE": [ROW]}),
-    "recipes.plan": (
+    "threefold.commands.plan": (
         [TINY, "--gpu", "H100", "--nodes", "1", "--gpus-per-node", "2", "--trace"],
         {"threefold.trace.trace.trace": None},
     ),
-    "recipes.prove": ([TINY], {"prove": SimpleNamespace(passes=True)}),
-    "recipes.sweep": (["--links", "mine"], {"Preflight.run": (None, None)}),
+    "threefold.commands.prove": ([TINY], {"prove": SimpleNamespace(passes=True)}),
+    "threefold.commands.sweep": (["--links", "mine"], {"Preflight.run": (None, None)}),
 }  # fmt: skip
 REPORTS = {  # functions that would need real results
-    "recipes.plan": {"threefold.trace.report.table": {}},
-    "recipes.prove": {"plan": (SimpleNamespace(), []), "size": "", "as_json": {}},
-    "recipes.sweep": {"report_table": {}},
+    "threefold.commands.plan": {"threefold.trace.report.table": {}},
+    "threefold.commands.prove": {"plan": (SimpleNamespace(), []), "size": "", "as_json": {}},
+    "threefold.commands.sweep": {"report_table": {}},
 }
 
 
@@ -86,7 +86,7 @@ def test_standard_output_is_one_json_object(
         replace(command, attribute, lazily if attribute == "prove" else measure, monkeypatch)
     for attribute, result in REPORTS.get(name, {}).items():
         replace(command, attribute, lambda *_, result=result, **__: result, monkeypatch)
-    if name == "recipes.sweep":  # it would end this process
+    if name == "threefold.commands.sweep":  # it would end this process
         monkeypatch.setattr(command, "leave", sys.exit)
         monkeypatch.setattr(command, "outlive_output", lambda: None)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options, "--json"])

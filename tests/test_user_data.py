@@ -17,11 +17,10 @@ from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast, dynamic_module_utils
 
 from models.errors import UserError
-from recipes.prepare_data import parse_command_line
 from tests.report.synthetic import write_run
 from threefold.checkpoint.compatibility import check_initial_weights
 from threefold.checkpoint.format import REMEDY, Manifest
-from threefold.commands.prepare_data_options import check_same_options
+from threefold.commands.prepare_data import check_same_options, parse_command_line
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
@@ -459,7 +458,7 @@ def test_a_locale_without_utf_8(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from recipes import report\n"
+        "from threefold.commands import report\n"
         "from threefold.config.loading import DEFAULT_RECIPE, load_recipe\n"
         "from threefold.config.sections import repository_path\n"
         "from threefold.run_folder.json_lines import write_whole\n"

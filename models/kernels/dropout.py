@@ -1,8 +1,9 @@
 """Dropout with masks that are computed from row numbers, in the kernel that applies them.
 
-A row number is 64 bits that identify a row of the logical tensor (`models/parallel/micro_batch_info.py` computes
-it); the mask of an element is a hash of its row number and its column. A compiled kernel computes
-the mask, applies it and writes the mask, one byte per element, for the backward pass.
+A row number is 64 bits that identify a row of the logical tensor
+(`models/parallel/micro_batch_info.py` computes it); the mask of an element is a hash of its row
+number and its column. A compiled kernel computes the mask, applies it and writes the mask, one byte
+per element, for the backward pass.
 """
 
 import torch

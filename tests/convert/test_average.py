@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from models.errors import UserError
 from models.layer_specs import logical_shapes
-from recipes.convert import main
 from tests.commands import run_here
 from tests.conftest import changed, small_recipe
 from threefold.checkpoint.compatibility import check_same_model, check_same_run
 from threefold.checkpoint.format import Manifest, TensorFileWriter, find_damages, tensor_key
 from threefold.checkpoint.state import KINDS
+from threefold.commands.convert import main
 from threefold.config.loading import parse_recipe
 from threefold.convert import reshape as average_module
 from threefold.convert.files import open_checkpoint

@@ -29,7 +29,6 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from recipes.convert import main, settings, write_text
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
@@ -41,6 +40,7 @@ from threefold.checkpoint.compatibility import (
 from threefold.checkpoint.format import FileRecord, Manifest
 from threefold.checkpoint.resume import find_initial_weights
 from threefold.checkpoint.state import CheckpointReader
+from threefold.commands.convert import main, settings, write_text
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
@@ -803,7 +803,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         special_tokens(tmp_path)
     options = argparse.Namespace(output=tmp_path, prompt="t5")
     options.command = write_text
-    with mock.patch("recipes.convert.parse_command_line", return_value=options):
+    with mock.patch("threefold.commands.convert.parse_command_line", return_value=options):
         done = run_here(main)
     assert f"convert.py: the tokenizer in {tmp_path} cannot be loaded: " in done.stderr
     assert done.returncode == 2

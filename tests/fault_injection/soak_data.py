@@ -35,7 +35,7 @@ PREPARATION_SECONDS = 120  # a preparation that takes longer hangs
 SECONDS_TO_FOLLOW = 10  # until the processes of a killed command have ended
 VICTIMS = ("the command", "a process", "all of them")
 COMMAND = (
-    "from recipes import prepare_data\nfrom threefold.prepare_data import formats\n"
+    "from threefold.commands import prepare_data\nfrom threefold.prepare_data import formats\n"
     f"formats.MIN_PIECE_BYTES = {PIECE_BYTES}\nprepare_data.main()"
 )
 

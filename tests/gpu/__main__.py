@@ -170,7 +170,7 @@ def publish(output: Path, text: str, *, device: str, repository: Path) -> None:
 
     write(repository / "BENCHMARKS.md", text, device=device)
     for file in (output / "gpus").glob("*.toml"):
-        shutil.copy(file, repository / "recipes" / "gpus" / "datasheets")
+        shutil.copy(file, repository / "threefold" / "gpus" / "datasheets")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -755,7 +755,7 @@ def test_packages_that_are_missing_are_named(capsys: pytest.CaptureFixture) -> N
 
 
 def test_an_export_needs_no_pyarrow() -> None:
-    file = REPOSITORY / "recipes" / "preparing" / "formats" / "format.py"
+    file = REPOSITORY / "threefold" / "prepare_data" / "formats.py"
     with mock.patch.dict(sys.modules, {"pyarrow": None}):
         assert set(runpy.run_path(str(file))["READ_ERRORS"]) == {OSError}
 
@@ -853,7 +853,7 @@ def test_results_are_inserted_into_the_repository(tmp_path: Path) -> None:
     output, repository = tmp_path / "output", tmp_path / "repository"
     (output / "gpus").mkdir(parents=True)
     (output / "gpus" / "h200.toml").write_text("measured")
-    (repository / "recipes" / "gpus" / "datasheets").mkdir(parents=True)
+    (repository / "threefold" / "gpus" / "datasheets").mkdir(parents=True)
     (repository / "BENCHMARKS.md").write_text("# Benchmarks\n")
     text = section(outcomes(), missing=[], device="H200")
     publish(output, text, device="H200", repository=repository)

@@ -11,8 +11,8 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
-from recipes import launch
 from tests.conftest import changed
+from threefold.commands import launch
 from threefold.config.layout import Cluster
 from threefold.config.loading import load_recipe
 from threefold.launch import hosts

@@ -457,7 +457,7 @@ def test_a_preflight_that_names_no_node_stops_the_run(start: Any) -> None:
 FAULTY_LAUNCH = """
 import sys
 from pathlib import Path
-from recipes import launch
+from threefold.commands import launch
 from threefold.launch import rank_command
 rank_command.PRETRAIN = Path(sys.argv.pop(1))
 launch.main()

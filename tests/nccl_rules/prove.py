@@ -6,9 +6,9 @@ python -m tests.nccl_rules.prove recipes/tiny.toml --ranks 4 [--relay] [--slots 
 import os
 import sys
 
-from recipes import prove
 from tests.nccl_rules.device import Rules
 from tests.nccl_rules.slots import LaunchRule
+from threefold.commands import prove
 from threefold.prove import ranks
 
 SLOTS = "--slots"

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from models.cost import parameter_count
-from recipes import plan
 from tests.commands import run_here
 from tests.conftest import shipped_recipes
 from tests.ranks import run_ranks
+from threefold.commands import plan
 from threefold.config.deepspeed_json import (
     build_deepspeed_config,
     read_deepspeed_json,

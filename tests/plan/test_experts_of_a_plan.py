@@ -8,8 +8,8 @@ import pytest
 
 from models.cost import active_parameter_count, parameter_count
 from models.errors import UserError
-from recipes.plan import main
 from tests.commands import run_here
+from threefold.commands.plan import main
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Job, Machine, job_of

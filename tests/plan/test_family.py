@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from recipes import plan
 from tests.commands import run_here
 from tests.conftest import shipped_recipes
+from threefold.commands import plan
 from threefold.config.layout import Cluster
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.plan import search as family_search

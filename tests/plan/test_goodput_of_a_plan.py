@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from models.cost import parameter_count
-from recipes import plan
+from threefold.commands import plan
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.plan.goodput import duration, fault_costs, snapshot_costs
 from threefold.plan.job import Machine, job_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes import plan
 from tests.commands import run_here
+from threefold.commands import plan
 from threefold.config.layout import Cluster
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu

@@ -10,7 +10,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.patches import Rectangle
 
 from models.errors import UserError
-from recipes import plan
+from threefold.commands import plan
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.pipeline.picture import MAX_STAGE_ROWS, evenly_picked

@@ -18,9 +18,9 @@ import pytest
 from models.config import ModelConfig
 from models.cost import parameter_count
 from models.errors import UserError
-from recipes import plan
 from tests.commands import run_here
 from tests.conftest import shipped_recipes
+from threefold.commands import plan
 from threefold.config.loading import (
     REPOSITORY,
     apply_overrides,
@@ -819,7 +819,7 @@ def run_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_needs_neither_torch_nor_matplotlib() -> None:
     code = (
         "import sys; sys.argv = ['plan.py', 'recipes/llama/7b.toml', '--nodes', '2', '--json']\n"
-        "from recipes import plan\n"
+        "from threefold.commands import plan\n"
         "try:\n    plan.main()\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'deepspeed', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from recipes import plan
+from threefold.commands import plan
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.phases import StagePlan
 from threefold.launch.replanning import Replanner

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from models.errors import UserError, counted
-from recipes import prepare_data
 from tests.commands import run_here
 from tests.conftest import changed, small_recipe
 from tests.fault_injection.soak_data import soak
+from threefold.commands import prepare_data
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.config.parallel_dims import Topology
 from threefold.data.corpus import few_tokens, tokenizer_hash

@@ -31,9 +31,9 @@ from models.parallel.layers import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
 from models.sharding import MatrixPart, Sharding
 from models.transformer import rotary_table
-from recipes import prove
 from tests.conftest import GPT_SWITCHES, changed, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
+from threefold.commands import prove
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData

@@ -12,10 +12,10 @@ import pytest
 from torch import Tensor
 
 from models.sharding import Sharding
-from recipes.prove import run_relay
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.checkpoint.state import CheckpointReader, SharedState, TrainingState
+from threefold.commands.prove import run_relay
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.prove import layouts

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recipes.report import main
 from tests.commands import run_here
 from tests.report.synthetic import event, line_of, recipe_of, write_lines, write_run
+from threefold.commands.report import main
 from threefold.config.loading import REPOSITORY
 from threefold.report.charts import panels_of
 from threefold.report.page import Watching, bokeh_script, plan_rows, render
@@ -310,7 +310,7 @@ def largest_heights(document: dict[str, Any]) -> set[float]:
 def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
     run, output = write_run(tmp_path / "run"), tmp_path / "new" / "report.html"
     code = (
-        "import sys; from recipes.report import main; main();"
+        "import sys; from threefold.commands.report import main; main();"
         "print({'torch', 'deepspeed'} & set(sys.modules))"
     )
     done = subprocess.run(

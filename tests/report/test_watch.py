@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
-from recipes.report import main
 from tests.commands import run_here
 from tests.report.synthetic import line_of, recipe_of, write_lines, write_run
+from threefold.commands.report import main
 from threefold.config.loading import REPOSITORY
 from threefold.report.page import Watcher
 from threefold.run_folder.lock import FolderLock

@@ -65,7 +65,7 @@ def test_a_process_prints_and_ends(kind: str) -> None:
 def test_a_pipe_of_one_page_that_cannot_be_enlarged_takes_output() -> None:
     with Output("pipe") as output:
         assert fcntl.fcntl(output.descriptor, fcntl.F_SETPIPE_SZ, 4096) == 4096
-        body = f"streams.fcntl.F_SETPIPE_SZ = -1  # as at the limit of the user\n{everything()}"
+        body = f"output.fcntl.F_SETPIPE_SZ = -1  # as at the limit of the user\n{everything()}"
         assert start(body, output).wait(timeout=60) == 7
         text = output.text()
     assert text.startswith("a line\n") and text.endswith("the last line")
@@ -138,7 +138,7 @@ def test_a_launcher_can_print_when_the_ranks_have_filled_the_pipe(grows: bool) -
     body = f"""
 import os
 if not {grows}:
-    streams.fcntl.F_SETPIPE_SZ = -1  # as at the limit of pipe-max-size
+    output.fcntl.F_SETPIPE_SZ = -1  # as at the limit of pipe-max-size
 for number in range(10_000):
     print("line", number, "x" * 50)
 streams.finish_output(0.3)

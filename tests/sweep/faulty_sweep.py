@@ -151,7 +151,7 @@ def main() -> None:
         if os.environ.get("FAKE_RANKS"):
             fake_rank(Path(sys.argv[sys.argv.index("--rank-of") + 1]))
         inject_faults()
-    from recipes import sweep  # fake ranks, which start quickly, do not need it
+    from threefold.commands import sweep  # fake ranks, which start quickly, do not need it
 
     sweep.main()
 

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from models.errors import UserError
-from recipes import sweep as sweep_command
+from threefold.commands import sweep as sweep_command
 from threefold.config.loading import REPOSITORY
 from threefold.sweep.choice import Request, choose
 from threefold.sweep.trial import Trial

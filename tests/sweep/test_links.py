@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from models.errors import UserError
-from recipes import plan
 from tests.commands import run_here
 from tests.ranks import join_world, run_ranks
 from tests.sweep.sweeps import copy_of_code, processes_with, rejection_of
+from threefold.commands import plan
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import FOLDER, Gpu, gpus, load_gpu, read_gpu
 from threefold.plan.job import Machine
@@ -335,7 +335,7 @@ def test_the_command_measures_two_real_ranks(copy: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert not left_over(copy)
     table = json.loads(done.stdout)
-    file = copy / "recipes" / "gpus" / "datasheets" / "two_cores.toml"
+    file = copy / "threefold" / "gpus" / "datasheets" / "two_cores.toml"
     assert table["file"] == str(file) and read_gpu(file).name == table["name"] == "two-cores"
     assert operations_of(table["links"]) == OPERATIONS_OF_TWO_CORES
     assert all(link["seconds"] > 0 for link in table["links"])
@@ -404,7 +404,7 @@ def test_two_real_ranks_write_a_datasheet_that_plans_use(
 )
 def test_failures_of_ranks_leave_nothing_behind(copy: Path, fault: str, message: str) -> None:
     (copy / "faults.json").write_text(json.dumps({"links": fault}))
-    before = sorted(os.listdir(copy / "recipes" / "gpus" / "datasheets"))
+    before = sorted(os.listdir(copy / "threefold" / "gpus" / "datasheets"))
     options = ["--links", "faulty", "--seconds-per-trial", "1.5"]
     done = run_in(
         copy, "tests/sweep/faulty_sweep.py", *options,
@@ -412,7 +412,7 @@ def test_failures_of_ranks_leave_nothing_behind(copy: Path, fault: str, message:
     )  # fmt: skip
     assert done.returncode == 1 and message in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and not left_over(copy)
-    assert sorted(os.listdir(copy / "recipes" / "gpus" / "datasheets")) == before
+    assert sorted(os.listdir(copy / "threefold" / "gpus" / "datasheets")) == before
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,9 @@ def test_trials_are_runs_of_a_group_in_wandb(sweep: Sweep) -> None:
 
 
 def test_the_command_does_not_import_torch() -> None:
-    code = "import sys, recipes.sweep; print(sys.modules.keys() & {'torch', 'deepspeed'})"
+    code = (
+        "import sys, threefold.commands.sweep; print(sys.modules.keys() & {'torch', 'deepspeed'})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True
     )

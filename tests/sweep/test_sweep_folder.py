@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from models.errors import UserError
-from recipes.sweep import decisive_round
 from tests.sweep.test_table import trial_of
+from threefold.commands.sweep import decisive_round
 from threefold.data.token_file import TokenFile
 from threefold.sweep import report
 from threefold.sweep.folder import SweepFolder, SweepStopped

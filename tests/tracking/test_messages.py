@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import tomli_w
 
-from recipes import plan
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from threefold.commands import plan
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.config.parallel_dims import Topology, World
 from threefold.config.phases import StagePlan

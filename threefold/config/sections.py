@@ -42,7 +42,7 @@ class Section(BaseModel):
 
 # The root of the repository, from which relative paths of a recipe start.
 
-REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def repository_path(path: str) -> Path:

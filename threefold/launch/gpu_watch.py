@@ -9,7 +9,7 @@ hangs. Only the standard library is imported.
 import os
 import sys
 
-if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
+if __name__ == "__main__":  # import from the repository's root, not from threefold/launch/
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import contextlib

@@ -37,15 +37,19 @@ that an earlier connection of this run has left on this node. If RUN is empty, i
 `--launcher local` needs that, because several agents share the machine.
 """
 
+import os
+import sys
+
+if __name__ == "__main__":  # import from the repository's root, not from threefold/launch/
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
 import contextlib
 import json
-import os
 import select
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -193,10 +197,6 @@ class StandbyPool:
         """Kill all standby processes."""
         for process in [*self.ready, *([self._starting] if self._starting else [])]:
             kill_group(process.pid)
-
-
-if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 SECONDS_BETWEEN_CHECKS = 0.5

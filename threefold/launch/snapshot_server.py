@@ -15,7 +15,7 @@ exhaust the threads and files of this process nor keep other peers out (`Connect
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
+if __name__ == "__main__":  # import from the repository's root, not from threefold/launch/
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import contextlib

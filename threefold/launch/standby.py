@@ -12,15 +12,18 @@ command line and the environment variables of the rank, and runs recipes/pretrai
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # import from the repository's root, not from recipes/nodes/
+if __name__ == "__main__":  # import from the repository's root, not from threefold/launch/
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 import json
 import os
+import runpy
 import time
 
-from recipes import pretrain
+from threefold.config.sections import REPOSITORY
 from threefold.runtime.exits import pause_collection
+
+PRETRAIN = REPOSITORY / "recipes" / "pretrain.py"
 
 
 def main() -> None:
@@ -30,9 +33,9 @@ def main() -> None:
     pause_collection()
     # pretrain.py imports these packages after it has checked the recipe.
     from threefold.engine import build  # noqa: F401
-    from threefold.pretrain import setup
-    from threefold.pretrain import setup as opening  # noqa: F401
+    from threefold.pretrain import setup  # noqa: F401
 
+    pretrain = runpy.run_path(str(PRETRAIN))
     os.write(report, b"ready\n")
     os.close(report)
     line = sys.stdin.buffer.readline()
@@ -43,7 +46,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.environ.update(rank["variables"])
     sys.argv = rank["words"]
-    pretrain.main(started=time.monotonic())
+    pretrain["main"](started=time.monotonic())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository's root
-    sys.path[:0] = [str(Path(__file__).resolve().parents[3])]
+    sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from threefold.runtime.environment import Process
 from threefold.runtime.output import line_label

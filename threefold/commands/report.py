@@ -1,0 +1,108 @@
+"""The command recipes/report.py: runs as a page."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from models.errors import UserError
+from threefold.gpus.datasheet import load_gpu
+from threefold.report.charts import MAX_RUNS
+from threefold.report.page import Watcher, Watching, render, serve
+from threefold.report.run_record import names_of, read_run
+from threefold.run_folder.json_lines import write_whole
+from threefold.runtime.output import escape_output
+
+
+def main(description: str | None = None) -> None:
+    """Run the command; errors of the run folders or the options are printed on stderr."""
+    escape_output()
+    options = parse_command_line(description)
+    try:
+        report(options)
+    except UserError as problem:
+        print(f"report.py: {problem}", file=sys.stderr)
+        sys.exit(2)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Write the report, and serve it with `--watch`.
+
+    Raises:
+        UserError: a run folder or an option is rejected.
+    """
+    paths: list[Path] = options.runs
+    if len(paths) > MAX_RUNS:
+        raise UserError(f"{len(paths)} runs are too many to tell apart; use at most {MAX_RUNS}")
+    if options.gpu is not None:
+        load_gpu(options.gpu)
+    if not options.every > 0:
+        raise UserError(f"--every {options.every:g} is not a time; use --every 5")
+    names = names_of(paths)
+
+    def page(version: str = "") -> str:
+        runs = [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+        if not version:  # once, not at each update of a watched page
+            for run in runs:
+                if not len(run.steps):
+                    print(
+                        f"warning: {run.path / 'metrics.jsonl'} has no complete step yet; the "
+                        f"report has no curves of this run",
+                        file=sys.stderr,
+                    )
+        watching = Watching(version, options.every) if version else None
+        return render(runs, gpu=options.gpu, watching=watching)
+
+    write(options.output, page())
+    if not options.watch:
+        return
+    watcher = Watcher(paths, page)
+    if not watcher.is_running():
+        print("no process holds a run folder, so there is nothing to watch")
+        return
+    serve(watcher, port=options.port, seconds=options.every)
+    write(options.output, page())
+
+
+def write(output: Path, page: str) -> None:
+    """Write the page, and print its path and size.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(output, page)
+    except OSError as error:
+        raise UserError(
+            f"--output {output} cannot be written ({error.strerror}); use another file"
+        ) from None
+    print(f"wrote {output} ({len(page.encode()) / 1e6:.1f} MB)", flush=True)
+
+
+def parse_command_line(description: str | None = None) -> argparse.Namespace:
+    """Return the options of the command."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folder, such as runs/tiny"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("report.html"), metavar="FILE",
+        help="file to write; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpu", metavar="NAME",
+        help="datasheet for the plan, such as H100 or cpu; default: the GPU in the recipe's "
+        "[cluster], or the one whose peak the metrics imply",
+    )  # fmt: skip
+    parser.add_argument(
+        "--watch", action="store_true",
+        help="serve the report on this machine only, until the run ends",
+    )  # fmt: skip
+    parser.add_argument("--port", type=int, default=0, help="port for --watch; default: a free one")
+    parser.add_argument(
+        "--every", type=float, default=5.0, metavar="SECONDS",
+        help="how often --watch looks for new steps; default: %(default)g",
+    )  # fmt: skip
+    return parser.parse_args()

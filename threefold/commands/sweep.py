@@ -1,0 +1,473 @@
+"""The command recipes/sweep.py: measurements of layouts, settings, links and widths."""
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from models.errors import UserError
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from threefold.runtime.command_line import (
+    count,
+    counts,
+    number,
+    parser_with_examples,
+    seconds,
+)
+from threefold.runtime.exits import leave
+from threefold.runtime.output import outlive_output, stdout_for_json
+from threefold.sweep import report
+from threefold.sweep.choice import Request, choose
+from threefold.sweep.folder import SweepFolder, SweepStopped
+from threefold.sweep.links.measure_cluster import Preflight, report_lines, report_table
+from threefold.sweep.ranks.launchers import (
+    DeepSpeedLauncher,
+    Launcher,
+    LocalLauncher,
+    SlurmLauncher,
+)
+from threefold.sweep.ranks.rank import run_rank
+from threefold.sweep.report import check_wandb, publish
+from threefold.sweep.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, repeat
+from threefold.sweep.trial import Result, Trial, preference
+from threefold.sweep.width_transfer.check import check_transfer
+
+MAX_NAMES = 3  # recipes in the name of a sweep folder
+
+
+def main(description: str | None = None) -> None:
+    """Run the command, or one rank of it."""
+    options = parse_command_line(description or "")
+    if options.rank_of:
+        run_rank(options.rank_of)
+    outlive_output()
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))
+    try:
+        code = command_of(options)(options)
+    except SystemExit as end:  # raised by the signal handler above
+        code = int(end.code or 0)
+    except UserError as problem:
+        print(f"sweep.py: {problem}", file=sys.stderr)
+        code = 2
+    except SweepStopped as problem:
+        print(f"sweep.py: {problem}", file=sys.stderr)
+        code = 1
+    leave(code)
+
+
+def command_of(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
+    """Return the function that does what the options ask for."""
+    if options.links is not None:
+        return measure_links
+    if options.learning_rate is not None or options.coordinate_check is not None:
+        return compare_trainings
+    return sweep
+
+
+def compare_trainings(options: argparse.Namespace) -> int:
+    """Sweep learning rates, check the sizes of activations, and compare both over widths."""
+    folder = default_folder(options.recipes)
+    folder = options.sweep_dir or folder.with_name(f"{folder.name}-transfer")
+    say = print_to_stderr if options.json else print_line
+    return check_transfer(options, launcher_of(options), folder, say)
+
+
+def sweep(options: argparse.Namespace) -> int:
+    """Choose the trials, measure those without a result, and print a summary.
+
+    Raises:
+        UserError: a recipe or an option is invalid.
+        SweepStopped: the disk is full, or no ranks can be started.
+    """
+    # 1. Trials: reject combinations that cannot run before any process starts.
+    launcher = launcher_of(options)
+    choice = choose(request_of(options))
+    for kind in {trial.world for trial in choice.trials}:
+        launcher.check(kind)
+    if options.wandb:
+        check_wandb(choice.trials)
+
+    # 2. Folder: it keeps the results, so a rerun of the same command measures only the rest.
+    settings = {"warm_up": options.warm_up}
+    settings |= {"halving": True} if options.halving else {"steps": options.steps}
+    folder = SweepFolder(options.sweep_dir or default_folder(options.recipes), settings)
+    say = print_to_stderr if options.json else print_line
+    try:
+        if options.retry:
+            folder.retry_failures()
+        for rejection in choice.rejections:
+            folder.add_rejection(rejection)
+        rounds = [trial.in_round(n + 1) for n in range(options.rounds) for trial in choice.trials]
+        measured = sum(1 for trial in rounds if folder.answer(trial))
+        for line in report.choice_lines(choice, measured, options.rounds):
+            say(line)
+
+        # 3. Measure: consecutive trials reuse the same ranks, which are replaced after a failure.
+        scheduler = Scheduler(folder, launcher, options.seconds_per_trial)
+        progress = report.Progress()
+        measure = halve if options.halving else partial(repeat, rounds=options.rounds)
+        try:
+            with stdout_for_json(options.json):
+                for trial, result in measure(scheduler, choice.trials, progress.begin_round):
+                    say(progress.finish(trial, result))
+        except SystemExit:
+            say(f"interrupted; rerun the same command to continue the sweep in {folder.path}")
+            raise
+        finally:
+            scheduler.stop()
+        folder.write_table()
+        results = [
+            longest_round(folder, trial) if options.halving
+            else decisive_round(folder, trial)
+            for trial in choice.trials
+        ]  # fmt: skip
+        if options.wandb:
+            count, status = publish(folder, results, tell=lambda status: say(f"W&B: {status}"))
+            say(f"wrote {count} runs of the W&B group {folder.path.name}")
+            if status:
+                say(f"W&B: {status}")
+    finally:
+        folder.close()
+
+    # 4. Summary
+    for line in report.summary_lines(results, choice):
+        say(line)
+    agreement = report.agreement_line(seconds_of_rounds(folder, choice.trials, options.rounds))
+    if agreement:
+        say(agreement)
+    if progress.done:
+        say(report.overhead_line(progress, scheduler.measured_seconds))
+    say(f"wrote {folder.path / 'sweep.csv'}")
+    if options.json:
+        print(json.dumps(report.as_json(results, choice, str(folder.path))))
+    return 1 if report.has_faults(results) else 0
+
+
+def measure_links(options: argparse.Namespace) -> int:
+    """Measure matmuls and links, write a datasheet, and print the measurements.
+
+    Raises:
+        UserError: an option is invalid.
+        SweepStopped: the ranks have failed, or the datasheet cannot be written.
+    """
+    preflight = Preflight.of(
+        options.links, nodes=options.nodes, gpus_per_node=options.gpus_per_node, gpu=options.gpu,
+        seconds=options.seconds_per_trial,
+    )  # fmt: skip
+    with stdout_for_json(options.json):
+        measured, gpu = preflight.run(launcher_of(options))
+    if options.json:
+        print(json.dumps(report_table(measured, gpu, preflight.kind, preflight.file)))
+    else:
+        for line in report_lines(measured, gpu, preflight.kind, preflight.file):
+            print_line(line)
+    return 0
+
+
+def longest_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
+    """Return a trial and its result in its longest round of successive halving."""
+    result = folder.result(trial.key)
+    assert result is not None
+    while True:
+        longer = trial.with_steps(2 * trial.steps)
+        if (next_result := folder.result(longer.key)) is None:
+            return trial, result
+        trial, result = longer, next_result
+
+
+def decisive_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
+    """Return a trial and its result in the round that represents it in sweep.csv, too."""
+    found = []
+    for round_number in itertools.count(1):
+        each = trial.in_round(round_number)
+        if (result := folder.result(each.key)) is None:
+            break
+        found.append((each, result))
+    return max(found, key=order_of_rounds)
+
+
+def seconds_of_rounds(
+    folder: SweepFolder, trials: Sequence[Trial], rounds: int
+) -> list[list[list[float]]]:
+    """Return the seconds of a step of competing trials that were measured in every round.
+
+    Returns:
+        for each recipe and number of ranks: the seconds by round and trial
+    """
+    groups: dict[tuple[str, int], list[list[float]]] = {}
+    for trial in trials:
+        results = [folder.result(trial.in_round(n).key) for n in range(1, rounds + 1)]
+        seconds = [
+            result.median_seconds
+            for result in results
+            if result is not None and result.median_seconds is not None
+        ]
+        if len(seconds) == rounds:
+            groups.setdefault((trial.source, trial.world.size), []).append(seconds)
+    return [[list(each) for each in zip(*group, strict=True)] for group in groups.values()]
+
+
+def order_of_rounds(pair: tuple[Trial, Result]) -> tuple[bool, bool, float]:
+    """Return the `preference` of a trial's round."""
+    _, result = pair
+    return preference(
+        outcome=result.outcome,
+        split=result.split is not None,
+        seconds=result.median_seconds,
+    )
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """Return the request that the options describe."""
+    return Request(
+        recipes=options.recipes,
+        settings=options.set,
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        gpu=options.gpu,
+        layouts=options.layouts,
+        top=options.top,
+        warm_up=options.warm_up,
+        steps=FIRST_HALVING_STEPS if options.halving else options.steps,
+        split=options.split,
+    )
+
+
+def launcher_of(options: argparse.Namespace) -> Launcher:
+    """Return the launcher that the options name, or else the one that suits the environment."""
+    program = Path(sys.argv[0]).resolve()  # ranks run the same script
+    name = options.launcher
+    if name is None:
+        in_job = "SLURM_JOB_ID" in os.environ
+        name = "deepspeed" if options.hostfile else "srun" if in_job else "local"
+    if name == "deepspeed":
+        if options.hostfile is None:
+            raise UserError("--launcher deepspeed needs the hosts; use --hostfile FILE")
+        return DeepSpeedLauncher(program, options.hostfile)
+    return SlurmLauncher(program) if name == "srun" else LocalLauncher(program)
+
+
+def default_folder(recipes: Sequence[Path]) -> Path:
+    """Return the default sweep folder, named after the recipes."""
+    names = dict.fromkeys(load_recipe(path).name for path in recipes)
+    return REPOSITORY / "runs" / "sweeps" / "-".join(list(names)[:MAX_NAMES])
+
+
+def print_line(line: str) -> None:
+    """Print a line and flush it, so that a pipe also receives it at once."""
+    print(line, flush=True)
+
+
+def print_to_stderr(line: str) -> None:
+    """Print a line on stderr, because stdout is for JSON."""
+    print(line, file=sys.stderr, flush=True)
+
+
+# The command-line options of sweep.py.
+
+MAX_ROUNDS = 100
+NOT_WITH_LINKS = {  # options of a sweep of recipes: name in the namespace -> on the command line
+    "recipes": "the recipes",
+    "set": "--set",
+    "layouts": "--layouts",
+    "top": "--top",
+    "steps": "--steps",
+    "warm_up": "--warm-up",
+    "rounds": "--rounds",
+    "halving": "--halving",
+    "sweep_dir": "--sweep-dir",
+    "retry": "--retry",
+    "wandb": "--wandb",
+    "split": "--split",
+    "learning_rate": "--learning-rate",
+    "coordinate_check": "--coordinate-check",
+    "widths": "--widths",
+    "seeds": "--seeds",
+}
+NOT_WITH_TRAINING = {  # options that choose or measure layouts
+    "layouts": "--layouts",
+    "top": "--top",
+    "warm_up": "--warm-up",
+    "rounds": "--rounds",
+    "halving": "--halving",
+    "wandb": "--wandb",
+    "split": "--split",
+}
+ONLY_WITH_TRAINING = {"widths": "--widths", "seeds": "--seeds"}
+DEFAULT_STEPS = 5
+
+
+def parse_command_line(description: str) -> argparse.Namespace:
+    """Return the options of the command.
+
+    Args:
+        description: the command's docstring: a summary and, after an empty line, examples
+    """
+    parser = parser_with_examples(description)
+    parser.add_argument(
+        "recipes", nargs="*", type=Path, default=[DEFAULT_RECIPE], metavar="recipe",
+        help="recipes to measure (default: recipes/tiny.toml)",
+    )  # fmt: skip
+    add_trial_options(parser.add_argument_group("trials"))
+    add_measuring_options(parser.add_argument_group("measuring"))
+    add_transfer_options(parser.add_argument_group("transfer of learning rates"))
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # set by our launchers
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
+    options = parser.parse_args()
+    if options.links is not None and (others := given_options(parser, NOT_WITH_LINKS)):
+        parser.error(f"--links measures no recipe; leave out {', '.join(others)}")
+    if options.halving and options.rounds > 1:
+        parser.error("--halving and --rounds exclude each other; leave out one of them")
+    trains = options.learning_rate is not None or options.coordinate_check is not None
+    if trains and (others := given_options(parser, NOT_WITH_TRAINING)):
+        parser.error(
+            f"--learning-rate and --coordinate-check train each recipe in its own layout; leave "
+            f"out {', '.join(others)}"
+        )
+    if not trains and (others := given_options(parser, ONLY_WITH_TRAINING)):
+        parser.error(
+            f"{', '.join(others)}: no effect on a sweep of layouts; add --learning-rate auto or "
+            f"--coordinate-check 4"
+        )
+    if options.steps is not None and trains and options.learning_rate is None:
+        parser.error(
+            f"--steps {options.steps} has no effect on --coordinate-check; leave it out, or use "
+            f"--coordinate-check {options.steps}"
+        )
+    if options.steps is None and not trains:
+        options.steps = DEFAULT_STEPS
+    return options
+
+
+def given_options(parser: argparse.ArgumentParser, names: Mapping[str, str]) -> list[str]:
+    """Return the options among `names` that are on the command line, as a user writes them.
+
+    Args:
+        parser: parses the command line
+        names: name of an option in the namespace -> as a user writes it
+    """
+    parser.set_defaults(**dict.fromkeys(names))  # a default of None shows what was not given
+    found = vars(parser.parse_args())
+    return [written for name, written in names.items() if found[name] not in (None, [])]
+
+
+def add_trial_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options that choose the trials."""
+    group.add_argument(
+        "--top", type=count, default=10,
+        help="number of layouts that the planner chooses for each recipe and size (default: 10)",
+    )  # fmt: skip
+    group.add_argument(
+        "--layouts", choices=("best", "all", "own"),
+        help="the planner's best layouts, all that fit, or the recipe's own (default: best; own if "
+        "a --set has several values)",
+    )  # fmt: skip
+    group.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE[,VALUE...]",
+        help="change a key of the recipe; several values, and several options, make a grid. The "
+        "planner leaves these keys as they are",
+    )  # fmt: skip
+    cluster = "(default: the recipe's [cluster], or 1 x 2 x cpu)"
+    group.add_argument("--nodes", type=counts, help=f"numbers of nodes, such as 1,2,4 {cluster}")
+    group.add_argument("--gpus-per-node", type=counts, help="numbers of GPUs in each node")
+    group.add_argument("--gpu", help="name of a GPU in threefold/gpus/datasheets/, such as H100")
+
+
+def add_measuring_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of the measurement."""
+    group.add_argument(
+        "--steps", type=count,
+        help=f"measured steps (default: {DEFAULT_STEPS}); with --learning-rate, the steps of each "
+        "training (default: the recipe's)",
+    )  # fmt: skip
+    group.add_argument(
+        "--warm-up", type=count, default=2, help="steps before the measured ones (default: 2)"
+    )
+    group.add_argument(
+        "--rounds", type=partial(count, most=MAX_ROUNDS), default=1,
+        help="measure every trial this many times, in rounds over all trials; the fastest round "
+        "counts. Useful on shared machines (default: 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--halving", action="store_true",
+        help="measure all trials for 2 steps, the faster half for 4, and so on, instead of --steps",
+    )  # fmt: skip
+    group.add_argument(
+        "--split", action="store_true",
+        help="also measure the parts of a step: compute, communication, waiting and optimizer",
+    )  # fmt: skip
+    group.add_argument(
+        "--seconds-per-trial", type=seconds, metavar="SECONDS",
+        help="time limit of a trial (default: derived from the plan), or of --links (default: 600)",
+    )  # fmt: skip
+    group.add_argument(
+        "--links", metavar="NAME",
+        help="measure matmuls and links instead of recipes, and write the datasheet NAME for the "
+        "planner, based on that of --gpu",
+    )  # fmt: skip
+    group.add_argument(
+        "--sweep-dir", type=Path, help="folder of the results (default: runs/sweeps/NAME)"
+    )
+    group.add_argument(
+        "--launcher", choices=("local", "deepspeed", "srun"),
+        help="default: deepspeed with --hostfile, srun in a Slurm allocation, otherwise local",
+    )  # fmt: skip
+    group.add_argument("--hostfile", type=Path, help="hosts for deepspeed: node1 slots=8 ...")
+    group.add_argument(
+        "--retry", action="store_true",
+        help="measure the trials again that hung, crashed or were rejected in an earlier command; "
+        "with --learning-rate or --coordinate-check, also those that ran out of memory",
+    )  # fmt: skip
+    group.add_argument(
+        "--wandb", action="store_true",
+        help="at the end, write each trial to Weights & Biases as a run of one group",
+    )  # fmt: skip
+    group.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+
+
+def add_transfer_options(group: argparse._ArgumentGroup) -> None:
+    """Add the options of the learning-rate sweep and the coordinate check."""
+    group.add_argument(
+        "--learning-rate", type=learning_rates, metavar="auto|RATE[,RATE...]",
+        help="train each recipe at several learning rates and compare the best ones; auto: factors "
+        "of two around the recipe's, and more while the best one is at an end",
+    )  # fmt: skip
+    group.add_argument(
+        "--coordinate-check", type=count, metavar="STEPS",
+        help="coordinate check: measure the sizes of the activations at the start and after STEPS "
+        "steps on synthetic data, and compare them over the widths",
+    )  # fmt: skip
+    group.add_argument(
+        "--widths", type=counts, metavar="WIDTH[,WIDTH...]",
+        help="hidden sizes to which each recipe is scaled, such as 64,128,256 (default: its own)",
+    )  # fmt: skip
+    group.add_argument(
+        "--seeds", type=count, default=1,
+        help="train each model with this many seeds, and average the results (default: 1)",
+    )  # fmt: skip
+
+
+def learning_rates(text: str) -> list[float]:
+    """Parse learning rates separated by commas; the list is empty for "auto".
+
+    Raises:
+        ArgumentTypeError: a rate is not a number above 0 and up to 1,000, or is given twice.
+    """
+    if text == "auto":
+        return []
+    example = "use auto, or for example 1e-3,2e-3,4e-3"
+    rates = []
+    for part in text.split(","):
+        rate = number(part)
+        if not 0 < rate <= 1000:
+            raise argparse.ArgumentTypeError(f"{part} is not a learning rate; {example}")
+        if rate in rates:
+            raise argparse.ArgumentTypeError(f"{part} is given twice; {example}")
+        rates.append(rate)
+    return rates
