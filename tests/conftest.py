@@ -236,3 +236,13 @@ GPT_SWITCHES = {
     "model__kv_heads": 4,
     "model__rope_theta": None,
 }
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    """A process group of one rank, for collective functions in the process of the tests."""
+    import torch.distributed as dist  # takes seconds, which tests of the planner need not wait for
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,7 +1,7 @@
 """Seed small faults into the code, one at a time, and check that the tests notice each of them.
 
     python -m tests.mutants
-    python -m tests.mutants --only recipes/training/checkpoint
+    python -m tests.mutants --only threefold/checkpoint
     python -m tests.mutants --part 1/10 --jobs 4
 
 `tests/mutants/mutants.toml` lists the mutants: a file, a text that it contains once, the text that

@@ -7,7 +7,7 @@ upstream change that would make the override removable.
 
 - `timers`. Upstream: ThroughputTimer synchronizes the device when a forward pass begins and when
   `step` ends. Ours: the timer is off. Reason: the host should run ahead of the device, and
-  `recipes/training/tracking/` measures throughput. Gain: two or three synchronizations per
+  `threefold/tracking/` measures throughput. Gain: two or three synchronizations per
   micro-batch under ZeRO-3. Removable if the timer does not synchronize by default.
 
 `threefold/engine/deepspeed_overrides.py`
@@ -23,22 +23,10 @@ upstream change that would make the override removable.
   import torch's compiler. Ours: the module is imported with the compiler disabled. Reason: no
   optimizer of ours is DeepSpeed's Muon. Gain: most of a second of start-up. Removable if Muon is
   imported only for a Muon optimizer.
-
 - `without_memory_reports`. Upstream: BF16_Optimizer's constructor reports the memory twice per
   optimizer group, each time after a full garbage collection. Ours: no reports. Reason: their text
   is suppressed, and each bucket is a group. Gain: 0.4 s per group, a minute of start-up for 80
   buckets. Removable if the reports become optional.
-
-`threefold/engine/build.py`
-
-- `ShardedCreation`. Upstream: `deepspeed.zero.Init` broadcasts each weight of rank 0 to all data
-  ranks and then divides it. Ours: each rank fills only its part, without a broadcast, through
-  `_convert_to_deepspeed_param` and `partition`. Reason: initial values are a function of seed and
-  name. Gain: no rank draws or sends a whole weight. Removable if Init takes a function that fills a
-  part.
-
-`threefold/engine/deepspeed_overrides.py`
-
 - `share_fp32_weights`. Upstream: ZeRO-1 and 2 update a copy of fp32 weights. Ours: the weights are
   updated in place. Reason: the copy has the same type. Gain: 4 bytes per parameter of a rank's
   shard, and one copy per step. Removable if the optimizer shares tensors of equal type.
@@ -67,14 +55,22 @@ upstream change that would make the override removable.
   reductions to the owners, a rank has no sums of other shards. Gain: the reductions below.
   Removable if BF16_Optimizer computes the norm of its partition.
 
-`models/pipeline/`
+`threefold/engine/build.py`
 
-- `scheduled_engine.py`, `instructions.py`. Upstream: PipelineEngine runs a fixed schedule with
-  blocking sends and receives. Ours: a subclass, constructed directly, runs any order of passes and
-  communicates in the background. Reason: `deepspeed.initialize` has no argument for the class.
-  Gain: all schedules of `schedule/order.py`, and overlap of communication and computation.
-  Removable if the schedule becomes an argument.
-- `gradients/`, and `config_of_stage` in `threefold/engine/build.py`. Upstream: pipelines
+- `ShardedCreation`. Upstream: `deepspeed.zero.Init` broadcasts each weight of rank 0 to all data
+  ranks and then divides it. Ours: each rank fills only its part, without a broadcast, through
+  `_convert_to_deepspeed_param` and `partition`. Reason: initial values are a function of seed and
+  name. Gain: no rank draws or sends a whole weight. Removable if Init takes a function that fills a
+  part.
+
+`threefold/pipeline/`
+
+- `engine.py`. Upstream: PipelineEngine runs a fixed schedule with blocking sends and receives. Ours:
+  a subclass, constructed directly, runs any order of passes and communicates in the background.
+  Reason: `deepspeed.initialize` has no argument for the class. Gain: all schedules of
+  `schedules.py`, and overlap of communication and computation. Removable if the schedule becomes an
+  argument.
+- `gradients.py`, and `config_of_stage` in `threefold/engine/build.py`. Upstream: pipelines
   reject ZeRO-2; gradients are copied into buckets and reduced after the last backward pass, and
   BF16_Optimizer zeroes them after each step. Ours: DeepSpeed is told stage 1, and its hooks are
   removed. Gradients are added to one tensor per optimizer group, summed by one reduce-scatter
@@ -82,25 +78,25 @@ upstream change that would make the override removable.
   count the gradients of one backward pass, which deferred weight gradients do not fit. Gain: ZeRO-2
   with pipelines, overlap, half the traffic of an all-reduce, and no copies. Removable if DeepSpeed
   reduces when the caller says that a gradient is final.
-- `gathering.py`. Upstream: the optimizer's step ends by gathering the updated weights, and waits.
-  Ours: the function that it calls is replaced during the step by one that starts the gathers; each
-  layer waits for its own weights. Reason: the first passes of the next step can hide them.
-  Gain: overlap. Removable if the optimizer returns handles of its gathers.
-- `scheduled_engine.py` (`_aggregate_total_loss`). Upstream: the loss is averaged after the update.
+- `weight_gathering.py`. Upstream: the optimizer's step ends by gathering the updated weights, and
+  waits. Ours: the function that it calls is replaced during the step by one that starts the
+  gathers; each layer waits for its own weights. Reason: the first passes of the next step can hide
+  them. Gain: overlap. Removable if the optimizer returns handles of its gathers.
+- `engine.py` (`_aggregate_total_loss`). Upstream: the loss is averaged after the update.
   Ours: before it. Reason: the average would wait for the gathers of the same group. Gain: as for
-  `gathering.py`. Removable if DeepSpeed averages the loss first.
-- `scheduled_engine.py` (`_configure_distributed_model`), `engine/expert_groups.py`. Upstream: only
+  `weight_gathering.py`. Removable if DeepSpeed averages the loss first.
+- `engine.py` (`_configure_distributed_model`), `threefold/engine/experts.py`. Upstream: only
   modules of `deepspeed.moe` count as experts. Ours: marked weights do, and their groups are entered
   into `deepspeed.utils.groups`. Reason: our experts are modules of our own. Gain: ZeRO-1 divides
   experts among the ranks that have the same ones. Removable if DeepSpeed decides by the weights'
   attributes.
-- `process_grid.py`, `stage.py` (`_index_tied_modules`). Upstream: one call per group creates the
+- `stage.py` (`ProcessGrid`, `_index_tied_modules`). Upstream: one call per group creates the
   groups of the axes and of tied weights, thousands of calls on 1,000 ranks. Ours: one call per
   axis. Reason: each call is a collective over all ranks. Gain: start-up time on many ranks.
   Removable if PipelineParallelGrid creates the groups of an axis together.
 - `stage.py` (`PipelineParallelGrid`). Upstream: PipelineModule's constructor builds a grid itself.
   Ours: the class is replaced in DeepSpeed's module during that constructor by a function that
-  returns our grid. Reason: no argument changes the class. Gain: as for `process_grid.py`. Removable
+  returns our grid. Reason: no argument changes the class. Gain: as for `ProcessGrid`. Removable
   if PipelineModule takes a grid.
 - `stage.py` (`_synchronize_tied_weights`). Upstream: tied weights are broadcast. Ours: nothing.
   Reason: the initialization makes all replicas equal. Gain: no collective and no warning. Removable
