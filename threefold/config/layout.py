@@ -176,7 +176,8 @@ class Cluster(Section):
     """GPUs per node, and therefore ranks per node."""
 
     gpu: str
-    """Name of the GPU, for example "H100"; `threefold/gpus/datasheets/` lists them. "cpu" trains on CPUs."""
+    """Name of the GPU, for example "H100"; `threefold/gpus/datasheets/` lists them. "cpu" trains on
+    CPUs."""
 
     minimum_nodes: Count = 1
     """Smallest number of nodes on which `launch.py` continues the run after nodes were lost."""

@@ -65,9 +65,9 @@ upstream change that would make the override removable.
 
 `threefold/pipeline/`
 
-- `engine.py`. Upstream: PipelineEngine runs a fixed schedule with blocking sends and receives. Ours:
-  a subclass, constructed directly, runs any order of passes and communicates in the background.
-  Reason: `deepspeed.initialize` has no argument for the class. Gain: all schedules of
+- `engine.py`. Upstream: PipelineEngine runs a fixed schedule with blocking sends and receives.
+  Ours: a subclass, constructed directly, runs any order of passes and communicates in the
+  background. Reason: `deepspeed.initialize` has no argument for the class. Gain: all schedules of
   `schedules.py`, and overlap of communication and computation. Removable if the schedule becomes an
   argument.
 - `gradients.py`, and `config_of_stage` in `threefold/engine/build.py`. Upstream: pipelines
