@@ -36,7 +36,7 @@ PAGES = {
     **{f"docs/{name}": text for name, text in DOCS.items()},
 }
 CREATED_BY_EXAMPLES = {"recipes/mine.toml", "recipes/7b-planned.toml", "recipes/NAME.toml"}
-SOURCE_FOLDERS = ("recipes", "models", "ds_configs", "slurm", "benchmarks", "tests", "docs")
+SOURCE_FOLDERS = ("recipes", "models", "threefold", "ds_configs", "slurm", "benchmarks", "tests", "docs")
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
@@ -259,11 +259,11 @@ def test_every_deepspeed_config_is_explained() -> None:
         assert f"`{path.name}`" in DOCS["zero-and-precision.md"]
 
 
-def test_every_package_of_training_is_explained() -> None:
-    training = REPOSITORY / "recipes" / "training"
-    for path in training.iterdir():
+def test_every_package_is_explained() -> None:
+    for path in (REPOSITORY / "threefold").iterdir():
         if path.is_dir() and path.name != "__pycache__":
             assert f"| `{path.name}/` |" in DOCS["architecture.md"]
+            assert f" {path.name}/" in README
 
 
 def test_the_proofs_are_counted_right() -> None:

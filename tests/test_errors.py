@@ -97,7 +97,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
 @functools.cache
 def sources() -> list[tuple[str, ast.Module]]:
     """Return the path and the syntax tree of every module."""
-    folders = (REPOSITORY / folder for folder in ("models", "recipes", "slurm"))
+    folders = (REPOSITORY / folder for folder in ("models", "recipes", "threefold", "slurm"))
     paths = (path for folder in folders for path in sorted(folder.rglob("*.py")))
     return [(str(path.relative_to(REPOSITORY)), ast.parse(path.read_text())) for path in paths]
 
@@ -167,7 +167,8 @@ def test_broad_classes_are_caught_only_where_no_defect_becomes_a_users_mistake()
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_catches_user_errors_in_its_main_function(command: str) -> None:
-    tree = ast.parse((REPOSITORY / "recipes" / f"{command}.py").read_text())
+    folder = "recipes" if command == "pretrain" else "threefold/commands"
+    tree = ast.parse((REPOSITORY / folder / f"{command}.py").read_text())
     found = [
         caught(node, tree)
         for name, node in functions(tree)

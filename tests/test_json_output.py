@@ -16,10 +16,6 @@ import pytest
 
 from threefold.config.loading import REPOSITORY
 
-OPTION_MODULES = {  # module that defines --json -> the command that uses it
-    "threefold.commands.plan": "threefold.commands.plan",
-    "threefold.commands.sweep": "threefold.commands.sweep",
-}
 TINY = str(REPOSITORY / "recipes" / "tiny.toml")
 RANDOM = np.random.default_rng(0)
 ROW = {"ratio": 1.0, "mlp": 1.0, "matmuls": 1.0}
@@ -63,7 +59,7 @@ def noisy(result: Any) -> Callable[..., Any]:
 
 
 def replace(command: Any, name: str, stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name.startswith("recipes."):
+    if name.startswith("threefold."):
         monkeypatch.setattr(name, stub)
     elif name == "MEASURE":
         monkeypatch.setattr(command, name, defaultdict(lambda: stub))
@@ -109,13 +105,14 @@ def test_standard_output_is_one_json_object(
 
 
 def test_every_command_with_json_is_tested() -> None:
-    files = [*(REPOSITORY / "recipes").rglob("*.py"), *(REPOSITORY / "benchmarks").rglob("*.py")]
+    folders = (REPOSITORY / "threefold" / "commands", REPOSITORY / "benchmarks")
+    files = [file for folder in folders for file in folder.rglob("*.py")]
     modules = {
         ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
         for file in files
         if '"--json"' in file.read_text()
     }
-    assert {OPTION_MODULES.get(module, module) for module in modules} == set(COMMANDS)
+    assert modules == set(COMMANDS)
 
 
 IMPORT_EACH = """

@@ -439,7 +439,7 @@ def test_a_text_in_the_encoding_of_the_locale_is_seen(line: str) -> None:
 def test_texts_are_utf_8_whatever_the_locale() -> None:
     found = {
         str(path.relative_to(REPOSITORY)): calls
-        for folder in ("models", "recipes", "slurm")
+        for folder in ("models", "recipes", "threefold", "slurm")
         for path in sorted((REPOSITORY / folder).rglob("*.py"))
         if (calls := texts_without_encoding(ast.parse(path.read_text())))
     }
@@ -606,7 +606,7 @@ def test_code_in_a_folder_of_transformers_never_runs(
 def test_no_call_lets_transformers_ask_whether_to_run_code() -> None:
     calls = [
         (path, call[0])
-        for folder in ("models", "recipes", "benchmarks", "slurm")
+        for folder in ("models", "recipes", "threefold", "benchmarks", "slurm")
         for path in sorted((REPOSITORY / folder).rglob("*.py"))
         for call in re.finditer(
             r"Auto\w+\.from_pretrained\([^()]*(\([^()]*\)[^()]*)*\)", path.read_text()

@@ -52,7 +52,7 @@ def test_every_mutant_names_a_test() -> None:
 def test_every_package_has_mutants() -> None:
     folders = {
         str(file.parent.relative_to(REPOSITORY))
-        for folder in ("models", "recipes", "slurm")
+        for folder in ("models", "recipes", "threefold", "slurm")
         for file in (REPOSITORY / folder).rglob("*.py")
         if file.name != "__init__.py" and file not in users_files()
     }

@@ -40,7 +40,7 @@ def processes_with(folder: Path) -> list[str]:
 
 def copy_of_code(folder: Path) -> Path:
     """Copy the repository's code, for commands that write datasheets; return the folder."""
-    for name in ("recipes", "models", "ds_configs", "tests/sweeping"):
+    for name in ("recipes", "models", "threefold", "ds_configs", "tests/sweep"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
     return folder
