@@ -17,19 +17,17 @@ if __name__ == "__main__":  # import from the repository root, not from recipes/
 
     end_at_interrupt()
 
-import argparse
 import os
 import traceback
 from typing import Any
 
 from models.errors import UserError
-from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
+from threefold.config.sections import REPOSITORY
 from threefold.pretrain.after_step import after_step, compare_speed, evaluate, stop_if_unreadable
-from threefold.pretrain.experiment import read_experiment
+from threefold.pretrain.experiment import parse_command_line, read_experiment
 from threefold.pretrain.rejection import rejections
 from threefold.pretrain.run import Ending, Run
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.lock import SECONDS_TO_WAIT
 from threefold.runtime.environment import set_thread_count, set_torch_variables
 from threefold.runtime.exits import (
     FINISHED,
@@ -67,7 +65,7 @@ def main(started: float | None = None) -> None:
 def pretrain(started: float | None = None) -> None:
     """Train once, from the command-line options to the exit code."""
     pause_collection()
-    environment, options = dict(os.environ), parse_command_line()
+    environment, options = dict(os.environ), parse_command_line(__doc__)
     startup = Startup(started if options.continued_at is None else options.continued_at)
 
     # 1. Experiment: read and check the recipe before importing torch, which takes seconds.
@@ -210,56 +208,6 @@ def end_startup(run: Run, step: int) -> None:
     run.tracker.started(step, run.startup.stop("first step"), compiled=run.engine.compiled)
     hold_garbage()
     run.supervisor.expect_steps()
-
-
-def parse_command_line() -> argparse.Namespace:
-    """Return the options of the command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "recipe",
-        nargs="?",
-        type=Path,
-        default=DEFAULT_RECIPE,
-        help="recipe to train; default: recipes/tiny.toml",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a key for this run, with a TOML value or an unquoted string; repeatable",
-    )
-    parser.add_argument(
-        "--resume",
-        default="auto",
-        metavar="auto|never|CHECKPOINT",
-        help="auto (default): resume from the newest checkpoint, or start at step 1 if there is "
-        "none; never: start at step 1; CHECKPOINT: resume from this folder",
-    )
-    parser.add_argument(
-        "--resume-once",
-        default="",
-        metavar="NAME",
-        help="apply --resume only the first time the run is started with this NAME, any label you "
-        "choose; a later start with it, for example of a requeued job, uses --resume auto",
-    )
-    parser.add_argument(
-        "--wait-for-folder",
-        type=float,
-        default=SECONDS_TO_WAIT,
-        metavar="SECONDS",
-        help="how long to wait for the run folder's lock if the run that holds it shows no sign of "
-        "life, for example because its node has died; default: %(default)s",
-    )
-    parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
-    parser.add_argument("--lease", default="", help=argparse.SUPPRESS)  # launch.py passes it
-    # A rank that has replaced itself for the next stage passes these two.
-    parser.add_argument("--continued-at", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--lock", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -36,7 +36,16 @@ PAGES = {
     **{f"docs/{name}": text for name, text in DOCS.items()},
 }
 CREATED_BY_EXAMPLES = {"recipes/mine.toml", "recipes/7b-planned.toml", "recipes/NAME.toml"}
-SOURCE_FOLDERS = ("recipes", "models", "threefold", "ds_configs", "slurm", "benchmarks", "tests", "docs")
+SOURCE_FOLDERS = (
+    "recipes",
+    "models",
+    "threefold",
+    "ds_configs",
+    "slurm",
+    "benchmarks",
+    "tests",
+    "docs",
+)
 
 
 def blocks(text: str) -> list[tuple[str, str]]:

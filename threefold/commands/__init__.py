@@ -1,0 +1,1 @@
+"""The commands of recipes/: options, and what each of them does in order."""

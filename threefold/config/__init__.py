@@ -1,0 +1,1 @@
+"""The recipe: its keys, its checks, its phases, and the sizes of the parallel axes."""

@@ -1,0 +1,1 @@
+"""Checkpoints to and from transformers, averaged, or in another layout."""

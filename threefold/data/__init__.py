@@ -1,0 +1,1 @@
+"""Token files, and the order in which a run reads them."""

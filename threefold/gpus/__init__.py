@@ -1,0 +1,1 @@
+"""Datasheets of GPUs."""

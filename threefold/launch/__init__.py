@@ -1,0 +1,1 @@
+"""Runs on several nodes, which continue when nodes fail."""

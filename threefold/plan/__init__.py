@@ -1,0 +1,1 @@
+"""The planner: predicted memory, time and layouts."""

@@ -1,8 +1,9 @@
-"""The experiment of a run: a validated recipe on the ranks of the launcher.
+"""The experiment of a run: the options of pretrain.py, and a validated recipe on its ranks.
 
 Nothing here imports torch, so that a bad recipe is rejected within a fraction of a second.
 """
 
+import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from threefold.config.deepspeed_json import build_deepspeed_config, precision
-from threefold.config.loading import load_recipe, origin
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe, origin
 from threefold.config.parallel_dims import Topology, World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
 from threefold.plan.job import Machine
 from threefold.pretrain.rejection import rejections
+from threefold.run_folder.lock import SECONDS_TO_WAIT
 from threefold.runtime.environment import check_accelerator
 
 
@@ -108,3 +110,53 @@ def machine_of(experiment: Experiment, device: str) -> Machine | None:
         UserError: `cluster.gpu` has no datasheet.
     """
     return Machine.of_run(experiment.recipe.cluster, experiment.world, device)
+
+
+def parse_command_line(description: str | None) -> argparse.Namespace:
+    """Return the options of pretrain.py."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        type=Path,
+        default=DEFAULT_RECIPE,
+        help="recipe to train; default: recipes/tiny.toml",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override a key for this run, with a TOML value or an unquoted string; repeatable",
+    )
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|CHECKPOINT",
+        help="auto (default): resume from the newest checkpoint, or start at step 1 if there is "
+        "none; never: start at step 1; CHECKPOINT: resume from this folder",
+    )
+    parser.add_argument(
+        "--resume-once",
+        default="",
+        metavar="NAME",
+        help="apply --resume only the first time the run is started with this NAME, any label you "
+        "choose; a later start with it, for example of a requeued job, uses --resume auto",
+    )
+    parser.add_argument(
+        "--wait-for-folder",
+        type=float,
+        default=SECONDS_TO_WAIT,
+        metavar="SECONDS",
+        help="how long to wait for the run folder's lock if the run that holds it shows no sign of "
+        "life, for example because its node has died; default: %(default)s",
+    )
+    parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
+    parser.add_argument("--lease", default="", help=argparse.SUPPRESS)  # launch.py passes it
+    # A rank that has replaced itself for the next stage passes these two.
+    parser.add_argument("--continued-at", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
+    return parser.parse_args()

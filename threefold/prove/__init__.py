@@ -1,0 +1,1 @@
+"""Proof that a recipe has the same loss in every layout."""

@@ -1,0 +1,1 @@
+"""Processes: how they start, communicate, print and end."""

@@ -1,0 +1,1 @@
+"""Watch over a run: its progress, its numbers, and its ranks."""

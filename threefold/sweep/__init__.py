@@ -1,0 +1,1 @@
+"""Measurement of layouts, settings, links and widths."""

@@ -1,0 +1,1 @@
+"""One rank of a full-size job on fake tensors: its memory and its messages, counted."""

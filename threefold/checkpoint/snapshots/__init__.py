@@ -1,0 +1,1 @@
+"""Checkpoints in the memory of two nodes."""

@@ -1,0 +1,1 @@
+"""Comparison of predictions with measured runs, and a fit to them."""

@@ -1,0 +1,1 @@
+"""Predicted memory, in bytes per rank."""

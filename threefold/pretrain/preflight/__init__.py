@@ -1,0 +1,1 @@
+"""Measurement of devices and links before the first step."""

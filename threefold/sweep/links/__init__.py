@@ -1,0 +1,1 @@
+"""Measurement of a cluster, and the datasheet written from it."""

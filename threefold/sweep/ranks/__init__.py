@@ -1,0 +1,1 @@
+"""Ranks that measure one trial after the other."""
