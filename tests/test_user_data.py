@@ -32,7 +32,8 @@ from threefold.plan.calibration.compare import evaluate
 from threefold.plan.calibration.runs_table import read_table
 from threefold.prepare_data import formats
 from threefold.prepare_data.corpus import Origins, find_damages
-from threefold.prepare_data.formats import JsonLines, TextLines, from_library
+from threefold.prepare_data.formats import JsonLines, TextLines
+from threefold.prepare_data.tables import from_library
 from threefold.prepare_data.tokenization import Tokenization, read_report, texts_of
 from threefold.prepare_data.tokenizer import load_tokenizer
 from threefold.report.page import render

@@ -19,8 +19,9 @@ from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import Topology
 from threefold.config.recipe import Recipe
 from threefold.config.sections import check_weights, whole_shares
-from threefold.data.corpus import document_starts, fingerprint, tokenizer_hash
+from threefold.data.corpus import document_starts, fingerprint
 from threefold.data.dataset import MicroBatch, TrainingData, Windows
+from threefold.data.manifest import tokenizer_hash
 from threefold.data.sample_order import choose_sources, permuted
 from threefold.data.token_file import HEADER, TokenFile, write_token_file
 from threefold.prepare_data.source import OwnFiles

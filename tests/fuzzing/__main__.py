@@ -44,14 +44,8 @@ from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, pa
 from threefold.config.parallel_dims import World
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.data.corpus import (
-    check_document_starts,
-    document_starts,
-    fingerprint,
-    folder_hash,
-    open_corpus,
-    tokenizer_hash,
-)
+from threefold.data.corpus import check_document_starts, document_starts, fingerprint, open_corpus
+from threefold.data.manifest import folder_hash, tokenizer_hash
 from threefold.data.token_file import TokenFile
 from threefold.launch.connection import over_ssh
 from threefold.launch.hosts import read_hostfile

@@ -160,9 +160,9 @@ open(os.environ["FILE"], "w").write(json.dumps([rank["words"], os.environ["RANK"
 
 
 def test_a_standby_process_becomes_a_rank(agents: list[Agent], tmp_path: Path) -> None:
-    """The agent is started from a copy of recipes/, with a standby.py that imports nothing."""
-    shutil.copytree(AGENT.parents[1], tmp_path / "recipes")
-    folder = tmp_path / "recipes" / "nodes"
+    """The agent is started from a copy of the code, with a standby.py that imports nothing."""
+    shutil.copytree(AGENT.parents[1], tmp_path / "threefold")
+    folder = tmp_path / "threefold" / "launch"
     (folder / "standby.py").write_text(STANDBY)
     agents.append(agent := Agent(standby=1, script=folder / "node_agent.py"))
     children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children")

@@ -80,7 +80,7 @@ from threefold.plan.time.block import all_reduce_seconds, gather_seconds, matmul
 from threefold.plan.time.step import step_time, timeline_of
 from threefold.plan.time.update import data_traffic
 
-PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
+PUBLISHED = REPOSITORY / "benchmarks" / "planner_accuracy"
 LIMITS = {  # table -> documented limits of the mean and the largest error, in percent
     "narayanan2021": (4, 8),
     "korthikanti2022": (5, 8),

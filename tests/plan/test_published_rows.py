@@ -18,7 +18,7 @@ from threefold.plan.software import load_software
 from threefold.plan.time.block import all_reduce_seconds, gather_seconds
 from threefold.plan.time.step import data_time, step_time
 
-PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
+PUBLISHED = REPOSITORY / "benchmarks" / "planner_accuracy"
 
 
 def row(**changes: str) -> Row:

@@ -17,7 +17,7 @@ from threefold.plan.calibration.fit import Calibration
 from threefold.plan.calibration.runs_table import read_cells
 from threefold.plan.job import JobLayout
 
-PUBLISHED = REPOSITORY / "recipes" / "planning" / "measured" / "published"
+PUBLISHED = REPOSITORY / "benchmarks" / "planner_accuracy"
 SIZES = ("layers", "hidden", "seq", "vocab", "gbs", "gpus", "tp", "pp")
 A100_FLOPS = 312e12  # fp16
 

@@ -14,15 +14,16 @@ from datasets import Dataset, DatasetDict, IterableDataset, SplitDict, SplitInfo
 from pyarrow import parquet
 
 from models.errors import UserError
-from threefold.data.corpus import tokenizer_hash
+from threefold.data.manifest import tokenizer_hash
 from threefold.prepare_data import formats as text_files
-from threefold.prepare_data.formats import PROBLEM_KINDS, Format, Stream
+from threefold.prepare_data.formats import PROBLEM_KINDS, Format
 from threefold.prepare_data.source import (
     SourceOptions,
     mark_workspace,
     open_source,
     open_validation,
 )
+from threefold.prepare_data.tables import Stream
 from threefold.prepare_data.tokenization import Report, texts_of
 
 TEXTS = [

@@ -24,8 +24,8 @@ from tests.fault_injection.soak_data import soak
 from threefold.commands import prepare_data
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.config.parallel_dims import Topology
-from threefold.data.corpus import few_tokens, tokenizer_hash
 from threefold.data.dataset import TrainingData
+from threefold.data.manifest import few_tokens, tokenizer_hash
 from threefold.data.token_file import TokenFile
 from threefold.prepare_data import corpus as prepared_corpus
 from threefold.prepare_data import formats, tokenization

@@ -519,8 +519,8 @@ def seeded_fault(fault: str) -> Iterator[None]:
         ),
         "q, k and v are declared as one block": (
             "models.parallel.layers.Sharding",
-            lambda shape, dimension=None, blocks=(), **others: Sharding(
-                shape, dimension, (sum(blocks),) if blocks else (), **others
+            lambda shape, dimension=None, blocks=(), *rows, **others: Sharding(
+                shape, dimension, (sum(blocks),) if blocks else (), *rows, **others
             ),
         ),
         "column-parallel inputs keep partial gradients": (

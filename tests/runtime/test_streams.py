@@ -45,8 +45,8 @@ try:
 except RuntimeError:
     traceback.print_exc()
 print("the last line", end="")
-streams.finish_output({seconds})
-streams.end_process(7, seconds=0.2)
+output.finish_output({seconds})
+output.end_process(7, seconds=0.2)
 """
 
 
@@ -90,8 +90,8 @@ def test_a_slow_reader_gets_all_of_a_run_that_ends_normally() -> None:
     body = """
 for number in range(30_000):
     print("line", number, "x" * 90)
-streams.finish_output(20)
-streams.end_process(0)
+output.finish_output(20)
+output.end_process(0)
 """
     command = [sys.executable, "-c", PRINTING.format(body=body)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=write)
@@ -108,13 +108,13 @@ streams.end_process(0)
 def test_a_full_buffer_drops_the_oldest_lines_and_reports_it() -> None:
     body = """
 import os
-streams.MAX_UNREAD_BYTES = 10_000
+output.MAX_UNREAD_BYTES = 10_000
 for number in range(20_000):
     print("line", number, "x" * 100)
 os.write(2, b"printed")
 print("the last line")
 sys.stdout.finish(20)
-streams.end_process(0)
+output.end_process(0)
 """
     ours, theirs = socket.socketpair()  # like a terminal, a socket cannot be enlarged
     process = subprocess.Popen(
@@ -141,7 +141,7 @@ if not {grows}:
     output.fcntl.F_SETPIPE_SZ = -1  # as at the limit of pipe-max-size
 for number in range(10_000):
     print("line", number, "x" * 50)
-streams.finish_output(0.3)
+output.finish_output(0.3)
 os.write(2, b"filled")
 open("/dev/stdin").read()
 """
@@ -179,7 +179,7 @@ if os.fork() == 0:
     print("the child")
     os._exit(0)
 os.wait()
-streams.end_process(0)
+output.end_process(0)
 """
     with Output("pipe") as output:
         assert start(body, output).wait(timeout=60) == 0
@@ -211,13 +211,13 @@ def test_only_the_object_of_json_reaches_standard_output() -> None:
 
 
 LABELLED = """
-streams.label_lines(3)
+output.label_lines(3)
 print("one\\n\\ntwo")
 print("a part", end="", flush=True)
 print(" of a line")
 sys.stderr.write("a message\\n")
-streams.finish_output(2)
-streams.end_process(0)
+output.finish_output(2)
+output.end_process(0)
 """
 LABEL = r"\[\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d rank 3\] "
 

@@ -285,7 +285,7 @@ def test_the_rank_that_waits_for_a_disk_is_named_by_those_that_wait_for_it(tmp_p
     [
         ("engine", "build", "build_engine", "building the engine"),
         pytest.param(
-            "checkpoint", "resume_point", "find", "verifying checkpoints", marks=pytest.mark.long
+            "checkpoint", "resume", "find", "verifying checkpoints", marks=pytest.mark.long
         ),
     ],
 )
@@ -299,7 +299,7 @@ def test_a_run_is_supervised_while_it_starts(
     script.write_text(
         "import sys, time\n"
         "from recipes import pretrain\n"
-        f"from recipes.training.{package} import {module}\n"
+        f"from threefold.{package} import {module}\n"
         "import torch.distributed as dist\n"
         f"function = {module}.{name}\n"
         "def stuck(*arguments, **options):\n"

@@ -163,7 +163,7 @@ def test_a_wait_at_the_end_is_announced(
         assert thread._thread
         waits = [False, KeyboardInterrupt, False] if interrupted else [False, False]
         monkeypatch.setattr(wandb_thread, "end_service", lambda: True)
-        with mock.patch.object(thread._ended, "wait", side_effect=waits):
+        with mock.patch.object(thread, "_ends_within", side_effect=waits):
             problem = thread.finish()
         release.set()
         thread._thread.join()

@@ -12,7 +12,7 @@ from threefold.config.loading import value_text
 from threefold.config.phases import table_at
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
-from threefold.data.corpus import is_corpus
+from threefold.data.manifest import is_corpus
 from threefold.run_folder.progress import Progress
 
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it

@@ -16,7 +16,7 @@ from threefold.config.layout import Cluster
 from threefold.config.loading import DEFAULT_RECIPE
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.data.corpus import unused_rows
+from threefold.data.manifest import unused_rows
 from threefold.plan import catalogue, recipe_edits, report
 from threefold.plan import report as plan_table
 from threefold.plan.calibration.compare import compare

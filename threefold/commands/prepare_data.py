@@ -15,7 +15,7 @@ from models.config import MAX_SIZE
 from models.errors import UserError, a_few, counted
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.sections import repository_path
-from threefold.data.corpus import few_tokens, lost_manifest, read_manifest
+from threefold.data.manifest import few_tokens, lost_manifest, read_manifest
 from threefold.prepare_data.corpus import clear_workspace, full_disk_explained, lock_workspace
 from threefold.prepare_data.formats import BLANK, PROBLEM_KINDS
 from threefold.run_folder.json_lines import flush

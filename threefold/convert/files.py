@@ -24,7 +24,7 @@ from threefold.checkpoint.format import (
 from threefold.checkpoint.state import CheckpointReader
 from threefold.config.phases import table_at
 from threefold.config.sections import short
-from threefold.data.corpus import is_corpus
+from threefold.data.manifest import is_corpus
 from threefold.run_folder.history import no_checkpoint, published
 from threefold.run_folder.json_lines import flush
 

@@ -25,7 +25,8 @@ from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
 from threefold.config.sections import repository_path, short
 from threefold.convert.files import AVERAGED_FROM, RESHAPED_FROM, OutputFiles, model_of
-from threefold.data.corpus import document_starts, tokenizer_hash
+from threefold.data.corpus import document_starts
+from threefold.data.manifest import tokenizer_hash
 from threefold.prepare_data.tokenizer import document_start, load_tokenizer
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import task_accuracies, validation_losses

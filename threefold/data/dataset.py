@@ -30,14 +30,8 @@ from threefold.config.parallel_dims import Topology
 from threefold.config.phases import Span, StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
-from threefold.data.corpus import (
-    check_document_starts,
-    few_tokens,
-    fingerprint,
-    open_corpus,
-    read_manifest,
-    token_bytes,
-)
+from threefold.data.corpus import check_document_starts, fingerprint, open_corpus, token_bytes
+from threefold.data.manifest import few_tokens, read_manifest
 from threefold.data.sample_order import Mixture, mixture_after, source_numbers
 from threefold.data.tasks import Tasks, open_tasks
 from threefold.data.token_file import TokenFile

@@ -26,7 +26,7 @@ import numpy as np
 
 from models.errors import FULL_DISK_ERRORS, UserError, counted, reason_of, suggestion
 from threefold.checkpoint.format import sha256
-from threefold.data.corpus import folder_hash, lost_manifest, read_manifest
+from threefold.data.manifest import folder_hash, lost_manifest, read_manifest
 from threefold.data.token_file import (
     HEADER,
     HashedFile,

@@ -12,8 +12,9 @@ from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
-from threefold.data.corpus import document_starts, lost_manifest
+from threefold.data.corpus import document_starts
 from threefold.data.dataset import TrainingData
+from threefold.data.manifest import lost_manifest
 from threefold.prepare_data.corpus import Origins
 from threefold.prepare_data.tokenizer import load_tokenizer
 from threefold.run_folder.folder import RunFolder

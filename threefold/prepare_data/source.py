@@ -14,20 +14,18 @@ from typing import IO, Any
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 
 from models.errors import UserError, counted, reason_of
-from threefold.data.corpus import read_manifest, tokenizer_hash
+from threefold.data.manifest import read_manifest, tokenizer_hash
 from threefold.prepare_data.formats import (
     COMPRESSED,
     MAX_PIECE_BYTES,
     Format,
     JsonArray,
     JsonLines,
-    Parquet,
-    Rows,
-    Stream,
     TextLines,
     Texts,
     open_bytes,
 )
+from threefold.prepare_data.tables import Parquet, Rows, Stream
 
 # Recognise the files that prepare_data.py has written, by their content.
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from models.errors import UserError, reason_of
 from threefold.config.sections import repository_path
-from threefold.data.corpus import folder_hash, tokenizer_hash
+from threefold.data.manifest import folder_hash, tokenizer_hash
 from threefold.prepare_data.formats import Format, NumberedPiece
 from threefold.prepare_data.tokenization import (
     SECONDS_BETWEEN_LINES,

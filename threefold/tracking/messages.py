@@ -14,7 +14,7 @@ from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
 from threefold.config.parallel_dims import Topology, World, rank_map
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.data.corpus import unchecked_tokenizer, unused_rows
+from threefold.data.manifest import unchecked_tokenizer, unused_rows
 from threefold.pipeline.balance import balance_text
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import WallTime, shares_text

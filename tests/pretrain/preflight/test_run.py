@@ -21,7 +21,7 @@ os.environ["LOCAL_WORLD_SIZE"] = "1"
 os.environ.update({variables})
 {install}
 from recipes import pretrain
-from recipes.training.preflight import measuring, run
+from threefold.pretrain.preflight import measure, run
 rank = int(os.environ["RANK"])
 fault = "{fault}" if rank == 2 else ""
 measured = []
@@ -32,13 +32,13 @@ def matmul_tflops(*_, **__):
     if fault == "error":
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
     return 0.2 if fault == "slow" or (fault == "disturbed" and len(measured) == 1) else 1.0
-measuring.matmul_tflops = matmul_tflops
+measure.matmul_tflops = matmul_tflops
 run.SECONDS_WITHOUT_PROGRESS = 4
 def release_memory(device):
     if fault == "error":
         raise RuntimeError("CUDA error")
 run.release_memory = release_memory
-seconds, wrong_rows = measuring.LinkTest._seconds, measuring.wrong_rows
+seconds, wrong_rows = measure.LinkTest._seconds, measure.wrong_rows
 def multiply(left, right):
     product = left @ right
     product[3, 5] += fault == "wrong"
@@ -46,8 +46,8 @@ def multiply(left, right):
 def timed(test, prepare, size, repetitions):
     measured = seconds(test, prepare, size, repetitions)
     return None if measured is None else 1.0
-measuring.wrong_rows = lambda *arguments: wrong_rows(*arguments, multiply=multiply)
-measuring.LinkTest._seconds = timed
+measure.wrong_rows = lambda *arguments: wrong_rows(*arguments, multiply=multiply)
+measure.LinkTest._seconds = timed
 pretrain.main()
 """
 
