@@ -1,6 +1,7 @@
 """Packages import only from lower floors, modules not in a circle, and light commands not torch."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -37,11 +38,14 @@ WITHOUT_TORCH = (
     "recipes.prove",
     "recipes.report",
     "recipes.sweep",
+    "threefold.sweep.ranks.protocol",  # of the ranks, which report before they import torch
+)
+# Processes of their own on every node, of which some watch GPUs or hold snapshots for days.
+STANDARD_LIBRARY_ONLY = (
     "threefold.launch.gpu_watch",
     "threefold.launch.node_agent",
     "threefold.launch.snapshot_server",
     "threefold.supervision.watchdog",
-    "threefold.sweep.ranks.protocol",  # of the ranks, which report before they import torch
 )
 SOURCES = {
     ".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path.read_text(encoding="utf-8")
@@ -141,27 +145,36 @@ def test_no_modules_import_each_other() -> None:
 
 
 IMPORT = """
-import importlib, os, sys
+import importlib, json, os, sys
+before = set(sys.modules)
 for name in sys.argv[1:]:
     child = os.fork()
     if not child:
         importlib.import_module(name)
-        heavy = sys.modules.keys() & {"torch", "deepspeed", "transformers"}
-        if heavy:
-            print(name, "imports", *sorted(heavy), flush=True)
+        packages = {each.partition(".")[0] for each in sys.modules.keys() - before}
+        print(json.dumps([name, sorted(packages - sys.stdlib_module_names)]), flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, name
 """
 
 
-def heavy_imports(*modules: str) -> str:
-    """Return a line for each of the modules that imports torch, DeepSpeed or transformers."""
+def imported_packages(*modules: str) -> dict[str, set[str]]:
+    """Return the packages outside the standard library that the import of a module loads."""
     command = [sys.executable, "-c", IMPORT, *modules]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return {name: set(packages) for name, packages in map(json.loads, done.stdout.splitlines())}
 
 
 def test_light_commands_do_not_import_torch() -> None:
-    assert heavy_imports(*WITHOUT_TORCH) == ""
-    assert heavy_imports("models.transformer") == "models.transformer imports torch\n"
+    packages = imported_packages(*WITHOUT_TORCH, "models.transformer")
+    assert "torch" in packages.pop("models.transformer")
+    heavy = {"torch", "deepspeed", "transformers"}
+    assert {name: found & heavy for name, found in packages.items() if found & heavy} == {}
+
+
+def test_processes_on_nodes_need_only_the_standard_library() -> None:
+    packages = imported_packages(*STANDARD_LIBRARY_ONLY)
+    assert {name: found - {"threefold"} for name, found in packages.items()} == {
+        name: set() for name in STANDARD_LIBRARY_ONLY
+    }

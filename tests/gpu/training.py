@@ -18,7 +18,7 @@ from tests.gpu.runs import (
     start,
 )
 from tests.gpu.setting import Result, Setting
-from threefold.runtime.environment import free_port
+from threefold.runtime.launchers import free_port
 from threefold.sweep.ranks.launchers import killed_with_parent
 
 SAME = 1e-4  # relative, of losses in fp32

@@ -19,7 +19,8 @@ import pytest
 import tomli_w
 
 from tests.conftest import changed
-from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE, Client, NodeMemory
+from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
+from threefold.checkpoint.snapshots.node_memory import Client, NodeMemory
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.launch import attempt as attempt_module
 from threefold.launch import launcher as announcements

@@ -558,8 +558,8 @@ def test_the_remedy_for_a_short_part_names_options_that_help(
 @pytest.mark.parametrize(
     ("function", "kept"),
     [
-        ("prepared_corpus.join", "out.incomplete keeps 1 finished piece; rerun the same command"),
-        ("workers.run_pieces", "out.incomplete keeps its tokenizer; rerun the same command"),
+        ("corpus.join", "out.incomplete keeps 1 finished piece; rerun the same command"),
+        ("tokenization.run_pieces", "out.incomplete keeps its tokenizer; rerun the same command"),
         ("tokenizer.train_tokenizer", "nothing is finished yet; rerun the same command to start"),
         ("tokenization.check_parts", "nothing is written yet; rerun the same command to start"),
     ],
@@ -567,7 +567,7 @@ def test_the_remedy_for_a_short_part_names_options_that_help(
 def test_an_interruption_says_what_stays(
     function: str, kept: str, prepared: Path, tmp_path: Path
 ) -> None:
-    with mock.patch(f"recipes.preparing.{function}", side_effect=KeyboardInterrupt):
+    with mock.patch(f"threefold.prepare_data.{function}", side_effect=KeyboardInterrupt):
         done = prepare(*into(prepared, tmp_path / "out"), "--vocab-size", 300)
     assert done.stdout.startswith(f"preparing {tmp_path / 'out'} from {prepared / 'text.jsonl'}\n")
     assert done.returncode == 130 and done.stderr.count("\n") == 1

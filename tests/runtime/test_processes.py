@@ -10,8 +10,8 @@ import pytest
 import tomli_w
 
 from tests.ranks import join_world, run_ranks, start_ranks
-from threefold.runtime.environment import free_port
 from threefold.runtime.exits import BUSY
+from threefold.runtime.launchers import free_port
 
 # Rank 0 of two ranks; the other one is not needed, because rank 0 ends first.
 RANK_0 = """

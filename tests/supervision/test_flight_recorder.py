@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.ranks import start_ranks
-from threefold.runtime.environment import free_port
 from threefold.runtime.exits import HUNG
+from threefold.runtime.launchers import free_port
 from threefold.supervision.hang_report import (
     HangReport,
     Launched,

@@ -22,8 +22,8 @@ from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY
 from threefold.config.sections import Supervision
-from threefold.runtime.environment import Process, is_launcher
 from threefold.runtime.exits import HUNG
+from threefold.runtime.launchers import Process, is_launcher
 from threefold.runtime.processes import collective_timeout
 from threefold.supervision import hang_report
 from threefold.supervision.hang_report import (
@@ -239,7 +239,7 @@ import os, sys, time
 import torch, torch.distributed as dist
 from datetime import timedelta
 from pathlib import Path
-from threefold.runtime.environment import Process
+from threefold.runtime.launchers import Process
 from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
 from threefold.supervision.hang_report import Breadcrumb

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.environment import age_seconds
+from threefold.runtime.launchers import age_seconds
 from threefold.tracking.clocks import Startup
 from threefold.tracking.tracker import RunTracker
 

@@ -55,10 +55,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE
+from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
 from threefold.launch.gpu_watch import GpuWatch
 from threefold.launch.snapshot_server import ServerProcess
-from threefold.runtime.environment import free_port
+from threefold.runtime.launchers import free_port
 
 # Processes that an earlier agent of a run has left on this node; only the standard library.
 

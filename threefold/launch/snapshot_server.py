@@ -37,7 +37,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import IO, Any
 
-from threefold.checkpoint.snapshots.node_memory import SERVERS, SNAPSHOT
+from threefold.checkpoint.snapshots.names import SERVERS, SNAPSHOT
 
 PATH = re.compile(
     rf"/(?P<snapshot>{SNAPSHOT.pattern})/(?P<file>[a-z]+(-\d+)?\.(json|sha256|safetensors))"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from threefold.config.sections import REPOSITORY
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.environment import free_port
+from threefold.runtime.launchers import free_port
 from threefold.runtime.output import finish_output
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun

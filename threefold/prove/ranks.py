@@ -18,8 +18,8 @@ from typing import Any
 from threefold.config.loading import REPOSITORY
 from threefold.prove.compare import Leg, Outcome
 from threefold.prove.layouts import ProofCase
-from threefold.runtime.environment import free_port
 from threefold.runtime.exits import interrupts_blocked
+from threefold.runtime.launchers import free_port
 
 RANK_ENVIRONMENT = {  # environment variables of every rank
     "DS_ACCELERATOR": "cpu",

@@ -26,7 +26,7 @@ from typing import Any
 
 from models.errors import UserError
 from threefold.run_folder.json_lines import flush, write_whole
-from threefold.runtime.environment import start_ticks
+from threefold.runtime.launchers import start_ticks
 
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 SECONDS_TO_WAIT = 300  # file servers release a dead node's lock after 30 to 120 s

@@ -31,12 +31,11 @@ from threefold.gpus.datasheet import is_cpu
 from threefold.runtime.environment import (
     check_workspace,
     cores_of_rank,
-    free_port,
-    launchers_of,
     set_flight_recorder,
     set_torch_variables,
 )
 from threefold.runtime.exits import PortInUse
+from threefold.runtime.launchers import free_port, launchers_of
 
 # Check that the installed torch has kernels for this machine's GPUs.
 

@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.environment import Process, launchers_of
 from threefold.runtime.exits import HUNG
+from threefold.runtime.launchers import Process, launchers_of
 from threefold.runtime.output import end_process
 from threefold.supervision.hang_report import (
     Breadcrumb,

@@ -19,7 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":  # import from the repository's root
     sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-from threefold.runtime.environment import Process
+from threefold.runtime.launchers import Process
 from threefold.runtime.output import line_label
 
 SECONDS_OF_TICK = 1.0  # without a heartbeat, to count as a second of silence

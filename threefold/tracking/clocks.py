@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from threefold.runtime.environment import age_seconds, is_node_agent, launchers_of
+from threefold.runtime.launchers import age_seconds, is_node_agent, launchers_of
 
 
 class Startup:

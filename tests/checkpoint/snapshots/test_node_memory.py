@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from threefold.checkpoint.snapshots import node_memory
-from threefold.checkpoint.snapshots.node_memory import NodeMemory, SnapshotName
+from threefold.checkpoint.snapshots.names import SnapshotName
+from threefold.checkpoint.snapshots.node_memory import NodeMemory
 
 GB = 10**9
 

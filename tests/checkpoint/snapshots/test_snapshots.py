@@ -16,7 +16,8 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.checkpoint.format import Manifest
 from threefold.checkpoint.snapshots import writer as writer_module
-from threefold.checkpoint.snapshots.node_memory import FOLDER_VARIABLE, NodeMemory
+from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
+from threefold.checkpoint.snapshots.node_memory import NodeMemory
 from threefold.checkpoint.snapshots.reader import complete, find_snapshot
 from threefold.checkpoint.snapshots.writer import SnapshotWriter, partner_nodes
 from threefold.checkpoint.state import CheckpointReader

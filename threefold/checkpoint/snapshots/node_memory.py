@@ -1,4 +1,4 @@
-"""Snapshots in the memory of a node: folders in /dev/shm, their names, and requests to servers.
+"""Snapshots in the memory of a node: folders in /dev/shm, and requests to servers.
 
 A snapshot is a checkpoint whose files are spread over the memory of the nodes. Each node holds the
 files of its own ranks and copies of those of a partner node. The folder of a node:
@@ -19,7 +19,6 @@ import contextlib
 import http.client
 import json
 import os
-import re
 import shutil
 import threading
 from collections import OrderedDict
@@ -30,38 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from threefold.checkpoint.format import write_manifest
-
-# The names that ranks and the server of a node's snapshots share; standard library only.
-
-FOLDER_VARIABLE = "THREEFOLD_SNAPSHOTS"  # set by launch.py's agent: the folder of this node
-SERVERS = "servers.json"
-FP32_BYTES = 4  # of an element of every tensor
-SNAPSHOT = re.compile(r"step-(?P<step>\d{7,})-(?P<turns>\d+)-(?P<writer>[0-9a-f]+)")
-
-
-@dataclass(frozen=True, order=True)
-class SnapshotName:
-    """The name of a snapshot; later steps compare as larger.
-
-    Attributes:
-        step: number of completed steps
-        turns: number of turns in the history of the run when it was taken (`History.turns`)
-        writer: random name of the run's ranks that have taken it
-    """
-
-    step: int
-    turns: int
-    writer: str
-
-    def __str__(self) -> str:
-        return f"step-{self.step:07d}-{self.turns}-{self.writer}"
-
-    @classmethod
-    def parse(cls, text: str) -> "SnapshotName | None":
-        """Return the parts of a name; None if it is not the name of a complete snapshot."""
-        found = SNAPSHOT.fullmatch(text)
-        return cls(int(found["step"]), int(found["turns"]), found["writer"]) if found else None
-
+from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE, SERVERS
 
 INCOMPLETE = ".incomplete"
 RESERVED_SHARE = 0.05  # of the node's memory, which snapshots leave free

@@ -18,12 +18,11 @@ from typing_extensions import override
 from threefold.checkpoint.compatibility import check_same_run
 from threefold.checkpoint.format import Manifest, tensor_key
 from threefold.checkpoint.resume import Note, ResumePoint, no_note
+from threefold.checkpoint.snapshots.names import FP32_BYTES, SnapshotName
 from threefold.checkpoint.snapshots.node_memory import (
-    FP32_BYTES,
     Client,
     NodeMemory,
     Server,
-    SnapshotName,
     SnapshotUnavailable,
     listings,
 )

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from models.errors import UserError
 from models.parallel.process_groups import create_host_groups
-from threefold.checkpoint.snapshots.node_memory import FP32_BYTES, NodeMemory, SnapshotName
+from threefold.checkpoint.snapshots.names import FP32_BYTES, SnapshotName
+from threefold.checkpoint.snapshots.node_memory import NodeMemory
 from threefold.checkpoint.writer import (
     EXCHANGE_TIMEOUT,
     CheckpointWriter,

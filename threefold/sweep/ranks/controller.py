@@ -15,7 +15,7 @@ from typing import Any
 
 from threefold.gpus.datasheet import is_cpu
 from threefold.run_folder.lock import is_running, machine_id
-from threefold.runtime.environment import start_ticks
+from threefold.runtime.launchers import start_ticks
 from threefold.sweep.ranks.launchers import Launcher, Processes
 from threefold.sweep.ranks.protocol import ABANDONED, START, WorldFiles, read_message, write_message
 from threefold.sweep.trial import Result, WorldKind

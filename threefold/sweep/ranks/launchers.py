@@ -15,7 +15,7 @@ from typing import Protocol
 from models.errors import UserError, reason_of
 from threefold.launch.hosts import read_hostfile
 from threefold.prove.ranks import rank_variables
-from threefold.runtime.environment import free_port, random_port
+from threefold.runtime.launchers import free_port, random_port
 from threefold.sweep.ranks.protocol import WorldFiles
 from threefold.sweep.trial import WorldKind
 
