@@ -18,7 +18,6 @@ from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.data.manifest import unused_rows
 from threefold.plan import catalogue, recipe_edits, report
-from threefold.plan import report as plan_table
 from threefold.plan.calibration.compare import compare
 from threefold.plan.calibration.fit import Fit, fit_table
 from threefold.plan.catalogue import recipe_table, zero_stage_lines
@@ -131,9 +130,9 @@ def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace, *, whole
     stages = stage_rows(whole, machine, software, adjust) if len(whole.spans) > 1 else []
     if options.json:
         table: dict[str, Any] = {"cluster": cluster.model_dump()}
-        table |= {"links": plan_table.links_table(machine)}
-        table |= plan_table.search_table(recipe, result)
-        own_table = plan_table.job_table(own, steps) if own else None
+        table |= {"links": report.links_table(machine)}
+        table |= report.search_table(recipe, result)
+        own_table = report.job_table(own, steps) if own else None
         table |= {"own": own_table, "own_rejected": problem, "calibration": fit.table()}
         if stages:
             table |= {"stage": options.stage or whole.names[0], "stages": stages_table(stages)}
@@ -246,7 +245,7 @@ def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
     )  # fmt: skip
     if options.json:
         table = catalogue.family_table(family, cluster, options.largest)
-        links = plan_table.links_table(Machine.of_cluster(cluster, links_of(options)))
+        links = report.links_table(Machine.of_cluster(cluster, links_of(options)))
         print(json.dumps(table | {"links": links, "calibration": fit.table()}))
     else:
         if fit.source:
