@@ -62,7 +62,7 @@ def test_a_busy_port_is_one_line_with_a_free_port(
 def test_a_free_port_is_free_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("0.0.0.0", free_port())) as server:
         ports = iter([server.getsockname()[1], other := free_port()])
-        monkeypatch.setattr("threefold.runtime.environment.random_port", lambda: next(ports))
+        monkeypatch.setattr("threefold.runtime.launchers.random_port", lambda: next(ports))
         assert free_port() == other
 
 
