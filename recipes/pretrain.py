@@ -24,8 +24,7 @@ from typing import Any
 from models.errors import UserError
 from threefold.config.sections import REPOSITORY
 from threefold.pretrain.after_step import after_step, compare_speed, evaluate, stop_if_unreadable
-from threefold.pretrain.experiment import parse_command_line, read_experiment
-from threefold.pretrain.rejection import rejections
+from threefold.pretrain.experiment import parse_command_line, read_experiment, rejections
 from threefold.pretrain.run import Ending, Run
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.environment import set_thread_count, set_torch_variables

@@ -359,7 +359,7 @@ TOGETHER = """
 import os, sys
 from models.errors import UserError
 from recipes import pretrain
-from threefold.pretrain import rejection
+from threefold.pretrain import experiment
 from threefold.pretrain.setup import rejected_together
 from threefold.runtime.processes import start_processes
 from threefold.config.parallel_dims import World
@@ -368,12 +368,12 @@ def main(started):
     world = World.from_environment(os.environ)
     start_processes(world)
     for kinds in {kinds}:
-        with rejection.rejections(world), rejected_together():
+        with experiment.rejections(world), rejected_together():
             if kinds[world.rank]:
                 raise kinds[world.rank]("wrong on rank %d" % world.rank)
 
 pretrain.pretrain = main
-rejection.SECONDS_FOR_RANK_0_TO_SPEAK = 1
+experiment.SECONDS_FOR_RANK_0_TO_SPEAK = 1
 pretrain.main()
 os._exit(0)
 """

@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "threefold.commands.sweep": (["--links", "mine"], {"Preflight.run": (None, None)}),
 }  # fmt: skip
 REPORTS = {  # functions that would need real results
-    "threefold.commands.plan": {"threefold.trace.report.table": {}},
+    "threefold.commands.plan": {"threefold.trace.trace.table": {}},
     "threefold.commands.prove": {"plan": (SimpleNamespace(), []), "size": "", "as_json": {}},
     "threefold.commands.sweep": {"report_table": {}},
 }

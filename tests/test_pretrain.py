@@ -85,9 +85,9 @@ LONG = pytest.mark.long
 # Without waiting for the message of rank 0.
 IMPATIENT = """
 from recipes import pretrain
-from threefold.pretrain import rejection
+from threefold.pretrain import experiment
 
-rejection.SECONDS_FOR_RANK_0_TO_SPEAK = 0
+experiment.SECONDS_FOR_RANK_0_TO_SPEAK = 0
 pretrain.main()
 """
 OFFLINE = "tracking.mode=offline"  # W&B takes 1.5 seconds of a core per start

@@ -342,7 +342,7 @@ def test_fp16_without_a_gpu_is_among_the_first_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("threefold.pretrain.rejection.leave", sys.exit)
+    monkeypatch.setattr("threefold.pretrain.experiment.leave", sys.exit)
     content = {
         "zero_optimization": {"stage": 0},
         "fp16": {"enabled": True},

@@ -24,7 +24,7 @@ from threefold.data.dataset import MicroBatch, TrainingData, Windows
 from threefold.data.manifest import tokenizer_hash
 from threefold.data.sample_order import choose_sources, permuted
 from threefold.data.token_file import HEADER, TokenFile, write_token_file
-from threefold.prepare_data.source import OwnFiles
+from threefold.prepare_data.workspace import OwnFiles
 from threefold.run_folder.progress import Progress
 from threefold.tracking.messages import announce
 

@@ -16,15 +16,12 @@ from pyarrow import parquet
 from models.errors import UserError
 from threefold.data.manifest import tokenizer_hash
 from threefold.prepare_data import formats as text_files
-from threefold.prepare_data.formats import PROBLEM_KINDS, Format
-from threefold.prepare_data.source import (
-    SourceOptions,
-    mark_workspace,
-    open_source,
-    open_validation,
-)
+from threefold.prepare_data.documents import PROBLEM_KINDS
+from threefold.prepare_data.formats import Format
+from threefold.prepare_data.source import SourceOptions, open_source, open_validation
 from threefold.prepare_data.tables import Stream
 from threefold.prepare_data.tokenization import Report, texts_of
+from threefold.prepare_data.workspace import mark_workspace
 
 TEXTS = [
     f"document {i}: ünïcode 🙂 {'and more ' * (i % 7)}\u2028no line ends here" for i in range(100)

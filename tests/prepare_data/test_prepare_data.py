@@ -30,10 +30,11 @@ from threefold.data.token_file import TokenFile
 from threefold.prepare_data import corpus as prepared_corpus
 from threefold.prepare_data import formats, tokenization
 from threefold.prepare_data.corpus import find_damages
-from threefold.prepare_data.formats import PROBLEM_KINDS, TextLines
+from threefold.prepare_data.documents import PROBLEM_KINDS
+from threefold.prepare_data.formats import TextLines
 from threefold.prepare_data.sample_lookup import samples_of
-from threefold.prepare_data.source import LOCK_TEXT
 from threefold.prepare_data.tokenization import Tokenization
+from threefold.prepare_data.workspace import LOCK_TEXT
 from threefold.run_folder.folder import RunFolder
 
 TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for i in range(60)]

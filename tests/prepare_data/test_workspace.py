@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from threefold.prepare_data.corpus import lock_workspace
+from threefold.prepare_data.workspace import lock_workspace
 
 
 @pytest.mark.parametrize(

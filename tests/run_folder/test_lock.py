@@ -179,8 +179,8 @@ def test_a_run_does_not_wait_for_a_live_run(tmp_path: Path, holders, world: None
 
 # Without waiting for the message of rank 0.
 IMPATIENT = """
-from threefold.pretrain import rejection
-rejection.SECONDS_FOR_RANK_0_TO_SPEAK = 0
+from threefold.pretrain import experiment
+experiment.SECONDS_FOR_RANK_0_TO_SPEAK = 0
 """
 
 

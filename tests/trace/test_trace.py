@@ -17,7 +17,7 @@ from tests.conftest import GPT_SWITCHES, changed, quick_and_long
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
-from threefold.trace import report
+from threefold.trace import trace as report
 from threefold.trace.trace import Trace, measure, trace
 
 FP32 = 4  # bytes

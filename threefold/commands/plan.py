@@ -264,7 +264,7 @@ def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
 def trace(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
     """Trace a rank on fake tensors, and print its allocated memory and communication."""
     # Only this mode needs torch, which takes seconds to import.
-    from threefold.trace import report as trace_report
+    from threefold.trace import trace as trace_report
     from threefold.trace.trace import trace as trace_rank
 
     machine = Machine.of_cluster(cluster)

@@ -16,8 +16,8 @@ from models.errors import UserError, a_few, counted
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.sections import repository_path
 from threefold.data.manifest import few_tokens, lost_manifest, read_manifest
-from threefold.prepare_data.corpus import clear_workspace, full_disk_explained, lock_workspace
-from threefold.prepare_data.formats import BLANK, PROBLEM_KINDS
+from threefold.prepare_data.documents import BLANK, PROBLEM_KINDS
+from threefold.prepare_data.workspace import clear_workspace, full_disk_explained, lock_workspace
 from threefold.run_folder.json_lines import flush
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output

@@ -103,7 +103,7 @@ def report(
     else:
         print(as_text(findings, every_layout=options.layouts))
     if options.heatmap:
-        from threefold.prove.report import draw_heatmap  # matplotlib, which few proofs need
+        from threefold.prove.picture import draw_heatmap  # matplotlib, which few proofs need
 
         draw_heatmap(findings, title=f"{title}: {summary(findings)}", file=options.heatmap)
 

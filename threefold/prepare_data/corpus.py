@@ -1,4 +1,4 @@
-"""The corpus that training reads, and the workspace in which it is prepared.
+"""The corpus that training reads: joined pieces and a manifest.
 
 NAME/
   manifest.json     tokenizer, vocabulary, documents and tokens, SHA-256s, sources
@@ -7,24 +7,21 @@ NAME/
   train.bin train.idx validation.bin validation.idx (without a validation part, only train)
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from models.errors import FULL_DISK_ERRORS, UserError, counted, reason_of, suggestion
+from models.errors import UserError, reason_of, suggestion
 from threefold.checkpoint.format import sha256
 from threefold.data.manifest import folder_hash, lost_manifest, read_manifest
 from threefold.data.token_file import (
@@ -35,11 +32,10 @@ from threefold.data.token_file import (
     token_type,
     write_index,
 )
-from threefold.prepare_data.formats import EmptyPart, NumberedPiece, describe
-from threefold.prepare_data.source import mark_workspace
+from threefold.prepare_data.documents import EmptyPart
+from threefold.prepare_data.formats import NumberedPiece, describe
 from threefold.prepare_data.tokenization import PARTS, Report, Tokenization, new_folder
 from threefold.run_folder.json_lines import flush
-from threefold.run_folder.lock import NO_FLOCK
 
 BLOCK_BYTES = 2**24
 LOCATION_KEYS = ("files", "start", "stop")  # fields of a Piece in pieces.jsonl
@@ -363,113 +359,3 @@ def sha256_of_range(file: Path, start: int, size: int) -> str:
 def digest_of(digests: Iterable[str]) -> str:
     """Return one SHA-256 for a list of SHA-256s: the hash of the list with one per line."""
     return hashlib.sha256("".join(f"{digest}\n" for digest in digests).encode()).hexdigest()
-
-
-# The workspace of a preparation: a folder with its lock, its tokenizer and its finished pieces.
-
-
-@contextlib.contextmanager
-def full_disk_explained(workspace: Path) -> Iterator[None]:
-    """Turn the error of a full disk into a message; `lock_workspace` prints what is kept.
-
-    Raises:
-        UserError: A disk is full.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL_DISK_ERRORS:
-            raise
-        folder = Path(error.filename or workspace).parent
-        kept = f", which uses the finished work in {workspace}" if workspace.is_dir() else ""
-        raise UserError(
-            f"{folder} is on a full disk ({error.strerror}); free space there and rerun the same "
-            f"command{kept}, or use an --output on another disk"
-        ) from None
-
-
-@contextlib.contextmanager
-def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
-    """Lock the workspace against other processes; keep its finished pieces after an error.
-
-    Args:
-        workspace: the folder to lock
-        shared: take a shared lock, as the processes of all shards do
-
-    Raises:
-        UserError: Another process uses the workspace, or the file system does not support flock.
-        OSError: The lock fails for another reason, such as an I/O error.
-    """
-    workspace.mkdir(parents=True, exist_ok=True)
-    with (workspace / "lock").open(
-        "a+", encoding="utf-8"
-    ) as lock:  # NFS needs a readable file for LOCK_SH
-        _lock(lock, workspace, shared=shared)
-        mark_workspace(lock)
-        if not shared:  # remove unfinished folders of killed processes
-            for leftover in (
-                *workspace.glob("*.incomplete"),
-                *workspace.glob("pieces/*.incomplete"),
-            ):
-                shutil.rmtree(leftover, ignore_errors=True)
-        try:
-            yield
-        except BaseException as error:
-            needs_documents = isinstance(error, EmptyPart)
-            kept = _keep_finished(workspace, shared=shared, needs_documents=needs_documents)
-            if isinstance(error, KeyboardInterrupt):
-                nothing = "nothing is finished yet; rerun the same command to start again"
-                error.add_note(kept or nothing)  # for the command's message
-            elif kept:
-                print(kept, file=sys.stderr)
-            raise
-
-
-def _lock(lock: IO[str], workspace: Path, *, shared: bool) -> None:
-    try:
-        fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{workspace} is in use by another process; wait for it") from None
-    except OSError as error:
-        if error.errno not in NO_FLOCK:
-            raise OSError(error.errno, error.strerror, lock.name) from None
-        raise UserError(
-            f"{workspace} cannot be locked ({error.strerror}): its file system has no flock; "
-            f"use an --output on another one, for example a local disk, and copy the result"
-        ) from None
-
-
-def _keep_finished(workspace: Path, *, shared: bool, needs_documents: bool) -> str:
-    """Remove the unfinished corpus, and return a message about what is left to resume from.
-
-    Args:
-        workspace: the folder of the preparation
-        shared: True if other processes may be using the folder
-        needs_documents: True if the same command would fail again without more documents
-
-    Returns:
-        "" if nothing is left
-    """
-    shutil.rmtree(workspace / "corpus", ignore_errors=True)
-    finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
-    trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
-    if finished or trained:
-        pieces = f"{counted(len(finished), 'finished piece')}" if finished else "its tokenizer"
-        advice = (
-            f"add documents and rerun the command to use them, or delete {workspace.name}"
-            if needs_documents
-            else "rerun the same command to resume"
-        )
-        return f"{workspace} keeps {pieces}; {advice}"
-    if not shared:
-        clear_workspace(workspace)
-    return ""
-
-
-def clear_workspace(workspace: Path) -> None:
-    """Remove this command's files from the workspace, and the folder if it is then empty."""
-    for name in ("pieces", "corpus", *(path.name for path in workspace.glob("tokenizer-*"))):
-        shutil.rmtree(workspace / name, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (workspace / "lock").unlink()
-        workspace.rmdir()

@@ -15,18 +15,8 @@ import pyarrow
 from pyarrow import parquet
 
 from models.errors import UserError, reason_of
-from threefold.prepare_data.formats import (
-    READ_ERRORS,
-    Format,
-    Piece,
-    Problem,
-    Row,
-    advice,
-    document,
-    field,
-    printable,
-    version_of,
-)
+from threefold.prepare_data.documents import Problem, Row, advice, document, field, printable
+from threefold.prepare_data.formats import READ_ERRORS, Format, Piece, version_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

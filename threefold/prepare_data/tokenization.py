@@ -31,7 +31,8 @@ from tqdm import tqdm
 
 from models.errors import UserError, counted, reason_of
 from threefold.data.token_file import TokenFileWriter, token_type
-from threefold.prepare_data.formats import READ_ERRORS, EmptyPart, Format, NumberedPiece, Piece, Row
+from threefold.prepare_data.documents import EmptyPart, Row
+from threefold.prepare_data.formats import READ_ERRORS, Format, NumberedPiece, Piece
 from threefold.run_folder.json_lines import flush
 from threefold.runtime.exits import interrupts_blocked
 

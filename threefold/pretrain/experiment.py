@@ -5,11 +5,15 @@ Nothing here imports torch, so that a bad recipe is rejected within a fraction o
 
 import argparse
 import os
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from models.errors import UserError
 from threefold.config.deepspeed_json import build_deepspeed_config, precision
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, origin
 from threefold.config.parallel_dims import Topology, World
@@ -17,9 +21,35 @@ from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
 from threefold.plan.job import Machine
-from threefold.pretrain.rejection import rejections
-from threefold.run_folder.lock import SECONDS_TO_WAIT
+from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
 from threefold.runtime.environment import check_accelerator
+from threefold.runtime.exits import BUSY, REJECTED, PortInUse, leave
+
+# Rejection of a run that cannot start: one message and an exit code, on every rank.
+
+SECONDS_FOR_RANK_0_TO_SPEAK = 5
+
+
+@contextmanager
+def rejections(world: World, origin: str = "") -> Iterator[None]:
+    """Turn a UserError into one message and an exit code: 6 if folder or port is in use, else 2.
+
+    Launchers end all ranks when the first one exits. The other ranks therefore wait for rank 0 to
+    print its message, and print their own only if they are still running after that.
+
+    Args:
+        world: the ranks of the run
+        origin: recipe file and overrides, for the beginning of the message
+    """
+    try:
+        yield
+    except UserError as problem:
+        about = f"{origin}: " if origin else ""
+        if world.rank != 0:
+            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+            about = f"rank {world.rank}: {about}"
+        print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
+        leave(BUSY if isinstance(problem, FolderInUse | PortInUse) else REJECTED)
 
 
 @dataclass(frozen=True)

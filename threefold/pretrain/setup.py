@@ -32,10 +32,9 @@ from threefold.data.dataset import Prefetcher, TrainingData
 from threefold.engine.build import DTYPES
 from threefold.engine.engine import Engine
 from threefold.plan.predicted_metrics import predicted_metrics_of_run
-from threefold.pretrain import rejection
+from threefold.pretrain import experiment as rejection
 from threefold.pretrain.evaluation import Evaluator
-from threefold.pretrain.experiment import Experiment, machine_of
-from threefold.pretrain.rejection import rejections
+from threefold.pretrain.experiment import Experiment, machine_of, rejections
 from threefold.pretrain.run import Ending, Run
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import remove_debris

@@ -1,14 +1,10 @@
-"""Reports of a proof: tables, verdict, JSON and a heat map."""
+"""Reports of a proof: tables, verdict and JSON."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, product
-from pathlib import Path
+from itertools import groupby
 from typing import Any
-
-import matplotlib
-from matplotlib import pyplot
 
 from threefold.prove.compare import (
     EVALUATION_TOLERANCE,
@@ -20,7 +16,7 @@ from threefold.prove.compare import (
     Difference,
     Leg,
 )
-from threefold.prove.layouts import SCHEDULES, ZERO_STAGES, ProofCase
+from threefold.prove.layouts import ProofCase
 
 AXES = "tensor x pipeline x context x data"  # followed by the expert ranks, if there are any
 COLUMNS = f"| {AXES} | ranks | layouts | loss | gradient norm | weights | moments |"
@@ -211,89 +207,3 @@ def _row(findings: list[Finding]) -> str:
 
 def _name(case: ProofCase) -> str:
     return f"{case.axes}, {case.method}"
-
-
-# Heat map of a proof: a cell per layout, coloured by its difference relative to the tolerance.
-
-matplotlib.use("Agg")  # no display
-
-MIN_COLOUR = -3.0  # log10: a thousandth of the tolerance, or less
-FAILED = 1.0  # above the colour scale, drawn in black
-RECOMPUTE = ("none", "selective", "full")
-COLUMN_GROUPS = [  # (ZeRO stage or schedule, sequence parallelism)
-    (kind, split)
-    for kind, split in product(
-        [*(f"zero{stage}" for stage in ZERO_STAGES), *SCHEDULES], (False, True)
-    )
-]
-
-
-def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None:
-    """Write the picture, in the format of the file's extension (.svg, .png, .pdf).
-
-    Rows are topologies, with the attention over context ranks. Column groups are schedules or ZeRO
-    stages, with and without sequence parallelism; their columns are recomputation and micro-batch.
-    Blank: not valid; black: failed.
-    """
-    within = sorted({_within(finding.case) for finding in findings})
-    rows = sorted({_sizes(finding) for finding in findings})
-    cells = [[math.nan] * (len(COLUMN_GROUPS) * len(within)) for _ in rows]
-    for finding in findings:
-        cells[rows.index(_sizes(finding))][_column(finding.case, within)] = _colour(finding)
-    figure, axes = pyplot.subplots(
-        figsize=(3 + 0.14 * len(cells[0]), 1.6 + 0.2 * len(rows)), layout="constrained"
-    )
-    colours = matplotlib.colormaps["RdYlGn_r"].with_extremes(over="black")
-    image = axes.imshow(cells, cmap=colours, vmin=MIN_COLOUR, vmax=0, aspect="auto")
-    names = [f"{' x '.join(map(str, sizes))} {kind}".strip() for _, *sizes, kind in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=7)
-    axes.set_ylabel("tensor x pipeline x context x data", fontsize=8)
-    middles = [(group + 0.5) * len(within) - 0.5 for group in range(len(COLUMN_GROUPS))]
-    labels = [f"{kind}\nsequence-\nparallel" if split else kind for kind, split in COLUMN_GROUPS]
-    axes.set_xticks(middles, labels, fontsize=7)
-    for edge in range(1, len(COLUMN_GROUPS)):
-        axes.axvline(edge * len(within) - 0.5, color="black", linewidth=0.4)
-    axes.set_title(
-        f"{title}\nin each column: recompute "
-        + ", ".join(f"{RECOMPUTE[kind]} {interval} x {micro}" for kind, interval, micro in within)
-        + " (interval x micro-batch)",
-        fontsize=8,
-    )
-    bar = figure.colorbar(image, ax=axes, pad=0.01)
-    bar.set_label("largest difference / tolerance, log10", fontsize=7)
-    figure.savefig(file)
-    pyplot.close(figure)
-
-
-def _sizes(finding: Finding) -> tuple[Any, ...]:
-    """Return the key of a row: the number of ranks, the axes, and the attention over context."""
-    sizes, layout = finding.case.topology, finding.case.recipe.layout
-    kind = layout.context_attention if sizes.context > 1 else ""
-    return sizes.world_size, sizes.tensor, sizes.pipeline, sizes.context, sizes.data, kind
-
-
-def _within(case: ProofCase) -> tuple[int, int, int]:
-    """Return the key of a column within its group: recomputation, interval, micro-batch."""
-    layout = case.recipe.layout
-    kind = RECOMPUTE.index(layout.recompute)
-    return kind, layout.recompute_interval, case.recipe.batch.micro_sequences
-
-
-def _column(case: ProofCase, within: list[tuple[int, int, int]]) -> int:
-    layout = case.recipe.layout
-    kind = layout.schedule_name if layout.pipeline > 1 else f"zero{case.zero_stage}"
-    group = COLUMN_GROUPS.index((kind, layout.sequence_parallel))
-    return group * len(within) + within.index(_within(case))
-
-
-def _colour(finding: Finding) -> float:
-    result = finding.result
-    if not finding.passes or not isinstance(result, Difference):
-        return FAILED
-    needed = max(
-        result.loss / LOSS_TOLERANCE,
-        result.grad_norm / GRAD_NORM_TOLERANCE,
-        result.weights / WEIGHT_TOLERANCE,
-        result.moments / MOMENT_TOLERANCE,
-    )
-    return min(0.0, max(MIN_COLOUR, math.log10(needed))) if needed else MIN_COLOUR

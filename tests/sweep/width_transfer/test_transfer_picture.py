@@ -2,7 +2,7 @@
 
 from tests.sweep.width_transfer.test_coordinates import check, measured
 from tests.sweep.width_transfer.test_learning_rates import RATES, outcome
-from threefold.sweep.width_transfer import report as picture
+from threefold.sweep.width_transfer import picture
 
 
 def test_each_width_has_a_line_with_a_star_at_its_best_rate() -> None:

@@ -236,7 +236,7 @@ def summary(outcomes: list[Outcome], checks: list[CoordinateCheck]) -> Iterator[
 def draw(folder: Path, outcomes: list[Outcome], checks: list[CoordinateCheck], say: Say) -> None:
     """Write the pictures into the folder."""
     # Imported only here: matplotlib takes half a second to import, and most sweeps draw no picture.
-    from threefold.sweep.width_transfer import report as picture
+    from threefold.sweep.width_transfer import picture
 
     if checks and all(each.sizes for each in checks):
         file = folder / SIZE_PICTURE
