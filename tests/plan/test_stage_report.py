@@ -14,7 +14,7 @@ from threefold.config.phases import StagePlan
 from threefold.launch.replanning import Replanner
 from threefold.plan.job import Machine, job_of
 from threefold.plan.memory.peak import stage_memory
-from threefold.plan.predicted_metrics import predicted_metrics, predicted_metrics_of_run
+from threefold.plan.report import predicted_metrics, predicted_metrics_of_run
 from threefold.prove.shrink import shrink
 
 LONG = {

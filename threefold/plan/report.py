@@ -1,8 +1,9 @@
-"""Text and tables that plan.py prints: plans, better layouts, stages, errors of a table."""
+"""Text and tables that plan.py prints, and the predictions that a run sends with its metrics."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 from models.config import ModelConfig
@@ -12,12 +13,12 @@ from models.cost import (
     parameter_count,
     recomputed_flops_per_token,
 )
-from models.errors import counted
+from models.errors import UserError, counted
 from threefold.config.phases import Span, StagePlan
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import schedule_name
 from threefold.plan.calibration.fit import Fit, Quality
-from threefold.plan.job import Job, JobLayout, Machine, links_text, own_job
+from threefold.plan.job import Job, JobLayout, Machine, job_of, links_text, own_job
 from threefold.plan.memory.peak import (
     GIB,
     StageMemory,
@@ -520,4 +521,57 @@ def search_table(recipe: Recipe, result: SearchResult) -> dict[str, Any]:
         "tried": result.tried,
         "best": [plan_table(recipe, each) for each in result.plans],
         "rejected": dict(result.rejected),
+    }
+
+
+# The planner's numbers for a run, by the name of the metric that each predicts.
+
+
+def predicted_metrics_of_run(
+    plan: StagePlan, machine: Machine | None
+) -> Callable[[int], Mapping[str, float]]:
+    """Return a function that returns `predicted_metrics` for a step of a run.
+
+    The batch of a step depends on the stage and on `batch.ramp`.
+    """
+
+    @lru_cache(maxsize=4)
+    def of_span(first_step: int) -> Mapping[str, float]:
+        return predicted_metrics(plan.at(first_step).recipe, machine)
+
+    return lambda step: of_span(plan.at(step).first)
+
+
+def predicted_metrics(recipe: Recipe, machine: Machine | None) -> dict[str, float]:
+    """Return the predictions for a recipe in its own layout.
+
+    Args:
+        recipe: the recipe of the run
+        machine: the GPUs of the run; None if they have no datasheet
+
+    Returns:
+        `step_seconds`, `tokens_per_second` of all ranks, `tflops_per_gpu`, `mfu`, and `memory_gb`
+        of rank 0, in 10^9 bytes. Empty without a datasheet, or if the planner rejects the recipe.
+    """
+    if machine is None:
+        return {}
+    try:
+        job = job_of(recipe, machine)
+    except UserError:  # the planner rejects some recipes that the engine accepts
+        return {}
+    return metrics_of_job(job, recipe.training.steps)
+
+
+def metrics_of_job(job: Job, steps: int) -> dict[str, float]:
+    """Return the predictions for a job of a number of steps, as `predicted_metrics` does."""
+    seconds, memory = step_time(job).total, stage_memory(job)[0]
+    found = rates(job, seconds, steps)
+    # The metric is what torch's allocator counts; on a CPU, it is the memory of the process.
+    counted = memory.total if job.machine.gpu.device == "cpu" else memory.counted
+    return {
+        "step_seconds": seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "tflops_per_gpu": found.model_tflops,
+        "mfu": found.mfu,
+        "memory_gb": counted / 1e9,
     }

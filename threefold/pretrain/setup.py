@@ -31,7 +31,7 @@ from threefold.config.recipe import Recipe
 from threefold.data.dataset import Prefetcher, TrainingData
 from threefold.engine.build import DTYPES
 from threefold.engine.engine import Engine
-from threefold.plan.predicted_metrics import predicted_metrics_of_run
+from threefold.plan.report import predicted_metrics_of_run
 from threefold.pretrain import experiment as rejection
 from threefold.pretrain.evaluation import Evaluator
 from threefold.pretrain.experiment import Experiment, machine_of, rejections

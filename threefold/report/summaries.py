@@ -13,7 +13,7 @@ from threefold.data.sample_order import one_period
 from threefold.gpus.datasheet import gpus, load_gpu
 from threefold.plan.job import Machine, own_job
 from threefold.plan.memory.peak import GIB, fullest_stage
-from threefold.plan.predicted_metrics import metrics_of_job
+from threefold.plan.report import metrics_of_job
 from threefold.plan.software import THREEFOLD
 from threefold.report.run_record import RunRecord
 
