@@ -46,7 +46,7 @@ from threefold.engine.muon_exchange import MatrixExchange, update_scale
 from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 from threefold.prove import compare as comparison
-from threefold.prove import picture, report
+from threefold.prove import picture
 from threefold.prove.compare import Outcome, compare
 from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
 from threefold.prove.ranks import run_cases
@@ -815,7 +815,7 @@ def test_a_failed_layout_is_black(corpus: Path) -> None:
     close = replace(same, loss=2e-7)
     results = (same, close, replace(same, loss=1.0), replace(same, drifted=["x"]), "an error")
     colours = [picture._colour(Finding(case, result)) for result in results]
-    assert colours == [report.MIN_COLOUR, pytest.approx(-1), *(3 * [report.FAILED])]
+    assert colours == [picture.MIN_COLOUR, pytest.approx(-1), *(3 * [picture.FAILED])]
 
 
 def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
