@@ -799,14 +799,29 @@ def test_the_command_runs_anywhere_draws_and_prints_one_json_object(tmp_path: Pa
     (tmp_path / "models").mkdir()  # which must not be taken for ours
     (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not this one')")
     options = ("--ranks", "1", "--steps", "1", "--json", "--heatmap", "proof.png")
+    options += ("--curves", "curves.svg")
     options += ("--only", "recompute=none", "--only", "micro_sequences=1")
     done = command(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
+    assert "2 layouts, one loss curve" in (tmp_path / "curves.svg").read_text()
     proof = json.loads(done.stdout)
     assert proof["passed"] and len(proof["layouts"]) == 2
     assert {row["zero"] for row in proof["layouts"]} == {1, 3}
     assert max(row["loss"] for row in proof["layouts"]) <= proof["tolerances"]["loss"]
+
+
+def test_the_curves_show_every_layout_and_its_difference(corpus: Path) -> None:
+    case = reference(made_small(recipe_of(corpus, {}), corpus))
+    same = compare(outcome(), outcome(), case.recipe.model)
+    losses = [(4.0, 2.0, 9.0), (4.0, 2.0, 9.0), (4.0, 2.000002, 9.0)]
+    findings = [Finding(case, replace(same, loss=1e-6), each) for each in losses]
+    figure = picture.curves([*findings, Finding(case, "an error")], "tiny")
+    upper, lower = figure.axes
+    assert [list(line.get_ydata()) for line in upper.lines] == [list(each[:2]) for each in losses]
+    apart = [line.get_ydata()[1] for line in lower.lines]
+    assert apart == [0, 0, pytest.approx(1e-6)] and lower.get_ylim()[1] == 2e-6
+    assert "3 layouts" in upper.get_title() and "1.0e-06" in upper.get_title()
 
 
 def test_a_failed_layout_is_black(corpus: Path) -> None:

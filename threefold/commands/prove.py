@@ -106,6 +106,10 @@ def report(
         from threefold.prove.picture import draw_heatmap  # matplotlib, which few proofs need
 
         draw_heatmap(findings, title=f"{title}: {summary(findings)}", file=options.heatmap)
+    if options.curves:
+        from threefold.prove.picture import draw_curves
+
+        draw_curves(findings, title=title, file=options.curves)
 
 
 def plan(
@@ -161,7 +165,8 @@ def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Generator[Fin
         return
     for case, outcome in run_cases(cases, ranks=ranks, seconds=SECONDS_PER_LAYOUT):
         if isinstance(outcome, Outcome):
-            yield Finding(case, compare(outcome, expected, small.model))
+            difference = compare(outcome, expected, small.model)
+            yield Finding(case, difference, outcome.losses)
         else:
             yield Finding(case, outcome)
 
@@ -259,6 +264,9 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--layouts", action="store_true", help="print a line per layout too")
     parser.add_argument(
+        "--curves", type=picture_file, metavar="FILE", help="draw the loss curves: .png, .svg, .pdf"
+    )
+    parser.add_argument(
         "--heatmap", type=picture_file, metavar="FILE", help="draw a heat map: .png, .svg, .pdf"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
@@ -266,6 +274,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as in pretrain.py"
     )
     options = parser.parse_args()
-    if options.relay and options.heatmap:
-        parser.error("--heatmap shows differences from one process; omit it with --relay")
+    for name in ("heatmap", "curves"):
+        if options.relay and getattr(options, name):
+            parser.error(f"--{name} compares whole trainings; omit it with --relay")
     return options

@@ -1,14 +1,18 @@
-"""Heat map of a proof: a cell per layout, coloured by its difference relative to the tolerance."""
+"""Pictures of a proof: the loss curves of all layouts, and a heat map of their differences."""
 
 import math
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
 from matplotlib import pyplot
+from matplotlib.figure import Figure
 
+from models.errors import counted
+from threefold.pipeline.picture import save_figure
 from threefold.prove.compare import (
     GRAD_NORM_TOLERANCE,
     LOSS_TOLERANCE,
@@ -31,6 +35,46 @@ COLUMN_GROUPS = [  # (ZeRO stage or schedule, sequence parallelism)
         [*(f"zero{stage}" for stage in ZERO_STAGES), *SCHEDULES], (False, True)
     )
 ]
+
+
+def draw_curves(findings: Sequence[Finding], *, title: str, file: Path) -> None:
+    """Write a picture of the loss of every layout over the steps, and of their differences.
+
+    The lower part shows how far each layout is from the median of all of them, relative to it, on a
+    scale that reaches the tolerance of the proof.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    save_figure(curves(findings, title), file)
+
+
+def curves(findings: Sequence[Finding], title: str) -> Figure:
+    """Return the picture that `draw_curves` writes."""
+    losses = [finding.losses[:-1] for finding in findings if finding.losses]  # without validation
+    largest = max((f.result.loss for f in findings if isinstance(f.result, Difference)), default=0)
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    steps = range(1, 1 + max(map(len, losses), default=0))
+    middle = [median(column) for column in zip(*losses, strict=False)]
+    for number, line in enumerate(losses):
+        colour = matplotlib.colormaps["turbo"](number / max(1, len(losses) - 1))
+        upper.plot(steps[: len(line)], line, color=colour, linewidth=1.2)
+        apart = [loss / usual - 1 for loss, usual in zip(line, middle, strict=False)]
+        lower.plot(steps[: len(apart)], apart, color=colour, linewidth=0.8)
+    upper.set_title(
+        f"{title}: {counted(len(losses), 'layout')}, one loss curve\n"
+        f"largest difference from one process: {largest:.1e} of the loss",
+        fontsize=11,
+    )
+    upper.set_ylabel("loss (nats per token)")
+    lower.set_ylabel("difference /\nloss", fontsize=9)
+    lower.set_ylim(-LOSS_TOLERANCE, LOSS_TOLERANCE)
+    lower.set_xlabel("step")
+    for axes in (upper, lower):
+        axes.grid(color="0.92", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None:

@@ -24,10 +24,14 @@ COLUMNS = f"| {AXES} | ranks | layouts | loss | gradient norm | weights | moment
 
 @dataclass(frozen=True)
 class Finding:
-    """A case with its result, or with the text of its error."""
+    """A case with its result, or with the text of its error.
+
+    losses: the loss of every step and then of the validation, if the case was compared
+    """
 
     case: ProofCase
     result: Difference | Leg | str
+    losses: Sequence[float] = ()
 
     @property
     def passes(self) -> bool:
