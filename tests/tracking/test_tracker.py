@@ -227,10 +227,10 @@ atexit.register(time.sleep, 30)  # as W&B's handler does
 wandb_thread.start_wandb = lambda *_, **__: time.sleep(600)
 WandbThread.SECONDS_TO_FINISH = 0.1
 thread = WandbThread(load_recipe(RECIPE, ["tracking.mode=offline"]), folder)
-weights_and_biases.exit_code = int(sys.argv[2])
-print(weights_and_biases.finish())
+thread.exit_code = int(sys.argv[2])
+print(thread.finish())
 print("the summary" * 200_000)  # more than a pipe holds
-leave(weights_and_biases.exit_code)
+leave(thread.exit_code)
 """
 
 
