@@ -115,6 +115,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
         if output.exists() and any(output.iterdir()):
             raise UserError(f"another process has just written {output}")
         tokenization = plan(formats, pieces, options, workspace, held_out=held_out)
+        tokenization.tell_outdated(pieces)
         if options.shard is not None:
             shard, shards = options.shard
             run_pieces(tokenization, pieces[shard::shards], options.processes)
