@@ -291,8 +291,8 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source", nargs="+", default=["stdlib"],
         help='"stdlib"; files, folders or patterns, relative to the current folder (.jsonl, '
-        ".ndjson, .json, .parquet, .txt, .arrow or .csv; text formats also .gz, .bz2 or .zst); "
-        "folders written by save_to_disk; datasets of the Hugging Face hub",
+        ".ndjson, .json, .parquet, .txt, .tokens, .raw, .arrow or .csv; text formats also .gz, "
+        ".bz2 or .zst); folders written by save_to_disk; datasets of the Hugging Face hub",
     )  # fmt: skip
     parser.add_argument("--config", help="configuration of the hub dataset")
     parser.add_argument("--split", default="train", help="split of the dataset (default: train)")
