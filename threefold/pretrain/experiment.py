@@ -5,11 +5,14 @@ Nothing here imports torch, so that a bad recipe is rejected within a fraction o
 
 import argparse
 import os
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from models.errors import UserError
 from threefold.config.deepspeed_json import build_deepspeed_config, precision
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, origin
 from threefold.config.parallel_dims import Topology, World
@@ -73,7 +76,15 @@ def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
     name = origin(file, overrides)
     with rejections(world, name):
         has_gpu = machine_has_gpu(os.environ)
-        return check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
+        try:
+            return check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
+        except UserError as problem:
+            layout, is_launched = recipe.layout, {"RANK", "SLURM_PROCID"} & os.environ.keys()
+            ranks = layout.tensor * layout.pipeline * layout.context
+            if is_launched or ranks == 1 or recipe.cluster:
+                raise
+            command = shlex.join(["deepspeed", "--num_gpus", str(ranks), *sys.argv])
+            raise UserError(f"{problem}; {ranks} ranks start with: {command}") from None
 
 
 def check_stages(world: World, plan: StagePlan, name: str, *, has_gpu: bool = True) -> Experiment:
