@@ -19,6 +19,7 @@ from threefold.data.manifest import few_tokens, lost_manifest, read_manifest
 from threefold.prepare_data.corpus import clear_workspace, full_disk_explained, lock_workspace
 from threefold.prepare_data.formats import BLANK, PROBLEM_KINDS
 from threefold.run_folder.json_lines import flush
+from threefold.runtime.command_line import override
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output
 
@@ -214,7 +215,12 @@ def show(arguments: list[str]) -> None:
     )
     parser.add_argument("--run-dir", type=Path, help="run folder (default: runs/NAME)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
+        "--set",
+        type=override,
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="as for pretrain.py",
     )
     options = parser.parse_args(arguments)
     recipe = load_recipe(options.recipe, options.set)

@@ -22,6 +22,7 @@ from threefold.gpus.datasheet import machine_has_gpu
 from threefold.plan.job import Machine
 from threefold.pretrain.rejection import rejections
 from threefold.run_folder.lock import SECONDS_TO_WAIT
+from threefold.runtime.command_line import override
 from threefold.runtime.environment import check_accelerator
 
 
@@ -137,6 +138,7 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--set",
+        type=override,
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
