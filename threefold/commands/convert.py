@@ -174,13 +174,9 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     reshape_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
     reshape_parser.add_argument("--ranks", type=count, required=True, help="in the new layout")
     reshape_parser.add_argument(
-        "--set",
-        type=override,
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
+        "--set", type=override, action="append", default=[], metavar="SECTION.KEY=VALUE",
         help="as for pretrain.py",
-    )
+    )  # fmt: skip
     reshape_parser.set_defaults(command=reshape_command)
     for subparser in (export_parser, adopt_parser, average_parser, reshape_parser):
         if subparser is not average_parser:  # which takes several folders to read

@@ -215,13 +215,9 @@ def show(arguments: list[str]) -> None:
     )
     parser.add_argument("--run-dir", type=Path, help="run folder (default: runs/NAME)")
     parser.add_argument(
-        "--set",
-        type=override,
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
+        "--set", type=override, action="append", default=[], metavar="SECTION.KEY=VALUE",
         help="as for pretrain.py",
-    )
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     recipe = load_recipe(options.recipe, options.set)
     if not 1 <= options.step <= recipe.training.steps:

@@ -176,8 +176,9 @@ def recipe_on_hosts(
         if mistakes:  # the number of nodes or slots may be their cause
             problems += mistakes + not_used
         else:
-            if 0 < len(slots) < recipe.cluster.nodes:
-                minimum = f"cluster.minimum_nodes = {recipe.cluster.minimum_nodes}"
+            cluster = recipe.cluster
+            if cluster and 0 < len(slots) < cluster.nodes:
+                minimum = f"cluster.minimum_nodes = {cluster.minimum_nodes}"
                 say(f"continuing on {counted(len(slots), 'host')} ({minimum}): {not_used.pop(0)}")
             for message in not_used:
                 say(message)
