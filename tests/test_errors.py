@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.ranks import start_ranks
 from threefold.config import optimization
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.config.recipe import Recipe
+from threefold.pretrain import experiment
 from threefold.prove import layouts
 
 COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep", "launch", "report")
@@ -175,6 +177,24 @@ def test_every_command_catches_user_errors_in_its_main_function(command: str) ->
         if name == "main" and isinstance(node, ast.ExceptHandler)
     ]
     assert {"UserError"} in found
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["plan", "prove", "sweep", "launch", "prepare_data show", "convert reshape", "pretrain"],
+)
+def test_spaces_around_the_value_of_set_are_explained(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *words = command.split()
+    parse: Callable[[], object] = functools.partial(experiment.parse_command_line, None)
+    if name != "pretrain":
+        parse = importlib.import_module(f"threefold.commands.{name}").main
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *words, "--set", "seed", "=", "20"])
+    with pytest.raises(SystemExit, match="2"):
+        parse()
+    said = "argument --set: seed has no value; write --set seed=VALUE without spaces, or quote"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -272,14 +272,24 @@ def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
         ),
         (["--resume", "nowhere"], "--resume nowhere: the path does not exist"),
         (["--resume", "."], "--resume .: the path has no checkpoint"),
+        (
+            ["--resume", "{finished}"],
+            "the path is a run folder, not a checkpoint; use auto, never or "
+            "{finished}/checkpoints/step-0000008",
+        ),
     ],
 )
 def test_a_different_experiment_is_not_resumed(
     finished: tuple[Path, str], recipe_file: Path, arguments: list[str], named: str
 ) -> None:
     steps = ["--set", "training.steps=12"]
+    arguments = [argument.format(finished=finished[0]) for argument in arguments]
     output = rejected(recipe_file, "--run-dir", finished[0], *steps, *arguments)
-    assert named in output and "Traceback" not in output and output.count("\n") == 1
+    assert (
+        named.format(finished=finished[0]) in output
+        and "Traceback" not in output
+        and output.count("\n") == 1
+    )
 
 
 def test_resuming_an_older_checkpoint_keeps_the_later_ones_aside(

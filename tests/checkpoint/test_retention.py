@@ -169,15 +169,20 @@ def test_a_disk_is_compared_with_the_checkpoints_to_come(
 def test_a_disk_without_room_for_a_checkpoint_is_rejected(
     small: dict[str, Any], tmp_path: Path, with_free: Callable[[float], None]
 ) -> None:
-    recipe = recipe_of(small | {"model": small["model"] | {"ffn_hidden_size": 40_000}}, every=20)
+    wide = {size: small["model"] | {"ffn_hidden_size": size} for size in (40_000, 400_000)}
+    recipe = recipe_of(small | {"model": wide[40_000]}, every=20)
     size = checkpoint_bytes(recipe)
     with_free(RESERVED_DISK_BYTES + size - 1)
     with pytest.raises(UserError) as rejected:
         check_disk(tmp_path, recipe, step=0)
-    assert f"a checkpoint needs {size / 1e9:.3f} GB" in str(rejected.value)  # without the reserve
-    assert "0.067 GB are reserved for metrics and logs; free at least 0.001 GB" in str(
-        rejected.value
+    assert str(rejected.value) == (
+        f"{tmp_path} has 252.2 MB free, but a checkpoint needs 185.1 MB, and 67.2 MB are reserved "
+        f"for metrics and logs; free at least 0.1 MB, or use --run-dir with a folder on a larger "
+        f"disk"
     )
+    with_free(0)
+    with pytest.raises(UserError, match=r"has 0\.0 MB free, .* free at least 1\.9\d\d GB"):
+        check_disk(tmp_path, recipe_of(small | {"model": wide[400_000]}, every=20), step=0)
 
 
 def test_a_disk_that_does_not_answer_is_left_to_the_first_save(

@@ -119,7 +119,7 @@ def test_a_full_disk_destroys_no_checkpoint(
     assert steps_of(folder) == [3]
     settings = [f"checkpoint.on_failure={on_failure}", "checkpoint.room_seconds=0"]
     output = run(recipe_file, folder, *settings, code=3, start=filling)
-    reason = "No space left on device" if kind == "quota" else "GB free, but a checkpoint needs"
+    reason = "No space left on device" if kind == "quota" else "MB free, but a checkpoint needs"
     assert "step 4 is not saved: " in output and reason in output
     assert ("step 8 is not saved: " in output) == (on_failure == "continue")
     assert steps_of(folder) == [3] and not list((folder / "checkpoints").glob("*.incomplete"))
@@ -127,7 +127,7 @@ def test_a_full_disk_destroys_no_checkpoint(
     assert metrics(folder) == expected[: len(metrics(folder))]
 
     output = run(recipe_file, folder, code=2, start=healthy)
-    assert "GB free, but a checkpoint needs 0.00" in output and "steps" not in output
+    assert "MB free, but a checkpoint needs " in output and "steps" not in output
 
     (disk / "ballast").unlink()
     output = run(recipe_file, folder, start=healthy)
@@ -252,11 +252,11 @@ def test_a_save_at_the_end_of_a_process_needs_a_smaller_reserve(
     monkeypatch.setattr(retention.shutil, "disk_usage", lambda _: mock.Mock(free=free))
     lone_writer._thread, lone_writer._begin = None, mock.Mock()  # type: ignore[method-assign]
     problem = lone_writer.save(Progress(13))
-    assert problem and "0.067 GB are reserved" in problem and not lone_writer._begin.called
+    assert problem and "67.2 MB are reserved" in problem and not lone_writer._begin.called
     assert lone_writer.save(Progress(13), ends_process=True) is None and lone_writer._begin.called
     free -= 1
     problem = lone_writer.save(Progress(13), ends_process=True)
-    assert problem and "0.001 GB are reserved" in problem
+    assert problem and "1.1 MB are reserved" in problem
     rerun = "free space, then rerun the same command to"
     assert lone_writer.remedy() == f"no checkpoint exists; {rerun} start again"
     for step in (9, 10, 11, 15):  # 11 is damaged, 15 belongs to an abandoned branch
@@ -282,6 +282,7 @@ def test_the_last_save_waits_only_for_space_and_until_a_request_to_stop(
     lone_writer.is_asked_to_stop = lambda: requests.pop(0)
     problem = lone_writer._write_patiently(Progress(20), None, counters)
     assert problem == "step 20 is not saved: no room" and not requests and len(told) == 1
+    assert "(waiting up to 1 s): no room" in told[0]
     assert pauses == [True, False] * 2  # so that supervision does not take the waits for a hang
 
 

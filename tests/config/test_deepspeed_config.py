@@ -338,6 +338,26 @@ def test_the_proposed_file_has_the_values_of_the_findings(tmp_path: Path) -> Non
     }
 
 
+def test_a_run_without_a_launcher_is_told_how_to_start_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("threefold.pretrain.rejection.leave", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["recipes/pretrain.py", "my tiny.toml"])
+    command = "4 ranks start with: deepspeed --num_gpus 4 recipes/pretrain.py 'my tiny.toml'\n"
+    for launcher, is_told in (
+        ({}, True),
+        ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, False),
+    ):
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in launcher.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit):
+            read_experiment(TINY, ["layout.tensor=2", "layout.pipeline=2"])
+        said = capsys.readouterr().err
+        assert "does not divide the world of 1 ranks" in said and (command in said) == is_told
+
+
 def test_fp16_without_a_gpu_is_among_the_first_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

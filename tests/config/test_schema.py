@@ -447,6 +447,10 @@ def test_all_problems_are_reported_at_once() -> None:
         ("\x00", "this is not valid TOML"),
         (None, "no such recipe; use for example "),
         ('name = "x', "this is not valid TOML: "),
+        ("a = 1\n b = cosine # or", 'line 2: b = cosine # or: text needs quotes: b = "cosine"'),
+        ("a = False", "line 1: a = False: true and false are lowercase: a = false"),
+        ("a = 7b", "this is not valid TOML: "),
+        ("a = [cosine]", "this is not valid TOML: "),
         ("a = 1\n\n# b\na = 2", "line 4: a is given twice, first in line 1; remove one of them"),
         ("[a]\nb = 1\n[c]\nb = 1\n[a]", "line 5: [a] is given twice, first in line 1; remove"),
         (

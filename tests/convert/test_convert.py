@@ -728,6 +728,30 @@ def test_a_damaged_or_missing_source_is_rejected(
         read_config(tmp_path / "nowhere")
 
 
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_an_unwritable_output(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    old, new = checkpoints / "step-0000002", checkpoints / "step-0000004"
+    shutil.copytree(trained["llama"][1].path, old)
+    read = CheckpointReader.tensor
+
+    def deleted_first(source: CheckpointReader, kind: str, name: str) -> torch.Tensor:
+        if old.exists():
+            old.rename(new)
+        return read(source, kind, name)
+
+    monkeypatch.setattr(CheckpointReader, "tensor", deleted_first)
+    done = run_here(main, "to-hf", tmp_path, tmp_path / "out")
+    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    assert done.stderr == (
+        f"convert.py: {old} was deleted while it was read, because its run keeps only the newest "
+        f"checkpoints (checkpoint.keep), now step-0000004; run the command again\n"
+    )
+
+
 def test_a_corpus_is_not_a_checkpoint(tmp_path: Path) -> None:
     for name in ("manifest.json", "pieces.jsonl"):
         (tmp_path / name).write_text("{}")

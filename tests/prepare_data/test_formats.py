@@ -173,7 +173,9 @@ def test_a_bad_row_is_named(name: str, tmp_path: Path) -> None:
         with pytest.raises(UserError) as raised:
             texts(opened(tmp_path / name), target_bytes, skip=ALL - {kind})
         assert f"{tmp_path / name}, {place}: " in str(raised.value)
-        assert reason in str(raised.value) and f"--skip {kind}" in str(raised.value)
+        assert reason.format(folder=tmp_path) in str(raised.value) and f"--skip {kind}" in str(
+            raised.value
+        )
         kept = texts(opened(tmp_path / name), target_bytes, skip=ALL)
         assert kept == (["a", "ä"] if name == "utf8.txt" else ["a"])
 
@@ -219,7 +221,12 @@ def test_blank_lines_of_text_are_skipped_and_counted(name: str, tmp_path: Path) 
 REFUSED = {
     "nowhere.jsonl": (None, "nowhere.jsonl: no such file"),
     "text.docx": (b"PK", "text.docx: unsupported format; use one of .jsonl"),
-    "folder": ("folder", "folder: no file is one of"),
+    "folder": ("folder", "folder: the folder is empty; use a folder or a pattern such as"),
+    "*.text": (None, "*.text: no file matches; use a folder or a pattern such as 'text/*.txt'"),
+    "nowhere/**/*.txt": (
+        None,
+        "**/*.txt: no file matches, because the folder {folder}/nowhere does",
+    ),
     "cut.parquet": (b"PAR1 and then nothing", "cut.parquet cannot be read"),
     "other.csv": (b"name,age\na,1\n", "other.csv has the columns name, age (use --column name)"),
     "cut.arrow": (b"nothing", "cut.arrow cannot be read"),
@@ -235,7 +242,7 @@ def test_a_source_that_cannot_be_read_is_rejected(name: str, tmp_path: Path) -> 
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as raised:
         opened(tmp_path / name)
-    assert reason in str(raised.value) and "\n" not in str(raised.value)
+    assert reason.format(folder=tmp_path) in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
@@ -262,8 +269,26 @@ def test_folders_that_a_pattern_matches_are_reported(
     assert f"pass each one to --source by itself), such as {saved}" in said
     assert len(opened(f"{tmp_path}/deep/**")) == 2  # reads the files of matched folders
     assert "folder" not in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"skipped 1 folder \(folder; pass it"):
+    with pytest.raises(UserError, match=r"no file is one of .*skipped 1 folder \(folder; pass it"):
         opened(f"{tmp_path}/dee*")
+
+
+def test_files_that_look_like_other_splits_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("test", "train", "valid", "latest"):
+        (tmp_path / f"wiki.{split}.txt").write_text("one\n")
+    reading = SourceOptions(suggests_split=True)
+    open_source([str(tmp_path)], reading)
+    assert capsys.readouterr().out == (
+        "all files are read as training text, although wiki.valid.txt, wiki.test.txt may be other "
+        f"splits; to keep them apart, name the files: --source {tmp_path}/wiki.train.txt "
+        f"--validation-source {tmp_path}/wiki.valid.txt\n"
+    )
+    open_source([f"{tmp_path}/*.train.*", f"{tmp_path}/*.latest.*"], reading)
+    open_source([f"{tmp_path}/*.test.*"], reading)
+    open_source([str(tmp_path)], SourceOptions())
+    assert not capsys.readouterr().out
 
 
 def test_a_missing_dataset_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

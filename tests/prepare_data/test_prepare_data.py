@@ -425,7 +425,8 @@ def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> No
 
 
 def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Path) -> None:
-    options = into(prepared, tmp_path / "out")
+    source = shutil.copy(prepared / "text.jsonl", tmp_path)
+    options = ["--source", source, "--column", "body", "--output", tmp_path / "out"]
     with mock.patch.object(prepared_corpus, "join", side_effect=UserError("no room")):
         done = prepare(*options, "--vocab-size", 300)
     assert done.returncode == 2
@@ -433,6 +434,17 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     assert (workspace / "lock").read_text() == LOCK_TEXT
     assert f"{workspace} keeps 1 finished piece; rerun the same command to resume" in done.stderr
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
+    with mock.patch.object(prepared_corpus, "join", side_effect=UserError("no room")):
+        done = prepare(*options, "--vocab-size", 300)
+    assert "1 of 1 piece already finished" in done.stdout and "cannot be used" not in done.stdout
+    with Path(source).open("a") as file:
+        file.write('{"body": "one more text"}\n')
+    done = prepare(*options, "--vocab-size", 300)
+    assert done.returncode == 0 and "already finished" not in done.stdout
+    assert (
+        f"1 finished piece in {workspace} cannot be used, because the source or an option has "
+        f"changed since the interruption\n" in done.stdout
+    )
 
 
 @pytest.mark.parametrize("filename", [None, "copy/tokenizer.json"])

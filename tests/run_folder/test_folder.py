@@ -125,6 +125,9 @@ def test_waiting_lines_of_discarded_steps_are_copied_and_dropped(
         folder.metric({"step": step})
     (missing,) = folder.missing_lines()
     assert f"{folder.metrics} lacks the metrics of 2 steps, from step 2 on" in missing
+    assert missing.endswith("resuming the run repeats every step")  # it has no checkpoint
+    (folder.checkpoints / "step-0000001").mkdir(parents=True)
+    assert folder.missing_lines()[0].endswith("every step since its newest checkpoint")
     monkeypatch.setattr(LineFile, "_write", write)
     folder.prepare(parse_recipe(small, "test"), Progress(2, 16), branching=True)
     folder.metric({"step": 3})

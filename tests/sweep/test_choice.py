@@ -13,6 +13,7 @@ from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.plan.job import Machine, job_without_layout
 from threefold.plan.search import search
 from threefold.sweep.choice import Request, choose, values_of_setting
+from threefold.sweep.report import choice_lines
 from threefold.sweep.trial import Trial
 
 LLAMA = DEFAULT_RECIPE.parent / "llama" / "7b.toml"
@@ -55,7 +56,9 @@ def test_all_layouts_are_those_of_the_search(recipe: Path) -> None:
 
 def test_settings_make_a_grid(recipe: Path) -> None:
     settings = ["batch.micro_sequences=1,2", "layout.recompute=none,full"]
-    trials = choose(Request(recipes=[recipe], settings=settings)).trials
+    choice = choose(Request(recipes=[recipe], settings=settings))
+    assert next(choice_lines(choice, 0)) == "4 trials, on 2 ranks"
+    trials = choice.trials
     found = {(t.recipe.batch.micro_sequences, t.recipe.layout.recompute) for t in trials}
     assert found == {(1, "none"), (1, "full"), (2, "none"), (2, "full")}
     assert {(t.job.layout.tensor, t.job.layout.data) for t in trials} == {(1, 2)}  # its own
@@ -90,7 +93,12 @@ def test_nodes_and_recipes_multiply(recipe: Path, tmp_path: Path) -> None:
     request = Request(
         recipes=[recipe, other], nodes=[1, 2], gpus_per_node=[1, 2], layouts="own", gpu="H100"
     )
-    trials = choose(request).trials
+    choice = choose(request)
+    sizes = "2 on 1 rank, 4 on 2 ranks, 2 on 4 ranks"
+    assert next(choice_lines(choice, 3, rounds=2)).startswith(
+        f"8 trials in 2 rounds: {sizes}; 3 of"
+    )
+    trials = choice.trials
     assert len(trials) == 8
     assert sorted(trial.world.size for trial in trials) == [1, 1, 2, 2, 2, 2, 4, 4]
     assert {trial.cluster.gpu for trial in trials} == {"H100"}

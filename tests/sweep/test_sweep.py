@@ -214,7 +214,7 @@ def test_the_fastest_of_several_rounds_counts(sweep: Sweep) -> None:
     done = sweep.run_here("--rounds", "3")
     assert done.returncode == 1, done.stdout
     assert sweep.run_here().returncode == 1  # the crash of an earlier round still counts
-    assert f"{TOP} trials in 3 rounds: " in done.stdout
+    assert f"{TOP} trials in 3 rounds, on " in done.stdout
     assert f"; {TOP} of {3 * TOP} measurements are already done" in done.stdout
     assert "round 2" in done.stdout and "00:00 left" in done.stdout
     assert f"{TOP - 2} ok, 1 out_of_memory, 1 crashed" in done.stdout

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ import psutil
 import pytest
 from typing_extensions import override
 from wandb.sdk import mailbox
+from wandb.sdk.lib import wb_logging
 
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
@@ -35,6 +37,7 @@ from threefold.tracking.wandb_connection import (
     has_written_all,
     requested_mode,
     short,
+    start_wandb,
     tear_down,
     wandb_arguments,
 )
@@ -185,7 +188,7 @@ def test_a_server_that_rejects_the_key_leaves_the_run_offline_with_the_same_id(
     status = train(small, folder)
     run_id = (folder.path / "wandb" / "run_id").read_text()
     assert status.mode == "offline" and status.reason.startswith(f"of an error of {server.url} (")
-    assert status.reason.endswith(f"), with the same run id {run_id}")
+    assert status.reason.endswith(f"); the run keeps its id {run_id}")
     (files,) = (folder.path / "wandb").glob(f"offline-run-*-{run_id}")
     assert list(files.glob("*.wandb"))
     printed = capfd.readouterr()
@@ -243,7 +246,7 @@ def test_a_crash_of_wandb_ends_in_an_offline_run_and_no_traceback(
     run_id = (tmp_path / "run" / "wandb" / "run_id").read_text()
     assert process.returncode == 0 and lines[-1] == "problem: None", (lines, errors)
     offline = next(line for line in lines if line.startswith("offline"))
-    assert f"with the same run id {run_id}; upload with: wandb sync" in offline
+    assert f"; the run keeps its id {run_id}; upload with: wandb sync" in offline
     assert list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}"))
     assert "Traceback" not in errors and "Error" not in errors, errors
 
@@ -328,6 +331,25 @@ def test_a_run_without_wandb_says_so_if_a_variable_is_involved(
     assert len(told) == len(lines)
     assert all(line.startswith(start) for line, start in zip(told, lines, strict=True))
     assert summed == ["off"] * len(lines)
+
+
+def test_a_full_disk_prints_no_traceback_for_each_message_of_wandb(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logger, added = logging.getLogger("wandb"), list[logging.Handler]()
+
+    def start(**arguments: Any) -> SimpleNamespace:
+        added.append(wb_logging.add_file_handler("id", Path("/dev/full")))
+        logger.info("run started")
+        return SimpleNamespace(define_metric=lambda *names, **options: None)
+
+    monkeypatch.setattr("wandb.init", start)
+    start_wandb(("offline", ""), {"dir": str(home)})
+    logger.info("run finished")
+    logger.removeHandler(*added)
+    assert not capfd.readouterr().err
+    logging.FileHandler("/dev/full").emit(logging.makeLogRecord({"msg": "of another library"}))
+    assert "--- Logging error ---" in capfd.readouterr().err
 
 
 def about_wandb(printed: str) -> tuple[list[str], list[str]]:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -145,14 +146,23 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
     assert not [line for line in lines if "Weights & Biases" in line or "waiting" in line]
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize(
+    ("interrupted", "awaits_server"), [(False, False), (False, True), (True, True)]
+)
 def test_a_wait_at_the_end_is_announced(
-    small, folder: RunFolder, interrupted: bool, monkeypatch
+    small, folder: RunFolder, interrupted: bool, awaits_server: bool, monkeypatch
 ) -> None:
     told: list[str] = []
-    release = threading.Event()
+    release, starting = threading.Event(), threading.Event()
+
+    def start(*arguments: Any, tell: Callable[[WandbStatus], None]) -> None:
+        if awaits_server:
+            tell(WandbStatus("waiting", reason="for the server to answer"))
+        starting.set()
+        release.wait()
+
     with (
-        mock.patch.object(wandb_thread, "start_wandb", side_effect=lambda *_, **__: release.wait()),
+        mock.patch.object(wandb_thread, "start_wandb", side_effect=start),
         mock.patch.object(wandb_thread, "tear_down"),
         mock.patch.multiple(WandbThread, SECONDS_BEFORE_NOTICE=0.01, SECONDS_TO_FINISH=0.05),
         mock.patch("atexit.register"),
@@ -160,7 +170,7 @@ def test_a_wait_at_the_end_is_announced(
         thread = WandbThread(
             recipe_with(small, "offline"), folder, tell=lambda status: told.append(str(status))
         )
-        assert thread._thread
+        assert thread._thread and starting.wait(60)
         waits = [False, KeyboardInterrupt, False] if interrupted else [False, False]
         monkeypatch.setattr(wandb_thread, "end_service", lambda: True)
         with mock.patch.object(thread, "_ends_within", side_effect=waits):
@@ -169,10 +179,11 @@ def test_a_wait_at_the_end_is_announced(
         thread._thread.join()
     ended = "was interrupted while it sent its data" if interrupted else "did not finish in time"
     assert problem == f"Weights & Biases {ended}"
-    assert told[0] == (
-        "waiting for an answer, and to send its data, for at most 0.04 s; Ctrl-C ends this wait"
-    )
-    assert told[1] == f"failed, because W&B {ended}"
+    subject = "an answer, and to send its data" if awaits_server else "its start"
+    assert told[awaits_server:][:2] == [
+        f"waiting for {subject}, for at most 0.04 s; Ctrl-C ends this wait",
+        f"failed, because W&B {ended}",
+    ]
 
 
 def test_weights_and_biases_gets_the_newest_preflight(small, folder: RunFolder) -> None:

@@ -201,6 +201,8 @@ def find(
         if not (Path(resume) / "manifest.json").is_file():
             choices = ", ".join(map(str, published(folder))) or "none here"
             problem = "has no checkpoint" if Path(resume).exists() else "does not exist"
+            if saves := published(Path(resume) / "checkpoints"):
+                problem, choices = "is a run folder, not a checkpoint", str(saves[-1])
             raise UserError(f"--resume {resume}: the path {problem}; use auto, never or {choices}")
         candidates = [Path(resume)]
     _agree(candidates)

@@ -21,7 +21,7 @@ from threefold.run_folder.history import published, step_of
 
 RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
 RESERVED_BYTES_AT_THE_END = 2**20  # likewise, during a save after which no step follows
-LACK_OF_ROOM = "GB free, but a checkpoint needs"
+LACK_OF_ROOM = "free, but a checkpoint needs"
 
 
 def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection[Path]) -> None:
@@ -83,15 +83,16 @@ def lack_of_room(folder: Path, recipe: Recipe, *, reserve: int = RESERVED_DISK_B
     if free >= size + reserve:
         return None
     return (
-        f"{folder} has {free / 1e9:.3f} {LACK_OF_ROOM} {size / 1e9:.3f} GB, and "
-        f"{reserve / 1e9:.3f} GB are reserved for metrics and logs; free at least "
-        f"{_gigabytes(size + reserve - free)} GB"
+        f"{folder} has {_size(free)} {LACK_OF_ROOM} {_size(size)}, and {_size(reserve)} are "
+        f"reserved for metrics and logs; free at least {_size(size + reserve - free)}"
     )
 
 
-def _gigabytes(size: int) -> str:
-    """Return a size in GB, rounded up so that freeing this much is enough."""
-    return f"{math.ceil(size / 1e6) / 1e3:.3f}"
+def _size(size: int) -> str:
+    """Return a size in MB or GB, rounded up so that freeing this much is enough."""
+    if size < 1e9:
+        return f"{math.ceil(size / 1e5) / 10} MB"
+    return f"{math.ceil(size / 1e6) / 1e3:.3f} GB"
 
 
 def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
@@ -123,9 +124,9 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
         return None
     reason = _summands(recipe, present) if kept <= saves else f"it saves at most {saves} more"
     return (
-        f"{folder} has room for {counted(free // size, 'more checkpoint')} of {size / 1e9:.3f} GB, "
+        f"{folder} has room for {counted(free // size, 'more checkpoint')} of {_size(size)}, "
         f"and the run needs room for {needed} ({reason}); free at least "
-        f"{_gigabytes(needed * size - free)} GB, or use --run-dir with a folder on a larger disk"
+        f"{_size(needed * size - free)}, or use --run-dir with a folder on a larger disk"
     )
 
 

@@ -45,6 +45,7 @@ from threefold.checkpoint.state import KINDS, WEIGHTS, Fragment, TrainingState
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
+from threefold.plan.goodput import duration
 from threefold.run_folder.folder import RunFolder, layout_of, versions
 from threefold.run_folder.history import (
     checkpoint_name,
@@ -582,7 +583,7 @@ class CheckpointWriter:
                 told = True
                 self.on_wait(
                     f"the disk is full; the last checkpoint is saved as soon as there is space "
-                    f"(waiting up to {seconds / 60:g} minutes): {problem}"
+                    f"(waiting up to {duration(seconds)}): {problem}"
                 )
             self.on_pause(True)
             try:

@@ -21,7 +21,7 @@ from threefold.convert.files import (
 from threefold.convert.from_hugging_face import adopt, read_config
 from threefold.convert.reshape import average, new_recipe, reshape, sources_of
 from threefold.convert.to_hugging_face import DTYPES, EXPORTED, export, find_tokenizer
-from threefold.runtime.command_line import count
+from threefold.runtime.command_line import count, override
 from threefold.runtime.exits import REJECTED
 from threefold.runtime.output import escape_output
 
@@ -174,8 +174,9 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     reshape_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
     reshape_parser.add_argument("--ranks", type=count, required=True, help="in the new layout")
     reshape_parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
-    )
+        "--set", type=override, action="append", default=[], metavar="SECTION.KEY=VALUE",
+        help="as for pretrain.py",
+    )  # fmt: skip
     reshape_parser.set_defaults(command=reshape_command)
     for subparser in (export_parser, adopt_parser, average_parser, reshape_parser):
         if subparser is not average_parser:  # which takes several folders to read

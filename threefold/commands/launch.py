@@ -18,6 +18,7 @@ from threefold.launch.rank_command import rank_command
 from threefold.launch.replanning import Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
+from threefold.runtime.command_line import override
 from threefold.runtime.exits import BUSY, REJECTED
 from threefold.runtime.output import outlive_output
 
@@ -124,6 +125,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--set",
+        type=override,
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",

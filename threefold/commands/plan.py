@@ -48,6 +48,7 @@ from threefold.runtime.command_line import (
     imbalance,
     latency_in_microseconds,
     link_rate,
+    override,
     parser_with_examples,
     picture_file,
     seconds,
@@ -349,7 +350,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         help="recipe to plan (default: recipes/tiny.toml)",
     )  # fmt: skip
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
+        "--set", type=override, action="append", default=[], metavar="KEY=VALUE",
         help="change a key of the recipe, such as layout.tensor=4; repeatable",
     )  # fmt: skip
     machine = parser.add_argument_group("machine (default: the recipe's [cluster])")

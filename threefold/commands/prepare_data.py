@@ -19,6 +19,7 @@ from threefold.data.manifest import few_tokens, lost_manifest, read_manifest
 from threefold.prepare_data.documents import BLANK, PROBLEM_KINDS
 from threefold.prepare_data.workspace import clear_workspace, full_disk_explained, lock_workspace
 from threefold.run_folder.json_lines import flush
+from threefold.runtime.command_line import override
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output
 
@@ -115,6 +116,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
         if output.exists() and any(output.iterdir()):
             raise UserError(f"another process has just written {output}")
         tokenization = plan(formats, pieces, options, workspace, held_out=held_out)
+        tokenization.tell_outdated(pieces)
         if options.shard is not None:
             shard, shards = options.shard
             run_pieces(tokenization, pieces[shard::shards], options.processes)
@@ -213,8 +215,9 @@ def show(arguments: list[str]) -> None:
     )
     parser.add_argument("--run-dir", type=Path, help="run folder (default: runs/NAME)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
-    )
+        "--set", type=override, action="append", default=[], metavar="SECTION.KEY=VALUE",
+        help="as for pretrain.py",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     recipe = load_recipe(options.recipe, options.set)
     if not 1 <= options.step <= recipe.training.steps:
@@ -290,8 +293,8 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source", nargs="+", default=["stdlib"],
         help='"stdlib"; files, folders or patterns, relative to the current folder (.jsonl, '
-        ".ndjson, .json, .parquet, .txt, .arrow or .csv; text formats also .gz, .bz2 or .zst); "
-        "folders written by save_to_disk; datasets of the Hugging Face hub",
+        ".ndjson, .json, .parquet, .txt, .tokens, .raw, .arrow or .csv; text formats also .gz, "
+        ".bz2 or .zst); folders written by save_to_disk; datasets of the Hugging Face hub",
     )  # fmt: skip
     parser.add_argument("--config", help="configuration of the hub dataset")
     parser.add_argument("--split", default="train", help="split of the dataset (default: train)")

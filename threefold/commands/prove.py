@@ -22,7 +22,7 @@ from threefold.prove.layouts import ProofCase, only, reference, sample, valid_ca
 from threefold.prove.ranks import run_cases
 from threefold.prove.report import Finding, as_json, as_text, describe, relay_as_text, summary
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
-from threefold.runtime.command_line import count, picture_file
+from threefold.runtime.command_line import count, override, picture_file
 from threefold.runtime.output import escape_output, stdout_for_json
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
@@ -271,7 +271,12 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as in pretrain.py"
+        "--set",
+        type=override,
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="as in pretrain.py",
     )
     options = parser.parse_args()
     for name in ("heatmap", "curves"):

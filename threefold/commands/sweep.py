@@ -16,6 +16,7 @@ from threefold.runtime.command_line import (
     count,
     counts,
     number,
+    override,
     parser_with_examples,
     seconds,
 )
@@ -369,7 +370,7 @@ def add_trial_options(group: argparse._ArgumentGroup) -> None:
         "a --set has several values)",
     )  # fmt: skip
     group.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE[,VALUE...]",
+        "--set", type=override, action="append", default=[], metavar="KEY=VALUE[,VALUE...]",
         help="change a key of the recipe; several values, and several options, make a grid. The "
         "planner leaves these keys as they are",
     )  # fmt: skip

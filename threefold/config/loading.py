@@ -197,6 +197,7 @@ TOML_DUPLICATES = re.compile(
     "Cannot (overwrite|declare|redefine|mutate)|Duplicate inline table key"
 )
 TOML_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
+TOML_WORD = re.compile(r"([\w.-]+)\s*=\s*([A-Za-z_~./][\w./-]*)\s*(?:#.*)?")  # key, value
 TOML_KEY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[^=#"'])+?)\s*=""")
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
 
@@ -330,10 +331,26 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
         if TOML_DUPLICATES.match(str(error)):
             raise UserError(f"{short(path)}: {_duplicate(text, str(error))}") from None
+        if unquoted := _unquoted(text, str(error)):
+            raise UserError(f"{short(path)}: {unquoted}") from None
         raise UserError(
             f"{short(path)}: this is not valid TOML: {reason_of(error)}; write lines such as "
             f'name = "tiny"'
         ) from None
+
+
+def _unquoted(text: str, error: str) -> str:
+    """Return a message about a value that is a word without quotes; "" if it is something else.
+
+    error: message of tomllib
+    """
+    number = re.match(r"Invalid value \(at line (\d+), ", error)
+    line = text.split("\n")[int(number[1]) - 1].strip() if number else ""
+    if not number or not (word := TOML_WORD.fullmatch(line)):
+        return ""
+    if (value := word[2].lower()) in ("true", "false"):
+        return f"line {number[1]}: {line}: true and false are lowercase: {word[1]} = {value}"
+    return f'line {number[1]}: {line}: text needs quotes: {word[1]} = "{word[2]}"'
 
 
 def _duplicate(text: str, error: str) -> str:

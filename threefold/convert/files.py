@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.errors import UserError
+from models.errors import UserError, a_few
 from threefold.checkpoint.format import (
     FileRecord,
     Manifest,
@@ -59,10 +59,11 @@ def output_folder(
         overwrite: replace an existing folder that holds only unchanged files of this command
 
     Raises:
-        UserError: The folder exists, or cannot be written.
+        UserError: The folder exists, or cannot be written, or a run has deleted an input.
     """
     path = path.resolve()
-    for source in [reading] if isinstance(reading, Path) else reading:
+    sources = [reading] if isinstance(reading, Path) else reading
+    for source in sources:
         _check_source(path, source.resolve())
     try:
         checked = _versions(path)  # first, so that a change during the check is noticed below
@@ -87,10 +88,24 @@ def output_folder(
             os.rename(workspace, path)
             flush(path.parent)
     except OSError as error:
+        _check_present(sources)
         raise UserError(
             f"{error.filename or short(path)} cannot be written ({error.strerror or error}); use a "
             f"writable folder on a disk with free space"
         ) from None
+
+
+def _check_present(sources: Sequence[Path]) -> None:
+    """Raise a UserError if an input no longer exists: a run deletes its older checkpoints."""
+    for source in sources:
+        if not source.exists():
+            newer = a_few([saved.name for saved in reversed(published(source.parent))])
+            raise UserError(
+                f"{source} was deleted while it was read, because its run keeps only the newest "
+                f"checkpoints (checkpoint.keep){newer and f', now {newer}'}; run the command again"
+                if source.parent.name == "checkpoints"
+                else f"{source} was deleted while it was read; use another input"
+            )
 
 
 def _check_source(path: Path, source: Path) -> None:
@@ -180,6 +195,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     if (path / "manifest.json").is_file():
         damage = next(find_damages(path), None)
         if damage:
+            _check_present([path])
             raise UserError(f"{damage}; {_remedy(path)}")
         return CheckpointReader(path, Manifest.read(path))
     found = saved_in(path)
@@ -187,6 +203,7 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         if next(find_damages(checkpoint), None) is None:
             return CheckpointReader(checkpoint, Manifest.read(checkpoint))
     if found:
+        _check_present(found)
         damage = next(find_damages(found[-1]))
         raise UserError(f"{path}: all checkpoints here are damaged; {damage}")
     raise UserError(no_checkpoint(path))

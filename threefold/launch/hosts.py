@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from models.errors import UserError
+from models.errors import UserError, counted
 from threefold.config.deepspeed_json import require_auto
 from threefold.config.layout import Cluster, Layout
 from threefold.config.loading import load_recipe, origin, short
@@ -176,6 +176,10 @@ def recipe_on_hosts(
         if mistakes:  # the number of nodes or slots may be their cause
             problems += mistakes + not_used
         else:
+            cluster = recipe.cluster
+            if cluster and 0 < len(slots) < cluster.nodes:
+                minimum = f"cluster.minimum_nodes = {cluster.minimum_nodes}"
+                say(f"continuing on {counted(len(slots), 'host')} ({minimum}): {not_used.pop(0)}")
             for message in not_used:
                 say(message)
     if problems:

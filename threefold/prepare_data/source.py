@@ -12,7 +12,7 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 
-from models.errors import UserError, counted, reason_of
+from models.errors import UserError, a_few, counted, reason_of
 from threefold.prepare_data.formats import (
     COMPRESSED,
     MAX_PIECE_BYTES,
@@ -30,6 +30,7 @@ STANDARD_LIBRARY = "stdlib"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".arrow", ".csv")
 UNKNOWN_SPLIT = re.compile("Unknown split|Bad split")  # errors of load_dataset
 VALIDATION_SPLITS = ("valid", "dev", "val", "test")  # beginnings of names, the best first
+HELD_OUT_WORDS = ("validation", "valid", "val", "dev", "test")  # in names of files, the best first
 PLAIN_TEXT = (".tokens", ".raw")  # as the files of WikiText are named
 COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".txt")
 
@@ -67,7 +68,7 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
         UserError: A source does not exist or cannot be read.
     """
     formats: list[Format] = []
-    seen: set[Path] = set()
+    seen, all_files = set[Path](), list[Path]()
     for name in names:
         files = [] if name == STANDARD_LIBRARY else find_files(name, reading.option)
         if reading.only_splits and (files or name == STANDARD_LIBRARY):
@@ -81,11 +82,14 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
                     f"{reading.option} {name}: {min(twice)} is named twice; name it once"
                 )
             seen |= {file.resolve() for file in files}
+            all_files += files
             whole = [file for file in files if is_whole(file, reading.text_is)]
             formats += [open_file(file, reading) for file in files if file not in whole]
             formats += [Texts(whole)] if whole else []
         else:
             formats.append(open_dataset(name, reading))
+    if reading.suggests_split:
+        suggest_files(all_files)
     return formats
 
 
@@ -196,6 +200,13 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
     files, left_out = sort_out(sorted(once.values()))
     for reason, others in left_out.items():
         print(f"skipped {count_of(others)} ({reason}), such as {others[0]}")
+    if not found:
+        folder = path.parent
+        while glob.has_magic(str(folder)):
+            folder = folder.parent
+        problem = "" if folder.is_dir() else f", because the folder {folder} does not exist"
+        empty = "the folder is empty" if path.is_dir() else f"no file matches{problem}"
+        raise UserError(f"{option} {name}: {empty}; use a folder or a pattern such as 'text/*.txt'")
     if not files:
         why = "".join(
             f"; skipped {count_of(others)} ({reason})" for reason, others in left_out.items()
@@ -359,6 +370,19 @@ def suggest_split(name: str, splits: Sequence[str]) -> None:
                 f"--validation-split {official[0]}, that split becomes the validation part"
             )
             return
+
+
+def suggest_files(files: Sequence[Path]) -> None:
+    """Print which files could be the validation part, if their names and those of others say so."""
+    words = {file: set(re.split("[._-]", file.name.lower())) for file in files}
+    held_out = list(dict.fromkeys(f for word in HELD_OUT_WORDS for f in files if word in words[f]))
+    others = sorted(set(files) - set(held_out), key=lambda file: "train" not in words[file])
+    if held_out and others:
+        print(
+            f"all files are read as training text, although {a_few([f.name for f in held_out])} "
+            f"may be other splits; to keep them apart, name the files: --source {others[0]} "
+            f"--validation-source {held_out[0]}"
+        )
 
 
 def standard_library() -> list[Path]:

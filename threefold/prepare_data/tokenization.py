@@ -100,6 +100,16 @@ class Tokenization:
         skip = self.skip | self.formats[format_number].always_skipped
         return report if skip.issuperset(report.skipped) else None
 
+    def tell_outdated(self, pieces: Sequence[NumberedPiece]) -> None:
+        """Print the number of finished pieces that belong to none of the pieces of the source."""
+        names = {self.name(*item) for item in pieces}
+        finished = [path.name for path in self.folder.glob("*") if not path.suffix]
+        if outdated := len(set(finished) - names):
+            print(
+                f"{counted(outdated, 'finished piece')} in {self.folder.parent} cannot be used, "
+                f"because the source or an option has changed since the interruption"
+            )
+
     def run(self, format_number: int, piece: Piece, progress: Queue) -> "Report":
         """Tokenize a piece.
 

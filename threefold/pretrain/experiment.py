@@ -5,6 +5,7 @@ Nothing here imports torch, so that a bad recipe is rejected within a fraction o
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
 from threefold.plan.job import Machine
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
+from threefold.runtime.command_line import override
 from threefold.runtime.environment import check_accelerator
 from threefold.runtime.exits import BUSY, REJECTED, PortInUse, leave
 
@@ -103,7 +105,15 @@ def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
     name = origin(file, overrides)
     with rejections(world, name):
         has_gpu = machine_has_gpu(os.environ)
-        return check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
+        try:
+            return check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
+        except UserError as problem:
+            layout, is_launched = recipe.layout, {"RANK", "SLURM_PROCID"} & os.environ.keys()
+            ranks = layout.tensor * layout.pipeline * layout.context
+            if is_launched or ranks == 1 or recipe.cluster:
+                raise
+            command = shlex.join(["deepspeed", "--num_gpus", str(ranks), *sys.argv])
+            raise UserError(f"{problem}; {ranks} ranks start with: {command}") from None
 
 
 def check_stages(world: World, plan: StagePlan, name: str, *, has_gpu: bool = True) -> Experiment:
@@ -156,6 +166,7 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--set",
+        type=override,
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",

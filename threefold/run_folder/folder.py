@@ -16,7 +16,7 @@ from threefold.config.loading import REPOSITORY
 from threefold.config.parallel_dims import Topology
 from threefold.config.phases import StagePlan
 from threefold.config.recipe import Recipe
-from threefold.run_folder.history import History, replay, seconds_of, time_stamp
+from threefold.run_folder.history import History, published, replay, seconds_of, time_stamp
 from threefold.run_folder.json_lines import (
     LineFile,
     flush,
@@ -245,10 +245,11 @@ class RunFolder:
         """
         messages: list[str] = []
         if lines := self._metric_lines.write_waiting():
+            since = " since its newest checkpoint" if published(self.checkpoints) else ""
             messages.append(
                 f"{self.metrics} lacks the metrics of {counted(len(lines), 'step')}, from step "
                 f"{min(line['step'] for line in lines)} on, which could not be written; resuming "
-                f"the run repeats every step since its newest checkpoint"
+                f"the run repeats every step{since}"
             )
         if lines := self._event_lines.write_waiting():
             messages.append(

@@ -17,6 +17,20 @@ def parser_with_examples(description: str) -> argparse.ArgumentParser:
     )
 
 
+def override(text: str) -> str:
+    """Return the value of --set.
+
+    Raises:
+        ArgumentTypeError: the text has no "=", for example because of spaces around it.
+    """
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(
+            f"{text} has no value; write --set {text}=VALUE without spaces, or quote the whole: "
+            f"--set '{text} = VALUE'"
+        )
+    return text
+
+
 def share(text: str) -> float:
     """Return a share of the memory.
 

@@ -8,7 +8,7 @@ from itertools import combinations
 from statistics import mean, median
 from typing import Any
 
-from models.errors import UserError
+from models.errors import UserError, counted
 from threefold.plan.calibration.fit import MIN_RANKED_LAYOUTS, rank_correlation
 from threefold.plan.report import layout_line
 from threefold.sweep.breakdown_parts import PARTS, PLANNED_PARTS, Split, planned_parts
@@ -83,13 +83,16 @@ def choice_lines(choice: Choice, measured: int, rounds: int = 1) -> Iterator[str
     """
     trials = len(choice.trials)
     worlds = Counter(trial.world.size for trial in choice.trials)
-    sizes = ", ".join(f"{count} on {size} ranks" for size, count in sorted(worlds.items()))
+    sizes = [(count, f"on {counted(size, 'rank')}") for size, count in sorted(worlds.items())]
+    on = ": " + ", ".join(f"{count} {size}" for count, size in sizes)
+    if len(sizes) == 1:
+        on = f", {sizes[0][1]}"
     before = f"; {measured} are already measured" if measured else ""
     repeated = ""
     if rounds > 1:
         repeated = f" in {rounds} rounds"
         before = f"; {measured} of {rounds * trials} measurements are already done"
-    yield f"{trials} trial{'s' * (trials != 1)}{repeated}: {sizes}{before}"
+    yield f"{counted(trials, 'trial')}{repeated}{on}{before}"
     for reason, count in choice.ruled_out.most_common():
         yield f"skipped {count:,} layouts that are {reason} according to the plan"
     for rejection in choice.rejections:

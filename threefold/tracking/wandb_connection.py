@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -285,7 +286,7 @@ def restart_offline(
     reason = f"{server} did not answer within {SECONDS_TO_CONNECT:g} s"
     if "deadline exceeded" not in str(error):
         reason = f"of an error of {server} ({short(error)})"
-    reason += f", with the same run id {arguments['id']}"
+    reason += f"; the run keeps its id {arguments['id']}"
     tear_down()  # the failed run still holds its id
     return _init(arguments, "offline"), WandbStatus("offline", unsent(arguments, files), reason)
 
@@ -391,7 +392,20 @@ def _init(arguments: dict[str, Any], mode: Mode) -> Any:
     import wandb
 
     _settings()
+    logging.getLogger("wandb").addFilter(_silence_handlers)
     settings = wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_CONNECT)
     run = wandb.init(**arguments, mode=mode, settings=settings)
     run.define_metric("*", step_metric="step")
     return run
+
+
+def _silence_handlers(record: logging.LogRecord) -> bool:
+    """Let the handlers of W&B's logger drop the messages that they cannot write.
+
+    On a full disk, Python would print a traceback for each message in W&B's debug.log. W&B adds the
+    handler of that file while it starts a run and writes messages at once, so a filter of the
+    logger is the first code that sees the handler.
+    """
+    for handler in logging.getLogger("wandb").handlers:
+        handler.handleError = lambda record: None  # type: ignore[method-assign]
+    return True

@@ -290,7 +290,7 @@ class WandbThread:
         self._folder, self._facts = folder, dict(facts)
         self._predicted, self._plan = predicted, dict[str, float]()
         self._tell, self._status = tell, WandbStatus("failed")
-        self._is_late = self._is_interrupted = False
+        self._is_late = self._is_interrupted = self._awaits_server = False
         self._ended = threading.Event()
         self._run: Any = None
         self._queue: queue.Queue[Item | None] = queue.Queue(self.MAX_QUEUED_STEPS)
@@ -348,8 +348,9 @@ class WandbThread:
         if self._ends_within(notice) or not left:
             return
         if not self.has_told_failure:
-            is_connected = self._status.mode == "online"
-            subject = "its data to be sent" if is_connected else "an answer, and to send its data"
+            subjects = {"online": "its data to be sent", "offline": "its data to be written"}
+            starting = "an answer, and to send its data" if self._awaits_server else "its start"
+            subject = subjects.get(self._status.mode, starting)
             reason = f"for {subject}, for at most {left:g} s; Ctrl-C ends this wait"
             self._tell(WandbStatus("waiting", reason=reason))
         self._ends_within(left)
@@ -397,7 +398,7 @@ class WandbThread:
         is_read = has_restarted = False  # is_read: the end of the queue
         try:
             arguments = wandb_arguments(recipe, self._folder.path)
-            run = self._started(*start_wandb(requested, arguments, tell=self._tell))
+            run = self._started(*start_wandb(requested, arguments, tell=self._tell_wait))
             while (item := self._queue.get()) is not None:
                 try:
                     self._send(run, item)
@@ -426,6 +427,11 @@ class WandbThread:
         finally:
             tear_down()
             self._ended.set()
+
+    def _tell_wait(self, status: WandbStatus) -> None:
+        """Tell that the run waits for the server, before it has another mode."""
+        self._awaits_server = True
+        self._tell(status)
 
     def _started(self, run: Any, status: WandbStatus) -> Any:
         """Tell the mode of a run that has started, describe the run, and return it."""
