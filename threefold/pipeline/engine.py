@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,10 +56,6 @@ from threefold.pipeline.schedules import (
 from threefold.pipeline.simulation import Action, TimedPass, is_remote, program
 from threefold.pipeline.stage import Stage
 from threefold.pipeline.weight_gathering import WeightGathering
-
-if TYPE_CHECKING:
-    pass
-
 
 # Use every route, group and kernel of a step once, before the first receive is posted.
 #

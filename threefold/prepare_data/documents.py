@@ -5,13 +5,9 @@ import reprlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models.errors import UserError, counted, reason_of
-
-if TYPE_CHECKING:
-    pass
-
 
 USUAL_COLUMNS = ("text", "content", "contents", "document", "body", "article", "story", "code")
 MAX_CHARACTERS_SHOWN = 60

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from models.errors import UserError, reason_of
 from threefold.prepare_data.documents import (
@@ -26,9 +26,6 @@ from threefold.prepare_data.documents import (
     field,
     json_document,
 )
-
-if TYPE_CHECKING:
-    pass
 
 try:
     import pyarrow

@@ -1,1 +1,1 @@
-"""What happens around the training steps of a run."""
+"""The parts of a run around its training steps: experiment, start, evaluation, saves, rollbacks."""

@@ -1,1 +1,1 @@
-"""What a run leaves on the disk."""
+"""The folder of a run: its lock, its lines of metrics and events, and their history."""

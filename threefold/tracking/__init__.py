@@ -1,1 +1,1 @@
-"""What a run reports: metrics, events, Weights & Biases, profiles."""
+"""Reports of a run: metrics, events, Weights & Biases, profiles."""
