@@ -23,7 +23,6 @@ from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
 from threefold.checkpoint.snapshots.node_memory import Client, NodeMemory
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.launch import attempt as attempt_module
-from threefold.launch import launcher as announcements
 from threefold.launch import launcher as launcher_module
 from threefold.launch import nodes as nodes_module
 from threefold.launch.attempt import Command
@@ -708,7 +707,7 @@ def test_the_newest_checkpoint_is_remembered_if_the_disk_fails(
     def fail(folder: Path) -> list[Path]:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(announcements, "published", fail)
+    monkeypatch.setattr(launcher_module, "published", fail)
     assert told.newest_checkpoint() == 7
 
 
@@ -791,7 +790,7 @@ def test_a_wait_for_hosts_is_announced_at_once_and_can_be_stopped(
     capfd: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
     advice = {does_not_answer: "check the names"}
-    monkeypatch.setattr(announcements, "ADVICE", advice)
+    monkeypatch.setattr(launcher_module, "ADVICE", advice)
     running = start(hosts=["node1", "node2"], connect=does_not_answer)
     said, deadline = "", time.monotonic() + 30
     while "check the names\n" not in said and time.monotonic() < deadline:

@@ -268,8 +268,7 @@ def mutant_worker(corpus: str, mutant: str) -> str:
     rules = Rules(slots=1 if mutant == "one kernel" else 100, patience=HANGS)
     world = join_with_rules(rules)
     from threefold.pipeline import channels
-    from threefold.pipeline import engine as scheduled_engine
-    from threefold.pipeline import engine as warm_up
+    from threefold.pipeline import engine as engine_module
 
     def leave_out(*arguments: Any, **settings: Any) -> None:
         pass
@@ -281,11 +280,11 @@ def mutant_worker(corpus: str, mutant: str) -> str:
 
     if mutant == "no connections":
         channels.Channels.connect = leave_out
-        warm_up._run_passes = only_reduce
+        engine_module._run_passes = only_reduce
     if mutant == "no passes":
-        warm_up._run_passes = only_reduce
+        engine_module._run_passes = only_reduce
     if mutant == "no warm-up":
-        scheduled_engine.warm_up = leave_out
+        engine_module.warm_up = leave_out
     if mutant == "order of need":
         from tests.pipeline.test_communication import ReceivesByNeed
         from threefold.pipeline import simulation

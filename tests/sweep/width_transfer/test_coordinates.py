@@ -18,7 +18,7 @@ from threefold.prove.shrink import write_corpus
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.sweep.trial import Result
-from threefold.sweep.width_transfer import measure as training
+from threefold.sweep.width_transfer import measure as measuring
 from threefold.sweep.width_transfer.check import check_training
 from threefold.sweep.width_transfer.coordinates import (
     Check,
@@ -141,11 +141,9 @@ def test_all_places_are_measured(tmp_path: Path, changes: dict[str, Any]) -> Non
 def test_sizes_and_changes_are_root_mean_squares(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from threefold.sweep.width_transfer import measure as activations
-
     values = iter([torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2)])
-    monkeypatch.setattr(activations, "activations", lambda *_: ({"x": next(values)}, 2.0))
-    monkeypatch.setattr(activations, "train_step", lambda *_: None)
+    monkeypatch.setattr(measuring, "activations", lambda *_: ({"x": next(values)}, 2.0))
+    monkeypatch.setattr(measuring, "train_step", lambda *_: None)
     engine: Any = SimpleNamespace(recipe=SimpleNamespace(training=SimpleNamespace(steps=2)))
     data: Any = None
     measured = activation_sizes(engine, data)
@@ -158,14 +156,12 @@ def logits_twice(folder: str) -> tuple[float, float]:
     """Return the loss of the measured samples from the measured logits, and of the engine."""
     import torch
 
-    from threefold.sweep.width_transfer import measure as activations
-
     world = join_world()
     write_corpus(Path(folder) / "data", 250)
     (curve,) = curves_on(Path(folder) / "data", (64,))
     (trial,) = coordinate_trials(curve, 1, 1)
     engine, data = start(trial.recipe, world)
-    found, loss = activations.activations(engine, data)
+    found, loss = measuring.activations(engine, data)
     labels = torch.cat([each.labels for each in data.step(1)])  # [b, s]
     logits = found["logits"].transpose(0, 1).flatten(0, 1)
     return float(torch.nn.functional.cross_entropy(logits, labels.flatten())), loss
@@ -193,18 +189,18 @@ def test_mup_passes_where_the_standard_parametrization_fails(
 def train(folder: str, diverging_step: int | None) -> dict[str, Any]:
     """Train a small model, whose loss is NaN at one step; return its losses."""
     world = join_world()
-    honest = training.train_step
+    honest = measuring.train_step
 
     def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
         result = honest(engine, data, step)
         return replace(result, loss=math.nan) if step == diverging_step else result
 
-    training.train_step = train_step
+    measuring.train_step = train_step
     write_corpus(Path(folder) / "data", 250)
     (curve,) = curves_on(Path(folder) / "data", (64,), training={"steps": 6, "evaluate_every": 4})
     (trial,) = loss_trials(curve, [1e-3], 1)
     engine, data = start(trial.recipe, world)
-    found, seconds = training.losses(engine, data)
+    found, seconds = measuring.losses(engine, data)
     assert len(seconds) == (found["diverged"] or 6)
     return found
 
@@ -229,7 +225,7 @@ def train_again(folder: str) -> list[list[float]]:
         (curve,) = curves_on(home / "data", (64,), training=run | {"steps": 2} | changes)
         (trial,) = loss_trials(curve, [1e-9], 1)
         check_training(trial.recipe)
-        result = training.measure_training(trial.request(lambda *_: home / "data"), world)
+        result = measuring.measure_training(trial.request(lambda *_: home / "data"), world)
         assert result.training is not None
         found.append(result.training["losses"])
     return found
