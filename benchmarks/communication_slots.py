@@ -37,7 +37,7 @@ PROPORTIONS = (16, 17, 15)  # of forward, backward and weight passes of a Llama 
 UNLIMITED = 99
 
 
-def measure(schedule: str, chunks: int) -> dict[str, object]:
+def measure(schedule: str, virtual_stages: int) -> dict[str, object]:
     """Simulate a schedule on 2, 4 and 8 stages with one, two and four micro-batches per stage."""
     found = dict.fromkeys(("posting_order", "free_communicator", "any_order", "one_queue"), 0)
     slower = {"two": 0.0, "three": 0.0, "one_queue": 0.0}
@@ -47,14 +47,18 @@ def measure(schedule: str, chunks: int) -> dict[str, object]:
             pipeline = Pipeline(
                 stages=stages,
                 micro_batches=micro_batches,
-                chunks=chunks,
+                virtual_stages=virtual_stages,
                 schedule=schedule,
                 proportions=PROPORTIONS,
             )
             for training in (True, False):
                 _measure_step(StepProgram(pipeline, training=training), found, slower)
     percent = {name: round(100 * value, 1) for name, value in slower.items()}
-    return {"schedule": schedule_name(schedule, chunks), "slots": found, "slower_percent": percent}
+    return {
+        "schedule": schedule_name(schedule, virtual_stages),
+        "slots": found,
+        "slower_percent": percent,
+    }
 
 
 def _measure_step(steps: StepProgram, found: dict[str, int], slower: dict[str, float]) -> None:

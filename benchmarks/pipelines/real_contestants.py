@@ -78,7 +78,7 @@ class Setting:
     micro_batches: int = 8
     rounds: int = 7
 
-    def recipe(self, schedule: str, chunks: int) -> Recipe:
+    def recipe(self, schedule: str, virtual_stages: int) -> Recipe:
         """Return the recipe with a schedule."""
         settings = {
             "model.layers": self.layers,
@@ -92,7 +92,7 @@ class Setting:
             "batch.global_sequences": self.micro_sequences * self.micro_batches,
             "layout.pipeline": STAGES,
             "layout.schedule": schedule,
-            "layout.chunks": chunks,
+            "layout.virtual_stages": virtual_stages,
             "optimizer.learning_rate": 1e-3,
         }
         return load_recipe(DEFAULT_RECIPE, [f"{key}={value}" for key, value in settings.items()])
@@ -232,7 +232,7 @@ def build_stock(recipe: Recipe, setting: Setting) -> Contestant:
     """Build DeepSpeed's engine with the same settings and the same layers on each stage."""
     topology = Topology(pipeline=STAGES, data=1, tensor=1)
     with quiet():
-        model = (DualPipeVModule if recipe.layout.chunks == 2 else PipelineModule)(
+        model = (DualPipeVModule if recipe.layout.virtual_stages == 2 else PipelineModule)(
             plain_specs(recipe),
             topology=PipeModelDataParallelTopology(num_pp=STAGES, num_dp=1, num_mp=1),
             loss_fn=loss_of_logits(recipe),

@@ -120,9 +120,12 @@ def bound(setting: Setting, name: str, steps: Mapping[str, Steps]) -> float:
     All passes together take what one process takes for them, divided as it was measured; they run
     as the schedule's simulation says. The optimizer's time is halved.
     """
-    schedule, chunks = OURS[name]
+    schedule, virtual_stages = OURS[name]
     pipeline = Pipeline(
-        stages=STAGES, micro_batches=setting.micro_batches, chunks=chunks, schedule=schedule
+        stages=STAGES,
+        micro_batches=setting.micro_batches,
+        virtual_stages=virtual_stages,
+        schedule=schedule,
     )
     seconds = typical_seconds(
         [

@@ -42,14 +42,15 @@ class Way(NamedTuple):
     """A schedule with its reductions; `every` is `reduce_every` of ZeRO-2, and 0 for ZeRO-1."""
 
     schedule: str
-    chunks: int
+    virtual_stages: int
     every: int
 
     @property
     def name(self) -> str:
         """The name in the table."""
         zero = f"ZeRO-2, reduce_every = {self.every}" if self.every else "ZeRO-1"
-        return f"{self.schedule}{f' x {self.chunks}' if self.chunks > 1 else ''}, {zero}"
+        interleaving = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+        return f"{self.schedule}{interleaving}, {zero}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Setting:
             buckets=self.layers,
             groups=-(-self.micro_batches // every),
             every=every,
-            chunks=way.chunks,
+            virtual_stages=way.virtual_stages,
             stages=self.stages,
             alternating=way.schedule != "gpipe",
         )
@@ -224,7 +225,7 @@ def build(setting: Setting, way: Way) -> ScheduledEngine:
     pipeline = Pipeline(
         stages=setting.stages,
         micro_batches=setting.micro_batches,
-        chunks=way.chunks,
+        virtual_stages=way.virtual_stages,
         schedule=way.schedule,
         reduce_every=way.every or setting.micro_batches,
     )
@@ -235,7 +236,8 @@ def build(setting: Setting, way: Way) -> ScheduledEngine:
             [layer] * (setting.stages * setting.layers),
             pipeline=pipeline,
             grid=ProcessGrid(topology),
-            layers_of_virtual_stages=[setting.layers // way.chunks] * pipeline.virtual_stages,
+            layers_of_virtual_stages=[setting.layers // way.virtual_stages]
+            * pipeline.total_virtual_stages,
             recompute_interval=0,
         )
         rules = dict.fromkeys(model.parameters(), UpdateRule("adamw", 1.0, 0.0, 1e-8))

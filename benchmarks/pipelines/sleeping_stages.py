@@ -33,7 +33,7 @@ class Contestant(NamedTuple):
     """A schedule and its engine."""
 
     schedule: str
-    chunks: int = 1
+    virtual_stages: int = 1
     is_stock: bool = False
 
 
@@ -69,7 +69,7 @@ class Setting:
         return Pipeline(
             stages=self.stages,
             micro_batches=self.micro_batches,
-            chunks=contestant.chunks,
+            virtual_stages=contestant.virtual_stages,
             schedule=contestant.schedule,
         )
 
@@ -86,11 +86,11 @@ class Setting:
     def seconds(self, pipeline: Pipeline, work: Pass) -> float:
         """Return the seconds that a pass sleeps."""
         parts = 2 if work.kind == BACKWARD and not pipeline.splits else 1
-        return parts * self.forward / pipeline.chunks
+        return parts * self.forward / pipeline.virtual_stages
 
     def theory(self, pipeline: Pipeline) -> float:
         """Return the seconds of a step by the table in `threefold/pipeline/schedules.py`."""
-        p, m, v = pipeline.stages, pipeline.micro_batches, pipeline.chunks
+        p, m, v = pipeline.stages, pipeline.micro_batches, pipeline.virtual_stages
         forwards = {
             "1f1b": 3 * (m + p - 1),
             "interleaved": 3 * (m + (p - 1) / v),
@@ -209,11 +209,13 @@ def run_step(engine: PipelineEngine) -> tuple[float, float]:
 
 def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEngine:
     """Build a pipeline with one layer in each chunk."""
-    layers = [LayerSpec(SleepingLayer, setting.forward / pipeline.chunks)] * pipeline.virtual_stages
+    layers = [
+        LayerSpec(SleepingLayer, setting.forward / pipeline.virtual_stages)
+    ] * pipeline.total_virtual_stages
     topology = PipeModelDataParallelTopology(num_pp=setting.stages, num_dp=1, num_mp=1)
     if is_stock:
         with quiet():
-            module = DualPipeVModule if pipeline.chunks == 2 else PipelineModule
+            module = DualPipeVModule if pipeline.virtual_stages == 2 else PipelineModule
             model = module(layers=layers, topology=topology, loss_fn=loss)
             engine, *_ = deepspeed.initialize(
                 model=model, optimizer=adamw(model), config=deepspeed_config(setting.micro_batches)
@@ -225,7 +227,7 @@ def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEn
             layers,
             pipeline=pipeline,
             grid=ProcessGrid(topology),
-            layers_of_virtual_stages=[1] * pipeline.virtual_stages,
+            layers_of_virtual_stages=[1] * pipeline.total_virtual_stages,
             recompute_interval=0,
         )
         boundary = Boundary(SHAPE, torch.float32, TensorAxis())

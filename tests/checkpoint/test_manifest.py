@@ -125,6 +125,15 @@ def test_a_checkpoint_of_a_later_format_is_rejected(checkpoint: Path) -> None:
         Manifest.read(checkpoint)
 
 
+def test_a_manifest_of_an_older_version_has_the_former_names_of_keys(tmp_path: Path) -> None:
+    manifest = Manifest.read(write_checkpoint(tmp_path, 4))
+    layout = {"schedule": "interleaved", "chunks": 3, "shard_group": 2}
+    manifest = replace(manifest, recipe=manifest.recipe | {"layout": layout})
+    read = Manifest.parse(manifest.text().encode(), tmp_path / "manifest.json")
+    now = {"schedule": "interleaved", "virtual_stages": 3, "dp_shard": 2}
+    assert read.recipe["layout"] == now
+
+
 def test_a_checkpoint_below_a_path_that_is_not_valid_utf8_is_read(tmp_path: Path) -> None:
     path = "/runs/caf\udce9/step-0000004"  # as Python decodes the byte 0xE9
     manifest = Manifest.read(write_checkpoint(tmp_path, 4, parent={"checkpoint": path}))

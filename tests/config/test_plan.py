@@ -153,11 +153,13 @@ def test_the_ramp_is_that_of_megatron(small: dict[str, Any]) -> None:
     assert plan.names == ["first"]
 
 
-def test_another_schedule_of_the_pipeline_drops_the_old_chunks(small: dict[str, Any]) -> None:
+def test_another_schedule_of_the_pipeline_drops_the_old_virtual_stages(
+    small: dict[str, Any],
+) -> None:
     small["model"]["layers"] = 4
-    small["layout"] = {"pipeline": 2, "schedule": "interleaved", "chunks": 2}
+    small["layout"] = {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}
     stage = {"name": "plain", "start_step": 9, "layout": {"schedule": "1f1b"}}
-    assert plan_of(staged(small, stage)).at(9).recipe.layout.chunks == 1
+    assert plan_of(staged(small, stage)).at(9).recipe.layout.virtual_stages == 1
 
 
 def test_only_some_changes_need_another_engine(small: dict[str, Any]) -> None:

@@ -121,8 +121,8 @@ BAD: list[tuple[str, int, str, str]] = [
         'layout.schedule = "zb-h1" needs two stages or more', 'or layout.schedule = "1f1b"',
     ),
     (
-        "layout.schedule=interleaved;layout.chunks=1", 2,
-        "layout.chunks = 1 is not possible with", "use layout.chunks = 2 or more",
+        "layout.schedule=interleaved;layout.virtual_stages=1", 2,
+        "layout.virtual_stages = 1 is not possible with", "use layout.virtual_stages = 2 or more",
     ),
     (
         "tracking.timeline_step=300", 2,
@@ -132,14 +132,25 @@ BAD: list[tuple[str, int, str, str]] = [
         "tracking.profile_step=300", 2,
         "tracking.profile_step = 300 comes after training.steps = 200", "profile_step = 200",
     ),
-    ("layout.chunks=2", 2, "layout.chunks = 2 is not possible with", "use layout.chunks = 1"),
     (
-        "layout.schedule=zb-v;layout.chunks=3", 2,
-        "layout.chunks = 3 is not possible with", "use layout.chunks = 2",
+        "layout.chunks=2", 2,
+        "layout.chunks is now layout.virtual_stages", "use layout.virtual_stages = 2",
     ),
     (
-        "layout.schedule=interleaved;layout.chunks=3", 2,
-        "layout.pipeline = 2 with 3 chunks each", "use model.layers = 6 or more",
+        "layout.shard_group=1", 2,
+        "layout.shard_group is now layout.dp_shard", "use layout.dp_shard = 1",
+    ),
+    (
+        "layout.virtual_stages=2", 2,
+        "layout.virtual_stages = 2 is not possible with", "use layout.virtual_stages = 1",
+    ),
+    (
+        "layout.schedule=zb-v;layout.virtual_stages=3", 2,
+        "layout.virtual_stages = 3 is not possible with", "use layout.virtual_stages = 2",
+    ),
+    (
+        "layout.schedule=interleaved;layout.virtual_stages=3", 2,
+        "layout.pipeline = 2 with 3 virtual stages each", "use model.layers = 6 or more",
     ),
     (
         "layout.layers_per_stage=[3,2]", 2,
@@ -152,11 +163,11 @@ BAD: list[tuple[str, int, str, str]] = [
     ("layout.layers_per_stage=[4,0]", 2, "layout.layers_per_stage", "1"),
     (
         "layout.schedule=dualpipev;layout.pipeline=4", 4,
-        "layout.pipeline = 4 with 2 chunks each", "use layout.pipeline = 2",
+        "layout.pipeline = 4 with 2 virtual stages each", "use layout.pipeline = 2",
     ),
     (
         "layout.schedule=dualpipev;model.layers=3", 2,
-        "layout.pipeline = 2 with 2 chunks each", "use model.layers = 4 or more",
+        "layout.pipeline = 2 with 2 virtual stages each", "use model.layers = 4 or more",
     ),
     (
         "layout.schedule=dualpipev;batch.micro_sequences=16", 2,
@@ -268,12 +279,12 @@ BAD: list[tuple[str, int, str, str]] = [
         "layout.reduce_every = 2 has no effect with ZeRO-1", "layout.reduce_every = 0",
     ),
     (
-        "layout.shard_group=4;layout.pipeline=1;layout.tensor=1", 6,
-        "layout.shard_group = 4 does not divide the 6 ranks", "layout.shard_group = 3 or 6",
+        "layout.dp_shard=4;layout.pipeline=1;layout.tensor=1", 6,
+        "layout.dp_shard = 4 does not divide the 6 ranks", "layout.dp_shard = 3 or 6",
     ),
     (
-        "layout.shard_group=1;deepspeed=ds_configs/zero3_fp32.json;layout.pipeline=1", 2,
-        "layout.shard_group = 1 with ZeRO-3", 'deepspeed = "ds_configs/zero2_fp32.json"',
+        "layout.dp_shard=1;deepspeed=ds_configs/zero3_fp32.json;layout.pipeline=1", 2,
+        "layout.dp_shard = 1 with ZeRO-3", 'deepspeed = "ds_configs/zero2_fp32.json"',
     ),
     (
         "deepspeed=ds_configs/zero2_fp32.json;layout.reduce_every=9", 4,
@@ -331,7 +342,8 @@ def test_no_size_above_the_limit_is_suggested() -> None:
         ("layout.schedule=zb-v", 3, "2 or 4 ranks"),  # three data ranks do not divide the batch
         (
             "layout.schedule=zb-v", 1,
-            '2 ranks, or layout.pipeline = 1 and layout.schedule = "1f1b" and layout.chunks = 1',
+            '2 ranks, or layout.pipeline = 1 and layout.schedule = "1f1b" and '
+            "layout.virtual_stages = 1",
         ),
         ("layout.schedule=dualpipev;batch.global_sequences=16", 5, "2 ranks"),
         (
@@ -590,17 +602,30 @@ def test_overrides_have_toml_values_and_bare_words_are_strings() -> None:
     assert (recipe.name, recipe.tracking.tags, recipe.layout.tensor) == ("tiny2", ("a", "b"), 2)
 
 
-def test_a_new_schedule_resets_chunks_and_layers_per_stage(tmp_path: Path) -> None:
+def test_the_recipe_of_an_older_run_has_the_former_names_of_keys(tmp_path: Path) -> None:
+    stage = 'stage=[{name="more", start_step=9, layout={virtual_stages=4}}]'
+    settings = ["layout.schedule=interleaved", "layout.dp_shard=1", "model.layers=8", stage]
+    recipe = load_recipe(TINY, settings)
+    older = recipe.toml().replace("virtual_stages", "chunks").replace("dp_shard", "shard_group")
+    recorded, own = tmp_path / "recipe.toml", tmp_path / "own.toml"
+    for file in (recorded, own):
+        file.write_text(older)
+    assert load_recipe(recorded) == recipe
+    with pytest.raises(UserError, match=r"layout.chunks is now layout.virtual_stages"):
+        load_recipe(own)
+
+
+def test_a_new_schedule_resets_virtual_stages_and_layers_per_stage(tmp_path: Path) -> None:
     folded = ["layout.schedule=zb-v", "layout.layers_per_stage=[1,1,1,1]"]
     resolved = tmp_path / "recipe.toml"
     resolved.write_text(load_recipe(TINY, folded).toml())
-    assert load_recipe(resolved).layout.chunks == 2
+    assert load_recipe(resolved).layout.virtual_stages == 2
     other = load_recipe(resolved, ["layout.schedule=1f1b"]).layout
-    assert (other.schedule, other.chunks, other.layers_per_stage) == ("1f1b", 1, None)
-    more = ["layout.schedule=interleaved", "layout.chunks=3", "model.layers=6"]
-    assert load_recipe(resolved, more).layout.chunks == 3
-    with pytest.raises(UserError, match=r"layout.chunks = 2 is not possible with"):
-        load_recipe(resolved, ["layout.schedule=1f1b", "layout.chunks=2"])
+    assert (other.schedule, other.virtual_stages, other.layers_per_stage) == ("1f1b", 1, None)
+    more = ["layout.schedule=interleaved", "layout.virtual_stages=3", "model.layers=6"]
+    assert load_recipe(resolved, more).layout.virtual_stages == 3
+    with pytest.raises(UserError, match=r"layout.virtual_stages = 2 is not possible with"):
+        load_recipe(resolved, ["layout.schedule=1f1b", "layout.virtual_stages=2"])
 
 
 def test_the_resolved_recipe_reproduces_itself() -> None:

@@ -39,19 +39,19 @@ def test_context_ranks_are_data_ranks_of_deepspeed(
         assert len({(place.pipeline, place.data, place.tensor) for place in places}) == 1
 
 
-def test_shard_groups_are_neighbouring_replicas() -> None:
-    ours = Topology(pipeline=2, data=2, context=2, tensor=2, shard_group=2)
-    assert ours.shard_groups()[:4] == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert ours.same_shard_groups()[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    for groups in (ours.shard_groups(), ours.same_shard_groups()):
+def test_dp_shard_groups_are_neighbouring_replicas() -> None:
+    ours = Topology(pipeline=2, data=2, context=2, tensor=2, dp_shard=2)
+    assert ours.dp_shard_groups()[:4] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert ours.dp_replicate_groups()[:4] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    for groups in (ours.dp_shard_groups(), ours.dp_replicate_groups()):
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(16))
     assert [ours.copy_of_shards(rank) for rank in (0, 3, 4, 7, 8)] == [
         (0, 2), (0, 2), (1, 2), (1, 2), (0, 2),
     ]  # fmt: skip
     assert ours.is_hybrid
-    whole = Topology(pipeline=2, data=4, tensor=2, shard_group=4)
+    whole = Topology(pipeline=2, data=4, tensor=2, dp_shard=4)
     assert not whole.is_hybrid
-    assert whole.shard_groups() == Topology(pipeline=2, data=4, tensor=2).shard_groups()
+    assert whole.dp_shard_groups() == Topology(pipeline=2, data=4, tensor=2).dp_shard_groups()
     assert whole.copy_of_shards(15) == (0, 1)
 
 

@@ -62,7 +62,7 @@ EXPERT2 = {"layout__expert": 2}
 OVERLAP = {"layout__expert_overlap": True, "batch__micro_sequences": 1}
 COLUMNS2 = TENSOR2 | {"layout__expert_tensor_parallel": True}
 CONTEXT2 = {"layout__context": 2}
-SHARD_GROUP1 = {"layout__shard_group": 1}
+SHARD_GROUP1 = {"layout__dp_shard": 1}
 ACCUMULATING = "zero2_bf16_throughout.json"  # bf16 gradients are also summed in bf16
 
 CHANGES: dict[str, dict[str, dict[str, Any]]] = {  # column -> value -> changes of the small recipe
@@ -84,7 +84,7 @@ CHANGES: dict[str, dict[str, dict[str, Any]]] = {  # column -> value -> changes 
     "data": {"-": {}, "data": {}},  # the size of the world follows from the sizes of the axes
     "shards": {"-": {}, "group": SHARD_GROUP1},
     "more": {"-": {}, "accumulating": {"deepspeed": ACCUMULATING}, "overlap": OVERLAP,
-             "three-chunks": {"layout__chunks": 3},
+             "three-chunks": {"layout__virtual_stages": 3},
              "by-hand": {"layout__layers_per_stage": [3, 1]}},
 }  # fmt: skip
 OF_THE_MODEL = ("model", "precision", "dropout", "documents", "optimizer")  # not of the layout
@@ -129,7 +129,7 @@ MORE_LAYOUTS = {  # (world size, name) -> changes; all are long
     (2, "gpipe"): PIPELINE2 | {"layout__schedule": "gpipe"},
     (4, "pipeline 4"): DOCUMENTS | {"layout__pipeline": 4},
     (4, "zb-h1, pipeline 4"): GPT | DROPOUT | ZB_H1 | {"layout__pipeline": 4},
-    (4, "shard group 2 of 4"): DROPOUT | ZERO2 | {"layout__shard_group": 2},
+    (4, "shard group 2 of 4"): DROPOUT | ZERO2 | {"layout__dp_shard": 2},
     (4, "expert 2, expert tensor 2"): EXPERTS | COLUMNS2 | EXPERT2,
     (4, "interleaved, expert overlap"): EXPERTS | INTERLEAVED | EXPERT2 | OVERLAP,
     (4, "context 2, expert 4"): EXPERTS | CONTEXT2 | {"layout__expert": 4},

@@ -221,4 +221,4 @@ def pass_seconds(pipeline: Pipeline) -> Callable[[Pass], float]:
     if not pipeline.splits:
         backward += weight
     by_kind = {FORWARD: forward, BACKWARD: backward}
-    return lambda work: by_kind.get(work.kind, weight) / pipeline.chunks
+    return lambda work: by_kind.get(work.kind, weight) / pipeline.virtual_stages

@@ -22,45 +22,56 @@ from threefold.pipeline.simulation import pipeline_seconds, simulate
 WITH_PIPELINE = [r for r in map(load_recipe, shipped_recipes()) if r.layout.pipeline > 1]
 
 PLACES = [
-    (schedule, stages, chunks, layers, head)
+    (schedule, stages, virtual_stages, layers, head)
     for schedule, stages, layers, head in product(SCHEDULES, (2, 3, 4), (13, 24), (0.0, 0.4, 1.5))
-    for chunks in ((SCHEDULES[schedule].chunks,) if SCHEDULES[schedule].chunks else (2, 3))
+    for virtual_stages in (
+        (SCHEDULES[schedule].virtual_stages,) if SCHEDULES[schedule].virtual_stages else (2, 3)
+    )
 ]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "chunks", "layers", "head"), PLACES)
+@pytest.mark.parametrize(("schedule", "stages", "virtual_stages", "layers", "head"), PLACES)
 def test_no_other_division_has_a_faster_slowest_stage(
-    schedule: str, stages: int, chunks: int, layers: int, head: float
+    schedule: str, stages: int, virtual_stages: int, layers: int, head: float
 ) -> None:
-    dealt = divide_blocks(layers, schedule=schedule, stages=stages, chunks=chunks, head=head)
-    assert sum(dealt) == layers and len(dealt) == stages * chunks and min(dealt) >= 1
+    dealt = divide_blocks(
+        layers, schedule=schedule, stages=stages, virtual_stages=virtual_stages, head=head
+    )
+    assert sum(dealt) == layers and len(dealt) == stages * virtual_stages and min(dealt) >= 1
     found = imbalance(dealt, schedule=schedule, stages=stages, head=head)
-    last, _ = stage_and_chunk(schedule, stages, stages * chunks - 1)
+    last, _ = stage_and_chunk(schedule, stages, stages * virtual_stages - 1)
     fastest = min(
         max(n + head * (stage == last) for stage, n in enumerate(blocks))
-        for blocks in product(range(chunks, layers + 1), repeat=stages)
+        for blocks in product(range(virtual_stages, layers + 1), repeat=stages)
         if sum(blocks) == layers
     )
     assert found == pytest.approx(fastest * stages / (layers + head))
 
 
-@pytest.mark.parametrize("chunks", [2, 4])
-def test_the_chunk_with_the_head_has_fewer_blocks(chunks: int) -> None:
+@pytest.mark.parametrize("virtual_stages", [2, 4])
+def test_the_chunk_with_the_head_has_fewer_blocks(virtual_stages: int) -> None:
     """All other chunks of an interleaved pipeline would otherwise wait for this one."""
-    pipeline = Pipeline(stages=4, chunks=chunks, micro_batches=16, schedule="interleaved")
-    layers, head = 4 * chunks * 2 - 1, 1.0
+    pipeline = Pipeline(
+        stages=4, virtual_stages=virtual_stages, micro_batches=16, schedule="interleaved"
+    )
+    layers, head = 4 * virtual_stages * 2 - 1, 1.0
 
     def seconds(dealt: tuple[int, ...]) -> float:
         def of(work: Pass) -> float:
             position = pipeline.virtual_stage(work.stage, work.chunk)
-            blocks = dealt[position] + head * (position == pipeline.virtual_stages - 1)
+            blocks = dealt[position] + head * (position == pipeline.total_virtual_stages - 1)
             return blocks if work.kind == FORWARD else 2 * blocks
 
         return pipeline_seconds(simulate(pipeline, of))
 
-    dealt = divide_blocks(layers, schedule="interleaved", stages=4, chunks=chunks, head=head)
-    assert dealt == (2,) * (4 * chunks - 1) + (1,)
-    others = [tuple(2 - (n == k) for n in range(4 * chunks)) for k in range(4 * chunks - 1)]
+    dealt = divide_blocks(
+        layers, schedule="interleaved", stages=4, virtual_stages=virtual_stages, head=head
+    )
+    assert dealt == (2,) * (4 * virtual_stages - 1) + (1,)
+    others = [
+        tuple(2 - (n == k) for n in range(4 * virtual_stages))
+        for k in range(4 * virtual_stages - 1)
+    ]
     assert all(seconds(dealt) < seconds(other) for other in others)
 
 

@@ -20,13 +20,19 @@ from threefold.pipeline.schedules import Pass, Pipeline, min_micro_batches
 from threefold.pipeline.simulation import Action, Event, Route, rounds, routes
 
 PIPELINES = {  # name of the schedule -> its pipelines
-    f"{schedule}-{chunks}{'-paired' if paired else ''}": [
-        Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks, paired=paired)
+    f"{schedule}-{virtual_stages}{'-paired' if paired else ''}": [
+        Pipeline(
+            stages=p,
+            micro_batches=m,
+            schedule=schedule,
+            virtual_stages=virtual_stages,
+            paired=paired,
+        )
         for p in (2, 3, 4, 8)
         for m in (1, p, p + 1, 2 * p)
         if m >= min_micro_batches(schedule, p, paired=paired)
     ]
-    for schedule, chunks in SCHEDULES
+    for schedule, virtual_stages in SCHEDULES
     for paired in ((False, True) if schedule in PAIRED_SCHEDULES else (False,))
 }
 FEW = {
@@ -145,7 +151,7 @@ def test_receives_in_the_order_of_need_would_hang(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(simulation, "_Receives", ReceivesByNeed)
-    pipeline = Pipeline(stages=4, micro_batches=8, schedule=schedule, chunks=2)
+    pipeline = Pipeline(stages=4, micro_batches=8, schedule=schedule, virtual_stages=2)
     steps = StepProgram(pipeline, training=True)
     seconds = pass_seconds(pipeline)
     rule = LaunchRule.FREE_COMMUNICATOR
@@ -172,9 +178,13 @@ def test_every_message_has_a_route(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 8, 64])
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-def test_few_calls_create_the_groups_of_all_routes(stages: int, schedule: str, chunks: int) -> None:
-    pipeline = Pipeline(stages=stages, micro_batches=2 * stages, schedule=schedule, chunks=chunks)
+@pytest.mark.parametrize(("schedule", "virtual_stages"), SCHEDULES)
+def test_few_calls_create_the_groups_of_all_routes(
+    stages: int, schedule: str, virtual_stages: int
+) -> None:
+    pipeline = Pipeline(
+        stages=stages, micro_batches=2 * stages, schedule=schedule, virtual_stages=virtual_stages
+    )
     found = rounds(pipeline)
     assert sorted(chain.from_iterable(found)) == routes(pipeline)
     for routes_of_round in found:

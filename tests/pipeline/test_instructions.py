@@ -10,8 +10,8 @@ from threefold.pipeline.engine import PassSchedule
 from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Pass, Pipeline
 
 PIPELINES = [
-    Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks, reduce_every=every)
-    for schedule, chunks in (
+    Pipeline(stages=p, micro_batches=m, schedule=schedule, virtual_stages=v, reduce_every=every)
+    for schedule, v in (
         ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2),
         ("dualpipev", 2),
     )
@@ -29,7 +29,7 @@ COMPUTE = ("ForwardPass", "BackwardPass", "WeightPass")
 
 def name(pipeline: Pipeline) -> str:
     reduction = f"-every {pipeline.reduce_every}" if pipeline.reduce_every else ""
-    sizes = f"{pipeline.stages}x{pipeline.chunks}-{pipeline.micro_batches}"
+    sizes = f"{pipeline.stages}x{pipeline.virtual_stages}-{pipeline.micro_batches}"
     paired = "-paired" if pipeline.paired else ""
     return f"{pipeline.schedule}-{sizes}{reduction}{paired}"
 
@@ -69,7 +69,7 @@ def test_a_chunk_is_reduced_when_its_last_backward_pass_is_over(pipeline: Pipeli
     for stage in range(pipeline.stages):
         found = instructions(pipeline, stage)
         kinds = (BACKWARD, WEIGHT) if pipeline.splits else (BACKWARD,)
-        for kind, chunk in product(kinds, range(pipeline.chunks)):
+        for kind, chunk in product(kinds, range(pipeline.virtual_stages)):
             reductions = [
                 n
                 for n, each in enumerate(found)
@@ -93,7 +93,7 @@ def test_a_chunk_is_reduced_when_its_last_backward_pass_is_over(pipeline: Pipeli
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=name)
 def test_the_ends_load_each_micro_batch_once(pipeline: Pipeline) -> None:
-    last, _ = pipeline.stage_and_chunk(pipeline.virtual_stages - 1)
+    last, _ = pipeline.stage_and_chunk(pipeline.total_virtual_stages - 1)
     for stage in range(pipeline.stages):
         for training in (True, False):
             found = instructions(pipeline, stage, training)

@@ -121,7 +121,7 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
                 **contexts,
                 "context_attention": "ring",
                 "schedule": "interleaved",
-                "chunks": 2,
+                "virtual_stages": 2,
             },
         },
         "context, ulysses": {
@@ -137,7 +137,7 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
             "layout": {
                 "expert": world_size // 2,
                 "schedule": "interleaved",
-                "chunks": 2,
+                "virtual_stages": 2,
                 "expert_overlap": True,
             },
             "data": world_size // 2,
@@ -158,7 +158,7 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
             **MUON,
         },
         "Muon, tensor": {
-            "layout": {"tensor": 2, "schedule": "interleaved", "chunks": 2},
+            "layout": {"tensor": 2, "schedule": "interleaved", "virtual_stages": 2},
             "data": world_size // 4,
             **MUON,
         },
@@ -167,13 +167,13 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
             "data": world_size // 4,
         },
         "data, bf16": {
-            "layout": {"schedule": "interleaved", "chunks": 2, **across},
+            "layout": {"schedule": "interleaved", "virtual_stages": 2, **across},
             "deepspeed": BFLOAT16,
             "data": 2,
         },
         "ZeRO-2": {"layout": across, "data": 2, "deepspeed": ZERO_2},
         "ZeRO-2, interleaved": {
-            "layout": {"schedule": "interleaved", "chunks": 2, **across},
+            "layout": {"schedule": "interleaved", "virtual_stages": 2, **across},
             "data": 2,
             "deepspeed": ZERO_2,
         },
@@ -184,7 +184,7 @@ def layouts_of(world_size: int) -> dict[str, dict[str, Any]]:
             **GPT_SWITCHES,
         },
         "ZeRO-2, shard groups": {
-            "layout": {"schedule": "zb-v", "shard_group": world_size // 4},
+            "layout": {"schedule": "zb-v", "dp_shard": world_size // 4},
             "data": world_size // 2,
             "deepspeed": ZERO_2,
         },

@@ -24,7 +24,7 @@ from threefold.pipeline.simulation import Timeline, idle_share, pipeline_seconds
 
 CHUNKS = {"interleaved": (2, 3), "zb-v": (2,), "dualpipev": (2,)}  # the others: 1
 MANY = [
-    Pipeline(stages=p, chunks=v, micro_batches=m, schedule=schedule)
+    Pipeline(stages=p, virtual_stages=v, micro_batches=m, schedule=schedule)
     for schedule in SCHEDULES
     for v in CHUNKS.get(schedule, (1,))
     for p in range(1, 9)
@@ -33,7 +33,7 @@ MANY = [
 ]
 OF_SCHEDULE = {name: [each for each in MANY if each.schedule == name] for name in SCHEDULES}
 FEW = [
-    Pipeline(stages=p, chunks=v, micro_batches=m, schedule=schedule)
+    Pipeline(stages=p, virtual_stages=v, micro_batches=m, schedule=schedule)
     for schedule, p, v, m in (
         ("1f1b", 1, 1, 3), ("1f1b", 4, 1, 3), ("1f1b", 4, 1, 9),
         ("interleaved", 2, 2, 2), ("interleaved", 4, 3, 7), ("interleaved", 3, 2, 11),
@@ -46,7 +46,8 @@ FEW = [
 
 
 def name(pipeline: Pipeline) -> str:
-    return f"{pipeline.schedule}-{pipeline.stages}x{pipeline.chunks}-{pipeline.micro_batches}"
+    sizes = f"{pipeline.stages}x{pipeline.virtual_stages}-{pipeline.micro_batches}"
+    return f"{pipeline.schedule}-{sizes}"
 
 
 def seconds(
@@ -55,7 +56,7 @@ def seconds(
     """Return the durations of a micro-batch's passes; an undivided backward pass has both parts."""
     whole = backward + (0.0 if pipeline.splits else weight)
     spent = {FORWARD: forward, BACKWARD: whole, WEIGHT: weight}
-    return lambda work: spent[work.kind] / pipeline.chunks
+    return lambda work: spent[work.kind] / pipeline.virtual_stages
 
 
 def uneven(work: Pass) -> float:
@@ -69,7 +70,7 @@ def all_passes(pipeline: Pipeline) -> set[Pass]:
         Pass(kind, stage, chunk, number)
         for kind in kinds
         for stage in range(pipeline.stages)
-        for chunk in range(pipeline.chunks)
+        for chunk in range(pipeline.virtual_stages)
         for number in range(pipeline.micro_batches)
     }
 
@@ -146,8 +147,10 @@ def test_needed_and_receiver_are_each_others_reverse(pipeline: Pipeline) -> None
             assert pipeline.receiver(needed) == work
         else:  # the loss
             assert pipeline.receiver(needed) is None
-    places = {pipeline.stage_and_chunk(position) for position in range(pipeline.virtual_stages)}
-    assert len(places) == pipeline.virtual_stages
+    places = {
+        pipeline.stage_and_chunk(position) for position in range(pipeline.total_virtual_stages)
+    }
+    assert len(places) == pipeline.total_virtual_stages
     assert all(pipeline.stage_and_chunk(pipeline.virtual_stage(*each)) == each for each in places)
 
 
@@ -161,7 +164,7 @@ def test_1f1b_takes_what_the_paper_says() -> None:
 
 def test_interleaving_divides_the_bubble_by_the_chunks() -> None:
     for pipeline in OF_SCHEDULE["interleaved"]:
-        p, v, m = pipeline.stages, pipeline.chunks, pipeline.micro_batches
+        p, v, m = pipeline.stages, pipeline.virtual_stages, pipeline.micro_batches
         # Whether or not p divides m; with fewer than p each chunk waits for the last stage's.
         theory = (max(m, p) + (min(m, p) - 1) / v) * 3
         assert length(pipeline, 1.0, 1.25, 0.75) == pytest.approx(theory), name(pipeline)
@@ -188,7 +191,7 @@ def test_zb_v_waits_where_passes_take_unequally_long() -> None:
     """The order assumes equal durations; otherwise the longest of the three sets the pace."""
     for f, b, w in ((1.0, 1.25, 0.75), (1.0, 0.75, 1.25), (1.0, 2.0, 0.75)):
         few, many = (
-            Pipeline(stages=4, chunks=2, micro_batches=m, schedule="zb-v") for m in (16, 20)
+            Pipeline(stages=4, virtual_stages=2, micro_batches=m, schedule="zb-v") for m in (16, 20)
         )
         each = (length(many, f, b, w) - length(few, f, b, w)) / 4
         assert each == pytest.approx(max(f + b + w, 3 * b)), (f, b, w)
@@ -212,7 +215,7 @@ def test_1f1b_holds_a_micro_batch_for_each_stage_that_follows() -> None:
 
 def test_interleaved_holds_megatrons_warm_up_and_one_more() -> None:
     for pipeline in OF_SCHEDULE["interleaved"]:
-        p, v, m = pipeline.stages, pipeline.chunks, pipeline.micro_batches
+        p, v, m = pipeline.stages, pipeline.virtual_stages, pipeline.micro_batches
         first = -(-m // max(1, m // p))  # of a round
         held = [most_in_flight(order) for order in pipeline.orders]
         warm_up = [first * (v - 1) + 2 * (p - stage - 1) for stage in range(p)]
@@ -221,7 +224,7 @@ def test_interleaved_holds_megatrons_warm_up_and_one_more() -> None:
 
 def test_zero_bubble_schedules_hold_no_more_than_the_first_stage_of_1f1b() -> None:
     for pipeline in OF_SCHEDULE["zb-h1"] + OF_SCHEDULE["zb-v"]:
-        p, v, m = pipeline.stages, pipeline.chunks, pipeline.micro_batches
+        p, v, m = pipeline.stages, pipeline.virtual_stages, pipeline.micro_batches
         held = [most_in_flight(order) for order in pipeline.orders]
         assert max(held) == min(m, p) * v, name(pipeline)
         assert max(held) <= p * v, name(pipeline)
@@ -278,7 +281,7 @@ def test_1f1b_is_in_deepspeeds_order(p: int, m: int) -> None:
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 7), (4, 8), (5, 13)])
 def test_dualpipev_is_in_deepspeeds_order(p: int, m: int) -> None:
-    pipeline = Pipeline(stages=p, chunks=2, micro_batches=m, schedule="dualpipev")
+    pipeline = Pipeline(stages=p, virtual_stages=2, micro_batches=m, schedule="dualpipev")
     kinds = {"ForwardPass": FORWARD, "BackwardPass": BACKWARD}
     for stage, order in enumerate(pipeline.orders):
         steps = deepspeed_schedule.DualPipeVSchedule(m, p, stage).steps()
@@ -293,4 +296,4 @@ def test_dualpipev_is_in_deepspeeds_order(p: int, m: int) -> None:
 def test_too_few_micro_batches_are_rejected() -> None:
     message = "dualpipev with 2 stages and 3 micro-batches; use 4"
     with pytest.raises(UserError, match=message):
-        Pipeline(stages=2, chunks=2, micro_batches=3, schedule="dualpipev")
+        Pipeline(stages=2, virtual_stages=2, micro_batches=3, schedule="dualpipev")

@@ -1,5 +1,6 @@
 """Pairs of a forward and a backward pass that run at the same time."""
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 from unittest import mock
@@ -12,8 +13,10 @@ from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Pass, Pipeli
 from threefold.pipeline.simulation import pipeline_seconds, simulate
 
 PIPELINES = [
-    Pipeline(stages=p, micro_batches=m, schedule=schedule, chunks=chunks, paired=True)
-    for schedule, chunks in (("interleaved", 2), ("interleaved", 4), ("dualpipev", 2))
+    Pipeline(
+        stages=p, micro_batches=m, schedule=schedule, virtual_stages=virtual_stages, paired=True
+    )
+    for schedule, virtual_stages in (("interleaved", 2), ("interleaved", 4), ("dualpipev", 2))
     for p in (2, 3, 4, 8)
     for m in (2 * p, 2 * p + 1, 4 * p)
 ]
@@ -21,7 +24,8 @@ FORWARD_SECONDS, BACKWARD_SECONDS = 1.0, 2.0  # of a chunk
 
 
 def name(pipeline: Pipeline) -> str:
-    return f"{pipeline.schedule}-{pipeline.stages}x{pipeline.chunks}-{pipeline.micro_batches}"
+    sizes = f"{pipeline.stages}x{pipeline.virtual_stages}-{pipeline.micro_batches}"
+    return f"{pipeline.schedule}-{sizes}"
 
 
 def length(pipeline: Pipeline) -> float:
@@ -33,10 +37,7 @@ def length(pipeline: Pipeline) -> float:
 
 
 def unpaired(pipeline: Pipeline) -> Pipeline:
-    return Pipeline(
-        stages=pipeline.stages, micro_batches=pipeline.micro_batches, chunks=pipeline.chunks,
-        schedule=pipeline.schedule,
-    )  # fmt: skip
+    return replace(pipeline, paired=False)
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES, ids=name)
@@ -60,14 +61,18 @@ def test_without_communication_pairs_cost_little(pipeline: Pipeline) -> None:
     more = length(pipeline) - length(unpaired(pipeline))
     most = 0.0
     if pipeline.schedule == "dualpipev":
-        most = (pipeline.stages - 1) * pipeline.chunks * FORWARD_SECONDS
+        most = (pipeline.stages - 1) * pipeline.virtual_stages * FORWARD_SECONDS
     assert -1e-9 <= more <= most + 1e-9
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])
-def test_in_other_schedules_pairs_would_lengthen_the_step(schedule: str, chunks: int) -> None:
+@pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)])
+def test_in_other_schedules_pairs_would_lengthen_the_step(
+    schedule: str, virtual_stages: int
+) -> None:
     assert schedule not in PAIRED_SCHEDULES
-    pipeline = Pipeline(stages=4, micro_batches=16, schedule=schedule, chunks=chunks, paired=True)
+    pipeline = Pipeline(
+        stages=4, micro_batches=16, schedule=schedule, virtual_stages=virtual_stages, paired=True
+    )
     assert length(pipeline) > 1.2 * length(unpaired(pipeline))
 
 
@@ -76,7 +81,7 @@ def test_with_fewer_micro_batches_the_stages_would_wait_for_each_other() -> None
         "stages": 4,
         "micro_batches": 5,
         "schedule": "interleaved",
-        "chunks": 2,
+        "virtual_stages": 2,
     }
     with pytest.raises(UserError, match="use 8"):
         Pipeline(**settings, paired=True)

@@ -70,7 +70,7 @@ def schedules_worker(corpus: str, folder: str, schedules: list[str]) -> dict[str
         layout = SCHEDULES[name]
         table = changed(
             small_recipe(Path(corpus)),
-            model__layers=12 if layout.get("chunks") == 3 else 8,
+            model__layers=12 if layout.get("virtual_stages") == 3 else 8,
             layout={"pipeline": STAGES, **layout},
             batch={"global_sequences": MICRO_BATCHES, "micro_sequences": 1},
             tracking__timeline_step=2,
@@ -155,7 +155,9 @@ def test_the_measured_timeline_has_every_pass_of_every_rank(
     assert ranks == {rank: f"rank {rank}: pipeline {rank}, data 0, tensor 0" for rank in range(4)}
     passes = Counter((e["pid"], e["cat"], e["args"]["step"]) for e in events if e["ph"] == "X")
     layout = SCHEDULES[name]
-    each = MICRO_BATCHES * layout.get("chunks", 1 if name in ("1f1b", "zb-h1", "gpipe") else 2)
+    each = MICRO_BATCHES * layout.get(
+        "virtual_stages", 1 if name in ("1f1b", "zb-h1", "gpipe") else 2
+    )
     for rank in range(STAGES):
         for step in (2, 3):
             assert passes[rank, "forward", step] == passes[rank, "backward", step] == each

@@ -78,11 +78,11 @@ def test_groups_of_micro_batches_hide_reductions(
 
 def test_the_last_reduction_of_interleaved_chunks_is_that_of_one_chunk() -> None:
     whole = DataTraffic(reduced=0.8, buckets=8)
-    chunks = DataTraffic(reduced=0.8, buckets=8, chunks=4, stages=4)
+    chunks = DataTraffic(reduced=0.8, buckets=8, virtual_stages=4, stages=4)
     assert whole.exposed_reductions(1.0) == pytest.approx(0.1)  # the last bucket
     assert chunks.exposed_reductions(1.0) == pytest.approx(0.1)
     slow = DataTraffic(reduced=4.0, buckets=8)
-    slow_chunks = DataTraffic(reduced=4.0, buckets=8, chunks=4, stages=4)
+    slow_chunks = DataTraffic(reduced=4.0, buckets=8, virtual_stages=4, stages=4)
     assert slow_chunks.exposed_reductions(1.0) < slow.exposed_reductions(1.0) / 3
 
 

@@ -60,7 +60,7 @@ def test_the_ranks_of_a_replica_hold_the_whole_model(expert: int, tensor: int) -
 
 def test_the_optimizer_state_of_experts_is_divided_among_fewer_ranks() -> None:
     """All ranks together hold 12 bytes per parameter, whatever the number of expert ranks."""
-    settings = ("layout.pipeline=1", "layout.schedule=1f1b", "layout.chunks=1")
+    settings = ("layout.pipeline=1", "layout.schedule=1f1b", "layout.virtual_stages=1")
     by_expert = {
         size: memory_of_stage(planned(*settings, f"layout.expert={size}")[1], 0) for size in (1, 8)
     }
@@ -72,7 +72,7 @@ def test_a_first_chunk_has_its_blocks_and_the_embedding() -> None:
     _, job = planned("layout.tensor=2", "layout.expert=4")
     table = table_parameters(job.model, 2)
     blocks = blocks_of_stages(job)[0]
-    assert len(blocks) == job.layout.chunks > 1
+    assert len(blocks) == job.layout.virtual_stages > 1
     block = (stage_parameters(job)[0] - table) / sum(blocks)
     assert first_chunk_parameters(job, 0) == table + blocks[0] * block
 
@@ -125,7 +125,7 @@ def test_shared_experts_and_weight_gradients_hide_exchanges() -> None:
     """With 8 narrow experts per token, an exchange takes longer than what hides it."""
     settings = (
         "layout.expert=8", "model.experts.per_token=8", "model.experts.ffn_hidden_size=512",
-        "layout.chunks=1",
+        "layout.virtual_stages=1",
     )  # fmt: skip
     shared = "model.experts.shared=1"
 
@@ -177,7 +177,7 @@ def test_the_command_reads_the_imbalance() -> None:
 
 def test_dense_layers_are_planned_as_dense() -> None:
     """A model of 16 dense layers and one with experts lies between the two whole models."""
-    settings = ("layout.pipeline=1", "layout.schedule=1f1b", "layout.chunks=1")
+    settings = ("layout.pipeline=1", "layout.schedule=1f1b", "layout.virtual_stages=1")
     _, mixed = planned(*settings, "model.experts.dense_layers=16")
     _, experts = planned(*settings)
     dense = replace(mixed, model=mixed.model.dense)

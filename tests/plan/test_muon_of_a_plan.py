@@ -69,7 +69,9 @@ def test_the_ranks_of_one_stage_write_the_whole_checkpoint(
     name: str, expert: int, kind: str
 ) -> None:
     planned = replace(job(name, "cluster.nodes=4"), optimizer=kind)
-    layout = replace(planned.layout, pipeline=1, tensor=1, expert=expert, chunks=1, schedule="1f1b")
+    layout = replace(
+        planned.layout, pipeline=1, tensor=1, expert=expert, virtual_stages=1, schedule="1f1b"
+    )
     planned = replace(planned, layout=layout)
     written = own_bytes(planned) * layout.optimizer_ranks
     assert written == pytest.approx(4 * checkpoint_elements(planned.model, kind), rel=1e-9)

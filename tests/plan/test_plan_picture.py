@@ -62,7 +62,7 @@ def test_a_deep_pipeline_shows_some_stages_and_both_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "kinds"),
+    ("schedule", "virtual_stages", "kinds"),
     [
         ("1f1b", 1, 2),
         ("interleaved", 2, 2),
@@ -72,14 +72,19 @@ def test_a_deep_pipeline_shows_some_stages_and_both_ends() -> None:
         ("dualpipev", 2, 2),
     ],
 )
-def test_chunks_and_kinds_have_colours_of_their_own(schedule: str, chunks: int, kinds: int) -> None:
+def test_chunks_and_kinds_have_colours_of_their_own(
+    schedule: str, virtual_stages: int, kinds: int
+) -> None:
     _, job = load("qwen3/32b.toml", "layout.tensor=4", "layout.pipeline=2")
-    job = replace(job, layout=replace(job.layout, schedule=schedule, chunks=chunks))
-    passes, _ = timeline(job, "chunks").axes
-    assert len({tuple(each.get_facecolor()[0]) for each in passes.collections}) == kinds * chunks
-    assert boxes(passes) == 2 * 8 * chunks * kinds
+    job = replace(job, layout=replace(job.layout, schedule=schedule, virtual_stages=virtual_stages))
+    passes, _ = timeline(job, "virtual_stages").axes
+    assert (
+        len({tuple(each.get_facecolor()[0]) for each in passes.collections})
+        == kinds * virtual_stages
+    )
+    assert boxes(passes) == 2 * 8 * virtual_stages * kinds
     labels = [text.get_text() for text in passes.get_legend().get_texts()]
-    assert len(labels) == kinds * min(chunks, 3 if chunks <= 3 else 2)
+    assert len(labels) == kinds * min(virtual_stages, 3 if virtual_stages <= 3 else 2)
     assert ("weights" in labels) == (schedule == "zb-h1")
 
 

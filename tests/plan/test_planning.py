@@ -66,7 +66,7 @@ from threefold.plan.search import (
     simplicity,
     valid_layouts,
 )
-from threefold.plan.search import INTERLEAVED_CHUNKS as INTERLEAVED
+from threefold.plan.search import INTERLEAVED_VIRTUAL_STAGES as INTERLEAVED
 from threefold.plan.software import (
     DEEPSPEED,
     MEGATRON,
@@ -87,7 +87,7 @@ LIMITS = {  # table -> documented limits of the mean and the largest error, in p
     "megascale2024": (6, 8),
 }
 RESULTS = ("step_time_s", "tflops_per_gpu", "mfu_pct", "mem_gb", "oom")
-CHUNKS = {name: schedule.chunks or 3 for name, schedule in SCHEDULES.items()}
+CHUNKS = {name: schedule.virtual_stages or 3 for name, schedule in SCHEDULES.items()}
 CLUSTERED = [path for path in shipped_recipes() if path.parent.name != "recipes"]
 
 
@@ -361,7 +361,7 @@ def test_calibration_of_threefold_may_go_far(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cells", "reason"),
     [
-        ({"schedule": "zb-v", "vpp": "1"}, "schedule zb-v has 2 chunks; vpp is 1"),
+        ({"schedule": "zb-v", "vpp": "1"}, "schedule zb-v needs vpp = 2, not 1"),
         ({"schedule": "looped-bfs"}, "schedule looped-bfs is not modelled"),
         ({"layers_per_stage": "3 1 0"}, "layers_per_stage is 3 1 0, for 2 stages of 4"),
         ({"layers_per_stage": "3;1"}, "layers_per_stage is 3;1"),
@@ -409,7 +409,7 @@ def test_a_plan_warns_of_full_memory_and_of_idle_stages() -> None:
     text = run_plan("recipes/llama/7b.toml", "--top", "0", *larger)
     assert "Use a smaller batch.micro_sequences or layout.pipeline, or" in text.stdout
     assert "Warning" not in run_plan("recipes/llama/7b.toml", "--top", "0").stdout
-    keys = ("layout.tensor=4", "layout.schedule=interleaved", "layout.chunks=8")
+    keys = ("layout.tensor=4", "layout.schedule=interleaved", "layout.virtual_stages=8")
     options = [word for key in keys for word in ("--set", key)]
     full = run_plan("recipes/llama/70b.toml", "--top", "0", *options)
     assert "% of the GPU memory is free; leave 8%" in full.stdout
@@ -453,10 +453,10 @@ def test_stage_parameters_are_the_models() -> None:
         whole = held_by_all(job, JobLayout())
         assert whole == parameter_count(model)
         tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
-        interleaved = JobLayout(pipeline=4, chunks=3, schedule="interleaved")
+        interleaved = JobLayout(pipeline=4, virtual_stages=3, schedule="interleaved")
         assert held_by_all(job, JobLayout(pipeline=4)) == whole + tied
         assert held_by_all(job, interleaved) == whole + tied
-        assert held_by_all(job, JobLayout(pipeline=4, chunks=2, schedule="zb-v")) == whole
+        assert held_by_all(job, JobLayout(pipeline=4, virtual_stages=2, schedule="zb-v")) == whole
         assert held_by_all(job, JobLayout(tensor=2)) * 2 > whole
 
 
@@ -491,8 +491,13 @@ def test_our_stages_are_balanced_and_published_stages_are_unchanged() -> None:
         (JobLayout(pipeline=4), 3, 8, 1),
         (JobLayout(pipeline=4), 0, 2, 2),
         # Korthikanti et al. 2022, section 4.2.3: p (1 + (p - 1) / (p m)) of a stage's layers
-        (JobLayout(pipeline=8, chunks=3, schedule="interleaved"), 0, 64, 8 * (1 + 7 / (8 * 3))),
-        (JobLayout(pipeline=4, chunks=2, schedule="dualpipev"), 2, 8, 4.5),
+        (
+            JobLayout(pipeline=8, virtual_stages=3, schedule="interleaved"),
+            0,
+            64,
+            8 * (1 + 7 / (8 * 3)),
+        ),
+        (JobLayout(pipeline=4, virtual_stages=2, schedule="dualpipev"), 2, 8, 4.5),
     ],
 )
 def test_micro_batches_in_flight(
@@ -503,14 +508,16 @@ def test_micro_batches_in_flight(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_micro_batches_in_flight_match_the_orders(schedule: str) -> None:
-    chunks = CHUNKS[schedule]
+    virtual_stages = CHUNKS[schedule]
     for p in (2, 3, 4, 7):
         for m in (1, 2, p, p + 1, 2 * p, 2 * p + 3, 4 * p):
             if m < min_micro_batches(schedule, p):
                 continue
-            pipeline = Pipeline(stages=p, chunks=chunks, micro_batches=m, schedule=schedule)
-            layout = JobLayout(pipeline=p, chunks=chunks, schedule=schedule)
-            held = [most_in_flight(order) / chunks for order in pipeline.orders]
+            pipeline = Pipeline(
+                stages=p, virtual_stages=virtual_stages, micro_batches=m, schedule=schedule
+            )
+            layout = JobLayout(pipeline=p, virtual_stages=virtual_stages, schedule=schedule)
+            held = [most_in_flight(order) / virtual_stages for order in pipeline.orders]
             assert [micro_batches_in_flight(layout, i, m) for i in range(p)] == held, (p, m)
 
 
@@ -524,7 +531,7 @@ def test_the_formula_of_the_step_is_the_simulation(path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama/70b", "llama/405b", "gpt/175b", "qwen3/32b", "llama/7b"])
 def test_the_formula_of_every_schedule_is_the_simulation(name: str, schedule: str) -> None:
     _, job = planned(name)
-    layout = replace(job.layout, schedule=schedule, chunks=CHUNKS[schedule])
+    layout = replace(job.layout, schedule=schedule, virtual_stages=CHUNKS[schedule])
     for recompute in ("none", "full"):
         other = replace(job, layout=replace(layout, recompute=recompute))
         assert bubble_error(other) < (0.05 if schedule == "zb-v" else 0.03)
@@ -651,19 +658,19 @@ def test_a_search_finds_every_layout_of_a_recipe() -> None:
     table = recipe.model_dump(mode="json", exclude_none=True)
     valid = set()
     ways = [
-        (schedule, chunks)
+        (schedule, virtual_stages)
         for schedule, kind in SCHEDULES.items()
-        for chunks in ((kind.chunks,) if kind.chunks else INTERLEAVED)
+        for virtual_stages in ((kind.virtual_stages,) if kind.virtual_stages else INTERLEAVED)
         if schedule != "gpipe"  # as fast as 1F1B, with more memory
     ]
     sizes = product(range(1, 5), range(1, 5), range(1, 5), (1, 2, 4), ways)
-    for tensor, pipeline, context, micro_sequences, (schedule, chunks) in sizes:
+    for tensor, pipeline, context, micro_sequences, (schedule, virtual_stages) in sizes:
         short = recipe.model.sequence_length // context < MIN_TOKENS_PER_CONTEXT_RANK
         if context > 1 and (short or gcd(context, micro_sequences) > 1):
             continue  # one with fewer context ranks is as good
         table["layout"] |= {
             "tensor": tensor, "pipeline": pipeline, "context": context, "schedule": schedule,
-            "chunks": chunks,
+            "virtual_stages": virtual_stages,
         }  # fmt: skip
         table["batch"]["micro_sequences"] = micro_sequences
         try:
@@ -721,8 +728,8 @@ def test_skipping_layouts_with_too_much_state_changes_nothing(
 def test_a_layout_is_skipped_only_if_its_state_is_too_large_with_any_recomputation() -> None:
     """Full recomputation may leave fewer blocks, or more, on the first stage."""
     _, job = planned("qwen3/30b-a3b")
-    fewer = JobLayout(pipeline=2, schedule="interleaved", chunks=8, context=2, data=2)
-    more = JobLayout(pipeline=2, schedule="zb-v", chunks=2, data=4)
+    fewer = JobLayout(pipeline=2, schedule="interleaved", virtual_stages=8, context=2, data=2)
+    more = JobLayout(pipeline=2, schedule="zb-v", virtual_stages=2, data=4)
     for sizes in (fewer, more):
         plain = replace(job, layout=sizes)
         full = replace(job, layout=replace(sizes, recompute="full"))

@@ -149,7 +149,7 @@ def test_a_small_group_of_optimizer_ranks_gathers_within_itself() -> None:
     job = row(framework="InternEvo", zero_stage="1").job
     assert job is not None
     job = replace(job, layout=JobLayout(data=1024))
-    with_group = replace(job, layout=JobLayout(data=1024, shard_group=8))
+    with_group = replace(job, layout=JobLayout(data=1024, dp_shard=8))
     whole, grouped = data_time(job, 0.0), data_time(with_group, 0.0)
     plain = replace(job.software, broadcasts_weights=False)
     assert grouped < whole
@@ -165,7 +165,7 @@ def test_llama_405b_on_meta_s_cluster_is_predicted_as_documented(
 ) -> None:
     """Dubey et al. 2024, table 4. All three have batches of 16 M tokens."""
     settings = {
-        "layout.recompute": "none", "layout.schedule": "interleaved", "layout.chunks": 4,
+        "layout.recompute": "none", "layout.schedule": "interleaved", "layout.virtual_stages": 4,
         "layout.context": context, "model.sequence_length": sequence, "cluster.nodes": nodes,
         "batch.global_sequences": 2**24 // sequence,
     }  # fmt: skip

@@ -89,7 +89,7 @@ def cells(axes: Axes) -> dict[tuple[int, int], str]:
 
 
 def test_heat_maps_show_the_measured_and_the_predicted_fastest_runs() -> None:
-    split = {"tensor": 2, "sequence_parallel": True, "schedule": "interleaved", "chunks": 4}
+    split = {"tensor": 2, "sequence_parallel": True, "schedule": "interleaved", "virtual_stages": 4}
     rows = [
         run(10**9, 8, measured=40.0, predicted=41.0),
         run(10**9, 8, measured=38.0, predicted=44.0, **split),  # the planner's choice: 5.3% slower

@@ -49,8 +49,8 @@ VARIANTS = {
     ],
     "interleaved": ["layout.pipeline=4", "layout.schedule=interleaved"],
     "interleaved, 3 chunks, tensor": [
-        "layout.tensor=2", "layout.pipeline=2", "layout.schedule=interleaved", "layout.chunks=3",
-        "model.layers=12",
+        "layout.tensor=2", "layout.pipeline=2", "layout.schedule=interleaved",
+        "layout.virtual_stages=3", "model.layers=12",
     ],
     "interleaved, full": [
         "layout.pipeline=2", "layout.schedule=interleaved", "layout.recompute=full",
@@ -101,9 +101,9 @@ VARIANTS = {
         "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=2", "layout.reduce_every=2",
     ],
     "zero-2, shard group": [
-        "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=2", "layout.shard_group=2",
+        "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=2", "layout.dp_shard=2",
     ],
-    "shard group": ["layout.pipeline=2", "layout.tensor=2", "layout.shard_group=1"],
+    "shard group": ["layout.pipeline=2", "layout.tensor=2", "layout.dp_shard=1"],
     "zero-2, zb-v": [
         "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=4", "layout.schedule=zb-v",
     ],

@@ -381,9 +381,9 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     ),
     "gradients are not summed over the shard groups": (
         {},
-        {"zero": 2, "reduce_every": 2, "shard_group": 1},
+        {"zero": 2, "reduce_every": 2, "dp_shard": 1},
     ),
-    "each shard group counts in the gradient norm": ({}, {"shard_group": 1}),
+    "each shard group counts in the gradient norm": ({}, {"dp_shard": 1}),
     "Muon orthogonalizes the part of a tensor rank": (MUON, {"tensor": 2}),
     "Muon takes q, k and v for one matrix": (MUON, {"zero": 2, "reduce_every": 1}),
     "Muon has the momentum of another rank": (MUON, {"zero": 2, "reduce_every": 1}),
@@ -656,7 +656,7 @@ def mutant_case(corpus: Path, fault: str) -> ProofCase:
     wanted = {
         "tensor": 1, "pipeline": 1, "context": 1, "context_attention": "gather",
         "expert": 1, "schedule": "1f1b", "sequence_parallel": False, "recompute": "none",
-        "reduce_every": 0, "shard_group": 0, "expert_tensor_parallel": False,
+        "reduce_every": 0, "dp_shard": 0, "expert_tensor_parallel": False,
         "expert_overlap": False,
     }  # fmt: skip
     wanted |= layout

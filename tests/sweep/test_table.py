@@ -25,7 +25,7 @@ SHAPES = {
     "gpt": GPT_SWITCHES,
     "pipeline": {
         "model__layers": 8,
-        "layout": {"pipeline": 2, "schedule": "interleaved", "chunks": 4},
+        "layout": {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 4},
         "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"},
     },
     "tensor": {
@@ -64,7 +64,7 @@ def test_the_planner_reads_back_the_job(shape: str, tmp_path: Path) -> None:
     (read,) = read_table(tmp_path / "sweep.csv")
     assert read.skipped == "" and read.job is not None
     ours = trial.job
-    for name in ("tensor", "pipeline", "chunks", "data", "zero_stage", "sequence_parallel",
+    for name in ("tensor", "pipeline", "virtual_stages", "data", "zero_stage", "sequence_parallel",
                  "recompute", "micro_sequences", "expert"):  # fmt: skip
         assert getattr(read.job.layout, name) == getattr(ours.layout, name), name
     assert read.job.model.layers == ours.model.layers

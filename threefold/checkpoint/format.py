@@ -28,6 +28,7 @@ from typing_extensions import TypedDict
 from models.config import ModelConfig
 from models.errors import UserError, reason_of
 from threefold.config.optimization import Batch
+from threefold.config.phases import with_current_names
 from threefold.config.sections import Stage
 from threefold.run_folder.history import NAME, step_of
 from threefold.run_folder.json_lines import flush
@@ -329,7 +330,7 @@ class Manifest:
             _CONTENT.validate_json(_json(content), strict=True)
         except ValidationError as error:
             raise UserError(f"{file} is damaged ({_first(error)}); {REMEDY}") from None
-        return cls(**content)
+        return cls(**content | {"recipe": with_current_names(content["recipe"])})
 
 
 _CONTENT = TypeAdapter(Manifest)

@@ -559,9 +559,9 @@ def _unsuitable_stages(recipe: Recipe, config: dict[str, Any], topology: Topolog
         )
     if topology.is_hybrid and stage > 2:
         yield (
-            f"layout.shard_group = {topology.shard_group} with ZeRO-{stage} ({named}), "
+            f"layout.dp_shard = {topology.dp_shard} with ZeRO-{stage} ({named}), "
             f'which shards over all data ranks; use deepspeed = "{at_stage_2}", or '
-            f"layout.shard_group = 0"
+            f"layout.dp_shard = 0"
         )
     if layout.pipeline > 1 and stage > 2:
         yield (

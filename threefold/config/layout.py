@@ -19,7 +19,7 @@ from threefold.pipeline.schedules import (
 ContextAttention = Literal["gather", "ring", "ulysses"]
 CONTEXT_ATTENTIONS: tuple[ContextAttention, ...] = get_args(ContextAttention)
 PAIRED_SCHEDULES = ("interleaved", "dualpipev")  # with `expert_overlap`
-SCHEDULES_WITH_CHUNKS = [name for name, kind in SCHEDULES.items() if kind.chunks != 1]
+INTERLEAVING_SCHEDULES = [name for name, kind in SCHEDULES.items() if kind.virtual_stages != 1]
 
 
 class Layout(Section):
@@ -61,7 +61,7 @@ class Layout(Section):
     """Order of the forward and backward passes of a stage. All but "1f1b", the simplest, need two
     stages or more."""
 
-    chunks: Count = 1
+    virtual_stages: Count = 1
     """Virtual stages (model chunks) of each stage. Choose it for "interleaved", where 2 is the
     default and more shorten the pipeline bubble but add messages. The other schedules determine
     it: 2 for "zb-v" and "dualpipev", 1 for "1f1b", "zb-h1" and "gpipe"."""
@@ -76,7 +76,7 @@ class Layout(Section):
     the default: `pipeline` with "interleaved", which runs that many micro-batches of a chunk
     consecutively, and 1 otherwise."""
 
-    shard_group: NonNegative = 0
+    dp_shard: NonNegative = 0
     """Neighbouring data ranks that divide the optimizer state and, with ZeRO-2, the gradients
     (hybrid sharding). The other groups hold the same shards, and gradients are summed within a
     group first, then over the groups. Choose the data ranks of a node if the network between nodes
@@ -97,10 +97,10 @@ class Layout(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in_chunks(cls, values: Any) -> Any:
-        """Set two chunks if the schedule needs several and the recipe has none."""
-        if isinstance(values, dict) and values.get("schedule") in SCHEDULES_WITH_CHUNKS:
-            return {"chunks": 2} | values
+    def _fill_in_virtual_stages(cls, values: Any) -> Any:
+        """Set two virtual stages if the schedule needs several and the recipe has none."""
+        if isinstance(values, dict) and values.get("schedule") in INTERLEAVING_SCHEDULES:
+            return {"virtual_stages": 2} | values
         return values
 
     @model_validator(mode="after")
@@ -130,19 +130,19 @@ class Layout(Section):
                 f'"{self.schedule}"; use layout.schedule = "{PAIRED_SCHEDULES[0]}" or '
                 f'"{PAIRED_SCHEDULES[1]}", or layout.expert_overlap = false'
             )
-        possible = SCHEDULES[self.schedule].chunks
-        if self.chunks != (possible or max(2, self.chunks)):
+        possible = SCHEDULES[self.schedule].virtual_stages
+        if self.virtual_stages != (possible or max(2, self.virtual_stages)):
             raise UserError(
-                f"layout.chunks = {self.chunks} is not possible with layout.schedule = "
-                f'"{self.schedule}"; use layout.chunks = {possible or 2}'
+                f"layout.virtual_stages = {self.virtual_stages} is not possible with "
+                f'layout.schedule = "{self.schedule}"; use layout.virtual_stages = {possible or 2}'
                 + ("" if possible else " or more")
             )
         return self
 
     @property
     def schedule_name(self) -> str:
-        """The schedule, with its number of chunks if that is a choice: "interleaved x 2"."""
-        return schedule_name(self.schedule, self.chunks)
+        """The schedule, with its virtual stages if they are a choice: "interleaved x 2"."""
+        return schedule_name(self.schedule, self.virtual_stages)
 
     def micro_batches_per_reduction(self, zero_stage: int) -> int:
         """Return the micro-batches after which gradients are reduced; 0: not in groups."""
@@ -163,7 +163,7 @@ class Layout(Section):
     @property
     def ends(self) -> set[int]:
         """The stages that hold the first layer, which takes tokens, and the last, with labels."""
-        return {0, last_stage(self.schedule, self.pipeline, self.chunks)}
+        return {0, last_stage(self.schedule, self.pipeline, self.virtual_stages)}
 
 
 class Cluster(Section):
@@ -289,25 +289,25 @@ def check_expert_ranks(model: ModelConfig, layout: Layout, world_size: int) -> N
     )
 
 
-def check_shard_group(layout: Layout, world_size: int) -> None:
+def check_dp_shard(layout: Layout, world_size: int) -> None:
     """Check that the shard group divides the ranks with the same part of the model.
 
     Raises:
         UserError: it does not; the message gives a value that works.
     """
     replicas = world_size // (layout.tensor * layout.pipeline)
-    size = layout.shard_group
+    size = layout.dp_shard
     if not size:
         return
     if replicas % size:
         raise UserError(
-            f"layout.shard_group = {size} does not divide the {replicas} ranks with the same part "
+            f"layout.dp_shard = {size} does not divide the {replicas} ranks with the same part "
             f"of the model ({world_size} / layout.tensor / layout.pipeline); use "
-            f"layout.shard_group = {nearest_divisors(replicas, size)}"
+            f"layout.dp_shard = {nearest_divisors(replicas, size)}"
         )
     if layout.expert > 1 and size < replicas:
         raise UserError(
-            f"layout.shard_group = {size} with layout.expert = {layout.expert} is not supported, "
-            f"because expert ranks already divide the data ranks; use layout.shard_group = 0, or "
+            f"layout.dp_shard = {size} with layout.expert = {layout.expert} is not supported, "
+            f"because expert ranks already divide the data ranks; use layout.dp_shard = 0, or "
             f"layout.expert = 1"
         )

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from models.errors import UserError, reason_of, suggestion, toml_line, toml_value
-from threefold.config.phases import StagePlan, StageRejected
+from threefold.config.phases import RENAMED, StagePlan, StageRejected, with_current_names
 from threefold.config.recipe import Recipe
 from threefold.config.sections import REPOSITORY, short
 
@@ -74,8 +74,11 @@ def explain(
     if not location:
         return f'{problem["msg"]}; write lines such as name = "tiny"'
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
-        name = "section" if isinstance(problem["input"], dict) else "key"
         line = toml_line(key, problem["input"])
+        path = ".".join(str(part) for part in location[2 if location[0] == "stage" else 0 :])
+        if renamed := RENAMED.get(path):
+            return f"{path} is now {renamed}; use {toml_line(renamed, problem['input'])}"
+        name = "section" if isinstance(problem["input"], dict) else "key"
         return f"unknown {name} {line}; {_suggestion(location, recipe)}"
     works = _example(location, recipe, example)
     if kind.startswith("missing"):
@@ -243,6 +246,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             works.
     """
     table = _read_toml(path)
+    if path.name in ("recipe.toml", "launched.toml"):  # of a run, maybe of an older version
+        table = with_current_names(table)
     apply_overrides(table, overrides)
     return parse_recipe(table, origin(path, overrides))
 
@@ -396,14 +401,14 @@ def _family_and_size(path: Path) -> str:
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
     """Set keys of a recipe's table, as --set does.
 
-    An override of the schedule also removes the number of chunks and the layers per stage, which
+    An override of the schedule also removes the virtual stages and the layers per stage, which
     belong to the old schedule: the recipe in a run folder has every default written out.
     """
     for override in overrides:
         apply_override(table, override)
     given = {override.partition("=")[0].strip() for override in overrides}
     if "layout.schedule" in given:
-        for key in ("chunks", "layers_per_stage"):
+        for key in ("virtual_stages", "layers_per_stage"):
             if f"layout.{key}" not in given and isinstance(table["layout"], dict):
                 table["layout"].pop(key, None)
 

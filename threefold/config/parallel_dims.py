@@ -72,7 +72,7 @@ class Topology:
     To DeepSpeed, context ranks are data ranks: its PipeModelDataParallelTopology has the same order
     with `replicas` data ranks. `expert` is the number of neighbouring replicas that divide the
     experts; all their other weights are the same. `expert_tensor` is the number of tensor ranks
-    that divide each expert: 1, or all of them. `shard_group` is the number of neighbouring replicas
+    that divide each expert: 1, or all of them. `dp_shard` is the number of neighbouring replicas
     that divide the optimizer state; 0: all of them.
     """
 
@@ -81,7 +81,7 @@ class Topology:
     tensor: int
     context: int = 1
     expert: int = 1
-    shard_group: int = 0
+    dp_shard: int = 0
     expert_tensor: int = 1
 
     @classmethod
@@ -93,7 +93,7 @@ class Topology:
         tensor: int,
         context: int = 1,
         expert: int = 1,
-        shard_group: int = 0,
+        dp_shard: int = 0,
         expert_tensor: int = 1,
     ) -> "Topology":
         """Return a topology whose data axis takes what the other axes, a divisor, leave.
@@ -108,7 +108,7 @@ class Topology:
             tensor=tensor,
             context=context,
             expert=expert,
-            shard_group=shard_group,
+            dp_shard=dp_shard,
             expert_tensor=expert_tensor,
         )
 
@@ -130,7 +130,7 @@ class Topology:
     @property
     def is_hybrid(self) -> bool:
         """True if several groups of replicas hold the same shards (hybrid sharding)."""
-        return 0 < self.shard_group < self.replicas
+        return 0 < self.dp_shard < self.replicas
 
     @property
     def axes(self) -> dict[str, int]:
@@ -184,9 +184,9 @@ class Topology:
             for place in range(span)
         ]
 
-    def shard_groups(self) -> list[list[int]]:
+    def dp_shard_groups(self) -> list[list[int]]:
         """The global ranks of every group that divides optimizer state, in the order of shards."""
-        span = (self.shard_group or self.replicas) * self.tensor
+        span = (self.dp_shard or self.replicas) * self.tensor
         return [
             ranks[first + tensor : first + span : self.tensor]
             for ranks in self.stage_groups()
@@ -196,16 +196,16 @@ class Topology:
 
     def optimizer_groups(self) -> list[list[int]]:
         """The global ranks of every group that holds one copy of a stage's optimizer state."""
-        return self._neighbours((self.shard_group or self.replicas) * self.tensor)
+        return self._neighbours((self.dp_shard or self.replicas) * self.tensor)
 
-    def same_shard_groups(self) -> list[list[int]]:
+    def dp_replicate_groups(self) -> list[list[int]]:
         """The global ranks of every group that holds the same shard."""
-        span = (self.shard_group or self.replicas) * self.tensor
+        span = (self.dp_shard or self.replicas) * self.tensor
         return [ranks[place::span] for ranks in self.stage_groups() for place in range(span)]
 
     def copy_of_shards(self, rank: int) -> tuple[int, int]:
         """Return which copy of its shard a rank holds, and the number of copies."""
-        ranks = self.shard_group or self.replicas
+        ranks = self.dp_shard or self.replicas
         place = self.coordinates(rank)
         return (place.data * self.context + place.context) // ranks, self.replicas // ranks
 

@@ -154,7 +154,7 @@ def merge(table: dict[str, Any], stage: Stage) -> dict[str, Any]:
     """Return a recipe's table with the changes of a stage.
 
     Lists and tables within a section (`data.train`, `model.rope_scaling`, `optimizer.schedule`) are
-    replaced as a whole. Another schedule of the pipeline removes the number of chunks and the
+    replaced as a whole. Another schedule of the pipeline removes the virtual stages and the
     layers per stage, which belong to the old one; a stage that begins a schedule by setting only
     the learning rate removes the length of the old schedule.
     """
@@ -163,7 +163,7 @@ def merge(table: dict[str, Any], stage: Stage) -> dict[str, Any]:
         changes = getattr(stage, section)
         merged[section] = {**merged[section], **deepcopy(changes)}
     if "schedule" in stage.layout:
-        for key in ("chunks", "layers_per_stage"):
+        for key in ("virtual_stages", "layers_per_stage"):
             if key not in stage.layout:
                 merged["layout"].pop(key, None)
     if stage.begins_schedule and "schedule" not in stage.optimizer:
@@ -390,6 +390,23 @@ class StagePlan:
 def recipe_at(recipe: Recipe, step: int) -> Recipe:
     """Return the plain recipe of a step."""
     return StagePlan(recipe).at(step).recipe
+
+
+# Former names of keys, which checkpoints and run folders of older versions contain.
+RENAMED = {"layout.chunks": "layout.virtual_stages", "layout.shard_group": "layout.dp_shard"}
+
+
+def with_current_names(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return the recorded table of a recipe with the current names of its keys."""
+    recipe = deepcopy(recipe)
+    stages = recipe.get("stage", [])
+    for table in (recipe, *(stages if isinstance(stages, list) else [])):
+        for old, new in RENAMED.items():
+            section, key = old.split(".")
+            values = table.get(section) if isinstance(table, dict) else None
+            if isinstance(values, dict) and key in values:
+                values[new.removeprefix(f"{section}.")] = values.pop(key)
+    return recipe
 
 
 def table_at(recipe: dict[str, Any], step: int) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from models.errors import UserError
 from threefold.config.layout import (
     Cluster,
     Layout,
+    check_dp_shard,
     check_expert_ranks,
     check_experts,
-    check_shard_group,
 )
 from threefold.config.optimization import Batch, Optimizer, Training
 from threefold.config.parallel_dims import Topology, World, nearest_data_sizes
@@ -216,23 +216,25 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check_pipeline(self) -> "Recipe":
         layout, layers = self.layout, self.model.layers
-        virtual_stages = layout.pipeline * layout.chunks
+        virtual_stages = layout.pipeline * layout.virtual_stages
         if virtual_stages > layers:
-            each = f" with {layout.chunks} chunks each" if layout.chunks > 1 else ""
-            most = layers // layout.chunks
-            fewer = f"layout.pipeline = {most}" + (" or fewer" if most > layout.chunks else "")
+            per_stage = layout.virtual_stages
+            each = f" with {per_stage} virtual stages each" if per_stage > 1 else ""
+            most = layers // per_stage
+            fewer = f"layout.pipeline = {most}" + (" or fewer" if most > per_stage else "")
             raise UserError(
                 f"layout.pipeline = {layout.pipeline}{each} has more stages than "
                 f"model.layers = {layers}; use "
-                + (fewer if most >= layout.chunks else f"model.layers = {virtual_stages} or more")
+                + (fewer if most >= per_stage else f"model.layers = {virtual_stages} or more")
             )
         given = layout.layers_per_stage
         if given is not None and (len(given) != virtual_stages or sum(given) != layers):
             raise UserError(
                 f"layout.layers_per_stage = {list(given)} assigns {sum(given)} layers to "
                 f"{len(given)} virtual stages, and the recipe has model.layers = {layers} and "
-                f"layout.pipeline = {layout.pipeline} x layout.chunks = {layout.chunks}; use "
-                f"layout.layers_per_stage = {list(self._balanced_layers)}, or leave it out"
+                f"layout.pipeline = {layout.pipeline} x layout.virtual_stages = "
+                f"{layout.virtual_stages}; use layout.layers_per_stage = "
+                f"{list(self._balanced_layers)}, or leave it out"
             )
         return self
 
@@ -260,7 +262,7 @@ class Recipe(Section):
             self.model.layers,
             schedule=layout.schedule,
             stages=layout.pipeline,
-            chunks=layout.chunks,
+            virtual_stages=layout.virtual_stages,
             head=self.head_in_blocks,
         )
 
@@ -288,7 +290,7 @@ class Recipe(Section):
             tensor=self.layout.tensor,
             context=self.layout.context,
             expert=self.layout.expert,
-            shard_group=self.layout.shard_group,
+            dp_shard=self.layout.dp_shard,
             expert_tensor=self.layout.expert_tensor,
         )
         if world.local_size % topology.tensor:
@@ -317,7 +319,7 @@ class Recipe(Section):
         ranks = layout.tensor * layout.pipeline * layout.context
         if world.size % ranks == 0:
             check_expert_ranks(self.model, layout, world.size)
-            check_shard_group(layout, world.size)
+            check_dp_shard(layout, world.size)
             return
         context = f" x layout.context = {layout.context}" if layout.context > 1 else ""
         works = [self._working_ranks(ranks, world), self._working_layout(world)]
@@ -354,7 +356,7 @@ class Recipe(Section):
             if context == 1:
                 values["context_attention"] = "gather"
             if pipeline == 1:
-                values |= {"schedule": "1f1b", "chunks": 1, "expert_overlap": False}
+                values |= {"schedule": "1f1b", "virtual_stages": 1, "expert_overlap": False}
             table = self.model_dump(mode="json")
             changes = {key: new for key, new in values.items() if new != table["layout"][key]}
             table["layout"] |= changes

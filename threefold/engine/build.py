@@ -158,8 +158,8 @@ def build_grid(topology: Topology, settings: Optimizer) -> ProcessGrid:
         PipeModelDataParallelTopology(
             num_pp=topology.pipeline, num_dp=topology.replicas, num_mp=topology.tensor
         ),
-        shard_groups=topology.shard_groups() if topology.is_hybrid else None,
-        same_shard_groups=topology.same_shard_groups() if topology.is_hybrid else None,
+        dp_shard_groups=topology.dp_shard_groups() if topology.is_hybrid else None,
+        dp_replicate_groups=topology.dp_replicate_groups() if topology.is_hybrid else None,
         optimizer_groups=optimizer_groups if len(optimizer_groups[0]) > 1 else None,
     )
 
@@ -313,7 +313,7 @@ def pipeline_of(recipe: Recipe, topology: Topology, zero_stage: int = 1) -> Pipe
     """Return the pipeline of a recipe, which orders the passes of each stage."""
     return Pipeline(
         stages=topology.pipeline,
-        chunks=recipe.layout.chunks,
+        virtual_stages=recipe.layout.virtual_stages,
         micro_batches=recipe.micro_batches(topology.data),
         schedule=recipe.layout.schedule,
         proportions=pass_proportions(recipe.model, recipe.layout.recompute),

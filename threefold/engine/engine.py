@@ -316,14 +316,14 @@ class Engine(ABC):
                     found[group.group_name] = "expert"
         if any(is_marked(parameter) for _, parameter in self.parameters()):
             found[expert_data_group().group_name] = "data"
-        for group in self._shard_groups():
+        for group in self._dp_groups():
             found[group.group_name] = "data"
         optimizer = self.wrapped.optimizer.optimizer
         if isinstance(optimizer, Muon) and optimizer.exchange and optimizer.exchange.group:
             found[optimizer.exchange.group.group_name] = "optimizer"
         return found
 
-    def _shard_groups(self) -> list[dist.ProcessGroup]:
+    def _dp_groups(self) -> list[dist.ProcessGroup]:
         """Return this rank's two groups of hybrid sharding, if there are any."""
         return []
 
@@ -405,9 +405,9 @@ class PipelinedEngine(Engine):
         return self.wrapped.grid.get_data_parallel_group()
 
     @override
-    def _shard_groups(self) -> list[dist.ProcessGroup]:
+    def _dp_groups(self) -> list[dist.ProcessGroup]:
         grid = self.wrapped.grid
-        return [each for each in (grid.shard_group, grid.same_shard_group) if each is not None]
+        return [each for each in (grid.dp_shard_group, grid.dp_replicate_group) if each is not None]
 
     @override
     def token_scores(

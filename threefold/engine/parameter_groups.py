@@ -121,7 +121,7 @@ def buckets_of_stage(
 
     elements: maximum size of a bucket
     """
-    chunks = [list(stage.parameters_of_chunk(n)) for n in range(stage.pipeline.chunks)]
+    chunks = [list(stage.parameters_of_chunk(n)) for n in range(stage.pipeline.virtual_stages)]
     untied = {parameter for chunk in chunks for parameter in chunk}
     tied = [parameter for parameter in stage.parameters() if parameter not in untied]
     deferred = deferring_parameters(stage) if stage.pipeline.splits else set()

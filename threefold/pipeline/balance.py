@@ -34,7 +34,7 @@ def pass_proportions(model: ModelConfig, recompute: str) -> tuple[int, int, int]
 
 @lru_cache(maxsize=4096)
 def divide_blocks(
-    blocks: int, *, schedule: str, stages: int, chunks: int, head: float
+    blocks: int, *, schedule: str, stages: int, virtual_stages: int, head: float
 ) -> tuple[int, ...]:
     """Return the number of blocks of each virtual stage that makes the slowest stage fastest.
 
@@ -45,14 +45,14 @@ def divide_blocks(
 
     head: cost of the logits, which the last virtual stage computes, in blocks
     """
-    counts = [1] * (stages * chunks)
+    counts = [1] * (stages * virtual_stages)
     of_chunks = [1.0] * len(counts)
     of_chunks[-1] += head
-    loads = [float(chunks)] * stages
-    loads[last_stage(schedule, stages, chunks)] += head
+    loads = [float(virtual_stages)] * stages
+    loads[last_stage(schedule, stages, virtual_stages)] += head
     for _ in range(blocks - len(counts)):
         stage = min(reversed(range(stages)), key=loads.__getitem__)
-        own = [virtual_stage_of(schedule, stages, stage, chunk) for chunk in range(chunks)]
+        own = [virtual_stage_of(schedule, stages, stage, chunk) for chunk in range(virtual_stages)]
         virtual_stage = min(reversed(own), key=of_chunks.__getitem__)
         counts[virtual_stage] += 1
         of_chunks[virtual_stage] += 1
@@ -79,10 +79,10 @@ def balance_text(block_counts: Sequence[int], *, schedule: str, stages: int, hea
     """Describe the division of blocks and its imbalance in a line."""
     runs = [(blocks, len(list(run))) for blocks, run in groupby(block_counts)]
     more = imbalance(block_counts, schedule=schedule, stages=stages, head=head) - 1
-    chunks = len(block_counts) // stages
-    unit = "stage" if chunks == 1 else "chunk"
+    virtual_stages = len(block_counts) // stages
+    unit = "stage" if virtual_stages == 1 else "chunk"
     (blocks, count), *others = runs
     parts = [f"{count} {unit}{'s' * (count > 1)} of {blocks} block{'s' * (blocks > 1)}"]
     parts += [f"{count} of {blocks}" for blocks, count in others]
     text = f"{', '.join(parts)}; the slowest stage has {more:.1%} more work than the mean"
-    return text if chunks == 1 else f"{stages} stages of {chunks} chunks: {text}"
+    return text if virtual_stages == 1 else f"{stages} stages of {virtual_stages} chunks: {text}"

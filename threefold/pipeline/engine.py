@@ -151,7 +151,7 @@ def _run_passes(
     # With ZeRO-2, one more micro-batch whose sums are added to those of the first two.
     micro_batches = MICRO_BATCHES + 1 if engine.gradients.sharded else MICRO_BATCHES
     engine.module.take_micro_batch_infos([info] * micro_batches)
-    chunks = range(engine.pipeline.chunks)
+    chunks = range(engine.pipeline.virtual_stages)
     kinds = (BACKWARD, WEIGHT) if engine.pipeline.splits else (BACKWARD,)
     engine.group_ends = {
         Pass(kind, engine.stage_id, chunk, number): number == micro_batches - 1
@@ -205,14 +205,17 @@ def _begin_forward(
         # Of zeros, all tokens would choose the same experts, and ranks without tokens no kernels.
         same = torch.Generator(message.device).manual_seed(number)  # on all tensor ranks
         engine.handed_on[work] = message.normal_(generator=same)
-    if virtual_stage == engine.pipeline.virtual_stages - 1:
+    if virtual_stage == engine.pipeline.total_virtual_stages - 1:
         assert labels is not None
         engine.labels[number] = labels
 
 
 def _begin_backward(engine: "ScheduledEngine", chunk: int, number: int) -> None:
     """Provide the gradient of a chunk's output as the engine would have received it."""
-    if engine.pipeline.virtual_stage(engine.stage_id, chunk) < engine.pipeline.virtual_stages - 1:
+    if (
+        engine.pipeline.virtual_stage(engine.stage_id, chunk)
+        < engine.pipeline.total_virtual_stages - 1
+    ):
         work = Pass(BACKWARD, engine.stage_id, chunk, number)
         engine.handed_on[work] = engine.channels.zero_message()
 
@@ -291,7 +294,7 @@ class PassSchedule(PipeSchedule):
         if virtual_stage == 0:
             return True
         first_stage, _ = self.pipeline.stage_and_chunk(0)
-        return virtual_stage == self.pipeline.virtual_stages - 1 and work.stage != first_stage
+        return virtual_stage == self.pipeline.total_virtual_stages - 1 and work.stage != first_stage
 
 
 InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
@@ -353,7 +356,7 @@ class ScheduledEngine(PipelineEngine):
         self.pipeline = self.module.pipeline
         assert self.pipeline.micro_batches == self.micro_batches
         self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
-        chunks = range(self.pipeline.chunks)
+        chunks = range(self.pipeline.virtual_stages)
         parameters = {chunk: list(stage.parameters_of_chunk(chunk)) for chunk in chunks}
         self.gradients = gradients_of(self, parameters, sharded=shard_gradients)
         self.gathering = WeightGathering(
@@ -376,8 +379,8 @@ class ScheduledEngine(PipelineEngine):
         `seq_data_parallel_group`.
         """
         super()._configure_distributed_model(model)
-        if self.mpu.shard_group is not None:
-            self.seq_data_parallel_group = self.mpu.shard_group
+        if self.mpu.dp_shard_group is not None:
+            self.seq_data_parallel_group = self.mpu.dp_shard_group
         self.has_moe_layers = any(is_moe_param(each) for each in model.parameters())
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -424,7 +427,9 @@ class ScheduledEngine(PipelineEngine):
         return self.stage_id == self._stage_of_loss()
 
     def _stage_of_loss(self) -> int:
-        return last_stage(self.pipeline.schedule, self.pipeline.stages, self.pipeline.chunks)
+        return last_stage(
+            self.pipeline.schedule, self.pipeline.stages, self.pipeline.virtual_stages
+        )
 
     def _loss_stage_global_rank(self) -> int:
         return self.grid.stage_to_global(self._stage_of_loss())
@@ -459,7 +464,10 @@ class ScheduledEngine(PipelineEngine):
 
     def _is_end(self, chunk: int) -> bool:
         """Return True for the last virtual stage, which computes the loss."""
-        return self.pipeline.virtual_stage(self.stage_id, chunk) == self.pipeline.virtual_stages - 1
+        return (
+            self.pipeline.virtual_stage(self.stage_id, chunk)
+            == self.pipeline.total_virtual_stages - 1
+        )
 
     def _exec_load_micro_batch(self, buffer_id: int, chunk: int) -> None:
         tokens, labels = self._next_batch()

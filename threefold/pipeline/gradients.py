@@ -296,7 +296,7 @@ class FlatGradients(ABC):
             groups,
             dtype=engine.communication_data_type,
             ranks=dist.get_world_size(engine.grid.get_data_parallel_group()),
-            same_shard=engine.grid.same_shard_group,
+            same_shard=engine.grid.dp_replicate_group,
             divided_before=_divided_before(engine),
             at_once=at_once,
             accumulated=self._new_shards() if sharded else None,

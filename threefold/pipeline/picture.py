@@ -22,7 +22,7 @@ FIGURE_INCHES = 11.0  # width of a figure
 PASSES_POINTS = 650  # width of the part of a figure with passes, in points of 1/72 inch
 MAX_ROTATED_DIGITS = 3  # digits that fit into a row's height
 FONT_POINTS, DIGIT_POINTS, LINE_POINTS = 5.5, 3.6, 4.8  # of the numbers in the boxes
-MAX_LEGEND_CHUNKS = 3  # of more chunks, the legend has only the first and the last
+MAX_LEGEND_VIRTUAL_STAGES = 3  # of more chunks, the legend has only the first and the last
 PASS_LABELS = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weights"}
 PASS_COLOUR_MAPS = {FORWARD: "Blues", BACKWARD: "Oranges", WEIGHT: "Greens"}
 SCHEDULE_NAMES = {
@@ -69,7 +69,9 @@ def comparison(pipeline: Pipeline, predicted: Timeline, measured: Timeline, titl
     longest = max(map(pipeline_seconds, (predicted, measured)))
     for axes, name, passes in ((above, "predicted", predicted), (below, "measured", measured)):
         rows = [passes[stage] for stage in stages]
-        draw_passes(axes, rows, (0.0, longest), points=PASSES_POINTS, chunks=pipeline.chunks)
+        draw_passes(
+            axes, rows, (0.0, longest), points=PASSES_POINTS, virtual_stages=pipeline.virtual_stages
+        )
         label_passes([axes], stages, pipeline)
         axes.set_title(
             f"{name}: {three_digits(pipeline_seconds(passes))} s, stages idle "
@@ -102,8 +104,8 @@ def evenly_picked(count: int, most: int) -> list[int]:
 
 def schedule_title(pipeline: Pipeline) -> str:
     """Return the name of the schedule, with the number of chunks if it can be chosen."""
-    is_chosen = SCHEDULES[pipeline.schedule].chunks is None
-    return SCHEDULE_NAMES[pipeline.schedule] + f" ({pipeline.chunks} chunks)" * is_chosen
+    is_chosen = SCHEDULES[pipeline.schedule].virtual_stages is None
+    return SCHEDULE_NAMES[pipeline.schedule] + f" ({pipeline.virtual_stages} chunks)" * is_chosen
 
 
 def three_digits(seconds: float) -> str:
@@ -117,13 +119,13 @@ def draw_passes(
     window: Window,
     *,
     points: float,
-    chunks: int,
+    virtual_stages: int,
 ) -> None:
     """Draw the passes of each row within the window, with micro-batch numbers that fit."""
     start, end = window
     scale = points / (end - start)
     for (kind, chunk), boxes in _by_kind(rows, window).items():
-        colour = shade(kind, chunk, chunks)
+        colour = shade(kind, chunk, virtual_stages)
         corners = [
             [(t.start, row - 0.4), (t.end, row - 0.4), (t.end, row + 0.4), (t.start, row + 0.4)]
             for row, t in boxes
@@ -169,9 +171,9 @@ def _by_kind(
     return groups
 
 
-def shade(kind: Kind, chunk: int, chunks: int) -> tuple[float, float, float]:
+def shade(kind: Kind, chunk: int, virtual_stages: int) -> tuple[float, float, float]:
     """Return the colour of a chunk's passes: dark for the first chunk, then lighter."""
-    lightness = min(0.35, 0.5 / max(1, chunks - 1)) * chunk
+    lightness = min(0.35, 0.5 / max(1, virtual_stages - 1)) * chunk
     return to_rgb(matplotlib.colormaps[PASS_COLOUR_MAPS[kind]](0.75 - lightness))
 
 
@@ -198,12 +200,16 @@ def label_passes(axes: Sequence[Axes], stages: Sequence[int], pipeline: Pipeline
                 [x, x], [0, 1], transform=each.transAxes, clip_on=False, color="k",
                 marker=[(-1, -2), (1, 2)], markersize=9, linestyle="none",
             )  # fmt: skip
-    chunks = pipeline.chunks
-    shown = range(chunks) if chunks <= MAX_LEGEND_CHUNKS else (0, chunks - 1)
+    virtual_stages = pipeline.virtual_stages
+    shown = (
+        range(virtual_stages)
+        if virtual_stages <= MAX_LEGEND_VIRTUAL_STAGES
+        else (0, virtual_stages - 1)
+    )
     handles = [
         Patch(
-            color=shade(kind, chunk, chunks),
-            label=PASS_LABELS[kind] + f" of chunk {chunk}" * (chunks > 1),
+            color=shade(kind, chunk, virtual_stages),
+            label=PASS_LABELS[kind] + f" of chunk {chunk}" * (virtual_stages > 1),
         )
         for kind in (Kind if pipeline.splits else (FORWARD, BACKWARD))
         for chunk in shown

@@ -98,13 +98,13 @@ class Schedule(NamedTuple):
     orders: returns the order of passes of each stage
     folded: the second chunks pass through the stages in reverse order
     splits: weight gradients have separate passes
-    chunks: the only possible number of chunks per stage; None: any number
+    virtual_stages: the only possible number of chunks per stage; None: any number
     """
 
     orders: Callable[["Pipeline"], list[Order]]
     folded: bool = False
     splits: bool = False
-    chunks: int | None = 1
+    virtual_stages: int | None = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class Pipeline:
 
     stages: int
     micro_batches: int
-    chunks: int = 1
+    virtual_stages: int = 1
     schedule: str = "1f1b"
     proportions: tuple[int, int, int] = (1, 1, 1)
     reduce_every: int = 0
@@ -142,9 +142,9 @@ class Pipeline:
         return min_micro_batches(self.schedule, self.stages, paired=self.paired)
 
     @property
-    def virtual_stages(self) -> int:
+    def total_virtual_stages(self) -> int:
         """Number of chunks of all stages together."""
-        return self.stages * self.chunks
+        return self.stages * self.virtual_stages
 
     @property
     def splits(self) -> bool:
@@ -164,7 +164,7 @@ class Pipeline:
         if work.kind == WEIGHT:
             return work._replace(kind=BACKWARD)
         virtual_stage = self.virtual_stage(work.stage, work.chunk)
-        if work.kind == BACKWARD and virtual_stage == self.virtual_stages - 1:
+        if work.kind == BACKWARD and virtual_stage == self.total_virtual_stages - 1:
             return work._replace(kind=FORWARD)
         before = virtual_stage - 1 if work.kind == FORWARD else virtual_stage + 1
         return (
@@ -177,7 +177,7 @@ class Pipeline:
         """Return the pass whose input is the result of `work`; None if there is none."""
         virtual_stage = self.virtual_stage(work.stage, work.chunk)
         after = virtual_stage + 1 if work.kind == FORWARD else virtual_stage - 1
-        if work.kind == WEIGHT or not 0 <= after < self.virtual_stages:
+        if work.kind == WEIGHT or not 0 <= after < self.total_virtual_stages:
             return None
         return Pass(work.kind, *self.stage_and_chunk(after), work.micro_batch)
 
@@ -221,9 +221,9 @@ def stage_and_chunk(schedule: str, stages: int, virtual_stage: int) -> tuple[int
 
 
 @lru_cache(maxsize=1024)
-def last_stage(schedule: str, stages: int, chunks: int) -> int:
+def last_stage(schedule: str, stages: int, virtual_stages: int) -> int:
     """Return the stage that computes the logits and the loss."""
-    return stage_and_chunk(schedule, stages, stages * chunks - 1)[0]
+    return stage_and_chunk(schedule, stages, stages * virtual_stages - 1)[0]
 
 
 def virtual_stage_of(schedule: str, stages: int, stage: int, chunk: int) -> int:
@@ -235,9 +235,9 @@ def _leads_back(schedule: str, chunk: int) -> bool:
     return SCHEDULES[schedule].folded and chunk % 2 == 1
 
 
-def schedule_name(schedule: str, chunks: int) -> str:
+def schedule_name(schedule: str, virtual_stages: int) -> str:
     """Return a schedule's name with the number of chunks if it is variable: "interleaved x 2"."""
-    return schedule if SCHEDULES[schedule].chunks else f"{schedule} x {chunks}"
+    return schedule if SCHEDULES[schedule].virtual_stages else f"{schedule} x {virtual_stages}"
 
 
 def default_group(schedule: str, stages: int) -> int:
@@ -265,7 +265,7 @@ def _one_forward_one_backward(pipeline: "Pipeline") -> list[Order]:
     stage's first chunk, then its second, and so on, before the next round begins; backward passes
     run from the last chunk to the first. If p does not divide m, rounds have more than p.
     """
-    p, v, m = pipeline.stages, pipeline.chunks, pipeline.micro_batches
+    p, v, m = pipeline.stages, pipeline.virtual_stages, pipeline.micro_batches
     rounds = max(1, m // p)
     # The first rounds may have one micro-batch more than the others.
     starts = [-(-m * each // rounds) for each in range(rounds + 1)]
@@ -403,9 +403,9 @@ def _all_forward_then_all_backward(pipeline: "Pipeline") -> list[Order]:
 
 SCHEDULES = {
     "1f1b": Schedule(_one_forward_one_backward),
-    "interleaved": Schedule(_one_forward_one_backward, chunks=None),
+    "interleaved": Schedule(_one_forward_one_backward, virtual_stages=None),
     "zb-h1": Schedule(_zero_bubble_h1, splits=True),
-    "zb-v": Schedule(_zero_bubble_v, folded=True, splits=True, chunks=2),
-    "dualpipev": Schedule(_there_and_back, folded=True, chunks=2),
+    "zb-v": Schedule(_zero_bubble_v, folded=True, splits=True, virtual_stages=2),
+    "dualpipev": Schedule(_there_and_back, folded=True, virtual_stages=2),
     "gpipe": Schedule(_all_forward_then_all_backward),
 }

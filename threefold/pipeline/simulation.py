@@ -127,7 +127,7 @@ class Event(NamedTuple):
 
 def routes(pipeline: Pipeline) -> list[Route]:
     """Return the pairs of stages that send to each other, in the same order on every rank."""
-    stages = [pipeline.stage_and_chunk(index)[0] for index in range(pipeline.virtual_stages)]
+    stages = [pipeline.stage_and_chunk(index)[0] for index in range(pipeline.total_virtual_stages)]
     forward = {(a, b) for a, b in pairwise(stages) if a != b}
     return sorted(forward | {(b, a) for a, b in forward})
 

@@ -32,16 +32,16 @@ class ProcessGrid(PipelineParallelGrid):
     a data rank.
 
     Attributes:
-        shard_group: this rank's group of data ranks that divide the optimizer state (hybrid
+        dp_shard_group: this rank's group of data ranks that divide the optimizer state (hybrid
             sharding); None: all data ranks do
         optimizer_group: the ranks that hold one copy of the optimizer state of this rank's stage,
             if the optimizer exchanges matrices between them; otherwise None
-        same_shard_group: the data ranks of all such groups that hold the same shard as this rank
+        dp_replicate_group: the data ranks of all such groups that hold the same shard as this rank
 
     Args:
         topology: the sizes of the axes
-        shard_groups: the global ranks of every shard group; None: no hybrid sharding
-        same_shard_groups: the global ranks of every group that holds the same shard
+        dp_shard_groups: the global ranks of every shard group; None: no hybrid sharding
+        dp_replicate_groups: the global ranks of every group that holds the same shard
         optimizer_groups: the global ranks of every `optimizer_group`; None: there is none
     """
 
@@ -49,8 +49,8 @@ class ProcessGrid(PipelineParallelGrid):
         self,
         topology: PipeModelDataParallelTopology,
         *,
-        shard_groups: list[list[int]] | None = None,
-        same_shard_groups: list[list[int]] | None = None,
+        dp_shard_groups: list[list[int]] | None = None,
+        dp_replicate_groups: list[list[int]] | None = None,
         optimizer_groups: list[list[int]] | None = None,
     ):
         self._topo = topology
@@ -75,8 +75,10 @@ class ProcessGrid(PipelineParallelGrid):
 
         self.dp_groups, self.dp_group = self._axis("data")
         self.dp_proc_group = create_groups(self.dp_groups)
-        self.shard_group = create_groups(shard_groups) if shard_groups else None
-        self.same_shard_group = create_groups(same_shard_groups) if same_shard_groups else None
+        self.dp_shard_group = create_groups(dp_shard_groups) if dp_shard_groups else None
+        self.dp_replicate_group = (
+            create_groups(dp_replicate_groups) if dp_replicate_groups else None
+        )
         self.optimizer_group = create_groups(optimizer_groups) if optimizer_groups else None
         self.pipe_groups, self.pp_group = self._axis("pipe")
         self.pp_proc_group = create_groups(self.pipe_groups)
@@ -129,7 +131,7 @@ class Stage(PipelineModule):
         recompute_interval: int,
         **settings: Any,
     ):
-        assert len(layers_of_virtual_stages) == pipeline.virtual_stages
+        assert len(layers_of_virtual_stages) == pipeline.total_virtual_stages
         self.pipeline = pipeline
         self.parts = [0, *accumulate(layers_of_virtual_stages)]
         # PipelineModule builds a grid itself, group by group, and no argument can change its class.
@@ -141,7 +143,7 @@ class Stage(PipelineModule):
     def _partition_layers(self, method: str = "") -> None:
         """Set the bounds of this stage's chunks; DeepSpeed calls this to partition the layers."""
         assert self.parts[-1] == self._num_layers
-        chunks = range(self.pipeline.chunks)
+        chunks = range(self.pipeline.virtual_stages)
         virtual_stages = [self.pipeline.virtual_stage(self.stage_id, chunk) for chunk in chunks]
         self.bounds = [(self.parts[n], self.parts[n + 1]) for n in virtual_stages]
         self._set_bounds(*self.bounds[0])
@@ -206,7 +208,9 @@ class Stage(PipelineModule):
 
     def take_micro_batch_infos(self, micro_batch_infos: Sequence[MicroBatchInfo]) -> None:
         """Set the information about the next micro-batches, in the order in which they arrive."""
-        self.micro_batch_infos = [iter(micro_batch_infos) for _ in range(self.pipeline.chunks)]
+        self.micro_batch_infos = [
+            iter(micro_batch_infos) for _ in range(self.pipeline.virtual_stages)
+        ]
 
     def check_all_taken(self) -> None:
         """Check that every micro-batch has passed through every chunk."""

@@ -100,9 +100,13 @@ def layout_text(layout: JobLayout) -> str:
         *(["expert overlap"] if layout.expert_overlap else []),
         *(["sequence parallel"] if layout.sequence_parallel else []),
         *([f"recompute {layout.recompute}"] if layout.recompute != "none" else []),
-        *([schedule_name(layout.schedule, layout.chunks)] if layout.schedule != "1f1b" else []),
+        *(
+            [schedule_name(layout.schedule, layout.virtual_stages)]
+            if layout.schedule != "1f1b"
+            else []
+        ),
         *([f"ZeRO-{layout.zero_stage}"] if layout.zero_stage != 1 else []),
-        *([f"shard group {layout.shard_group}"] if layout.shard_group else []),
+        *([f"shard group {layout.dp_shard}"] if layout.dp_shard else []),
     ]
     return ", ".join([f"{layout.tensor} x {layout.pipeline} x {layout.data}", *extras])
 

@@ -121,7 +121,7 @@ class JobLayout:
 
     tensor: int = 1
     pipeline: int = 1
-    chunks: int = 1  # virtual stages per pipeline stage
+    virtual_stages: int = 1  # of each pipeline stage
     context: int = 1  # ranks that share a sequence
     context_attention: str = "gather"  # or "ring" or "ulysses"
     expert: int = 1  # replicas that divide the experts
@@ -130,7 +130,7 @@ class JobLayout:
     data: int = 1
     zero_stage: int = 1
     reduce_every: int = 0  # micro-batches per reduction of ZeRO-2; 0: the default
-    shard_group: int = 0  # replicas that shard the optimizer state; 0: all
+    dp_shard: int = 0  # replicas that shard the optimizer state; 0: all
     schedule: str = "1f1b"
     layers_per_stage: tuple[int, ...] | None = None  # blocks per virtual stage; None: automatic
     sequence_parallel: bool = False
@@ -156,7 +156,7 @@ class JobLayout:
     @property
     def optimizer_ranks(self) -> int:
         """Ranks that shard the optimizer state, from ZeRO-1 on."""
-        return (self.shard_group or self.replicas) if self.zero_stage else 1
+        return (self.dp_shard or self.replicas) if self.zero_stage else 1
 
     @property
     def gpus(self) -> int:
@@ -209,12 +209,12 @@ class Job:
         if layout.layers_per_stage is not None:
             return layout.layers_per_stage
         if not self.software.balances_stages:
-            return divide_evenly(model.layers, layout.pipeline * layout.chunks)
+            return divide_evenly(model.layers, layout.pipeline * layout.virtual_stages)
         return divide_blocks(
             model.layers,
             schedule=layout.schedule,
             stages=layout.pipeline,
-            chunks=layout.chunks,
+            virtual_stages=layout.virtual_stages,
             head=head_in_blocks(model, layout.recompute),
         )
 
@@ -291,7 +291,7 @@ def layout_of(recipe: Recipe, topology: Topology, stage: int) -> JobLayout:
     return JobLayout(
         tensor=topology.tensor,
         pipeline=topology.pipeline,
-        chunks=section.chunks,
+        virtual_stages=section.virtual_stages,
         context=topology.context,
         context_attention=section.context_attention,
         expert=topology.expert,
@@ -300,7 +300,7 @@ def layout_of(recipe: Recipe, topology: Topology, stage: int) -> JobLayout:
         data=topology.data,
         zero_stage=stage,
         reduce_every=section.reduce_every,
-        shard_group=topology.shard_group if topology.is_hybrid else 0,
+        dp_shard=topology.dp_shard if topology.is_hybrid else 0,
         schedule=section.schedule,
         layers_per_stage=tuple(section.layers_per_stage) if section.layers_per_stage else None,
         sequence_parallel=section.sequence_parallel,

@@ -60,7 +60,13 @@ def timeline(job: Job, title: str) -> Figure:
     axes = [figure.add_subplot(grid[0, column]) for column in range(len(windows))]
     for each, window in zip(axes, windows, strict=True):
         rows = [passes[stage] for stage in stages]
-        draw_passes(each, rows, window, points=PASSES_POINTS / len(windows), chunks=pipeline.chunks)
+        draw_passes(
+            each,
+            rows,
+            window,
+            points=PASSES_POINTS / len(windows),
+            virtual_stages=pipeline.virtual_stages,
+        )
     label_passes(axes, stages, pipeline)
     _draw_memory(figure.add_subplot(grid[1, :]), job)
     figure.suptitle(f"{title}: {_summary(job, pipeline, passes)}", fontsize=10)

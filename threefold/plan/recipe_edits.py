@@ -24,8 +24,11 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     if zero_stage(read_deepspeed_json(deepspeed)) != layout.zero_stage:
         deepspeed = shipped_json(layout.zero_stage, plan.job.precision)
     others: dict[str, Any] = {}
-    if SCHEDULES[layout.schedule].chunks is None or "chunks" in section.model_fields_set:
-        others["layout.chunks"] = layout.chunks
+    if (
+        SCHEDULES[layout.schedule].virtual_stages is None
+        or "virtual_stages" in section.model_fields_set
+    ):
+        others["layout.virtual_stages"] = layout.virtual_stages
     if section.layers_per_stage is not None:  # an option can change this key, but not remove it
         others["layout.layers_per_stage"] = list(plan.job.blocks_of_virtual_stages)
     if layout.context > 1:
@@ -34,8 +37,8 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         others["layout.context_attention"] = "gather"
     if section.reduce_every:  # plans have the default, unless the layout is the recipe's own
         others["layout.reduce_every"] = layout.reduce_every
-    if section.shard_group or layout.shard_group:
-        others["layout.shard_group"] = layout.shard_group
+    if section.dp_shard or layout.dp_shard:
+        others["layout.dp_shard"] = layout.dp_shard
     return {
         "deepspeed": deepspeed,
         "layout.tensor": layout.tensor,

@@ -123,8 +123,8 @@ def layout_line(layout: JobLayout) -> str:
         + (f"expert tensor {layout.expert_tensor}, " if layout.expert_tensor > 1 else "")
         + ("expert overlap, " if layout.expert_overlap else "")
         + f"ZeRO-{layout.zero_stage}"
-        + (f" in groups of {layout.shard_group}" if layout.shard_group else "")
-        + f", {schedule_name(layout.schedule, layout.chunks)}"
+        + (f" in groups of {layout.dp_shard}" if layout.dp_shard else "")
+        + f", {schedule_name(layout.schedule, layout.virtual_stages)}"
         + (f", {layout.context_attention}" if layout.context > 1 else "")
         + (", sequence parallel" if layout.sequence_parallel else "")
         + f", recompute {recompute}, micro-batch size {layout.micro_sequences}"

@@ -40,7 +40,7 @@ from threefold.plan.time.step import StepTime, step_time
 MAX_MICRO_SEQUENCES = 64
 MIN_TOKENS_PER_CONTEXT_RANK = 2048  # fewer make matmuls inefficient
 RECOMPUTE_INTERVALS = (1, 2, 4)  # with full recomputation
-INTERLEAVED_CHUNKS = (2, 4, 8)  # virtual stages per pipeline stage
+INTERLEAVED_VIRTUAL_STAGES = (2, 4, 8)  # virtual stages per pipeline stage
 # The Ultra-Scale Playbook recommends filling 85 to 90 % of the memory. Predictions are off by a few
 # per cent, and the allocator needs room.
 DEFAULT_HEADROOM = 0.08
@@ -174,9 +174,9 @@ def simplicity(layout: JobLayout) -> tuple[int, ...]:
         layout.expert_tensor > 1,
         layout.expert_overlap,
         list(SCHEDULES).index(layout.schedule),
-        layout.chunks,
+        layout.virtual_stages,
         layout.zero_stage,
-        layout.shard_group > 0,
+        layout.dp_shard > 0,
         layout.sequence_parallel,
         ("none", "selective", "full").index(layout.recompute),
         layout.pipeline,
@@ -321,9 +321,9 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
     """
     micro_batches = job.with_layout(sizes).micro_batches
     schedules = []
-    for schedule, chunks in schedules_of(sizes.pipeline, job.model.layers):
+    for schedule, virtual_stages in schedules_of(sizes.pipeline, job.model.layers):
         if micro_batches >= min_micro_batches(schedule, sizes.pipeline):
-            schedules.append((schedule, chunks))
+            schedules.append((schedule, virtual_stages))
         else:
             rejected["dualpipev with fewer than two micro-batches per stage"] += 1
     stages = [1]
@@ -339,35 +339,37 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
     if job.writes_scores:
         recomputations.insert(1, "selective")
     sharded = [(stage, 0) for stage in stages]
-    if group := shard_group_of_node(job, sizes):
+    if group := dp_shard_of_node(job, sizes):
         sharded += [(stage, group) for stage in stages if stage == 2]
     variants = [(*each, overlap) for each in schedules for overlap in overlaps(job, sizes, *each)]
-    for (schedule, chunks, overlap), (stage, group), split in product(variants, sharded, splits):
+    for (schedule, virtual_stages, overlap), (stage, group), split in product(
+        variants, sharded, splits
+    ):
         for recompute in recomputations:
             settings = {
                 "schedule": schedule,
-                "chunks": chunks,
+                "virtual_stages": virtual_stages,
                 "expert_overlap": overlap,
                 "zero_stage": stage,
-                "shard_group": group,
+                "dp_shard": group,
                 "sequence_parallel": split,
                 "recompute": recompute,
             }
             yield JobLayout(**(vars(sizes) | settings))  # faster than `replace`
 
 
-def overlaps(job: Job, sizes: JobLayout, schedule: str, chunks: int) -> list[bool]:
+def overlaps(job: Job, sizes: JobLayout, schedule: str, virtual_stages: int) -> list[bool]:
     """Return the settings of `expert_overlap` that are possible with a schedule."""
     exchanges = job.model.experts and sizes.exchanging_ranks > 1
     hides = job.software.expert_overlap > 0 and job.machine.gpu.device != "cpu"
     if not (exchanges and hides and schedule in PAIRED_SCHEDULES):
         return [False]
-    layout = replace(sizes, schedule=schedule, chunks=chunks)
+    layout = replace(sizes, schedule=schedule, virtual_stages=virtual_stages)
     least = min_micro_batches(schedule, sizes.pipeline, paired=True)
     return [False, True] if job.with_layout(layout).micro_batches >= least else [False]
 
 
-def shard_group_of_node(job: Job, sizes: JobLayout) -> int:
+def dp_shard_of_node(job: Job, sizes: JobLayout) -> int:
     """Return the replicas of a node if they can be a shard group of several, otherwise 0.
 
     It is tried with ZeRO-2, which may reduce gradients several times per step. ZeRO-1 reduces them
@@ -387,10 +389,12 @@ def schedules_of(pipeline: int, layers: int) -> list[tuple[str, int]]:
     if pipeline == 1:
         return [("1f1b", 1)]
     return [
-        (name, chunks)
+        (name, virtual_stages)
         for name, schedule in SCHEDULES.items()
-        for chunks in ((schedule.chunks,) if schedule.chunks else INTERLEAVED_CHUNKS)
-        if pipeline * chunks <= layers and name != "gpipe"
+        for virtual_stages in (
+            (schedule.virtual_stages,) if schedule.virtual_stages else INTERLEAVED_VIRTUAL_STAGES
+        )
+        if pipeline * virtual_stages <= layers and name != "gpipe"
     ]
 
 

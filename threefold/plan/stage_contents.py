@@ -22,15 +22,16 @@ def blocks_of_stages(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return the number of blocks of each chunk of each stage."""
     layout = job.layout
     blocks = job.blocks_of_virtual_stages
-    return _blocks_of_stages(blocks, layout.schedule, layout.pipeline, layout.chunks)
+    return _blocks_of_stages(blocks, layout.schedule, layout.pipeline, layout.virtual_stages)
 
 
 @lru_cache(maxsize=4096)
 def _blocks_of_stages(
-    blocks: tuple[int, ...], schedule: str, pipeline: int, chunks: int
+    blocks: tuple[int, ...], schedule: str, pipeline: int, virtual_stages: int
 ) -> tuple[tuple[int, ...], ...]:
+    chunks = range(virtual_stages)
     return tuple(
-        tuple(blocks[virtual_stage_of(schedule, pipeline, stage, chunk)] for chunk in range(chunks))
+        tuple(blocks[virtual_stage_of(schedule, pipeline, stage, chunk)] for chunk in chunks)
         for stage in range(pipeline)
     )
 
@@ -85,7 +86,7 @@ def dense_blocks(job: Job) -> tuple[tuple[int, ...], ...]:
     """
     layout = job.layout
     found = dense_of_virtual_stages(job)
-    return _blocks_of_stages(found, layout.schedule, layout.pipeline, layout.chunks)
+    return _blocks_of_stages(found, layout.schedule, layout.pipeline, layout.virtual_stages)
 
 
 @once_per_job
@@ -131,7 +132,7 @@ def table_parameters(model: ModelConfig, tensor: int) -> int:
 
 def last_stage(layout: JobLayout) -> int:
     """Return the stage that computes the logits."""
-    return schedules.last_stage(layout.schedule, layout.pipeline, layout.chunks)
+    return schedules.last_stage(layout.schedule, layout.pipeline, layout.virtual_stages)
 
 
 def routed_rows(job: Job) -> float:

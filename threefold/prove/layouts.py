@@ -16,8 +16,8 @@ ZERO_STAGES = (1, 2, 3)
 CONFIG = "ds_configs/zero{}_fp32.json"
 SCHEDULES = {  # name -> keys of the [layout] section
     "1f1b": {"schedule": "1f1b"},
-    "interleaved x 2": {"schedule": "interleaved", "chunks": 2},
-    "interleaved x 3": {"schedule": "interleaved", "chunks": 3},
+    "interleaved x 2": {"schedule": "interleaved", "virtual_stages": 2},
+    "interleaved x 3": {"schedule": "interleaved", "virtual_stages": 3},
     "zb-h1": {"schedule": "zb-h1"},
     "zb-v": {"schedule": "zb-v"},
     "dualpipev": {"schedule": "dualpipev"},
@@ -59,8 +59,8 @@ class ProofCase:
             parts.append(layout.schedule_name)
         if layout.reduce_every:
             parts.append(f"reduce every {layout.reduce_every}")
-        if layout.shard_group:
-            parts.append(f"shard group {layout.shard_group}")
+        if layout.dp_shard:
+            parts.append(f"shard group {layout.dp_shard}")
         if layout.sequence_parallel:
             parts.append("sequence-parallel")
         if layout.context > 1:
@@ -86,7 +86,7 @@ class ProofCase:
             "expert_overlap": layout.expert_overlap,
             "zero": self.zero_stage,
             "reduce_every": layout.reduce_every,
-            "shard_group": layout.shard_group,
+            "dp_shard": layout.dp_shard,
             "schedule": layout.schedule_name if sizes.pipeline > 1 else "",
             "sequence_parallel": layout.sequence_parallel,
             "context_attention": layout.context_attention if sizes.context > 1 else "",
@@ -153,7 +153,7 @@ def reductions(
         return [{}]
     possible = topology.expert == 1 and not layout["sequence_parallel"]
     sizes = range(1, topology.replicas // 2 + 1 if possible else 1)
-    groups = [{}, *({"shard_group": n} for n in sizes if topology.replicas % n == 0)]
+    groups = [{}, *({"dp_shard": n} for n in sizes if topology.replicas % n == 0)]
     if zero_stage == 1:
         return groups
     numbers = sorted({1, min(2, micro_batches), micro_batches})

@@ -14,7 +14,7 @@ import numpy as np
 from models.cost import flops_per_token
 from models.errors import UserError, reason_of
 from threefold.config.loading import is_nested_too_deeply, parse_recipe
-from threefold.config.phases import StagePlan
+from threefold.config.phases import StagePlan, with_current_names
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import EVENT_KEYS, METRIC_KEYS
 from threefold.run_folder.history import WallTime, replay
@@ -356,7 +356,7 @@ def _read_recipe(file: Path, problems: list[str]) -> tuple[dict[str, Any], Recip
         )
         return {}, None
     try:
-        return table, parse_recipe(table, str(file))
+        return table, parse_recipe(with_current_names(table), str(file))
     except UserError as problem:
         problems.append(f"no plan, no mixture and no FLOPs: {problem}")
         return {} if is_nested_too_deeply(table) else table, None

@@ -53,7 +53,7 @@ def row_of_trial(trial: Trial) -> Row:
         "attention_kernel": "unfused" if job.writes_scores else "flash",
         "tp": layout.tensor,
         "pp": layout.pipeline,
-        "vpp": layout.chunks,
+        "vpp": layout.virtual_stages,
         "cp": layout.context,
         "cp_kind": layout.context_attention if layout.context > 1 else "",
         "dp": layout.data,
@@ -79,7 +79,7 @@ def row_of_trial(trial: Trial) -> Row:
 
 def zero_cell(layout: JobLayout) -> str:
     """Return the ZeRO stage; with shard groups also their size, as "zero1=8"."""
-    stage, group = layout.zero_stage, layout.shard_group
+    stage, group = layout.zero_stage, layout.dp_shard
     return f"zero{stage}={group}" if group else str(stage)
 
 

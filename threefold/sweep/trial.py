@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.layout import Cluster
+from threefold.config.phases import RENAMED
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import is_cpu
 from threefold.plan.job import Job, Machine, job_of
@@ -116,6 +117,9 @@ class Trial:
         for key in ("expert_tensor_parallel", "expert_overlap"):
             if not table["layout"][key]:
                 del table["layout"][key]
+        for old, new in RENAMED.items():  # the identity in sweep folders has the former names
+            old_key, key = old.removeprefix("layout."), new.removeprefix("layout.")
+            table["layout"][old_key] = table["layout"].pop(key)
         blocks = {"layers_per_stage": list(recipe.blocks_of_virtual_stages)}
         return digest(
             {

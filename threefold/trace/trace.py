@@ -71,10 +71,10 @@ def fullest_moments(order: Order) -> set[tuple[int, ...]]:
     A moment counts, for each chunk, the micro-batches before their backward pass, those before
     their weight pass, and 1 if gradients exist.
     """
-    chunks = 1 + max(work.chunk for work in order)
-    before = [0] * chunks
-    left = [0] * chunks
-    ended = [0] * chunks
+    virtual_stages = 1 + max(work.chunk for work in order)
+    before = [0] * virtual_stages
+    left = [0] * virtual_stages
+    ended = [0] * virtual_stages
     ending = WEIGHT if any(work.kind == WEIGHT for work in order) else BACKWARD
     moments = set()
     for work in order:
@@ -400,7 +400,7 @@ def axes_of(topology: Topology, coordinates: Coordinates) -> dict[frozenset[int]
     of_experts = {
         frozenset(ranks): axis for axis, lists in groups.items() for ranks in lists if rank in ranks
     }
-    shards = [*topology.shard_groups(), *topology.same_shard_groups()]
+    shards = [*topology.dp_shard_groups(), *topology.dp_replicate_groups()]
     of_shards = {frozenset(ranks): "data" for ranks in shards if rank in ranks}
     return (
         of_experts

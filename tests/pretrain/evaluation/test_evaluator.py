@@ -66,7 +66,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # layouts of 8 ranks
     "interleaved tensor 2 data 2": INTERLEAVED | TENSOR2,
     "zb-h1 pipeline 4 context 2": ZB_H1 | CONTEXT2 | {"layout__pipeline": 4},
     "zero2 zb-v context 4": ZERO2 | ZB_V | {"layout__context": 4},
-    "shard group 2": {"layout__shard_group": 2, "batch__micro_sequences": 1},
+    "shard group 2": {"layout__dp_shard": 2, "batch__micro_sequences": 1},
     "documents zero3 context 4 ring": DOCUMENTS | ZERO3 | RING | {"layout__context": 4},
     "documents gpipe pipeline 2 tensor 2 context 2": DOCUMENTS
     | {"layout__pipeline": 2, "layout__schedule": "gpipe"}

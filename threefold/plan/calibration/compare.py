@@ -132,7 +132,9 @@ def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
         raise UserError(
             f'model = "{cells["model"]}" is not known; use one of {", ".join(KORTHIKANTI_MODELS)}'
         )
-    layers, hidden, heads, pipeline, chunks, micro_sequences = KORTHIKANTI_MODELS[cells["model"]]
+    layers, hidden, heads, pipeline, virtual_stages, micro_sequences = KORTHIKANTI_MODELS[
+        cells["model"]
+    ]
     model = ModelConfig(
         layers=layers,
         hidden_size=hidden,
@@ -146,8 +148,8 @@ def korthikanti(cells: dict[str, str]) -> tuple[float, float]:
     base = JobLayout(
         tensor=8,
         pipeline=pipeline,
-        chunks=chunks,
-        schedule="interleaved" if chunks > 1 else "1f1b",
+        virtual_stages=virtual_stages,
+        schedule="interleaved" if virtual_stages > 1 else "1f1b",
         zero_stage=0,
         micro_sequences=micro_sequences,
     )

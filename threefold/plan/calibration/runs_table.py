@@ -280,10 +280,11 @@ class RowReader:
         for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
             if size % tensor:
                 raise UserError(f"{name} = {size} over tp = {tensor} is not modelled")
-        chunks = self.whole("vpp", 1, "no interleaving") if pipeline > 1 else 1
-        schedule = self.schedule(chunks) if pipeline > 1 else "1f1b"
-        if pipeline * chunks > model.layers:
-            raise UserError(f"pp x vpp = {pipeline * chunks} is more than layers = {model.layers}")
+        virtual_stages = self.whole("vpp", 1, "no interleaving") if pipeline > 1 else 1
+        schedule = self.schedule(virtual_stages) if pipeline > 1 else "1f1b"
+        if pipeline * virtual_stages > model.layers:
+            product = pipeline * virtual_stages
+            raise UserError(f"pp x vpp = {product} is more than layers = {model.layers}")
         split = self.cell("seq_parallel")
         if not (is_yes(split) or is_no(split)):
             raise UserError(f"seq_parallel is {split}")
@@ -296,9 +297,9 @@ class RowReader:
         return JobLayout(
             tensor=tensor,
             pipeline=pipeline,
-            chunks=chunks,
+            virtual_stages=virtual_stages,
             schedule=schedule,
-            layers_per_stage=self.layers_per_stage(model, pipeline * chunks),
+            layers_per_stage=self.layers_per_stage(model, pipeline * virtual_stages),
             context=context,
             context_attention=self.context_attention(),
             data=data,
@@ -306,7 +307,7 @@ class RowReader:
             expert_tensor=parts,
             expert_overlap=is_yes(overlap),
             zero_stage=self.zero_stage(),
-            shard_group=self.shard_group(),
+            dp_shard=self.dp_shard(),
             sequence_parallel=is_yes(split),
             recompute_interval=self.recompute_interval(),
             micro_sequences=self.whole("mbs", 1, "unstated"),
@@ -319,13 +320,13 @@ class RowReader:
             raise UserError(f"cp_kind is {kind}; use one of {', '.join(CONTEXT_ATTENTIONS)}")
         return kind
 
-    def schedule(self, chunks: int) -> str:
+    def schedule(self, virtual_stages: int) -> str:
         """Return the pipeline schedule; without a column, it follows from the number of chunks."""
-        name = self.cell("schedule") or ("interleaved" if chunks > 1 else "1f1b")
+        name = self.cell("schedule") or ("interleaved" if virtual_stages > 1 else "1f1b")
         if name not in SCHEDULES:
             raise UserError(f"schedule {name} is not modelled")
-        if SCHEDULES[name].chunks not in (chunks, None):
-            raise UserError(f"schedule {name} has {SCHEDULES[name].chunks} chunks; vpp is {chunks}")
+        if (expected := SCHEDULES[name].virtual_stages) not in (virtual_stages, None):
+            raise UserError(f"schedule {name} needs vpp = {expected}, not {virtual_stages}")
         return name
 
     def recompute_interval(self) -> int:
@@ -359,7 +360,7 @@ class RowReader:
         self.assumed.append(f"zero_stage = {int(presumed or 0)} (unstated)")
         return int(presumed or 0)
 
-    def shard_group(self) -> int:
+    def dp_shard(self) -> int:
         """Return the number of ranks that shard the optimizer state; 0 for all data ranks."""
         found = re.search(r"zero[12]=([1-9][0-9]{0,8})(?![0-9])", self.cell("zero_stage"))
         return int(found[1]) if found else 0

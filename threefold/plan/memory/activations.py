@@ -44,7 +44,7 @@ class InFlight:
 def micro_batches_in_flight(layout: JobLayout, stage: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches in flight on a stage."""
     full = layout.recompute == "full"
-    schedule, p, v = layout.schedule, layout.pipeline, layout.chunks
+    schedule, p, v = layout.schedule, layout.pipeline, layout.virtual_stages
     return _most_in_flight(schedule, p, v, stage, micro_batches, full)
 
 
@@ -68,7 +68,9 @@ def in_flight(layout: JobLayout, stage: int, micro_batches: int) -> tuple[InFlig
     """
     # With full recomputation, backward passes take longer relative to forward passes.
     full = layout.recompute == "full"
-    return _in_flight(layout.schedule, layout.pipeline, layout.chunks, stage, micro_batches, full)
+    return _in_flight(
+        layout.schedule, layout.pipeline, layout.virtual_stages, stage, micro_batches, full
+    )
 
 
 @lru_cache(maxsize=2**16)
@@ -112,7 +114,7 @@ def in_flight_at_the_end(layout: JobLayout, stage: int, micro_batches: int) -> I
         held = round_size(layout.pipeline, micro_batches)
     else:
         held = min(micro_batches, layout.pipeline - stage)
-    others = (0,) * (layout.chunks - 1)
+    others = (0,) * (layout.virtual_stages - 1)
     return InFlight((held, *others), (0, *others))
 
 

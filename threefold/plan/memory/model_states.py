@@ -112,7 +112,7 @@ def grouped_bytes(job: Job, stage: int) -> TransientBytes:
         return TransientBytes(table, 0.0, size * most, size * most)
     held = size * stage_parameters(job)[stage]
     if layout.schedule == "interleaved" and is_aligned(job, every):
-        held *= min(1.0, 2 / layout.chunks)
+        held *= min(1.0, 2 / layout.virtual_stages)
     return TransientBytes(held, 0.0, 0.0, 0.0)
 
 

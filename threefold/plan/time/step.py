@@ -69,7 +69,9 @@ def step_time(job: Job) -> StepTime:
     forward, backward = slowest.forward, slowest.backward
     transfer = transfer_time(job)
     # Each micro-batch crosses every chunk's boundary once forward and once backward.
-    sent = job.micro_batches * 2 * layout.chunks * transfer * (1 - software.pipeline_overlap)
+    sent = (
+        job.micro_batches * 2 * layout.virtual_stages * transfer * (1 - software.pipeline_overlap)
+    )
     filling = 2 * (layout.pipeline - 1) * transfer
     bubble = waiting_for_stages(job, stages) + filling
     data = data_time(job, backward.total)
@@ -104,17 +106,23 @@ def hidden_by_pairs(job: Job, stage: int, passes: ForwardBackward) -> float:
         return 0.0
     forward, backward = passes.forward, passes.backward
     hidden = min(forward.expert, backward.compute) + min(backward.expert, forward.compute)
-    p, v, m = layout.pipeline, layout.chunks, job.micro_batches
+    p, v, m = layout.pipeline, layout.virtual_stages, job.micro_batches
     fewest, more = (pair_count(layout.schedule, p, v, n * p, stage) for n in (2, 3))
     pairs = fewest + (m - 2 * p) / p * (more - fewest)
     return job.software.expert_overlap * pairs * hidden / v
 
 
 @lru_cache(maxsize=1024)
-def pair_count(schedule: str, stages: int, chunks: int, micro_batches: int, stage: int) -> int:
+def pair_count(
+    schedule: str, stages: int, virtual_stages: int, micro_batches: int, stage: int
+) -> int:
     """Return the pairs of passes of a stage in a step; see `Pipeline.units`."""
     pipeline = Pipeline(
-        stages=stages, chunks=chunks, micro_batches=micro_batches, schedule=schedule, paired=True
+        stages=stages,
+        virtual_stages=virtual_stages,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        paired=True,
     )
     return sum(len(unit) > 1 for unit in pipeline.units(pipeline.orders[stage]))
 
@@ -132,7 +140,7 @@ def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
     for the forward pass. `order.py` defines the orders, and the tests compare these formulas with
     simulations.
     """
-    p, v, m = job.layout.pipeline, job.layout.chunks, job.micro_batches
+    p, v, m = job.layout.pipeline, job.layout.virtual_stages, job.micro_batches
     schedule = job.layout.schedule
     slowest = max(stages, key=lambda each: each.total)
     others = sum(each.total for each in stages) - slowest.total
@@ -180,7 +188,7 @@ def simulated_wait(
         lengths: lengths of the passes in the simulation
     """
     pipeline = Pipeline(
-        stages=stages, micro_batches=micro_batches, chunks=2, schedule="zb-v",
+        stages=stages, micro_batches=micro_batches, virtual_stages=2, schedule="zb-v",
         proportions=proportions,
     )  # fmt: skip
     takes = {kind: length / 2 for kind, length in zip(Kind, lengths, strict=True)}
@@ -252,7 +260,7 @@ def pipeline_of(job: Job) -> Pipeline:
     layout = job.layout
     return Pipeline(
         stages=layout.pipeline,
-        chunks=layout.chunks,
+        virtual_stages=layout.virtual_stages,
         micro_batches=job.micro_batches,
         schedule=layout.schedule,
         proportions=pass_proportions(job.model, layout.recompute),

@@ -51,7 +51,7 @@ class DataTraffic:
         buckets: number of buckets that these are divided into
         groups: reductions of all gradients in a step
         every: micro-batches per group
-        chunks: number of chunks of an interleaved schedule; 1 for others
+        virtual_stages: number of chunks of an interleaved schedule; 1 for others
         stages: number of stages; an interleaved chunk also runs this many micro-batches in a row
         alternating: forward passes run between the backward passes, unlike in GPipe
     """
@@ -62,7 +62,7 @@ class DataTraffic:
     buckets: int = 1
     groups: int = 1
     every: int = 1
-    chunks: int = 1
+    virtual_stages: int = 1
     stages: int = 1
     alternating: bool = True
 
@@ -83,21 +83,21 @@ class DataTraffic:
             backward: seconds of a micro-batch's backward pass through the stage; a forward pass is
                 assumed to take half as long
         """
-        buckets = max(1, self.buckets // self.chunks)
-        passing, of_chunk = backward / self.chunks, self.reduced / self.chunks
-        last = exposed_after(passing, (of_chunk, self.between / self.chunks), buckets)
-        if self.chunks > 1:  # the last passes of the next chunk hide the sums of this one
-            last += (self.chunks - 1) * max(0.0, of_chunk - self.stages * passing)
+        buckets = max(1, self.buckets // self.virtual_stages)
+        passing, of_chunk = backward / self.virtual_stages, self.reduced / self.virtual_stages
+        last = exposed_after(passing, (of_chunk, self.between / self.virtual_stages), buckets)
+        if self.virtual_stages > 1:  # the last passes of the next chunk hide the sums of this one
+            last += (self.virtual_stages - 1) * max(0.0, of_chunk - self.stages * passing)
         if self.groups == 1:
             return last
-        in_a_row = self.chunks > 1 and self.every > 1
+        in_a_row = self.virtual_stages > 1 and self.every > 1
         running = buckets if in_a_row else min(RUNNING_BUCKETS, buckets)
         forward = backward / 2 if self.alternating else 0.0
         of_group = self.every * (forward + backward)
         until_next = of_group - backward + backward / self.buckets  # until a bucket is complete
-        drained = min(running * of_chunk / buckets, until_next / self.chunks)
+        drained = min(running * of_chunk / buckets, until_next / self.virtual_stages)
         outlasting = exposed_after(passing, (of_chunk,), buckets) - drained
-        earlier = max(0.0, self.chunks * outlasting, self.reduced - of_group)
+        earlier = max(0.0, self.virtual_stages * outlasting, self.reduced - of_group)
         return last + (self.groups - 1) * earlier
 
     def exposed_gathering(self, forward: float) -> float:
@@ -233,7 +233,7 @@ def _in_buckets(
         buckets=max(1, ceil(parameters / job.footprint.group_bucket_elements)),
         groups=ceil(job.micro_batches / every),
         every=every,
-        chunks=layout.chunks if layout.schedule == "interleaved" else 1,
+        virtual_stages=layout.virtual_stages if layout.schedule == "interleaved" else 1,
         stages=layout.pipeline,
         alternating=layout.schedule != "gpipe",
         reduced=reduced,
