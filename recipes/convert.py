@@ -32,8 +32,6 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 logging.getLogger().setLevel(logging.ERROR)
 
 from threefold.commands.convert import main
-from threefold.runtime.exits import raise_at_interrupt
 
 if __name__ == "__main__":
-    raise_at_interrupt()
     main(__doc__)

@@ -190,11 +190,12 @@ def test_spaces_around_the_value_of_set_are_explained(
     parse: Callable[[], object] = functools.partial(experiment.parse_command_line, None)
     if name != "pretrain":
         parse = importlib.import_module(f"threefold.commands.{name}").main
-    monkeypatch.setattr("sys.argv", [f"{name}.py", *words, "--set", "seed", "=", "20"])
-    with pytest.raises(SystemExit, match="2"):
-        parse()
-    said = "argument --set: seed has no value; write --set seed=VALUE without spaces, or quote"
-    assert said in capsys.readouterr().err
+    said = "argument --set: {} has no value; write --set seed=VALUE without spaces, or quote"
+    for override in (["seed", "=", "20"], ["seed=", "20"]):
+        monkeypatch.setattr("sys.argv", [f"{name}.py", *words, "--set", *override])
+        with pytest.raises(SystemExit, match="2"):
+            parse()
+        assert said.format(override[0]) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

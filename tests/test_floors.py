@@ -31,6 +31,7 @@ FLOORS = {package: floor for floor, packages in enumerate(ORDER) for package in 
 WITH_TRANSFORMERS = ("prepare_data", "convert", "commands")
 # These start on a login node, in processes of their own, or before a recipe is checked.
 WITHOUT_TORCH = (
+    "recipes.convert",
     "recipes.launch",
     "recipes.plan",
     "recipes.prepare_data",

@@ -144,7 +144,7 @@ def test_a_stream_is_read_shard_by_shard() -> None:
             yield from ({"body": text} for text in TEXTS[25 * part : 25 * part + 25])
 
     dataset = IterableDataset.from_generator(rows, gen_kwargs={"parts": [0, 1, 2, 3]})
-    stream = Stream("made", dataset, "body", "default/train/1")
+    stream = Stream("made", dataset, "body", split="train", identity="default/train/1")
     assert len(list(stream.pieces(1))) == 4
     assert texts([stream], 1) == TEXTS
 

@@ -317,6 +317,8 @@ def test_splits_of_a_dataset_are_the_parts(tmp_path: Path) -> None:
         "prepare_data.py: --validation-split validation has no documents, so the validation part "
         "would be empty (3 rows skipped)\n"
     )
+    wrong = prepare(*options[:-1], tmp_path / "bad", "--validation-split", "validation")
+    assert f"{tmp_path}/blank, validation split, row 0: the document is empty" in wrong.stderr
     options[1] = tmp_path / "saved"
     wrong = prepare(*options[:-1], tmp_path / "bad", "--validation-split", "valid")
     assert f"--validation-split valid: {tmp_path}/saved has the splits train" in wrong.stderr

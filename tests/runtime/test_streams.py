@@ -6,12 +6,14 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from tests.fault_injection.unread import UNREAD, Output
 from threefold.config.loading import REPOSITORY
+from threefold.runtime.output import progress_lines
 
 PRINTING = """
 import sys, time, traceback
@@ -230,6 +232,21 @@ def test_log_lines_begin_with_time_and_rank() -> None:
         *("one", "", "two", "a part of a line", "a message")
     ]
     assert [bool(re.match(LABEL, line)) for line in lines] == [True, False, True, True, True]
+
+
+def test_a_call_of_minutes_prints_lines_until_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = threading.Event()
+
+    def describe() -> str:
+        asked.set()
+        return "reading"
+
+    with progress_lines(describe, seconds_between_lines=0.01):
+        assert asked.wait(60)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    assert set(lines) == {"  reading, 0 s so far"}
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
 def test_lines_on_a_terminal_have_no_label() -> None:

@@ -2,34 +2,27 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tomli_w
 
 from models.config import Experts, ModelConfig, RopeScaling
 from models.errors import UserError
-from threefold.convert.files import (
-    AVERAGED,
-    IMPORTED,
-    RESHAPED,
-    OutputFiles,
-    open_checkpoint,
-    output_folder,
-)
-from threefold.convert.from_hugging_face import adopt, read_config
-from threefold.convert.reshape import average, new_recipe, reshape, sources_of
-from threefold.convert.to_hugging_face import DTYPES, EXPORTED, export, find_tokenizer
 from threefold.runtime.command_line import count, override
-from threefold.runtime.exits import REJECTED
-from threefold.runtime.output import escape_output
+from threefold.runtime.exits import REJECTED, raise_at_interrupt
+from threefold.runtime.output import escape_output, progress_lines
+
+if TYPE_CHECKING:
+    from threefold.convert.files import OutputFiles
 
 NEW_TOKENS, TEMPERATURE = 60, 0.7  # of the text generated after --prompt
 
 
 def main(description: str | None = None) -> None:
-    """Run the command."""
+    """Run the command; its options are checked before torch is imported, which takes seconds."""
     escape_output()
     options = parse_command_line(description)
     try:
@@ -41,6 +34,9 @@ def main(description: str | None = None) -> None:
 
 def to_hf(options: argparse.Namespace) -> None:
     """Convert a checkpoint to a folder that transformers can load."""
+    from threefold.convert.files import open_checkpoint
+    from threefold.convert.to_hugging_face import EXPORTED, export, find_tokenizer
+
     source = open_checkpoint(options.checkpoint)
     tokenizer = find_tokenizer(source, options.tokenizer)
     if options.prompt and tokenizer is None:
@@ -59,6 +55,9 @@ def to_hf(options: argparse.Namespace) -> None:
 
 def from_hf(options: argparse.Namespace) -> None:
     """Convert a folder of transformers to a checkpoint from which a run can start."""
+    from threefold.convert.files import IMPORTED
+    from threefold.convert.from_hugging_face import adopt, read_config
+
     with output(options, options.folder, IMPORTED) as folder:
         model = adopt(options.folder, folder)
     if read_config(options.folder).tie_embeddings and not model.tie_embeddings:
@@ -73,6 +72,9 @@ def from_hf(options: argparse.Namespace) -> None:
 
 def average_command(options: argparse.Namespace) -> None:
     """Average the weights of several checkpoints."""
+    from threefold.convert.files import AVERAGED
+    from threefold.convert.reshape import average, sources_of
+
     sources = sources_of(options.sources, options.last)
     with output(options, [source.path for source in sources], AVERAGED) as folder:
         average(sources, folder)
@@ -85,6 +87,9 @@ def average_command(options: argparse.Namespace) -> None:
 
 def reshape_command(options: argparse.Namespace) -> None:
     """Convert a checkpoint to another layout."""
+    from threefold.convert.files import RESHAPED, open_checkpoint
+    from threefold.convert.reshape import new_recipe, reshape
+
     source = open_checkpoint(options.checkpoint)
     recipe, topology = new_recipe(source, options.set, ranks=options.ranks)
     with output(options, source.path, RESHAPED) as folder:
@@ -96,11 +101,21 @@ def reshape_command(options: argparse.Namespace) -> None:
     )
 
 
+@contextmanager
 def output(
-    options: argparse.Namespace, reading: Path | Sequence[Path], files: OutputFiles
-) -> AbstractContextManager[Path]:
-    """Return the context manager of the output folder."""
-    return output_folder(options.output, reading=reading, files=files, overwrite=options.overwrite)
+    options: argparse.Namespace, reading: Path | Sequence[Path], files: "OutputFiles"
+) -> Iterator[Path]:
+    """Yield the folder to write, which gets its name when it is complete."""
+    from threefold.convert.files import output_folder
+
+    raise_at_interrupt()
+    with (
+        output_folder(
+            options.output, reading=reading, files=files, overwrite=options.overwrite
+        ) as folder,
+        progress_lines(lambda: f"writing {options.output}"),
+    ):
+        yield folder
 
 
 def write_text(options: argparse.Namespace) -> str:
@@ -154,7 +169,9 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="to-hf | from-hf | average | reshape")
     export_parser = commands.add_parser("to-hf", help="checkpoint -> transformers")
     export_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
-    export_parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: fp32")
+    export_parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32"
+    )
     export_parser.add_argument("--tokenizer", type=Path, help="default: the recipe's")
     export_parser.add_argument("--prompt", help="print a continuation of this text")
     export_parser.set_defaults(command=to_hf)

@@ -356,9 +356,10 @@ def open_dataset(name: str, reading: SourceOptions) -> Format:
     if reading.suggests_split and split == "train":
         suggest_split(name, splits)
     if isinstance(dataset, Dataset):
-        return Rows(name, dataset, column)
+        return Rows(name, dataset, column, split=split if splits else "")
     version = dataset.info.version if dataset.info else None
-    return Stream(name, dataset, column, f"{reading.config}/{split}/{version}")
+    identity = f"{reading.config}/{split}/{version}"
+    return Stream(name, dataset, column, split=split, identity=identity)
 
 
 def suggest_split(name: str, splits: Sequence[str]) -> None:

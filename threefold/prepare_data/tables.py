@@ -78,14 +78,16 @@ class Parquet(Format):
 class Rows(Format):
     """A dataset with random access to its rows.
 
+    split: its name, for messages; empty for a file
+
     Raises:
         UserError: The dataset does not have the column.
     """
 
-    def __init__(self, name: str, dataset: "Dataset", column: str):
+    def __init__(self, name: str, dataset: "Dataset", column: str, *, split: str = ""):
         check_column(name, column, dataset.column_names, dataset)
         self.name, self.dataset, self.column = name, dataset.select_columns([column]), column
-        self.fingerprint = dataset._fingerprint
+        self.fingerprint, self.split = dataset._fingerprint, split
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
         """Yield ranges of rows."""
@@ -96,6 +98,12 @@ class Rows(Format):
             stop = min(start + step, count)
             size = (stop - start) * row_bytes
             yield Piece((self.name,), start, stop, size, self.fingerprint)
+
+    def place(self, piece: Piece, position: int) -> str:
+        """Return the dataset, the split and the row number."""
+        return ", ".join(
+            filter(None, (self.name, self.split and f"{self.split} split", f"row {position}"))
+        )
 
     def version(self, piece: Piece) -> str:
         """Return the dataset's fingerprint."""
@@ -115,18 +123,22 @@ class Rows(Format):
 class Stream(Format):
     """A dataset that is streamed without being stored.
 
+    split: its name, for messages
     identity: configuration, split and version, which distinguish datasets of the same name
 
     Raises:
         UserError: The dataset does not have the column.
     """
 
-    def __init__(self, name: str, dataset: "IterableDataset", column: str, identity: str):
+    def __init__(
+        self, name: str, dataset: "IterableDataset", column: str, *, split: str, identity: str
+    ):
         names = dataset.column_names
         if names is None:
             names = list(next(from_library(dataset, name), {}))
         check_column(name, column, names, dataset)
-        self.name, self.dataset, self.column, self.identity = name, dataset, column, identity
+        self.name, self.dataset, self.column = name, dataset, column
+        self.split, self.identity = split, identity
 
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
         """Yield the shards of the dataset."""
@@ -144,8 +156,8 @@ class Stream(Format):
             yield Row(number, field(row, self.column))
 
     def place(self, piece: Piece, position: int) -> str:
-        """Return the shard and the row number."""
-        return f"{self.name}, shard {piece.start}, row {position}"
+        """Return the dataset, the split, the shard and the row number."""
+        return f"{self.name}, {self.split} split, shard {piece.start}, row {position}"
 
 
 def from_library(rows: Iterable[T], source: object) -> Iterator[T]:

@@ -35,6 +35,7 @@ from threefold.prepare_data.documents import EmptyPart, Row
 from threefold.prepare_data.formats import READ_ERRORS, Format, NumberedPiece, Piece
 from threefold.run_folder.json_lines import flush
 from threefold.runtime.exits import interrupts_blocked
+from threefold.runtime.output import SECONDS_BETWEEN_LINES
 
 PARTS = ("train", "validation")
 REPORT = "report.json"
@@ -418,7 +419,6 @@ def run_piece(format_number: int, piece: Piece) -> Report:
 
 # Distribute pieces over worker processes, and show the progress.
 
-SECONDS_BETWEEN_LINES = 10.0
 PIECES_IN_FLIGHT_PER_PROCESS = 2  # the running piece and the next one
 
 
@@ -512,7 +512,8 @@ class Speed:
         elif now - self.last_line >= SECONDS_BETWEEN_LINES:
             left = (now - self.started) * (self.total - self.done) / self.done if self.done else 0
             until = f"{tqdm.format_interval(left)} left" if self.done else "time left unknown yet"
-            print(f"{self.done / self.total:4.0%}  {self.describe(now)}  {until}", flush=True)
+            counts = self.describe(now) if self.documents else "reading the first documents"
+            print(f"{self.done / self.total:4.0%}  {counts}  {until}", flush=True)
             self.last_line = now
 
     def describe(self, now: float) -> str:

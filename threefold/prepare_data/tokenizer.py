@@ -5,7 +5,6 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
@@ -19,13 +18,8 @@ from models.errors import UserError, reason_of
 from threefold.config.sections import repository_path
 from threefold.data.manifest import folder_hash, tokenizer_hash
 from threefold.prepare_data.formats import Format, NumberedPiece
-from threefold.prepare_data.tokenization import (
-    SECONDS_BETWEEN_LINES,
-    Tokenization,
-    is_held_out,
-    new_folder,
-    texts_of,
-)
+from threefold.prepare_data.tokenization import Tokenization, is_held_out, new_folder, texts_of
+from threefold.runtime.output import progress_lines
 
 END_OF_TEXT = "<|endoftext|>"
 TRAINING_CHARACTERS = 2**29  # approximate number, taken evenly from all pieces
@@ -163,25 +157,29 @@ def train_tokenizer(
     share = TRAINING_CHARACTERS // max(1, len(pieces))
     documents = (text for n, piece in pieces for text in texts_of(formats[n], piece, skip))
     first_two = list(islice(documents, 2))
+    read, is_reading = 0, True
 
     def texts() -> Iterator[str]:
+        nonlocal read, is_reading
         if len(first_two) == 1:  # the join divides a single document by tokens
             (text,) = first_two
-            yield text[: round(len(text) * (1 - validation_fraction))]
-            return
-        read, last_line = 0, time.monotonic()
-        for number, piece in pieces:
-            taken = 0
-            for text in texts_of(formats[number], piece, skip):
-                if time.monotonic() - last_line >= SECONDS_BETWEEN_LINES:
-                    print(f"  {read + taken:,} characters read for the tokenizer", flush=True)
-                    last_line = time.monotonic()
-                if not is_held_out(text, validation_fraction):
-                    yield text
-                    taken += len(text)
-                if taken > share:
-                    break
-            read += taken
+            read = round(len(text) * (1 - validation_fraction))
+            yield text[:read]
+        else:
+            for number, piece in pieces:
+                enough = read + share
+                for text in texts_of(formats[number], piece, skip):
+                    if not is_held_out(text, validation_fraction):
+                        yield text
+                        read += len(text)
+                    if read > enough:
+                        break
+        is_reading = False
+
+    def describe() -> str:
+        if is_reading:
+            return f"{read:,} characters read for the tokenizer"
+        return f"training the tokenizer on {read:,} characters"
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -193,7 +191,8 @@ def train_tokenizer(
         show_progress=sys.stdout.isatty(),
     )
     print(f"training a tokenizer of {vocab_size:,} tokens on the training documents", flush=True)
-    tokenizer.train_from_iterator(texts(), trainer)
+    with progress_lines(describe):
+        tokenizer.train_from_iterator(texts(), trainer)
     with new_folder(folder) as room:
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT

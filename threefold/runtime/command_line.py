@@ -21,12 +21,14 @@ def override(text: str) -> str:
     """Return the value of --set.
 
     Raises:
-        ArgumentTypeError: the text has no "=", for example because of spaces around it.
+        ArgumentTypeError: the text has no value, for example because of spaces around the "=".
     """
-    if "=" not in text:
+    key, equals, value = (part.strip() for part in text.partition("="))
+    if not value:
+        empty = f"; an empty text is --set '{key} = \"\"'" if equals else ""
         raise argparse.ArgumentTypeError(
-            f"{text} has no value; write --set {text}=VALUE without spaces, or quote the whole: "
-            f"--set '{text} = VALUE'"
+            f"{text} has no value; write --set {key}=VALUE without spaces, or quote the whole: "
+            f"--set '{key} = VALUE'{empty}"
         )
     return text
 

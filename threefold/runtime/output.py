@@ -26,7 +26,7 @@ import termios
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TextIO
 
 MAX_UNREAD_BYTES = 4 * 2**20  # per stream; older text is dropped
@@ -34,6 +34,34 @@ CHUNK_BYTES = select.PIPE_BUF  # the largest atomic write to a pipe
 RESERVE_BYTES = 16 * 2**10  # space in a pipe that is reserved for the launchers
 SECONDS_AT_EXIT = 2.0  # without progress, before an exiting process drops unread text
 SECONDS_BETWEEN_LOOKS = 1.0  # between checks for space in a pipe, while idle
+SECONDS_BETWEEN_LINES = 10.0  # of the progress of a command
+
+
+@contextlib.contextmanager
+def progress_lines(
+    describe: Callable[[], str], *, seconds_between_lines: float = SECONDS_BETWEEN_LINES
+) -> Iterator[None]:
+    """Print what the command is doing every ten seconds, until the block ends.
+
+    A library call that takes minutes must not look like a hang.
+
+    Args:
+        describe: returns what the command is doing at this moment, for example "reading train.bin"
+        seconds_between_lines: time between two lines
+    """
+    ended, started = threading.Event(), time.monotonic()
+
+    def run() -> None:
+        while not ended.wait(seconds_between_lines):
+            print(f"  {describe()}, {time.monotonic() - started:.0f} s so far", flush=True)
+
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from threefold.run_folder.history import WallTime
 from threefold.run_folder.json_lines import task_accuracies, validation_losses
 from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED
+from threefold.runtime.output import SECONDS_BETWEEN_LINES
 from threefold.tracking.clocks import Startup
 from threefold.tracking.weights_and_biases import (
     Picture,
@@ -33,8 +34,6 @@ from threefold.tracking.weights_and_biases import (
 )
 
 # The progress of a run on the terminal or in a log.
-
-SECONDS_BETWEEN_LINES = 10.0
 
 
 class Display:
