@@ -6,10 +6,10 @@
     python recipes/sweep.py recipes/mine.toml --set batch.micro_sequences=1,2,4
     python recipes/sweep.py recipes/llama/7b.toml --nodes 1,2,4 --top 5 --hostfile hosts
     sbatch --nodes=4 slurm/sweep.slurm recipes/llama/7b.toml
-    python recipes/sweep.py recipes/tiny.toml --learning-rate auto --widths 96,192,384
-    python recipes/sweep.py recipes/tiny.toml --coordinate-check 4 --widths 96,192,384
-    python recipes/sweep.py --links my-node
-    python recipes/sweep.py --links my-cluster --nodes 2 --gpus-per-node 8 --gpu H100 \\
+    python recipes/sweep.py learning-rates recipes/tiny.toml --widths 96,192,384
+    python recipes/sweep.py coordinates recipes/tiny.toml --widths 96,192,384
+    python recipes/sweep.py links my-node
+    python recipes/sweep.py links my-cluster --nodes 2 --gpus-per-node 8 --gpu H100 \\
         --hostfile hosts
 
 By default, the ten layouts that the planner predicts to be the fastest are measured, each for five
@@ -17,16 +17,13 @@ steps after two steps of warm-up, on synthetic data. Every trial ends as ok, out
 crashed, rejected or too_large, and is a row of sweep.csv in the sweep folder. Rerun the same
 command to continue an interrupted sweep; several commands may share a folder.
 
-With --learning-rate, each recipe is trained at several learning rates. With --coordinate-check, the
-sizes of its activations are measured in the first steps. Both compare widths of a model.
+The command learning-rates trains each recipe at several learning rates; coordinates measures the
+sizes of its activations in the first steps. Both compare widths of a model. links measures no
+recipe, but the matmul rate of each GPU and the bandwidth and latency of the links, and writes a
+datasheet of this cluster for the planner. Each of these commands has its own --help.
 
-With --links, no recipe is measured. Instead, the command measures the matmul rate of each GPU and
-the bandwidth and latency of the links, and writes a datasheet of this cluster for the planner.
-
-Exit code 0: every trial was measured, ran out of memory or was rejected; 1: a trial or --links hung
-or crashed, or the command stopped; 2: a recipe or an option is invalid. With --learning-rate or
---coordinate-check, the exit code is also 1 if a trial ran out of memory or was rejected, if a model
-has no final loss, or if a comparison over widths failed or is undecided.
+Exit code 0: every trial was measured, ran out of memory or was rejected; 1: a trial or links hung
+or crashed, or the command stopped; 2: a recipe or an option is invalid.
 """
 
 import sys

@@ -186,19 +186,19 @@ def test_the_tree_equals_the_folders() -> None:
 
 
 def print_usages() -> dict[str, str]:
-    """Return the help text of every script that a command names.
+    """Return the help text of every script, and of every subcommand, that a command names.
 
     They run in forks of this process, because the imports take seconds.
     """
     importlib.import_module("datasets")
-    words = {word for command in COMMANDS for word in shlex.split(command)}
     usages = {}
-    for script in sorted(word for word in words if word.endswith(".py") and "/" in word):
+    for program in sorted({program_of(shlex.split(command)) for command in COMMANDS} - {""}):
+        script, *subcommand = program.split()
         with tempfile.TemporaryFile() as file:
             child = os.fork()
             if not child:
                 os.dup2(file.fileno(), 1)
-                sys.argv = [script, "--help"]
+                sys.argv = [script, *subcommand, "--help"]
                 sys.path[0] = os.path.dirname(script)
                 with contextlib.suppress(SystemExit):
                     runpy.run_path(script, run_name="__main__")
@@ -206,8 +206,18 @@ def print_usages() -> dict[str, str]:
                 leave_handlers_out(0)  # before the interpreter frees its modules one by one
             os.waitpid(child, 0)
             file.seek(0)
-            usages[script] = file.read().decode()
+            usages[program] = file.read().decode()
     return usages
+
+
+def program_of(words: list[str]) -> str:
+    """Return the script of a command line and its subcommand, if it has one; "" without a script.
+
+    The first word after a script is a subcommand if it is neither a path nor an option.
+    """
+    script = next((word for word in words if word.endswith(".py") and "/" in word), "")
+    after = words[words.index(script) + 1 :] if script else []
+    return f"{script} {after[0]}" if after and re.fullmatch(r"[a-z][a-z-]+", after[0]) else script
 
 
 def test_commands_name_existing_files_and_options() -> None:
@@ -228,12 +238,12 @@ def test_commands_name_existing_files_and_options() -> None:
         if script:
             after = words[words.index(script) + 1 :]
             for option in (word for word in after if word.startswith("--")):
-                assert option in usages[script], command
+                assert option in usages[program_of(words)], command
 
 
 def marks_of_shown(text: str) -> list[pytest.MarkDecorator]:
     """Return the marks of the test of a command: some search or simulate for seconds."""
-    return [pytest.mark.long] if re.search(r"--largest|communication_slots", text) else []
+    return [pytest.mark.long] if re.search(r"plan.py largest|communication_slots", text) else []
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, marks=marks_of_shown(text)) for text in SHOWN])
@@ -312,7 +322,7 @@ def test_the_catalogue_is_the_planners(
 ) -> None:
     monkeypatch.setattr(catalogue, "recipes_in_repository", shipped_recipes)
     monkeypatch.setattr(catalogue, "ZERO_STAGE_ROWS", rows)
-    recipes, stages = run_here(plan.main, "--catalogue").stdout.split("\n\n")
+    recipes, stages = run_here(plan.main, "catalogue").stdout.split("\n\n")
     assert recipes.count("\n") > 25 and recipes in DOCS["catalogue.md"]
     header = "\n".join(ZERO_STAGE_HEADER)
     assert stages.startswith(header) and stages.count("\n") == header.count("\n") + len(rows) + 1
@@ -332,7 +342,7 @@ def test_every_recipe_key_has_a_meaning() -> None:
 
 
 def test_the_errors_of_published_tables_are_those_shown() -> None:
-    done = run_here(plan.main, "--table", "benchmarks/planner_accuracy", "--json")
+    done = run_here(plan.main, "table", "benchmarks/planner_accuracy", "--json")
     page = DOCS["planner.md"]
     shown = [
         line.split("|")[2:6] for line in page.splitlines() if re.match(r"\| \w.*A100 \|", line)

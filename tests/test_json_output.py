@@ -32,11 +32,11 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "benchmarks.schedules": ([], {"time_all": {}, "real_layers.compare": {}}),
     "benchmarks.step": ([], {"MEASURE": [ROW]}),
     "threefold.commands.plan": (
-        [TINY, "--gpu", "H100", "--nodes", "1", "--gpus-per-node", "2", "--trace"],
+        ["trace", TINY, "--gpu", "H100", "--nodes", "1", "--gpus-per-node", "2"],
         {"threefold.trace.trace.trace": None},
     ),
     "threefold.commands.prove": ([TINY], {"prove": SimpleNamespace(passes=True)}),
-    "threefold.commands.sweep": (["--links", "mine"], {"Preflight.run": (None, None)}),
+    "threefold.commands.sweep": (["links", "mine"], {"Preflight.run": (None, None)}),
 }  # fmt: skip
 REPORTS = {  # functions that would need real results
     "threefold.commands.plan": {"threefold.trace.trace.table": {}},

@@ -91,7 +91,7 @@ def test_links_between_hosts_are_measured(cluster: Cluster, tmp_path: Path, laun
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{host} slots=2\n" for host in cluster.hosts[:2]))
     python, program = REPOSITORY / ".venv/bin/python", copy / "recipes/sweep.py"
-    command = f"{python} {program} --links two-hosts --nodes 2 --gpus-per-node 2 --json"
+    command = f"{python} {program} links two-hosts --nodes 2 --gpus-per-node 2 --json"
     if launcher == "deepspeed":
         command += f" --hostfile {hosts}"
     else:

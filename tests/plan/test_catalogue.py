@@ -401,7 +401,7 @@ def test_a_users_broken_recipes_are_left_out_of_the_catalogue(
     unplanned.write_text(good.read_text().replace('gpu = "', 'gpu = "X'))
     monkeypatch.setattr(catalogue, "recipes_in_repository", lambda: [broken, unplanned, good])
     monkeypatch.setattr(catalogue, "ZERO_STAGE_ROWS", ())
-    done = run_here(plan.main, "--catalogue")
+    done = run_here(plan.main, "catalogue")
     assert done.returncode == 2 and done.stdout.count("\n| llama/1b |") == 1
     assert str(tmp_path) not in done.stdout
     first, second = done.stderr.splitlines()

@@ -119,7 +119,6 @@ def test_costs_of_snapshots_follow_from_the_size_of_the_model(nodes: int, copies
         (["--restart", "5"], "--restart requires --failures-per-day"),
         (["--failures-per-day", "0"], "expected more than 0 and up to 100,000 failures per day"),
         (["--failures-per-day", "many"], "invalid number many"),
-        (["--failures-per-day", "8", "--trace"], "--failures-per-day has no effect with --trace"),
     ],
 )
 def test_wrong_options_are_rejected(

@@ -875,19 +875,22 @@ def test_the_exit_code_reports_the_fit() -> None:
     ("arguments", "message"),
     [
         (["recipes/llama/7b.toml", "--gpu", "A100"], 'gpu = "A100" is not known; use one of'),
-        (["recipes/llama/7b.toml", "--nodes", "0"], "cluster.nodes = 0"),
+        (["recipes/llama/7b.toml", "--nodes", "0"], "invalid number 0"),
         (["recipes/llama/7b.toml", "--software", "x"], "invalid --software x: expected one of"),
         (
             ["recipes/llama/8b.toml", "--gpu", "V100-32GB"],
             "bf16, which the GPU V100-32GB",
         ),
         (["nowhere.toml"], "no such recipe"),
-        (["--table", "nowhere.csv"], "nowhere.csv"),
-        (["--table", "requirements.txt"], "it is not a table of runs"),
+        (["table", "nowhere.csv"], "nowhere.csv"),
+        (["table", "requirements.txt"], "it is not a table of runs"),
         (["--top", "-1"], "invalid --top -1"),
-        (["--scatter", "errors.png"], "--scatter requires --table"),
-        (["--rank", "1"], "--rank requires --trace"),
-        (["--trace", "--write", "mine.toml"], "--write requires a plan"),
+        (["trace", "--write", "mine.toml"], "unrecognized arguments: --write"),
+        (["--json", "trace"], "trace must be the first argument: use plan.py trace --json"),
+        (["--trace", "recipes/tiny.toml"], "use plan.py trace recipes/tiny.toml\n"),
+        (["a.toml", "--largest", "30", "--nodes", "2"], "largest a.toml --nodes 2 --days 30\n"),
+        (["--table=a b.csv", "--json"], "use plan.py table 'a b.csv' --json\n"),
+        (["--catalogue"], "use plan.py catalogue\n"),
     ],
 )
 def test_bad_options_are_rejected(arguments: list[str], message: str) -> None:
@@ -898,7 +901,7 @@ def test_bad_options_are_rejected(arguments: list[str], message: str) -> None:
 def test_a_table_is_compared_as_json(tmp_path: Path) -> None:
     table = PUBLISHED / "narayanan2021.csv"
     other = PUBLISHED / "korthikanti2022.csv"
-    found = json.loads(run_plan("--table", str(table), "--calibrate", str(other), "--json").stdout)
+    found = json.loads(run_plan("table", str(table), "--calibrate", str(other), "--json").stdout)
     assert [set(row) >= {"row_id", "predicted_step_seconds"} for row in found["rows"]] == [True] * 6
     assert found["summary"]["skipped"] == 0
     assert set(found["calibration"]["factors"]) >= {"compute", "network"}
@@ -908,9 +911,9 @@ def test_a_table_is_compared_as_json(tmp_path: Path) -> None:
 def test_a_folder_of_tables_is_compared(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "runs.csv").write_bytes((PUBLISHED / "narayanan2021.csv").read_bytes())
-    found = json.loads(run_plan("--table", str(tmp_path), "--json").stdout)
+    found = json.loads(run_plan("table", str(tmp_path), "--json").stdout)
     assert list(found) == ["runs"] and found["runs"]["summary"]["rows"] == 6
-    text = run_plan("--table", str(tmp_path)).stdout
+    text = run_plan("table", str(tmp_path)).stdout
     assert "| runs | 6 |" in text
 
 

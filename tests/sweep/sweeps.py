@@ -17,6 +17,7 @@ from unittest import mock
 from models.errors import UserError
 from threefold.commands import sweep as sweep_command
 from threefold.config.loading import REPOSITORY
+from threefold.runtime.command_line import parse_subcommand
 from threefold.sweep.choice import Request, choose
 from threefold.sweep.trial import Trial
 
@@ -46,6 +47,13 @@ def copy_of_code(folder: Path) -> Path:
     return folder
 
 
+def run_command() -> int:
+    """Run the command of sys.argv without the signal handlers of sweep.py; return its exit code."""
+    commands, moved = sweep_command.COMMANDS, sweep_command.MOVED_FLAGS
+    options = parse_subcommand("sweep.py", "", commands, moved)
+    return options.command(options)
+
+
 def rejection_of(*words: str) -> str:
     """Return the error message of a command line that is rejected before a process starts."""
     errors = io.StringIO()
@@ -55,8 +63,7 @@ def rejection_of(*words: str) -> str:
             mock.patch.object(subprocess, "Popen", side_effect=AssertionError("a process")),
             contextlib.redirect_stderr(errors),
         ):
-            given = sweep_command.parse_command_line("")
-            sweep_command.command_of(given)(given)
+            run_command()
     except (UserError, SystemExit) as problem:
         return f"{errors.getvalue()}{problem}"
     raise AssertionError(f"{words} are not rejected")
@@ -65,7 +72,10 @@ def rejection_of(*words: str) -> str:
 class Sweep:
     """A sweep folder, the faults of its trials, and the commands that work on it."""
 
-    def __init__(self, folder: Path, recipe: Path, *options: str, fake: bool = True):
+    def __init__(
+        self, folder: Path, recipe: Path, *options: str, command: str = "", fake: bool = True
+    ):
+        self.command = command
         self.folder, self.recipe, self.options = folder / "sweep", recipe, list(options)
         self.faults, self.done, self.fake = folder / "faults.json", folder / "done", fake
         self.inject({})
@@ -90,8 +100,9 @@ class Sweep:
 
     def words(self, *options: str) -> list[str]:
         """Return the words of a command line, from the program on."""
-        command = [str(PROGRAM), str(self.recipe), "--sweep-dir", str(self.folder)]
-        return [*command, *self.options, *options]
+        program = [str(PROGRAM), *([self.command] if self.command else [])]
+        folder = ["--sweep-dir", str(self.folder)]
+        return [*program, str(self.recipe), *folder, *self.options, *options]
 
     def start(self, *options: str) -> subprocess.Popen:
         return subprocess.Popen(
@@ -121,8 +132,7 @@ class Sweep:
             contextlib.redirect_stdout(output),
             contextlib.redirect_stderr(output),
         ):
-            given = sweep_command.parse_command_line("")
-            code = sweep_command.command_of(given)(given)
+            code = run_command()
         return subprocess.CompletedProcess(words, code, output.getvalue())
 
     def rejection(self, *options: str) -> str:

@@ -43,13 +43,18 @@ from threefold.plan.search import DEFAULT_HEADROOM, SearchResult, largest, membe
 from threefold.plan.software import THREEFOLD, load_software
 from threefold.plan.time.step import step_time
 from threefold.runtime.command_line import (
+    MovedFlag,
+    Options,
+    Subcommand,
+    add_cluster_options,
+    add_json,
+    add_overrides,
     duration_in_days,
     failures_per_day,
     imbalance,
     latency_in_microseconds,
     link_rate,
-    override,
-    parser_with_examples,
+    parse_subcommand,
     picture_file,
     seconds,
     share,
@@ -60,9 +65,9 @@ from threefold.runtime.output import escape_output, stdout_for_json
 def main(description: str | None = None) -> None:
     """Run the command; errors of the recipe or the options are printed on stderr."""
     escape_output()
-    options = parse_command_line(description or "")
+    options = parse_subcommand("plan.py", description or "", COMMANDS, MOVED_FLAGS)
     try:
-        code = run(options)
+        code = options.command(options)
         sys.stdout.flush()
     except UserError as problem:
         print(f"plan.py: {problem}", file=sys.stderr)
@@ -75,16 +80,8 @@ def main(description: str | None = None) -> None:
     sys.exit(code)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the requested mode and return its exit code."""
-    if options.catalogue:
-        lines, problems = recipe_table()
-        print("\n".join([*lines, "", *zero_stage_lines()]))
-        for problem in problems:
-            leave_out(problem)
-        return 2 if problems else 0
-    if options.table:
-        return compare_tables(options)
+def read_recipe(options: argparse.Namespace) -> tuple[StagePlan, Recipe, Cluster]:
+    """Return all stages, the recipe of the first stage or of `--stage`, and its cluster."""
     recipe, cluster = recipe_on_cluster(
         options.recipe,
         options.set,
@@ -93,24 +90,13 @@ def run(options: argparse.Namespace) -> int:
         gpu=options.gpu,
     )
     whole = StagePlan(recipe)
-    if options.stage:
-        recipe = whole.recipe_of(options.stage)
-    if options.trace:
-        return trace(recipe, cluster, options)
-    if options.largest:
-        return print_family(cluster, options)
-    return plan(recipe, cluster, options, whole=whole)
+    return whole, whole.recipe_of(options.stage) if options.stage else recipe, cluster
 
 
-def plan(recipe: Recipe, cluster: Cluster, options: argparse.Namespace, *, whole: StagePlan) -> int:
-    """Print a plan of the recipe's own layout and the fastest layouts; return the exit code.
-
-    Args:
-        recipe: the recipe of the first stage, or of the one that `--stage` names
-        cluster: its cluster
-        options: the options of the command
-        whole: all stages, of which a table is printed if there are several
-    """
+def plan(options: argparse.Namespace) -> int:
+    """Print a plan of the recipe's own layout and the fastest layouts; return the exit code."""
+    check_combinations(options)
+    whole, recipe, cluster = read_recipe(options)
     if options.write:  # before the search, which takes seconds
         recipe_edits.check_file(options.write)
     machine = Machine.of_cluster(cluster, links_of(options))
@@ -236,8 +222,29 @@ def leave_out(problem: str) -> None:
     print(f"plan.py: left out {problem}", file=sys.stderr)
 
 
-def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
-    """Print the recipe's family on a cluster; return 0 if a model is trained in time."""
+def print_catalogue(options: argparse.Namespace) -> int:
+    """Print Markdown tables of all shipped recipes, and of the ZeRO stages."""
+    lines, problems = recipe_table()
+    print("\n".join([*lines, "", *zero_stage_lines()]))
+    for problem in problems:
+        leave_out(problem)
+    return 2 if problems else 0
+
+
+def print_family(options: argparse.Namespace) -> int:
+    """Plan the recipe's family on one cluster, and name the largest model that trains in time.
+
+    Every model is planned with the tokens of its own recipe. Exit code 1: no model is trained in
+    time.
+    """
+    check_family_settings(options.set)
+    _, cluster = recipe_on_cluster(
+        options.recipe,
+        options.set,
+        nodes=options.nodes,
+        gpus_per_node=options.gpus_per_node,
+        gpu=options.gpu,
+    )
     fit = fit_table(options.calibrate, cluster.gpu)
     family = members(
         options.recipe, options.set, cluster=cluster, software=load_software(options.software),
@@ -245,7 +252,7 @@ def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
         warn=leave_out,
     )  # fmt: skip
     if options.json:
-        table = catalogue.family_table(family, cluster, options.largest)
+        table = catalogue.family_table(family, cluster, options.days)
         links = report.links_table(Machine.of_cluster(cluster, links_of(options)))
         print(json.dumps(table | {"links": links, "calibration": fit.table()}))
     else:
@@ -254,20 +261,24 @@ def print_family(cluster: Cluster, options: argparse.Namespace) -> int:
         lines = catalogue.family_lines(
             family,
             cluster,
-            options.largest,
+            options.days,
             links=links_of(options),
             options=given_options(options),
         )
         print("\n".join(lines))
-    return 0 if largest(family, options.largest) else 1
+    return 0 if largest(family, options.days) else 1
 
 
-def trace(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
-    """Trace a rank on fake tensors, and print its allocated memory and communication."""
-    # Only this mode needs torch, which takes seconds to import.
+def trace(options: argparse.Namespace) -> int:
+    """Run a step of one rank on fake tensors, and count the memory and the bytes that it sends.
+
+    It takes minutes and needs no GPU.
+    """
+    # Only this command needs torch, which takes seconds to import.
     from threefold.trace import trace as trace_report
     from threefold.trace.trace import trace as trace_rank
 
+    _, recipe, cluster = read_recipe(options)
     machine = Machine.of_cluster(cluster)
     with stdout_for_json(options.json):
         traced = trace_rank(recipe, machine.gpus, machine.gpus_per_node, options.rank)
@@ -279,7 +290,7 @@ def trace(recipe: Recipe, cluster: Cluster, options: argparse.Namespace) -> int:
 
 
 def compare_tables(options: argparse.Namespace) -> int:
-    """Print predictions next to measurements, for one table or all tables of a folder."""
+    """Print predictions next to measured runs, for one table or all tables of a folder."""
     fit = fit_table(options.calibrate)
     results, left_out = compare(options.table, fit.factors)
     for path in left_out:
@@ -308,77 +319,16 @@ def compare_tables(options: argparse.Namespace) -> int:
 
 # The command-line options of plan.py.
 
-REQUIRED_OPTIONS = {
-    "scatter": "table", "rank": "trace", "storage": "failures_per_day",
-    "restart": "failures_per_day",
-}  # fmt: skip
-MODES = ("trace", "largest", "table", "catalogue")  # instead of a plan
 SEARCHED = ("layout.", "batch.micro_sequences")  # keys that a search chooses
-DEFAULTS = {
-    "software": THREEFOLD.name, "headroom": DEFAULT_HEADROOM, "expert_imbalance": 1.0,
-}  # fmt: skip
 LINK_OPTIONS = ("node_link", "network", "network_latency")
-PLAN_OPTIONS = (*DEFAULTS, "calibrate", *LINK_OPTIONS)
-FAULT_OPTIONS = ("failures_per_day", "storage", "restart")
-MACHINE_OPTIONS = ("nodes", "gpus_per_node", "gpu")
-UNUSED_OPTIONS = {  # by mode
-    "trace": (*PLAN_OPTIONS, *FAULT_OPTIONS, "top"),
-    "largest": (*FAULT_OPTIONS, "top", "expert_imbalance"),
-    "table": ("set", *MACHINE_OPTIONS, *DEFAULTS, *LINK_OPTIONS, *FAULT_OPTIONS, "top"),
-    "catalogue": ("set", *MACHINE_OPTIONS, *PLAN_OPTIONS, *FAULT_OPTIONS, "top", "json"),
-}
-
-
-def parse_command_line(description: str) -> argparse.Namespace:
-    """Return the options of the command line.
-
-    Args:
-        description: the command's docstring: a summary and, after an empty line, examples
-    """
-    parser = parser_with_examples(description)
-    add_plan_options(parser)
-    add_other_modes(parser)
-    options = parser.parse_args()
-    check_combinations(parser, options)
-    return options
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a plan."""
+    add_recipe(parser)
+    add_machine_options(parser)
     parser.add_argument(
-        "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE,
-        help="recipe to plan (default: recipes/tiny.toml)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--set", type=override, action="append", default=[], metavar="KEY=VALUE",
-        help="change a key of the recipe, such as layout.tensor=4; repeatable",
-    )  # fmt: skip
-    machine = parser.add_argument_group("machine (default: the recipe's [cluster])")
-    machine.add_argument("--nodes", type=int, help="number of nodes")
-    machine.add_argument("--gpus-per-node", type=int, help="number of GPUs in each node")
-    machine.add_argument("--gpu", help="name of a GPU in threefold/gpus/datasheets/, such as H100")
-    rate = "datasheet rate of a GPU's links {}, in one direction (default: the GPU's datasheet)"
-    machine.add_argument(
-        "--node-link", type=link_rate, metavar="GB/S", help=rate.format("within a node")
-    )
-    machine.add_argument(
-        "--network", type=link_rate, metavar="GB/S", help=rate.format("between nodes")
-    )
-    machine.add_argument(
-        "--network-latency", type=latency_in_microseconds, metavar="MICROSECONDS",
-        help="latency between nodes (default: the GPU's datasheet)",
-    )  # fmt: skip
-    machine.add_argument(
-        "--software", default=DEFAULTS["software"],
-        help="training software whose kernels and overlap are assumed (default: threefold)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--headroom", type=share, default=DEFAULTS["headroom"], metavar="SHARE",
-        help="share of the GPU memory that the searched layouts leave free (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--expert-imbalance", type=imbalance, default=DEFAULTS["expert_imbalance"],
-        metavar="RATIO",
+        "--expert-imbalance", type=imbalance, default=1.0, metavar="RATIO",
         help="tokens of the busiest expert rank, relative to the mean (default: 1, all equal)",
     )  # fmt: skip
     faults = parser.add_argument_group("goodput")
@@ -397,10 +347,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "and the time to read the checkpoint)",
     )  # fmt: skip
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--stage", metavar="NAME",
-        help="plan this stage of the recipe in detail (default: the first one)",
-    )  # fmt: skip
+    add_stage(output)
     output.add_argument(
         "--top", type=int, default=5, help="number of fastest layouts to print (default: 5)"
     )
@@ -413,70 +360,128 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     output.add_argument(
         "--heatmap", type=picture_file, metavar="PICTURE",
-        help="draw the fastest layouts of the recipe's family by number of nodes, or the fastest "
-        "rows of --table",
+        help="draw the fastest layouts of the recipe's family by number of nodes",
     )  # fmt: skip
-    output.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_json(output)
 
 
-def add_other_modes(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the modes that run instead of a plan."""
-    modes = parser.add_argument_group("other modes, instead of a plan")
-    modes.add_argument(
-        "--trace", action="store_true", help="count the memory and the communication of one rank"
+def add_trace_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a trace."""
+    add_recipe(parser)
+    add_cluster_options(parser)
+    add_stage(parser)
+    parser.add_argument("--rank", type=int, default=0, help="rank to trace (default: 0)")
+    add_json(parser)
+
+
+def add_family_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the search for the largest model."""
+    add_recipe(parser)
+    parser.add_argument(
+        "--days", type=duration_in_days, required=True, help="time in which a model is trained"
     )
-    modes.add_argument("--rank", type=int, default=0, help="rank for --trace (default: 0)")
-    modes.add_argument(
-        "--largest", type=duration_in_days, metavar="DAYS",
-        help="plan the recipe's family, and name the largest model that fits and trains its "
-        "tokens in this time",
+    add_machine_options(parser)
+    add_json(parser)
+
+
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the comparison with measured runs."""
+    parser.add_argument("table", type=Path, metavar="CSV", help="a .csv, or a folder of them")
+    add_calibration(parser)
+    parser.add_argument(
+        "--scatter", type=picture_file, metavar="PICTURE",
+        help="draw the predicted and measured times",
     )  # fmt: skip
-    modes.add_argument(
-        "--table", type=Path, metavar="CSV", help="compare with measured runs: a .csv or a folder"
+    parser.add_argument(
+        "--heatmap", type=picture_file, metavar="PICTURE", help="draw the fastest rows"
     )
-    modes.add_argument(
+    add_json(parser)
+
+
+def add_recipe(parser: argparse.ArgumentParser) -> None:
+    """Add the recipe and --set."""
+    parser.add_argument(
+        "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE,
+        help="recipe to plan (default: recipes/tiny.toml)",
+    )  # fmt: skip
+    add_overrides(parser, "change a key of the recipe, such as layout.tensor=4; repeatable")
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the cluster, its links and its software."""
+    machine = parser.add_argument_group("machine (default: the recipe's [cluster])")
+    add_cluster_options(machine)
+    rate = "datasheet rate of a GPU's links {}, in one direction (default: the GPU's datasheet)"
+    machine.add_argument(
+        "--node-link", type=link_rate, metavar="GB/S", help=rate.format("within a node")
+    )
+    machine.add_argument(
+        "--network", type=link_rate, metavar="GB/S", help=rate.format("between nodes")
+    )
+    machine.add_argument(
+        "--network-latency", type=latency_in_microseconds, metavar="MICROSECONDS",
+        help="latency between nodes (default: the GPU's datasheet)",
+    )  # fmt: skip
+    machine.add_argument(
+        "--software", default=THREEFOLD.name,
+        help="training software whose kernels and overlap are assumed (default: threefold)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--headroom", type=share, default=DEFAULT_HEADROOM, metavar="SHARE",
+        help="share of the GPU memory that the searched layouts leave free (default: %(default)s)",
+    )  # fmt: skip
+    add_calibration(parser)
+
+
+def add_calibration(parser: argparse.ArgumentParser) -> None:
+    """Add --calibrate."""
+    parser.add_argument(
         "--calibrate", type=Path, metavar="CSV",
         help="adjust the predictions to measured runs of the same cluster, such as sweep.csv",
     )  # fmt: skip
-    modes.add_argument(
-        "--scatter", type=picture_file, metavar="PICTURE",
-        help="draw the predicted and measured times of --table",
+
+
+def add_stage(parser: Options) -> None:
+    """Add --stage."""
+    parser.add_argument(
+        "--stage", metavar="NAME",
+        help="plan this stage of the recipe in detail (default: the first one)",
     )  # fmt: skip
-    modes.add_argument(
-        "--catalogue",
-        action="store_true",
-        help="print Markdown tables of all shipped recipes, and of the ZeRO stages",
-    )
 
 
-def check_combinations(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with an error if options exclude each other or require another one."""
-    for name, required in REQUIRED_OPTIONS.items():
-        if getattr(options, name) != parser.get_default(name) and not getattr(options, required):
-            parser.error(f"--{name} requires --{required.replace('_', '-')}")
-    modes = [name for name in MODES if getattr(options, name)]
-    if len(modes) > 1:
-        parser.error(f"--{modes[0]} and --{modes[1]} exclude each other; leave out one of them")
-    if options.recipe != DEFAULT_RECIPE and (options.table or options.catalogue):
-        parser.error("--table and --catalogue take no recipe; leave the recipe out")
-    for name in ("write", "timeline", "heatmap"):
-        if getattr(options, name) and modes and (name, modes[0]) != ("heatmap", "table"):
-            parser.error(f"--{name} requires a plan; leave out --{modes[0]}")
-    for name in UNUSED_OPTIONS.get(modes[0], ()) if modes else ():
-        if getattr(options, name) != parser.get_default(name):
-            option = f"--{name.replace('_', '-')}"
-            parser.error(f"{option} has no effect with --{modes[0]}; leave out one of them")
-    if options.largest:
-        for each in options.set:
-            key = each.partition("=")[0].replace(" ", "")
-            if key.startswith(SEARCHED):
-                parser.error(f"--largest chooses the layout; leave out --set {each}")
-            if key == "name":
-                parser.error(
-                    f"--largest identifies the family by the recipe's name; leave out --set {each}"
-                )
+COMMANDS = {
+    "": Subcommand(plan, add_plan_options),
+    "largest": Subcommand(print_family, add_family_options),
+    "trace": Subcommand(trace, add_trace_options),
+    "table": Subcommand(compare_tables, add_table_options),
+    "catalogue": Subcommand(print_catalogue, lambda parser: None),
+}
+MOVED_FLAGS = {
+    "--largest": MovedFlag("largest", "--days"), "--trace": MovedFlag("trace"),
+    "--table": MovedFlag("table", ""), "--catalogue": MovedFlag("catalogue"),
+}  # fmt: skip
+
+
+def check_combinations(options: argparse.Namespace) -> None:
+    """Raise a UserError if options of a plan require another one, or --top is negative."""
+    for name in ("storage", "restart"):
+        if getattr(options, name) is not None and not options.failures_per_day:
+            raise UserError(f"--{name} requires --failures-per-day")
     if options.top < 0:
-        parser.error(f"invalid --top {options.top}: expected 0 or more, for example 5")
+        raise UserError(f"invalid --top {options.top}: expected 0 or more, for example 5")
+
+
+def check_family_settings(settings: list[str]) -> None:
+    """Raise a UserError if a --set contradicts the search over a family."""
+    for setting in settings:
+        key = setting.partition("=")[0].replace(" ", "")
+        if key.startswith(SEARCHED):
+            raise UserError(f"plan.py largest chooses the layout; leave out --set {setting}")
+        if key == "name":
+            raise UserError(
+                f"plan.py largest identifies the family by the recipe's name; leave out --set "
+                f"{setting}"
+            )
 
 
 def links_of(options: argparse.Namespace) -> LinkOverrides:
@@ -490,10 +495,10 @@ def links_of(options: argparse.Namespace) -> LinkOverrides:
 
 
 def given_options(options: argparse.Namespace) -> list[str]:
-    """Return the given options that change predictions, without those of the cluster."""
-    given = [f"--set={each}" for each in options.set]
-    for name in PLAN_OPTIONS:
-        value = getattr(options, name)
-        if value not in (None, DEFAULTS.get(name)):
+    """Return the options on the command line that change the predictions of a family's cluster."""
+    given = [f"--set={setting}" for setting in options.set]
+    defaults = {"software": THREEFOLD.name, "headroom": DEFAULT_HEADROOM}
+    for name in (*defaults, "calibrate", *LINK_OPTIONS):
+        if (value := getattr(options, name)) not in (None, defaults.get(name)):
             given.append(f"--{name.replace('_', '-')}={value}")
     return given

@@ -6,22 +6,27 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from models.errors import UserError
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.runtime.command_line import (
+    MovedFlag,
+    Options,
+    Subcommand,
+    add_cluster_options,
+    add_json,
+    add_overrides,
     count,
     counts,
     number,
-    override,
-    parser_with_examples,
+    parse_subcommand,
     seconds,
 )
 from threefold.runtime.exits import leave
-from threefold.runtime.output import outlive_output, stdout_for_json
+from threefold.runtime.output import outlive_output, printer, stdout_for_json
 from threefold.sweep import report
 from threefold.sweep.choice import Request, choose
 from threefold.sweep.folder import SweepFolder, SweepStopped
@@ -36,21 +41,21 @@ from threefold.sweep.ranks.rank import run_rank
 from threefold.sweep.report import check_wandb, publish
 from threefold.sweep.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, repeat
 from threefold.sweep.trial import Result, Trial, preference
-from threefold.sweep.width_transfer.check import check_transfer
+from threefold.sweep.width_transfer.check import check_coordinates, check_learning_rates
 
 MAX_NAMES = 3  # recipes in the name of a sweep folder
 
 
 def main(description: str | None = None) -> None:
     """Run the command, or one rank of it."""
-    options = parse_command_line(description or "")
-    if options.rank_of:
+    options = parse_subcommand("sweep.py", description or "", COMMANDS, MOVED_FLAGS)
+    if getattr(options, "rank_of", None):
         run_rank(options.rank_of)
     outlive_output()
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))
     try:
-        code = command_of(options)(options)
+        code = options.command(options)
     except SystemExit as end:  # raised by the signal handler above
         code = int(end.code or 0)
     except UserError as problem:
@@ -62,21 +67,30 @@ def main(description: str | None = None) -> None:
     leave(code)
 
 
-def command_of(options: argparse.Namespace) -> Callable[[argparse.Namespace], int]:
-    """Return the function that does what the options ask for."""
-    if options.links is not None:
-        return measure_links
-    if options.learning_rate is not None or options.coordinate_check is not None:
-        return compare_trainings
-    return sweep
+def compare_learning_rates(options: argparse.Namespace) -> int:
+    """Train each recipe in its own layout at several learning rates, and compare the best ones.
+
+    Exit code 1 also if a trial ran out of memory or was rejected, if a model has no final loss, or
+    if a comparison over widths failed or is undecided.
+    """
+    return check_learning_rates(options, launcher_of(options), transfer_folder(options))
 
 
-def compare_trainings(options: argparse.Namespace) -> int:
-    """Sweep learning rates, check the sizes of activations, and compare both over widths."""
+def compare_coordinates(options: argparse.Namespace) -> int:
+    """Measure the sizes of activations over widths, at the start and after a few steps.
+
+    This is the coordinate check. It trains on synthetic data. Exit code 1 also if a trial ran out
+    of memory or was rejected, or if a size depends on the width.
+    """
+    return check_coordinates(options, launcher_of(options), transfer_folder(options))
+
+
+def transfer_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of the results of both comparisons."""
+    if options.sweep_dir:
+        return options.sweep_dir
     folder = default_folder(options.recipes)
-    folder = options.sweep_dir or folder.with_name(f"{folder.name}-transfer")
-    say = print_to_stderr if options.json else print_line
-    return check_transfer(options, launcher_of(options), folder, say)
+    return folder.with_name(f"{folder.name}-transfer")
 
 
 def sweep(options: argparse.Namespace) -> int:
@@ -87,6 +101,8 @@ def sweep(options: argparse.Namespace) -> int:
         SweepStopped: the disk is full, or no ranks can be started.
     """
     # 1. Trials: reject combinations that cannot run before any process starts.
+    if options.halving and options.rounds > 1:
+        raise UserError("--halving and --rounds exclude each other; leave out one of them")
     launcher = launcher_of(options)
     choice = choose(request_of(options))
     for kind in {trial.world for trial in choice.trials}:
@@ -98,7 +114,7 @@ def sweep(options: argparse.Namespace) -> int:
     settings = {"warm_up": options.warm_up}
     settings |= {"halving": True} if options.halving else {"steps": options.steps}
     folder = SweepFolder(options.sweep_dir or default_folder(options.recipes), settings)
-    say = print_to_stderr if options.json else print_line
+    say = printer(options.json)
     try:
         if options.retry:
             folder.retry_failures()
@@ -151,14 +167,12 @@ def sweep(options: argparse.Namespace) -> int:
 
 
 def measure_links(options: argparse.Namespace) -> int:
-    """Measure matmuls and links, write a datasheet, and print the measurements.
+    """Measure the matmul rate of each GPU and the links, and write a datasheet for the planner.
 
-    Raises:
-        UserError: an option is invalid.
-        SweepStopped: the ranks have failed, or the datasheet cannot be written.
+    The datasheet NAME keeps the values of --gpu that are not measured.
     """
     preflight = Preflight.of(
-        options.links, nodes=options.nodes, gpus_per_node=options.gpus_per_node, gpu=options.gpu,
+        options.name, nodes=options.nodes, gpus_per_node=options.gpus_per_node, gpu=options.gpu,
         seconds=options.seconds_per_trial,
     )  # fmt: skip
     with stdout_for_json(options.json):
@@ -167,7 +181,7 @@ def measure_links(options: argparse.Namespace) -> int:
         print(json.dumps(report_table(measured, gpu, preflight.kind, preflight.file)))
     else:
         for line in report_lines(measured, gpu, preflight.kind, preflight.file):
-            print_line(line)
+            print(line, flush=True)
     return 0
 
 
@@ -260,198 +274,144 @@ def default_folder(recipes: Sequence[Path]) -> Path:
     return REPOSITORY / "runs" / "sweeps" / "-".join(list(names)[:MAX_NAMES])
 
 
-def print_line(line: str) -> None:
-    """Print a line and flush it, so that a pipe also receives it at once."""
-    print(line, flush=True)
-
-
-def print_to_stderr(line: str) -> None:
-    """Print a line on stderr, because stdout is for JSON."""
-    print(line, file=sys.stderr, flush=True)
-
-
 # The command-line options of sweep.py.
 
 MAX_ROUNDS = 100
-NOT_WITH_LINKS = {  # options of a sweep of recipes: name in the namespace -> on the command line
-    "recipes": "the recipes",
-    "set": "--set",
-    "layouts": "--layouts",
-    "top": "--top",
-    "steps": "--steps",
-    "warm_up": "--warm-up",
-    "rounds": "--rounds",
-    "halving": "--halving",
-    "sweep_dir": "--sweep-dir",
-    "retry": "--retry",
-    "wandb": "--wandb",
-    "split": "--split",
-    "learning_rate": "--learning-rate",
-    "coordinate_check": "--coordinate-check",
-    "widths": "--widths",
-    "seeds": "--seeds",
-}
-NOT_WITH_TRAINING = {  # options that choose or measure layouts
-    "layouts": "--layouts",
-    "top": "--top",
-    "warm_up": "--warm-up",
-    "rounds": "--rounds",
-    "halving": "--halving",
-    "wandb": "--wandb",
-    "split": "--split",
-}
-ONLY_WITH_TRAINING = {"widths": "--widths", "seeds": "--seeds"}
-DEFAULT_STEPS = 5
 
 
-def parse_command_line(description: str) -> argparse.Namespace:
-    """Return the options of the command.
-
-    Args:
-        description: the command's docstring: a summary and, after an empty line, examples
-    """
-    parser = parser_with_examples(description)
-    parser.add_argument(
-        "recipes", nargs="*", type=Path, default=[DEFAULT_RECIPE], metavar="recipe",
-        help="recipes to measure (default: recipes/tiny.toml)",
-    )  # fmt: skip
-    add_trial_options(parser.add_argument_group("trials"))
-    add_measuring_options(parser.add_argument_group("measuring"))
-    add_transfer_options(parser.add_argument_group("transfer of learning rates"))
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # set by our launchers
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
-    options = parser.parse_args()
-    if options.links is not None and (others := given_options(parser, NOT_WITH_LINKS)):
-        parser.error(f"--links measures no recipe; leave out {', '.join(others)}")
-    if options.halving and options.rounds > 1:
-        parser.error("--halving and --rounds exclude each other; leave out one of them")
-    trains = options.learning_rate is not None or options.coordinate_check is not None
-    if trains and (others := given_options(parser, NOT_WITH_TRAINING)):
-        parser.error(
-            f"--learning-rate and --coordinate-check train each recipe in its own layout; leave "
-            f"out {', '.join(others)}"
-        )
-    if not trains and (others := given_options(parser, ONLY_WITH_TRAINING)):
-        parser.error(
-            f"{', '.join(others)}: no effect on a sweep of layouts; add --learning-rate auto or "
-            f"--coordinate-check 4"
-        )
-    if options.steps is not None and trains and options.learning_rate is None:
-        parser.error(
-            f"--steps {options.steps} has no effect on --coordinate-check; leave it out, or use "
-            f"--coordinate-check {options.steps}"
-        )
-    if options.steps is None and not trains:
-        options.steps = DEFAULT_STEPS
-    return options
-
-
-def given_options(parser: argparse.ArgumentParser, names: Mapping[str, str]) -> list[str]:
-    """Return the options among `names` that are on the command line, as a user writes them.
-
-    Args:
-        parser: parses the command line
-        names: name of an option in the namespace -> as a user writes it
-    """
-    parser.set_defaults(**dict.fromkeys(names))  # a default of None shows what was not given
-    found = vars(parser.parse_args())
-    return [written for name, written in names.items() if found[name] not in (None, [])]
-
-
-def add_trial_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options that choose the trials."""
-    group.add_argument(
+def add_sweep_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a sweep of layouts and settings."""
+    add_recipes(parser)
+    trials = parser.add_argument_group("trials")
+    trials.add_argument(
         "--top", type=count, default=10,
         help="number of layouts that the planner chooses for each recipe and size (default: 10)",
     )  # fmt: skip
-    group.add_argument(
+    trials.add_argument(
         "--layouts", choices=("best", "all", "own"),
         help="the planner's best layouts, all that fit, or the recipe's own (default: best; own if "
         "a --set has several values)",
     )  # fmt: skip
-    group.add_argument(
-        "--set", type=override, action="append", default=[], metavar="KEY=VALUE[,VALUE...]",
-        help="change a key of the recipe; several values, and several options, make a grid. The "
-        "planner leaves these keys as they are",
-    )  # fmt: skip
-    cluster = "(default: the recipe's [cluster], or 1 x 2 x cpu)"
-    group.add_argument("--nodes", type=counts, help=f"numbers of nodes, such as 1,2,4 {cluster}")
-    group.add_argument("--gpus-per-node", type=counts, help="numbers of GPUs in each node")
-    group.add_argument("--gpu", help="name of a GPU in threefold/gpus/datasheets/, such as H100")
-
-
-def add_measuring_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of the measurement."""
-    group.add_argument(
-        "--steps", type=count,
-        help=f"measured steps (default: {DEFAULT_STEPS}); with --learning-rate, the steps of each "
-        "training (default: the recipe's)",
-    )  # fmt: skip
-    group.add_argument(
+    add_trial_options(parser, trials, several=True)
+    measuring = parser.add_argument_group("measuring")
+    measuring.add_argument("--steps", type=count, default=5, help="measured steps (default: 5)")
+    measuring.add_argument(
         "--warm-up", type=count, default=2, help="steps before the measured ones (default: 2)"
     )
-    group.add_argument(
+    measuring.add_argument(
         "--rounds", type=partial(count, most=MAX_ROUNDS), default=1,
         help="measure every trial this many times, in rounds over all trials; the fastest round "
         "counts. Useful on shared machines (default: 1)",
     )  # fmt: skip
-    group.add_argument(
+    measuring.add_argument(
         "--halving", action="store_true",
         help="measure all trials for 2 steps, the faster half for 4, and so on, instead of --steps",
     )  # fmt: skip
-    group.add_argument(
+    measuring.add_argument(
         "--split", action="store_true",
         help="also measure the parts of a step: compute, communication, waiting and optimizer",
     )  # fmt: skip
-    group.add_argument(
-        "--seconds-per-trial", type=seconds, metavar="SECONDS",
-        help="time limit of a trial (default: derived from the plan), or of --links (default: 600)",
+    measuring.add_argument(
+        "--wandb", action="store_true",
+        help="at the end, write each trial to Weights & Biases as a run of one group",
     )  # fmt: skip
-    group.add_argument(
-        "--links", metavar="NAME",
-        help="measure matmuls and links instead of recipes, and write the datasheet NAME for the "
-        "planner, based on that of --gpu",
+    add_folder_options(measuring, "hung, crashed or were rejected")
+    add_launcher_options(measuring)
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # set by our launchers
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
+
+
+def add_learning_rate_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a sweep of learning rates."""
+    add_recipes(parser)
+    add_trial_options(parser, parser)
+    parser.add_argument(
+        "--rates", type=learning_rates, default="auto", metavar="auto|RATE[,RATE...]",
+        help="learning rates; auto: factors of two around the recipe's, and more while the best "
+        "one is at an end (default: auto)",
     )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=count, help="steps of each training (default: the recipe's)"
+    )
+    add_width_options(parser)
+
+
+def add_coordinate_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the coordinate check."""
+    add_recipes(parser)
+    add_trial_options(parser, parser)
+    parser.add_argument(
+        "--steps", type=count, default=4,
+        help="steps after which the sizes are compared (default: 4)",
+    )  # fmt: skip
+    add_width_options(parser)
+
+
+def add_link_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the measurement of links."""
+    parser.add_argument("name", metavar="NAME", help="name of the datasheet to write")
+    add_cluster_options(parser)
+    add_launcher_options(parser)
+
+
+def add_recipes(parser: argparse.ArgumentParser) -> None:
+    """Add the recipes."""
+    parser.add_argument(
+        "recipes", nargs="*", type=Path, default=[DEFAULT_RECIPE], metavar="recipe",
+        help="recipes to measure (default: recipes/tiny.toml)",
+    )  # fmt: skip
+
+
+def add_trial_options(
+    parser: argparse.ArgumentParser, group: Options, *, several: bool = False
+) -> None:
+    """Add --set and the cluster on which the trials run."""
+    add_overrides(
+        group,
+        "change a key of the recipe; several values separated by commas, and several options, make "
+        "a grid. The planner leaves these keys as they are",
+    )
+    cluster = parser.add_argument_group("cluster (default: the recipe's [cluster], or 1 x 2 x cpu)")
+    add_cluster_options(cluster, several=several)
+
+
+def add_width_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of both comparisons over widths."""
+    parser.add_argument(
+        "--widths", type=counts, metavar="WIDTH[,WIDTH...]",
+        help="hidden sizes to which each recipe is scaled, such as 64,128,256 (default: its own)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seeds", type=count, default=1,
+        help="train each model with this many seeds, and average the results (default: 1)",
+    )  # fmt: skip
+    add_folder_options(parser, "hung, crashed, ran out of memory or were rejected")
+    add_launcher_options(parser)
+
+
+def add_folder_options(group: Options, failures: str) -> None:
+    """Add the folder of the results and --retry, which repeats these failures."""
     group.add_argument(
         "--sweep-dir", type=Path, help="folder of the results (default: runs/sweeps/NAME)"
     )
+    group.add_argument(
+        "--retry", action="store_true",
+        help=f"measure the trials again that {failures} in an earlier command",
+    )  # fmt: skip
+
+
+def add_launcher_options(group: Options) -> None:
+    """Add the options that start ranks and print the results."""
+    group.add_argument(
+        "--seconds-per-trial", type=seconds, metavar="SECONDS",
+        help="time limit of a trial (default: derived from the plan), or of links (default: 600)",
+    )  # fmt: skip
     group.add_argument(
         "--launcher", choices=("local", "deepspeed", "srun"),
         help="default: deepspeed with --hostfile, srun in a Slurm allocation, otherwise local",
     )  # fmt: skip
     group.add_argument("--hostfile", type=Path, help="hosts for deepspeed: node1 slots=8 ...")
-    group.add_argument(
-        "--retry", action="store_true",
-        help="measure the trials again that hung, crashed or were rejected in an earlier command; "
-        "with --learning-rate or --coordinate-check, also those that ran out of memory",
-    )  # fmt: skip
-    group.add_argument(
-        "--wandb", action="store_true",
-        help="at the end, write each trial to Weights & Biases as a run of one group",
-    )  # fmt: skip
-    group.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-
-
-def add_transfer_options(group: argparse._ArgumentGroup) -> None:
-    """Add the options of the learning-rate sweep and the coordinate check."""
-    group.add_argument(
-        "--learning-rate", type=learning_rates, metavar="auto|RATE[,RATE...]",
-        help="train each recipe at several learning rates and compare the best ones; auto: factors "
-        "of two around the recipe's, and more while the best one is at an end",
-    )  # fmt: skip
-    group.add_argument(
-        "--coordinate-check", type=count, metavar="STEPS",
-        help="coordinate check: measure the sizes of the activations at the start and after STEPS "
-        "steps on synthetic data, and compare them over the widths",
-    )  # fmt: skip
-    group.add_argument(
-        "--widths", type=counts, metavar="WIDTH[,WIDTH...]",
-        help="hidden sizes to which each recipe is scaled, such as 64,128,256 (default: its own)",
-    )  # fmt: skip
-    group.add_argument(
-        "--seeds", type=count, default=1,
-        help="train each model with this many seeds, and average the results (default: 1)",
-    )  # fmt: skip
+    add_json(group)
 
 
 def learning_rates(text: str) -> list[float]:
@@ -472,3 +432,16 @@ def learning_rates(text: str) -> list[float]:
             raise argparse.ArgumentTypeError(f"{part} is given twice; {example}")
         rates.append(rate)
     return rates
+
+
+COMMANDS = {
+    "": Subcommand(sweep, add_sweep_options),
+    "learning-rates": Subcommand(compare_learning_rates, add_learning_rate_options),
+    "coordinates": Subcommand(compare_coordinates, add_coordinate_options),
+    "links": Subcommand(measure_links, add_link_options),
+}
+MOVED_FLAGS = {
+    "--learning-rate": MovedFlag("learning-rates", "--rates"),
+    "--coordinate-check": MovedFlag("coordinates", "--steps"),
+    "--links": MovedFlag("links", ""),
+}

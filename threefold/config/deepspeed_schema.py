@@ -248,7 +248,7 @@ OUTPUTS = {  # key of DeepSpeed that asks for an output -> what to use instead
     "wall_clock_breakdown": _PROFILE,
     "flops_profiler": _PROFILE,
     "comms_logger": _PROFILE,
-    "memory_breakdown": "metrics.jsonl has memory_gb, and plan.py --trace counts its parts",
+    "memory_breakdown": "metrics.jsonl has memory_gb, and plan.py trace counts its parts",
     "dump_state": "the run folder's recipe.toml has every setting of the run",
     "tensorboard": _METRICS,
     "csv_monitor": _METRICS,

@@ -327,7 +327,7 @@ def gather_shards(
 ) -> list[list[Shard]]:
     """Return the shards of each rank of a group; collective.
 
-    `plan.py --trace`, which simulates one rank, replaces this function; it reads `state`.
+    `plan.py trace`, which simulates one rank, replaces this function; it reads `state`.
     """
     shards: list[list[Shard]] = [[] for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(shards, own, group=group)

@@ -12,7 +12,7 @@ from typing import Any
 from models.errors import UserError, reason_of, toml_line, toml_value
 
 FOLDER = Path(__file__).with_name("datasheets")
-MEASURED_MARK = "Written by `python recipes/sweep.py --links"  # in the first line of a file
+MEASURED_MARK = "Written by `python recipes/sweep.py"  # in the first line of a file
 # Device files of the drivers of NVIDIA, also in WSL (dxg), and of AMD (kfd).
 DRIVER_FILES = ("dev/nvidia*", "dev/nvhost-*", "dev/dxg", "dev/kfd")
 NVIDIA_FILES = "proc/driver/nvidia/gpus/*/information"  # each describes a GPU
@@ -106,7 +106,7 @@ def gpus_of_name(name: str) -> list[Gpu]:
 
 @cache
 def published_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs whose datasheet was not written by `sweep.py --links` for one cluster."""
+    """Return the GPUs whose datasheet was not written by `sweep.py links` for one cluster."""
     paths = sorted(FOLDER.glob("*.toml"))
     return tuple(read_gpu(path) for path in paths if MEASURED_MARK not in _first_line(path))
 

@@ -152,7 +152,7 @@ def plan_text(plan: Plan) -> str:
     return f"{plan.time.total:.1f} s, {plan.memory.total / GIB:.0f} GiB: {layout}, micro {micro}"
 
 
-# The report of `plan.py --largest`: a family of models on one machine, and the time of each.
+# The report of `plan.py largest`: a family of models on one machine, and the time of each.
 
 COLUMNS = f"{'model':<18}{'parameters':>11}{'tokens':>9}{'days':>10}{'MFU':>8}  layout"
 

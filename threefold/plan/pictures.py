@@ -1,6 +1,6 @@
 """Pictures of plans and measured runs: timelines, heat maps, predictions and measurements.
 
-Both are drawn from the results of `plan.py --table`, which `planning.measured.comparison` returns.
+Both are drawn from the results of `plan.py table`, which `planning.measured.comparison` returns.
 """
 
 from collections import defaultdict
@@ -264,7 +264,7 @@ Kind = Literal["measured", "predicted"]
 
 
 def draw_scatter(results: Mapping[str, Mapping[str, Any]], *, file: Path) -> None:
-    """Write a plot of predicted and measured step times, from the results of `plan.py --table`.
+    """Write a plot of predicted and measured step times, from the results of `plan.py table`.
 
     Raises:
         UserError: no row has both times, or the file cannot be written.
@@ -397,7 +397,7 @@ class Cell(NamedTuple):
     size: Size
 
 
-Run = Mapping[str, Any]  # a row of `plan.py --table`
+Run = Mapping[str, Any]  # a row of `plan.py table`
 
 
 def heatmaps(results: Mapping[str, Mapping[str, Any]]) -> Figure:

@@ -81,7 +81,7 @@ class Footprint:
     zero1: "Footprint | None" = None
 
 
-# DeepSpeed 0.19 with our recipes, counted operation by operation (`plan.py --trace`). ZeRO-1
+# DeepSpeed 0.19 with our recipes, counted operation by operation (`plan.py trace`). ZeRO-1
 # keeps the fp32 gradients of the whole stage in one tensor from step to step. It sums them over the
 # data ranks in place, or in copies if the JSON sets a type with fewer bytes. fp32 weights are
 # updated in place. ZeRO-2 of DeepSpeed and ZeRO-3 have buckets of 5e8 elements.

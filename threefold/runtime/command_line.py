@@ -1,8 +1,128 @@
-"""Command lines for argparse: a parser with examples, and types of options."""
+"""Command lines for argparse: commands of a script, options that scripts share, and types."""
 
 import argparse
+import inspect
 import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+Options = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """A command of a script that has several, such as `plan.py trace`.
+
+    Attributes:
+        run: returns the exit code; its docstring is the description in --help
+        add_options: declares the options
+    """
+
+    run: Callable[[argparse.Namespace], int]
+    add_options: Callable[[argparse.ArgumentParser], None]
+
+
+@dataclass(frozen=True)
+class MovedFlag:
+    """An option of earlier versions that is a command now.
+
+    Attributes:
+        command: the command that replaces it
+        value: the option that takes the flag's value; "": it is positional; None: it had no value
+    """
+
+    command: str
+    value: str | None = None
+
+
+def parse_subcommand(
+    script: str,
+    description: str,
+    commands: Mapping[str, Subcommand],
+    moved: Mapping[str, MovedFlag],
+) -> argparse.Namespace:
+    """Return the options of the command that the first argument names, with `command` to call.
+
+    Args:
+        script: file name of the script
+        description: the script's docstring: a summary and, after an empty line, examples
+        commands: by name; "" is the command without a name
+        moved: flags of earlier versions, which are rejected with the new command line
+    """
+    arguments = sys.argv[1:]
+    name = arguments[0] if arguments and arguments[0] in commands else ""
+    command = commands[name]
+    if name:
+        arguments = arguments[1:]
+        parser = argparse.ArgumentParser(
+            prog=f"{script} {name}",
+            description=inspect.getdoc(command.run),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    else:
+        parser = parser_with_examples(description)
+        if lines := _without_moved_flags(script, arguments, moved):
+            parser.exit(2, f"{script}: this option is a command now: use {' and '.join(lines)}\n")
+        if misplaced := next((word for word in arguments if word in commands), ""):
+            arguments.remove(misplaced)
+            words = shlex.join([script, misplaced, *arguments])
+            parser.exit(2, f"{script}: {misplaced} must be the first argument: use {words}\n")
+    command.add_options(parser)
+    options = parser.parse_args(arguments)
+    options.command = command.run
+    return options
+
+
+def _without_moved_flags(
+    script: str, arguments: list[str], moved: Mapping[str, MovedFlag]
+) -> list[str]:
+    """Return a command line for each moved flag among the arguments, with the other arguments."""
+    kept, flags = [], []
+    words = iter(arguments)
+    for word in words:
+        name, has_value, value = word.partition("=")
+        if (flag := moved.get(name)) is None:
+            kept.append(word)
+        else:
+            has_more = flag.value is not None and not has_value
+            flags.append((flag, next(words, "") if has_more else value))
+    return [
+        shlex.join(
+            [
+                script,
+                flag.command,
+                *([value] if value and flag.value == "" else []),
+                *kept,
+                *([flag.value, value] if value and flag.value else []),
+            ]
+        )
+        for flag, value in flags
+    ]
+
+
+def add_overrides(parser: Options, text: str = "as for pretrain.py") -> None:
+    """Add --set, whose help is `text`."""
+    parser.add_argument(
+        "--set", type=override, action="append", default=[], metavar="SECTION.KEY=VALUE", help=text
+    )
+
+
+def add_cluster_options(parser: Options, *, several: bool = False) -> None:
+    """Add --nodes, --gpus-per-node and --gpu; with `several`, the sizes are lists of numbers."""
+    size, end = (counts, ", such as 1,2,4") if several else (count, "")
+    parser.add_argument("--nodes", type=size, metavar="N", help=f"number of nodes{end}")
+    parser.add_argument(
+        "--gpus-per-node", type=size, metavar="N", help=f"number of GPUs in each node{end}"
+    )
+    parser.add_argument("--gpu", help="name of a GPU in threefold/gpus/datasheets/, such as H100")
+
+
+def add_json(parser: Options) -> None:
+    """Add --json."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def parser_with_examples(description: str) -> argparse.ArgumentParser:

@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn, TextIO
 
 MAX_UNREAD_BYTES = 4 * 2**20  # per stream; older text is dropped
@@ -62,6 +63,11 @@ def progress_lines(
     finally:
         ended.set()
         thread.join()
+
+
+def printer(json: bool) -> Callable[[str], None]:
+    """Return the function that prints a line at once: on stderr if stdout is for JSON."""
+    return partial(print, file=sys.stderr if json else sys.stdout, flush=True)
 
 
 @contextlib.contextmanager

@@ -220,7 +220,7 @@ class Result:
         device: name of the device, as the driver reports it
         split: the split of a step; None if it was not measured
         seconds: duration of the whole trial, as measured by the scheduler
-        links: the measurements of `sweep.py --links`; None for a trial
+        links: the measurements of `sweep.py links`; None for a trial
         training: the losses or the activation sizes of a trial of `transfer`; None for others
     """
 

@@ -117,7 +117,7 @@ def test_a_width_that_always_diverges_fails() -> None:
     assert not verdict.transfers and verdict.ratio is None
     assert verdict_line(verdict) == "FAIL  width 128 has no final loss"
     (line,) = edge_lines([verdict.largest])
-    assert line.endswith("lower ones, such as --learning-rate 0.00025,0.0005")
+    assert line.endswith("lower ones, such as --rates 0.00025,0.0005")
     assert verdict.largest.next_rate == 0.0005
 
 
@@ -150,7 +150,7 @@ def test_steps_to_the_final_loss_of_the_first_family() -> None:
 def test_a_best_rate_at_the_end_of_the_grid_is_reported() -> None:
     assert list(edge_lines([outcome([3, 2, 3, 4])])) == []
     (line,) = edge_lines([outcome([3, 3, 3, 2])])
-    assert line.endswith("add 0.016, rerun with --learning-rate 0.001,0.002,0.004,0.008,0.016")
+    assert line.endswith("add 0.016, rerun with --rates 0.001,0.002,0.004,0.008,0.016")
     (line,) = edge_lines([outcome([1, 2, 3, None])])
     assert "add 0.0005" in line
 

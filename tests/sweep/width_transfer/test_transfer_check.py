@@ -13,14 +13,21 @@ from tests.conftest import changed, small_recipe
 from tests.sweep.faulty_sweep import FAKE_BEST_RATE
 from tests.sweep.sweeps import Sweep
 
-AUTO = ("--learning-rate", "auto")
-GIVEN = ("--learning-rate", "0.008,0.016,0.032,0.064,1.28")
+AUTO = ("--rates", "auto")
+GIVEN = ("--rates", "0.008,0.016,0.032,0.064,1.28")
 
 
-def transfer(folder: Path, corpus: Path, *options: str, fake: bool = True, **changes: Any) -> Sweep:
+def transfer(
+    folder: Path,
+    corpus: Path,
+    *options: str,
+    command: str = "learning-rates",
+    fake: bool = True,
+    **changes: Any,
+) -> Sweep:
     recipe = folder / "small.toml"
     recipe.write_text(tomli_w.dumps(changed(small_recipe(corpus), **changes)))
-    return Sweep(folder, recipe, "--seconds-per-trial", "60", *options, fake=fake)
+    return Sweep(folder, recipe, "--seconds-per-trial", "60", *options, command=command, fake=fake)
 
 
 def rows(sweep: Sweep) -> list[dict[str, Any]]:
@@ -97,48 +104,49 @@ def test_a_failed_trial_has_no_loss_until_it_is_retried(tmp_path: Path, corpus: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--learning-rate", "auto", "--widths", "100"), "--widths 100: "),
-        (("--learning-rate", "auto", "--set", "optimizer.learning_rate=1"), "set the same key"),
-        (("--learning-rate", "auto", "--nodes", "1,2"), "--nodes 1,2: the losses of all trials"),
-        (("--learning-rate", "auto", "--set", "data.validation=x/y"), "x/y.idx is missing"),
-        (("--learning-rate", "auto", "--set", "layout.tensor=4"), "tensor"),
-        (("--learning-rate", "auto", "--set", "data.tokenizer=x"), "has no tokenizer.json"),
-        (("--learning-rate", "auto", "--set", "model.vocab_size=99"), "and model.vocab_size is 99"),
-        (("--learning-rate", "auto", "--set", "training.initial_weights=x"), "does not exist"),
-        (("--learning-rate", "auto", "--steps", "4"), "the training has 4 steps; use --steps 25"),
-        (("--learning-rate", "0"), "0 is not a learning rate; use auto, or for example"),
-        (("--learning-rate", "1e-3,1e-3"), "1e-3 is given twice"),
-        (("--learning-rate", "1e-3", "--halving"), "leave out --halving"),
-        (("--coordinate-check", "3"), "use --widths 64,128,256"),
-        (("--coordinate-check", "3", "--steps", "9"), "or use --coordinate-check 9"),
-        (("--widths", "64"), "add --learning-rate auto or --coordinate-check 4"),
-        (("--links", "x", "--widths", "64"), "leave out"),
+        (("learning-rates", "--widths", "100"), "--widths 100: "),
+        (("learning-rates", "--set", "optimizer.learning_rate=1"), "set the same key"),
+        (("learning-rates", "--nodes", "1,2"), "invalid number 1,2: expected 1 or more"),
+        (("learning-rates", "--set", "data.validation=x/y"), "x/y.idx is missing"),
+        (("learning-rates", "--set", "layout.tensor=4"), "tensor"),
+        (("learning-rates", "--set", "data.tokenizer=x"), "has no tokenizer.json"),
+        (("learning-rates", "--set", "model.vocab_size=99"), "and model.vocab_size is 99"),
+        (("learning-rates", "--set", "training.initial_weights=x"), "does not exist"),
+        (("learning-rates", "--steps", "4"), "the training has 4 steps; use --steps 25"),
+        (("learning-rates", "--rates", "0"), "0 is not a learning rate; use auto, or for example"),
+        (("learning-rates", "--rates", "1e-3,1e-3"), "1e-3 is given twice"),
+        (("learning-rates", "--halving"), "unrecognized arguments: --halving"),
+        (("coordinates", "--steps", "3"), "use --widths 64,128,256"),
+        (("", "--widths", "64"), "unrecognized arguments: --widths 64"),
+        (("", "--learning-rate", "auto", "--coordinate-check=4"), "coordinates"),
     ],
 )
 def test_mistakes_are_found_before_any_process(
     tmp_path: Path, corpus: Path, options: tuple[str, ...], message: str
 ) -> None:
-    sweep = transfer(tmp_path, corpus, *options)
+    command, *others = options
+    sweep = transfer(tmp_path, corpus, *others, command=command)
     assert message in sweep.rejection()
     assert not (sweep.folder / "results").exists()
 
 
 def test_a_folder_of_a_layout_sweep_is_rejected(tmp_path: Path, corpus: Path) -> None:
-    sweep = transfer(tmp_path, corpus)
+    sweep = transfer(tmp_path, corpus, command="")
     assert sweep.run_here("--top", "1").returncode == 0
+    sweep.command = "learning-rates"
     with pytest.raises(UserError, match="or another --sweep-dir"):
         sweep.run_here(*GIVEN)
 
 
 @pytest.mark.long
 def test_real_ranks_train_and_measure_activations(tmp_path: Path, corpus: Path) -> None:
-    options = (
-        "--learning-rate", "1e-3,1e3", "--coordinate-check", "2", "--widths", "32,64",
-        "--set", "optimizer.kind=adamw,muon", "--steps", "8",
-    )  # fmt: skip
+    options = ("--widths", "32,64", "--set", "optimizer.kind=adamw,muon", "--json")
     sweep = transfer(tmp_path, corpus, *options, fake=False)
-    done = sweep.run("--json", seconds=500)
+    done = sweep.run("--rates", "1e-3,1e3", "--steps", "8", seconds=500)
     table = json.loads(done.stdout.splitlines()[-1])
+    sweep.command = "coordinates"
+    done = sweep.run("--steps", "2", seconds=500)
+    table |= json.loads(done.stdout.splitlines()[-1])
     assert len(rows(sweep)) == 2 * 2 * 2 + 2 * 2
     assert {row["outcome"] for row in rows(sweep)} == {"ok"}
     assert [each["best_learning_rate"] for each in table["curves"]] == [1e-3] * 4

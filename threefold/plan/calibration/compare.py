@@ -189,7 +189,7 @@ def compare(path: Path, factors: Calibration) -> tuple[dict[str, dict[str, Any]]
     left_out = [file for file in files if path.is_dir() and not is_table(file)]
     results = {file.stem: compared(file, factors) for file in files if file not in left_out}
     if not results:
-        raise UserError(f"--table {path}: the folder has no table of runs; use another folder")
+        raise UserError(f"{path}: the folder has no table of runs; use another folder")
     return results, left_out
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from threefold.engine.build import DTYPES
 from threefold.pretrain.preflight.judge import DeviceReport, LinkReport, Scope, pair_rounds
 
-# Timing of matmuls, transfers and all-reduces, for the preflight and for `sweep.py --links`.
+# Timing of matmuls, transfers and all-reduces, for the preflight and for `sweep.py links`.
 
 TIMED_REPETITIONS = 7  # timed after one repetition for warm-up
 MATMULS_PER_REPETITION = 5

@@ -127,7 +127,7 @@ def mismatch(measure: str, summary: Summary | None) -> str:
     return (
         f"{measure} reaches {number(summary.median)} {of} on all ranks, and the planner expects "
         f"{number(summary.planned or 0.0)} {of}, so its predictions are too optimistic here; check "
-        f"clocks and network settings, or measure the cluster with sweep.py --links"
+        f"clocks and network settings, or measure the cluster with sweep.py links NAME"
     )
 
 

@@ -270,7 +270,7 @@ def matmul_share(gpu: Gpu, measured: Measurements) -> float:
     return gpu.matmul_efficiency * (planned - kernel) / (seconds - kernel)
 
 
-# The datasheet that `sweep.py --links NAME` writes: check of the name, content, writing.
+# The datasheet that `sweep.py links NAME` writes: check of the name, content, writing.
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,59}")
 NODE_LINK_KEYS = ("node_link_efficiency", "node_link_latency_seconds")
@@ -278,7 +278,7 @@ NETWORK_KEYS = ("network_efficiency", "network_latency_seconds")
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """Return the path of a datasheet that --links may write.
+    """Return the path of a datasheet that `links` may write.
 
     Args:
         folder: folder of the datasheets
@@ -290,25 +290,25 @@ def own_file(folder: Path, name: str) -> Path:
     """
     if not NAME.fullmatch(name):
         raise UserError(
-            f"invalid --links {name}: expected a letter and then at most 59 letters, digits, - or "
+            f"invalid name {name}: expected a letter and then at most 59 letters, digits, - or "
             f"_, for example my-cluster"
         )
     file = file_of(folder, name)
     if not is_own(file, name) or name.lower() in names_of_others(folder, file):
         raise UserError(
-            f"--links {name}: {file.name} is a datasheet that --links {name} did not write; use "
-            f"another name, for example --links {free_name(folder, name)}"
+            f"links {name}: {file.name} is a datasheet that links {name} did not write; use "
+            f"another name, for example links {free_name(folder, name)}"
         )
     if not os.access(folder, os.W_OK):
         raise UserError(
-            f"{folder} cannot be written, and --links writes {file.name} there; make it writable, "
-            f"for example with chmod u+w"
+            f"{folder} cannot be written, and sweep.py links writes {file.name} there; make it "
+            f"writable, for example with chmod u+w"
         )
     return file
 
 
 def is_own(file: Path, name: str) -> bool:
-    """Return True if a file does not exist, or if --links has written it and git ignores it."""
+    """Return True if a file does not exist, or if `links` has written it and git ignores it."""
     if not os.path.lexists(file):
         return True
     first_line = (
@@ -316,12 +316,13 @@ def is_own(file: Path, name: str) -> bool:
         if file.is_file()
         else ""
     )
-    return first_line == f"# {mark(name)}" and not is_tracked(file)
+    own_marks = (f"# {mark(name)}", f"# {MEASURED_MARK} --links {name}`")  # before it was a command
+    return first_line in own_marks and not is_tracked(file)
 
 
 def mark(name: str) -> str:
-    """Return the first line of a datasheet that --links has written."""
-    return f"{MEASURED_MARK} {name}`"
+    """Return the first line of a datasheet that `links` has written."""
+    return f"{MEASURED_MARK} links {name}`"
 
 
 def is_tracked(file: Path) -> bool:
@@ -334,7 +335,7 @@ def is_tracked(file: Path) -> bool:
 
 
 def names_of_others(folder: Path, file: Path) -> set[str]:
-    """Return the names that --links must not use, in lower case.
+    """Return the names that `links` must not use, in lower case.
 
     They are the names of the datasheets in all files but one, and the beginnings of these names,
     such as "a100", by which published tables name a GPU.

@@ -1,4 +1,4 @@
-"""Measurement of a cluster by `sweep.py --links`, and its report."""
+"""Measurement of a cluster by `sweep.py links`, and its report."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -50,8 +50,8 @@ class Preflight:
         cls,
         name: str,
         *,
-        nodes: list[int] | None,
-        gpus_per_node: list[int] | None,
+        nodes: int | None,
+        gpus_per_node: int | None,
         gpu: str | None,
         seconds: float | None,
     ) -> "Preflight":
@@ -62,8 +62,8 @@ class Preflight:
         """
         source = load_gpu(gpu or str(DEFAULT_CLUSTER["gpu"]))
         kind = WorldKind(
-            nodes=only(nodes, "nodes"),
-            gpus_per_node=only(gpus_per_node, "gpus_per_node"),
+            nodes=nodes or int(DEFAULT_CLUSTER["nodes"]),
+            gpus_per_node=gpus_per_node or int(DEFAULT_CLUSTER["gpus_per_node"]),
             gpu=source.name,
             deterministic=False,
             pipelined=False,
@@ -141,22 +141,6 @@ class Preflight:
         return {"key": KEY, "links": links}
 
 
-def only(values: list[int] | None, option: str) -> int:
-    """Return the only value of an option, or the default.
-
-    Raises:
-        UserError: there are several values.
-    """
-    if values is None:
-        return int(DEFAULT_CLUSTER[option])
-    if len(values) > 1:
-        raise UserError(
-            f"--{option.replace('_', '-')} {','.join(map(str, values))}: --links measures one "
-            f"size; use --{option.replace('_', '-')} {values[-1]}"
-        )
-    return values[0]
-
-
 @contextmanager
 def worlds_folder() -> Iterator[Path]:
     """Create a folder for a world, and remove it at the end.
@@ -180,7 +164,7 @@ def worlds_folder() -> Iterator[Path]:
         folder.close()
 
 
-# Text and JSON of `sweep.py --links`: the measurements next to the planner's predictions.
+# Text and JSON of `sweep.py links`: the measurements next to the planner's predictions.
 
 SHOWN_LINKS = (
     ("within a node", "node_link_gigabytes_per_second", "node_link_efficiency",

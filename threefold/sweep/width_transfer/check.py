@@ -1,4 +1,4 @@
-"""The transfer check: run the learning-rate sweep and the coordinate check, and print the verdicts.
+"""The comparisons over widths: sweeps of learning rates, and the coordinate check.
 
 Both are sweeps of trainings on the runner of the layout sweep (`Scheduler`): the ranks of a world
 train one trial after the other, and a rerun of the same command continues.
@@ -6,7 +6,8 @@ train one trial after the other, and a rerun of the same command continues.
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from models.errors import UserError
@@ -15,16 +16,14 @@ from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import World
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import check_document_starts, open_corpus
-from threefold.runtime.output import stdout_for_json
+from threefold.runtime.output import printer, stdout_for_json
 from threefold.sweep.ranks.launchers import Launcher
-from threefold.sweep.scheduler import Scheduler, measure_all
-from threefold.sweep.trial import Result, Trial
+from threefold.sweep.scheduler import Scheduler
 from threefold.sweep.width_transfer import report
-from threefold.sweep.width_transfer.coordinates import Check, CoordinateCheck
+from threefold.sweep.width_transfer.coordinates import Check
 from threefold.sweep.width_transfer.learning_rates import Outcome, Sweep, comparisons, verdicts
 from threefold.sweep.width_transfer.models import (
     TABLE,
-    Curve,
     Models,
     TrainingTrial,
     TransferFolder,
@@ -38,107 +37,112 @@ SETTINGS = {"measures": "trainings"}  # a folder of a layout sweep has others
 LOSS_PICTURE, SIZE_PICTURE = "learning_rates.svg", "coordinates.svg"
 
 
-def check_transfer(
-    options: argparse.Namespace, launcher: Launcher, folder_path: Path, say: Say
-) -> int:
-    """Run the checks that the options ask for, and return the exit code.
-
-    Args:
-        options: of the command line
-        launcher: starts the ranks
-        folder_path: folder of the results
-        say: prints a line
+def check_learning_rates(options: argparse.Namespace, launcher: Launcher, path: Path) -> int:
+    """Sweep the learning rates in a folder, print the comparisons, and return the exit code.
 
     Raises:
         UserError: a recipe or an option is invalid.
         SweepStopped: the disk is full, or no ranks can be started.
     """
-    # 1. Trials: reject what cannot run before any process starts.
-    curves = curves_of(models_of(options))
-    steps, rates = options.coordinate_check, options.learning_rate
-    check = None if steps is None else Check(curves, steps, options.seeds)
-    sweep = None if rates is None else Sweep(curves, rates or None, options.seeds)
-    check_request(options, curves)
-    for curve in curves if sweep else []:
+    if any(setting.partition("=")[0].strip() == RATE for setting in options.set):
+        raise UserError(
+            f"--set {RATE}=... and --rates set the same key; use --rates with the values, such as "
+            f"--rates 1e-3,2e-3"
+        )
+    settings = [] if options.steps is None else [f"training.steps={options.steps}"]
+    curves = curves_of(models_of(options, [*options.set, *settings]))
+    sweep = Sweep(curves, options.rates or None, options.seeds)
+    for curve in curves:
         check_training(curve.recipe)
-    check_trials([*(check.trials() if check else []), *(sweep.trials() if sweep else [])], launcher)
+    with measured(sweep, options, launcher, path) as (folder, say):
+        outcomes = sweep.outcomes(folder.result)
+    for line in learning_rate_lines(outcomes):
+        say(line)
+    if any(outcome.best is not None for outcome in outcomes):
+        # Imported only here: matplotlib takes half a second to import.
+        from threefold.sweep.width_transfer import picture
 
-    # 2. Measure: trials with a result in the folder are not repeated.
-    folder = TransferFolder(folder_path, SETTINGS)
+        file = path / LOSS_PICTURE
+        steps = outcomes[0].validation[-1][0] if outcomes[0].validation else 0
+        title = f"Learning rates of {path.name}, {steps} steps"
+        picture.draw_learning_rates(outcomes, title=title, file=file)
+        say(f"wrote {file}")
+    say(f"wrote {path / TABLE}")
+    if options.json:
+        print(json.dumps(report.learning_rate_table(outcomes) | {"folder": str(path)}))
+    complete = all(outcome.best is not None and not outcome.failures for outcome in outcomes)
+    return 0 if complete and all(verdict.passes for verdict in verdicts(outcomes)) else 1
+
+
+def check_coordinates(options: argparse.Namespace, launcher: Launcher, path: Path) -> int:
+    """Compare the sizes of activations over widths, and return the exit code.
+
+    Raises:
+        UserError: a recipe or an option is invalid.
+        SweepStopped: the disk is full, or no ranks can be started.
+    """
+    curves = curves_of(models_of(options, options.set))
+    for family in by_family(curves, lambda curve: curve).values():
+        if len(family) == 1:
+            width = family[0].width
+            raise UserError(
+                f"the coordinate check compares widths, and there is only width {width}; use "
+                f"--widths {width},{2 * width},{4 * width}"
+            )
+    check = Check(curves, options.steps, options.seeds)
+    with measured(check, options, launcher, path) as (folder, say):
+        checks = check.outcomes(folder.result)
+    for outcome in checks:
+        for line in report.coordinate_lines(outcome):
+            say(line)
+    if all(outcome.sizes for outcome in checks):
+        from threefold.sweep.width_transfer import picture  # as above
+
+        file = path / SIZE_PICTURE
+        picture.draw_coordinates(checks, title=f"Coordinate check of {path.name}", file=file)
+        say(f"wrote {file}")
+    say(f"wrote {path / TABLE}")
+    if options.json:
+        print(json.dumps(report.coordinate_table(checks) | {"folder": str(path)}))
+    return 0 if all(outcome.passes for outcome in checks) else 1
+
+
+@contextmanager
+def measured(
+    trainings: Check | Sweep, options: argparse.Namespace, launcher: Launcher, path: Path
+) -> Iterator[tuple[TransferFolder, Say]]:
+    """Check the trials, measure those without a result, and yield their folder and a printer."""
+    check_trials(trainings.trials(), launcher)
+    folder, say = TransferFolder(path, SETTINGS), printer(options.json)
     try:
         if options.retry:
             folder.retry_failures()
-        with stdout_for_json(options.json):
-            run(folder, launcher, options.seconds_per_trial, check, sweep, say)
+        scheduler = Scheduler(folder, launcher, options.seconds_per_trial)
+        progress = report.TrainingProgress()
+        try:
+            with stdout_for_json(options.json):
+                for trial, result in trainings.run(scheduler, progress.begin_round):
+                    say(progress.finish(trial, result))
+        except SystemExit:
+            say(f"interrupted; rerun the same command to continue in {folder.path}")
+            raise
+        finally:
+            scheduler.stop()
         folder.write_table()
-        checks = check.outcomes(folder.result) if check else []
-        outcomes = sweep.outcomes(folder.result) if sweep else []
+        yield folder, say
     finally:
         folder.close()
 
-    # 3. Summary
-    for line in summary(outcomes, checks):
-        say(line)
-    draw(folder.path, outcomes, checks, say)
-    say(f"wrote {folder.path / TABLE}")
-    found = verdicts(outcomes)
-    if options.json:
-        table = report.as_json(outcomes, found, comparisons(outcomes), checks)
-        print(json.dumps(table | {"folder": str(folder.path)}))
-    complete = all(each.best is not None and not each.failures for each in outcomes)
-    passes = all(each.passes for each in checks) and all(each.passes for each in found)
-    return 0 if passes and complete else 1
 
-
-def models_of(options: argparse.Namespace) -> Models:
-    """Return the models that the options describe.
-
-    Raises:
-        UserError: --nodes or --gpus-per-node has several values, or the learning rate is given
-            twice.
-    """
-    cluster: dict[str, object] = {"gpu": options.gpu}
-    for key in ("nodes", "gpus_per_node"):
-        values = getattr(options, key)
-        if values is not None and len(values) > 1:
-            raise UserError(
-                f"--{key.replace('_', '-')} {','.join(map(str, values))}: the losses of all trials "
-                f"are compared on the same number of ranks; use --{key.replace('_', '-')} "
-                f"{values[-1]}"
-            )
-        cluster[key] = values[0] if values else None
-    settings = list(options.set)
-    if options.learning_rate is not None:
-        if any(setting.partition("=")[0].strip() == RATE for setting in settings):
-            raise UserError(
-                f"--set {RATE}=... and --learning-rate set the same key; use --learning-rate with "
-                f"the values, such as --learning-rate 1e-3,2e-3"
-            )
-        if options.steps is not None:
-            settings.append(f"training.steps={options.steps}")
+def models_of(options: argparse.Namespace, settings: list[str]) -> Models:
+    """Return the models that the options and settings describe."""
+    cluster = {key: getattr(options, key) for key in ("nodes", "gpus_per_node", "gpu")}
     return Models(
         recipes=options.recipes, settings=settings, widths=options.widths, cluster=cluster
     )
 
 
-def check_request(options: argparse.Namespace, curves: list[Curve]) -> None:
-    """Check that the coordinate check has widths to compare.
-
-    Raises:
-        UserError: a family has only one width.
-    """
-    if options.coordinate_check is None:
-        return
-    for family in by_family(curves, lambda curve: curve).values():
-        if len(family) == 1:
-            width = family[0].width
-            raise UserError(
-                f"--coordinate-check compares widths, and there is only width {width}; use "
-                f"--widths {width},{2 * width},{4 * width}"
-            )
-
-
-def check_trials(trials: list[TrainingTrial], launcher: Launcher) -> None:
+def check_trials(trials: Sequence[TrainingTrial], launcher: Launcher) -> None:
     """Check everything that does not need a process of its own.
 
     Raises:
@@ -189,40 +193,8 @@ def check_warm_up(recipe: Recipe) -> None:
         )
 
 
-def run(
-    folder: TransferFolder,
-    launcher: Launcher,
-    seconds_per_trial: float | None,
-    check: Check | None,
-    sweep: Sweep | None,
-    say: Say,
-) -> None:
-    """Measure the trials without a result."""
-    scheduler = Scheduler(folder, launcher, seconds_per_trial)
-    progress = report.TrainingProgress()
-
-    def measured() -> Iterator[tuple[Trial, Result]]:
-        if check:
-            yield from measure_all(scheduler, check.trials(), progress.begin_round)
-        if sweep:
-            yield from sweep.run(scheduler, progress.begin_round)
-
-    try:
-        for trial, result in measured():
-            say(progress.finish(trial, result))
-    except SystemExit:
-        say(f"interrupted; rerun the same command to continue in {folder.path}")
-        raise
-    finally:
-        scheduler.stop()
-
-
-def summary(outcomes: list[Outcome], checks: list[CoordinateCheck]) -> Iterator[str]:
-    """Yield the tables and the verdicts."""
-    for check in checks:
-        yield from report.coordinate_lines(check)
-    if not outcomes:
-        return
+def learning_rate_lines(outcomes: list[Outcome]) -> Iterator[str]:
+    """Yield the table of losses and the comparisons."""
     yield "Validation loss after the last step (* best learning rate):"
     yield from report.loss_table(outcomes)
     yield from report.failure_lines(outcomes)
@@ -231,25 +203,3 @@ def summary(outcomes: list[Outcome], checks: list[CoordinateCheck]) -> Iterator[
         yield report.verdict_line(verdict)
     for comparison in comparisons(outcomes):
         yield report.comparison_line(comparison)
-
-
-def draw(folder: Path, outcomes: list[Outcome], checks: list[CoordinateCheck], say: Say) -> None:
-    """Write the pictures into the folder."""
-    # Imported only here: matplotlib takes half a second to import, and most sweeps draw no picture.
-    from threefold.sweep.width_transfer import picture
-
-    if checks and all(each.sizes for each in checks):
-        file = folder / SIZE_PICTURE
-        picture.draw_coordinates(checks, title=f"Coordinate check of {names(folder)}", file=file)
-        say(f"wrote {file}")
-    if any(each.best is not None for each in outcomes):
-        file = folder / LOSS_PICTURE
-        steps = outcomes[0].validation[-1][0] if outcomes[0].validation else 0
-        title = f"Learning rates of {names(folder)}, {steps} steps"
-        picture.draw_learning_rates(outcomes, title=title, file=file)
-        say(f"wrote {file}")
-
-
-def names(folder: Path) -> str:
-    """Return the name of a sweep for titles: that of its folder."""
-    return folder.name

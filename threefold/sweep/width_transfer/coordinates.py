@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Literal
 
-from threefold.sweep.trial import Result
+from threefold.sweep.scheduler import Scheduler, measure_all
+from threefold.sweep.trial import Result, Trial
 from threefold.sweep.width_transfer.models import Curve, TrainingTrial, by_family, coordinate_trials
 
 LOGITS, LOSS = "logits", "loss"
@@ -119,6 +120,10 @@ class Check:
             for curve in self.curves
             for trial in coordinate_trials(curve, self.steps, self.seeds)
         ]
+
+    def run(self, scheduler: Scheduler, begin_round: Callable) -> Iterator[tuple[Trial, Result]]:
+        """Measure the trials without a result, as `Sweep.run` does."""
+        yield from measure_all(scheduler, self.trials(), begin_round)
 
     def outcomes(self, result: Callable[[str], Result | None]) -> list[CoordinateCheck]:
         """Return the check of each family with several widths.

@@ -15,6 +15,8 @@ from threefold.sweep.width_transfer.learning_rates import (
     Comparison,
     Outcome,
     Verdict,
+    comparisons,
+    verdicts,
 )
 from threefold.sweep.width_transfer.models import TrainingTrial, final_loss
 
@@ -88,7 +90,7 @@ def edge_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
             rates = ",".join(f"{rate:g}" for rate in sorted([*each.losses, each.next_rate]))
             yield (
                 f"{each.curve.label}: the best learning rate {each.best:g} is at the end of the "
-                f"grid; to add {each.next_rate:g}, rerun with --learning-rate {rates}"
+                f"grid; to add {each.next_rate:g}, rerun with --rates {rates}"
             )
 
 
@@ -122,7 +124,7 @@ def without_loss(outcome: Outcome) -> str:
     lowest = min(outcome.results)
     return (
         f"every learning rate from {lowest:g} up diverged or failed; rerun with lower ones, such "
-        f"as --learning-rate {lowest / FACTOR**2:g},{lowest / FACTOR:g}"
+        f"as --rates {lowest / FACTOR**2:g},{lowest / FACTOR:g}"
     )
 
 
@@ -174,42 +176,43 @@ def check_line(check: CoordinateCheck) -> str:
     )
 
 
-def as_json(
-    outcomes: Sequence[Outcome],
-    found_verdicts: Sequence[Verdict],
-    found_comparisons: Sequence[Comparison],
-    checks: Sequence[CoordinateCheck],
-) -> dict[str, Any]:
-    """Return the object that --json prints."""
+def learning_rate_table(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the table of a learning-rate sweep for --json."""
     return {
-        "curves": [curve_json(each) for each in outcomes],
+        "curves": [curve_json(outcome) for outcome in outcomes],
         "transfers": [
             {
-                "family": each.family,
-                "ratio": each.ratio,
-                "excess_loss": each.excess,
-                "decided": each.is_decided,
-                "passes": each.passes,
+                "family": verdict.family,
+                "ratio": verdict.ratio,
+                "excess_loss": verdict.excess,
+                "decided": verdict.is_decided,
+                "passes": verdict.passes,
             }
-            for each in found_verdicts
+            for verdict in verdicts(outcomes)
         ],
         "comparisons": [
             {
-                "reference": each.reference.curve.label,
-                "curve": each.other.curve.label,
-                "step": each.step,
-                "share": each.share,
+                "reference": comparison.reference.curve.label,
+                "curve": comparison.other.curve.label,
+                "step": comparison.step,
+                "share": comparison.share,
             }
-            for each in found_comparisons
+            for comparison in comparisons(outcomes)
         ],
+    }
+
+
+def coordinate_table(checks: Sequence[CoordinateCheck]) -> dict[str, Any]:
+    """Return the table of a coordinate check for --json."""
+    return {
         "coordinate_checks": [
             {
-                "family": each.family,
-                "passes": each.passes,
-                "sizes": [size_json(sizes, judged=sizes in each.judged) for sizes in each.sizes],
+                "family": check.family,
+                "passes": check.passes,
+                "sizes": [size_json(sizes, judged=sizes in check.judged) for sizes in check.sizes],
             }
-            for each in checks
-        ],
+            for check in checks
+        ]
     }
 
 
