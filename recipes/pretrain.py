@@ -108,7 +108,7 @@ def pretrain(started: float | None = None) -> None:
 
         # 4. Start: find the newest undamaged checkpoint, and prepare the run folder.
         start = find_resume_point(experiment, claim, data, options.resume, options.resume_once)
-        experiment = experiment.at(start.progress.step + 1)  # in the stage of the next step
+        experiment = experiment.at(start.progress.step + 1)  # in the phase of the next step
         data.resume(start.progress, experiment.topology)
     begin(experiment, claim, data, start, startup)
 
@@ -135,7 +135,7 @@ def pretrain(started: float | None = None) -> None:
         # 6. Train: run the steps, and record how the run ends.
         with open_run(experiment, claim, engine, data=data, start=start, startup=startup) as run:
             ending = close_run(run, train(run, start.progress.step))
-    if ending.is_boundary:  # the next stage needs another engine
+    if ending.is_boundary:  # the next phase needs another engine
         replace_process(folder, environment)
     leave_processes()
     if ending.code == FINISHED:
@@ -155,8 +155,8 @@ def train(run: Run, step: int) -> Ending:
     while step < run.last_step and not ending:
         collect_garbage()
         step += 1
-        if run.plan.begins_stage(step):
-            run.tracker.begin_stage(run.plan.at(step - 1), run.plan.at(step))
+        if run.plan.begins_phase(step):
+            run.tracker.begin_phase(run.plan.at(step - 1), run.plan.at(step))
         metrics = train_step(run, step)
         if run.startup.running:
             end_startup(run, step)

@@ -36,7 +36,7 @@ LONGEST_FILES = (
     "test_docs.py",
     "sweep/test_split.py",
     "pretrain/preflight/test_run.py",
-    "test_stages.py",
+    "test_phases.py",
     "pipeline/test_nccl_rules.py",
     "models/test_transformer.py",
     "sweep/test_links.py",

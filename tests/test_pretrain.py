@@ -22,7 +22,7 @@ from tests.ranks import start_ranks
 from threefold.checkpoint.format import Manifest
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import World
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.data.token_file import TokenFile
 from threefold.prove.ranks import free_port
 from threefold.run_folder.folder import RunFolder
@@ -182,7 +182,7 @@ def test_a_run_writes_metrics_events_and_checkpoints(
     assert [line["tokens"] for line in lines] == [256 * step for step in range(1, 9)]
     assert [line["step"] for line in lines if "validation_loss" in line] == [4, 8]
     assert lines[-1]["loss"] < lines[0]["loss"]
-    plan = StagePlan(load_recipe(recipe_file))
+    plan = PhasePlan(load_recipe(recipe_file))
     for step, line in enumerate(lines, 1):
         assert line["learning_rate"] == plan.at(step).learning_rate(step)
         assert line["epoch"] == pytest.approx(step * lines[0]["epoch"]) and line["epoch"] > 0

@@ -227,7 +227,7 @@ def test_the_manifest_of_a_checkpoint(content: bytes, tmp_path: Path) -> None:
         ({"files": {"x.safetensors": 5}}, "files.x.safetensors = 5"),
         ({"recipe": {}}, "model = {}"),
         ({"recipe": {"model": {"layers": 2}}}, "model.hidden_size"),
-        ({"data": {"parts": [{"stage": "a"}]}}, "parts.0.first_step"),
+        ({"data": {"parts": [{"phase": "a"}]}}, "parts.0.first_step"),
         ({"read_parts": [["a"]]}, "read_parts.0.0 = 'a'"),
     ],
 )
@@ -288,13 +288,25 @@ def test_a_value_in_pieces(field: dict[str, Any], tmp_path: Path) -> None:
     assert "pieces.jsonl, line 1, is damaged" in rejection(Origins, tmp_path / "train")
 
 
-def test_stages_in_single_brackets(tmp_path: Path) -> None:
+def test_phases_in_single_brackets(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
-    file.write_text(DEFAULT_RECIPE.read_text() + '\n[stage]\nname = "x"\nstart_step = 9\n')
-    assert "stage = " in rejection(load_recipe, file)
-    message = rejection(load_recipe, file, ["stage.x.start_step=8"])
-    assert "--set stage.x.start_step=8" in message and "[[stage]] in double brackets" in message
-    assert "it has none" in rejection(load_recipe, DEFAULT_RECIPE, ["stage.x.start_step=8"])
+    file.write_text(DEFAULT_RECIPE.read_text() + '\n[phase]\nname = "x"\nstart_step = 9\n')
+    assert "phase = " in rejection(load_recipe, file)
+    message = rejection(load_recipe, file, ["phase.x.start_step=8"])
+    assert "--set phase.x.start_step=8" in message and "[[phase]] in double brackets" in message
+    assert "it has none" in rejection(load_recipe, DEFAULT_RECIPE, ["phase.x.start_step=8"])
+
+
+def test_the_former_name_of_a_table_is_rejected_with_its_new_name(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    text = DEFAULT_RECIPE.read_text()
+    file.write_text(f'{text}\n[[stage]]\nname = "x"\nstart_step = 9\n')
+    line = text.count("\n") + 2
+    assert f"line {line}: [[stage]] is now [[phase]]; write [[phase]]" in rejection(
+        load_recipe, file
+    )
+    message = rejection(load_recipe, DEFAULT_RECIPE, ["stage.x.start_step=8"])
+    assert message.endswith("stage is now phase; write --set phase.x.start_step=8")
 
 
 def test_dotted_keys_of_a_recipe_that_are_nested_deeply(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ COSINE = {"optimizer__schedule__warmup_steps": 5, "training__steps": 20}
             "keys that changed: optimizer.schedule.decay, "
             "optimizer.schedule.minimum_learning_rate, training.steps",
         ),
-        ({"stage": [LATE]}, "1.00e-05", "keys that changed: stage, training.steps"),
+        ({"phase": [LATE]}, "1.00e-05", "keys that changed: phase, training.steps"),
     ],
 )
 def test_a_learning_rate_that_jumps_is_described(
@@ -115,13 +115,13 @@ def test_a_schedule_that_has_decayed_to_0_is_not_kept(corpus: Path) -> None:
     text = resumed(recipe_of(corpus, **settings), 20).learning_rate_jump(
         recipe_of(corpus, **(settings | {"training__steps": 40}))
     )
-    assert "from 0.00e+00" in text and "add a [[stage]] with its own schedule" in text
+    assert "from 0.00e+00" in text and "add a [[phase]] with its own schedule" in text
 
 
 def test_a_jump_that_the_recipe_always_had_is_not_described(corpus: Path) -> None:
-    recipe = recipe_of(corpus, **COSINE, stage=[LATE | {"start_step": 11}])
+    recipe = recipe_of(corpus, **COSINE, phase=[LATE | {"start_step": 11}])
     assert resumed(recipe, 10).learning_rate_jump(recipe) == ""
-    assert "stage" in resumed(recipe_of(corpus, **COSINE), 10).learning_rate_jump(recipe)
+    assert "phase" in resumed(recipe_of(corpus, **COSINE), 10).learning_rate_jump(recipe)
 
 
 def test_an_edited_deepspeed_json_is_reported(corpus: Path, tmp_path: Path) -> None:

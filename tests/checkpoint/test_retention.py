@@ -120,7 +120,7 @@ def test_the_most_saves_that_are_left(step: int, expected: int, small: dict[str,
     recipe = recipe_of(small, every=30, also_at=[1, 20, 30, 40, 200])
     assert most_saves(recipe, step) == expected
     late = {"name": "late", "start_step": 50, "optimizer": {"learning_rate": 1e-3}}
-    staged = recipe_of(small | {"stage": [late]}, every=30, also_at=[1, 20, 30, 40, 200])
+    staged = recipe_of(small | {"phase": [late]}, every=30, also_at=[1, 20, 30, 40, 200])
     assert most_saves(staged, step) == expected + 1
 
 

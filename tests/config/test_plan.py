@@ -1,4 +1,4 @@
-"""Stages of a run: which recipe each step follows, and which stages are rejected."""
+"""Phases of a run: which recipe each step follows, and which phases are rejected."""
 
 import tomllib
 from copy import deepcopy
@@ -9,7 +9,7 @@ import pytest
 from models.errors import UserError
 from threefold.config.loading import apply_overrides, parse_recipe
 from threefold.config.parallel_dims import World
-from threefold.config.phases import StagePlan, recipe_at, table_at
+from threefold.config.phases import PhasePlan, recipe_at, table_at
 
 LONG = {"name": "long", "start_step": 9, "model": {"sequence_length": 64}}
 DECAY: dict[str, Any] = {
@@ -22,22 +22,22 @@ DECAY: dict[str, Any] = {
 }
 
 
-def staged(small: dict[str, Any], *stages: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe's table with stages, and a constant learning rate in the first one."""
+def staged(small: dict[str, Any], *phases: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe's table with phases, and a constant learning rate in the first one."""
     table = deepcopy(small)
     table["optimizer"]["schedule"] = {"warmup_steps": 5, "decay": "constant"}
-    return table | {"stage": deepcopy(list(stages))}
+    return table | {"phase": deepcopy(list(phases))}
 
 
-def plan_of(table: dict[str, Any]) -> StagePlan:
-    return StagePlan(parse_recipe(table, "test"))
+def plan_of(table: dict[str, Any]) -> PhasePlan:
+    return PhasePlan(parse_recipe(table, "test"))
 
 
-def test_a_recipe_without_stages_is_its_own_plan(small: dict[str, Any]) -> None:
+def test_a_recipe_without_phases_is_its_own_plan(small: dict[str, Any]) -> None:
     recipe = parse_recipe(small, "test")
-    (span,) = StagePlan(recipe).spans
-    assert (span.first, span.last, span.stage) == (1, 20, "first")
-    assert span.recipe is recipe
+    (segment,) = PhasePlan(recipe).segments
+    assert (segment.first, segment.last, segment.phase) == (1, 20, "first")
+    assert segment.recipe is recipe
     assert recipe_at(recipe, 7) is recipe
 
 
@@ -46,8 +46,8 @@ def test_changes_are_cumulative(small: dict[str, Any]) -> None:
     del batch["model"]
     plan = plan_of(staged(small, LONG, batch, DECAY))
     found = [
-        (s.stage, s.first, s.last, s.recipe.model.sequence_length, s.recipe.batch.global_sequences)
-        for s in plan.spans
+        (s.phase, s.first, s.last, s.recipe.model.sequence_length, s.recipe.batch.global_sequences)
+        for s in plan.segments
     ]
     assert found == [
         ("first", 1, 8, 32, 8),
@@ -55,7 +55,7 @@ def test_changes_are_cumulative(small: dict[str, Any]) -> None:
         ("batch", 12, 14, 64, 16),
         ("decay", 15, 20, 64, 16),
     ]
-    assert all(not span.recipe.stage for span in plan.spans)
+    assert all(not segment.recipe.phase for segment in plan.segments)
     assert [plan.tokens_before(step) for step in (1, 9, 10, 12, 13)] == [
         0,
         8 * 8 * 32,
@@ -68,29 +68,29 @@ def test_changes_are_cumulative(small: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("tokens", "step"), [(2047, 9), (2048, 9), (2049, 10), (2304, 10)])
 def test_tokens_are_converted_exactly(small: dict[str, Any], tokens: int, step: int) -> None:
-    """A step of the first stage reads 256 tokens: 8 steps read 2048."""
-    stage = {"name": "long", "start_tokens": tokens, "model": {"sequence_length": 64}}
-    plan = plan_of(staged(small, stage))
+    """A step of the first phase reads 256 tokens: 8 steps read 2048."""
+    phase = {"name": "long", "start_tokens": tokens, "model": {"sequence_length": 64}}
+    plan = plan_of(staged(small, phase))
     assert plan.steps_of("long")[0] == step
     assert plan.tokens_before(step) >= tokens > plan.tokens_before(step - 1)
 
 
-def test_tokens_count_over_earlier_stages(small: dict[str, Any]) -> None:
+def test_tokens_count_over_earlier_phases(small: dict[str, Any]) -> None:
     late = {"name": "late", "start_tokens": 2048 + 3 * 512, "batch": {"global_sequences": 16}}
     assert plan_of(staged(small, LONG, late)).steps_of("late")[0] == 12
 
 
-def test_the_schedule_of_a_stage_counts_its_own_steps(small: dict[str, Any]) -> None:
+def test_the_schedule_of_a_phase_counts_its_own_steps(small: dict[str, Any]) -> None:
     plan = plan_of(staged(small, LONG, DECAY))
     rates = {step: plan.at(step).learning_rate(step) for step in range(1, 21)}
     peak = small["optimizer"]["learning_rate"]
     assert rates[1] == pytest.approx(peak / 5)
-    assert {rates[step] for step in range(5, 15)} == {peak}  # the stage "long" changes no schedule
+    assert {rates[step] for step in range(5, 15)} == {peak}  # the phase "long" changes no schedule
     expected = [1e-3 * (1 - (n / 6) ** 0.5) for n in range(1, 7)]
     assert [rates[step] for step in range(15, 21)] == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_schedule_with_steps_is_not_stretched_to_its_stage(small: dict[str, Any]) -> None:
+def test_a_schedule_with_steps_is_not_stretched_to_its_phase(small: dict[str, Any]) -> None:
     table = staged(small, DECAY)
     table["optimizer"]["schedule"] = {
         "warmup_steps": 2,
@@ -98,17 +98,17 @@ def test_a_schedule_with_steps_is_not_stretched_to_its_stage(small: dict[str, An
         "steps": 10,
         "minimum_learning_rate": 1e-4,
     }
-    first, later = plan_of(table).stages
+    first, later = plan_of(table).phases
     assert (first.schedule_end, first.last) == (10, 14)
     assert first.learning_rate(9) > first.learning_rate(10) == first.learning_rate(14) == 1e-4
     assert later.schedule_end == 20
 
-    table["stage"][0]["optimizer"] = {"learning_rate": 1e-3}  # with the shape of the old schedule
-    later = plan_of(table).stages[-1]
+    table["phase"][0]["optimizer"] = {"learning_rate": 1e-3}  # with the shape of the old schedule
+    later = plan_of(table).phases[-1]
     assert later.schedule_end == 20 and later.learning_rate(19) > later.learning_rate(20)
 
-    table["stage"][0]["optimizer"] = {"weight_decay": 0.0}  # the old schedule continues
-    later = plan_of(table).stages[-1]
+    table["phase"][0]["optimizer"] = {"weight_decay": 0.0}  # the old schedule continues
+    later = plan_of(table).phases[-1]
     assert later.schedule_end == 10 and later.learning_rate(19) == 1e-4
 
 
@@ -131,8 +131,8 @@ def test_decay_shapes_fall_from_the_peak_to_the_minimum(small: dict[str, Any], s
         "decay_shape": shape,
         "minimum_learning_rate": 1e-4,
     }
-    (span,) = plan_of(table).spans
-    rates = [span.learning_rate(step) for step in range(10, 21)]
+    (segment,) = plan_of(table).segments
+    rates = [segment.learning_rate(step) for step in range(10, 21)]
     assert rates[0] == 1e-3
     assert rates[-1] == pytest.approx(1e-4)
     assert rates == sorted(rates, reverse=True)
@@ -158,8 +158,8 @@ def test_another_schedule_of_the_pipeline_drops_the_old_virtual_stages(
 ) -> None:
     small["model"]["layers"] = 4
     small["layout"] = {"pipeline": 2, "schedule": "interleaved", "virtual_stages": 2}
-    stage = {"name": "plain", "start_step": 9, "layout": {"schedule": "1f1b"}}
-    assert plan_of(staged(small, stage)).at(9).recipe.layout.virtual_stages == 1
+    phase = {"name": "plain", "start_step": 9, "layout": {"schedule": "1f1b"}}
+    assert plan_of(staged(small, phase)).at(9).recipe.layout.virtual_stages == 1
 
 
 def test_only_some_changes_need_another_engine(small: dict[str, Any]) -> None:
@@ -176,18 +176,20 @@ def test_only_some_changes_need_another_engine(small: dict[str, Any]) -> None:
     assert last(optimizer={"weight_decay": 0.0}) == 8
 
 
-def test_overrides_name_a_stage(small: dict[str, Any]) -> None:
+def test_overrides_name_a_phase(small: dict[str, Any]) -> None:
     table = staged(small, LONG)
-    apply_overrides(table, ["stage.long.model.sequence_length=128", "stage.long.start_step=5"])
+    apply_overrides(table, ["phase.long.model.sequence_length=128", "phase.long.start_step=5"])
     assert plan_of(table).at(5).recipe.model.sequence_length == 128
-    with pytest.raises(UserError, match=r"the recipe has no stage short; .* long"):
-        apply_overrides(table, ["stage.short.start_step=5"])
+    with pytest.raises(UserError, match=r"the recipe has no phase short; .* long"):
+        apply_overrides(table, ["phase.short.start_step=5"])
 
 
-def test_a_resolved_recipe_keeps_its_stages(small: dict[str, Any]) -> None:
+def test_a_resolved_recipe_keeps_its_phases(small: dict[str, Any]) -> None:
     recipe = parse_recipe(staged(small, LONG, DECAY), "test")
     again = parse_recipe(tomllib.loads(recipe.toml()), "again")
-    assert [s.recipe for s in StagePlan(again).spans] == [s.recipe for s in StagePlan(recipe).spans]
+    assert [s.recipe for s in PhasePlan(again).segments] == [
+        s.recipe for s in PhasePlan(recipe).segments
+    ]
     table = recipe.model_dump(mode="json")
     lengths = [table_at(table, step)["model"]["sequence_length"] for step in (0, 8, 9, 20)]
     assert lengths == [32, 32, 64, 64]
@@ -198,48 +200,48 @@ SCHEDULE = {"warmup_steps": 0, "decay": "wsd", "decay_steps": 9}
 REJECTED = {
     "an architecture key": (
         [{**LONG, "model": {"hidden_size": 64}}],
-        "stage.long.model.hidden_size cannot change during a run; the keys of [stage.model] are "
+        "phase.long.model.hidden_size cannot change during a run; the keys of [phase.model] are "
         "sequence_length, rope_theta, rope_scaling",
     ),
-    "another section": ([{**LONG, "training": {"steps": 9}}], "unknown section [stage.0.training]"),
+    "another section": ([{**LONG, "training": {"steps": 9}}], "unknown section [phase.0.training]"),
     "an unknown layout key": (
         [{**LONG, "layout": {"tensr": 2}}],
-        'stage "long": unknown key layout.tensr = 2; did you mean layout.tensor?',
+        'phase "long": unknown key layout.tensr = 2; did you mean layout.tensor?',
     ),
-    "no start": ([{"name": "a", "model": {"rope_theta": 1.0}}], "stage.a has neither of"),
-    "two starts": ([{**LONG, "start_tokens": 9}], "stage.long has both of start_step"),
-    "no change": ([{"name": "a", "start_step": 5}], "stage.a changes nothing"),
+    "no start": ([{"name": "a", "model": {"rope_theta": 1.0}}], "phase.a has neither of"),
+    "two starts": ([{**LONG, "start_tokens": 9}], "phase.long has both of start_step"),
+    "no change": ([{"name": "a", "start_step": 5}], "phase.a changes nothing"),
     "the wrong order": (
         [LONG, {**DECAY, "start_step": 9}],
-        'stage.decay.start_step = 9 does not come after stage "long", which begins with step 9',
+        'phase.decay.start_step = 9 does not come after phase "long", which begins with step 9',
     ),
     "a late start": ([{**LONG, "start_step": 21}], "comes after training.steps = 20"),
-    "a name twice": ([LONG, {**LONG, "start_step": 12}], 'stage.name = "long" is used by another'),
-    "the first name": ([{**LONG, "name": "first"}], 'stage.name = "first" is the name of'),
+    "a name twice": ([LONG, {**LONG, "start_step": 12}], 'phase.name = "long" is used by another'),
+    "the first name": ([{**LONG, "name": "first"}], 'phase.name = "first" is the name of'),
     "an impossible recipe": (
         [{**LONG, "layout": {"tensor": 3}}],
-        'stage "long": model.heads = 4 is not divisible by layout.tensor = 3',
+        'phase "long": model.heads = 4 is not divisible by layout.tensor = 3',
     ),
     "a long decay": (
         [{**DECAY, "optimizer": {"schedule": SCHEDULE}}],
-        'stage "decay": optimizer.schedule.warmup_steps = 0 and decay_steps = 9 do not fit into '
+        'phase "decay": optimizer.schedule.warmup_steps = 0 and decay_steps = 9 do not fit into '
         "the steps of its schedule = 6",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_impossible_stages_are_rejected(small: dict[str, Any], name: str) -> None:
-    stages, message = REJECTED[name]
+def test_impossible_phases_are_rejected(small: dict[str, Any], name: str) -> None:
+    phases, message = REJECTED[name]
     with pytest.raises(UserError) as raised:
-        parse_recipe(staged(small, *stages), "test")
+        parse_recipe(staged(small, *phases), "test")
     assert message in str(raised.value)
 
 
 def test_learned_positions_cannot_become_longer(small: dict[str, Any]) -> None:
     small["model"] |= {"positions": "learned"}
     del small["model"]["rope_theta"]
-    with pytest.raises(UserError, match=r'stage "long": model.sequence_length = 64 needs other'):
+    with pytest.raises(UserError, match=r'phase "long": model.sequence_length = 64 needs other'):
         parse_recipe(staged(small, LONG), "test")
 
 
@@ -248,7 +250,7 @@ def test_learned_positions_cannot_become_longer(small: dict[str, Any]) -> None:
     [
         ({"start_sequences": 8, "increment": 2, "samples": 30}, "is not below"),
         ({"start_sequences": 2, "increment": 4, "samples": 30}, "does not divide"),
-        ({"start_sequences": 2, "increment": 2, "samples": 300}, "and stage.long begins with"),
+        ({"start_sequences": 2, "increment": 2, "samples": 300}, "and phase.long begins with"),
         ({"start_sequences": 1, "increment": 1, "samples": 30}, "batch.global_sequences = 1"),
     ],
 )
@@ -260,14 +262,14 @@ def test_impossible_ramps_are_rejected(
         parse_recipe(staged(small, LONG), "test")
 
 
-def test_a_stage_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> None:
+def test_a_phase_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> None:
     table = staged(small, {**LONG, "layout": {"tensor": 2}})
     plan = plan_of(table)
     plan.check_world(World(size=2, local_size=2))
-    with pytest.raises(UserError, match=r'stage "long": layout.tensor = 2'):
+    with pytest.raises(UserError, match=r'phase "long": layout.tensor = 2'):
         plan.check_world(World(size=1, local_size=1))
     table = staged(small, {**LONG, "batch": {"global_sequences": 10}})
-    with pytest.raises(UserError, match=r'stage "long": batch.global_sequences = 10'):
+    with pytest.raises(UserError, match=r'phase "long": batch.global_sequences = 10'):
         plan_of(table).check_world(World(size=4, local_size=4))
 
 

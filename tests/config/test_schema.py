@@ -418,12 +418,12 @@ def test_the_characters_of_every_pattern_are_known_in_words() -> None:
 def test_the_example_of_every_list_has_an_entry() -> None:
     """An empty list, the default of some keys, would not show what the key takes."""
     lists = [key for key, value in loading._defaults(Recipe).items() if isinstance(value, tuple)]
-    assert {"stage", "checkpoint.also_at", "tracking.tags"} < set(lists)
+    assert {"phase", "checkpoint.also_at", "tracking.tags"} < set(lists)
     for key in lists:
         message = rejection(TINY, [f"{key}=5"], 2)
         example = message.rpartition("; for example ")[2].partition(" = ")[2]
         assert len(tomllib.loads(f"value = {example}")["value"]) > 0, message
-        if key != "stage":  # a later stage of this recipe
+        if key != "phase":  # a later phase of this recipe
             load_recipe(TINY, [f"{key}={example}"])
 
 
@@ -603,13 +603,14 @@ def test_overrides_have_toml_values_and_bare_words_are_strings() -> None:
 
 
 def test_the_recipe_of_an_older_run_has_the_former_names_of_keys(tmp_path: Path) -> None:
-    stage = 'stage=[{name="more", start_step=9, layout={virtual_stages=4}}]'
-    settings = ["layout.schedule=interleaved", "layout.dp_shard=1", "model.layers=8", stage]
+    phase = 'phase=[{name="more", start_step=9, layout={virtual_stages=4}}]'
+    settings = ["layout.schedule=interleaved", "layout.dp_shard=1", "model.layers=8", phase]
     recipe = load_recipe(TINY, settings)
     older = recipe.toml().replace("virtual_stages", "chunks").replace("dp_shard", "shard_group")
     recorded, own = tmp_path / "recipe.toml", tmp_path / "own.toml"
-    for file in (recorded, own):
-        file.write_text(older)
+    own.write_text(older)
+    recorded.write_text(older.replace("phase", "stage"))
+    assert "stage = " in recorded.read_text() or "[[stage]]" in recorded.read_text()
     assert load_recipe(recorded) == recipe
     with pytest.raises(UserError, match=r"layout.chunks is now layout.virtual_stages"):
         load_recipe(own)

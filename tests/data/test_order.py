@@ -1,4 +1,4 @@
-"""The order of windows over stages: no token is read twice in an epoch; nothing is stored."""
+"""The order of windows over phases: no token is read twice in an epoch; nothing is stored."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_a_corpus_without_unread_windows_begins_its_next_epoch() -> None:
     assert len(set(tokens(ranges(corpus, 2)))) == 100
 
 
-STAGES = [
+PHASES = [
     {
         "name": "long",
         "start_step": 5,
@@ -112,8 +112,8 @@ def table(small: dict[str, Any], corpus: Path) -> dict[str, Any]:
             other.write_bytes(source.read_bytes())
     small["training"] |= {"steps": 16, "evaluate_every": 0}
     mixture = [{"path": paths[1], "weight": 3.0}, {"path": paths[0], "weight": 1.0}]
-    stages = [STAGES[0], {**STAGES[1], "data": {"train": mixture}}, STAGES[2]]
-    return small | {"stage": stages}
+    phases = [PHASES[0], {**PHASES[1], "data": {"train": mixture}}, PHASES[2]]
+    return small | {"phase": phases}
 
 
 def build(table: dict[str, Any], progress: Progress = Progress()) -> TrainingData:  # noqa: B008
@@ -130,7 +130,7 @@ def ranges_of(data: TrainingData, steps: range) -> Iterator[tuple[int, range]]:
             yield source, range(window * length, (window + 1) * length)
 
 
-def test_stages_do_not_repeat_tokens(table: dict[str, Any]) -> None:
+def test_phases_do_not_repeat_tokens(table: dict[str, Any]) -> None:
     data = build(table)
     read: dict[int, list[range]] = {}
     for source, each in ranges_of(data, range(1, 17)):
@@ -143,14 +143,14 @@ def test_stages_do_not_repeat_tokens(table: dict[str, Any]) -> None:
         assert len(set(found)) == len(found)
 
 
-def test_the_mixture_of_a_stage_has_its_own_shares(table: dict[str, Any]) -> None:
+def test_the_mixture_of_a_phase_has_its_own_shares(table: dict[str, Any]) -> None:
     data = build(table)
     sources = [source for source, _ in ranges_of(data, range(9, 17))]
     for count in range(1, len(sources) + 1):
         assert abs(sources[:count].count(1) - 0.75 * count) < 1
 
 
-def test_epochs_are_counted_over_stages(table: dict[str, Any], corpus: Path) -> None:
+def test_epochs_are_counted_over_phases(table: dict[str, Any], corpus: Path) -> None:
     data, count = build(table), {"train": {}, "validation": {}}  # type: ignore[var-annotated]
     for name, of_length in count.items():
         tokens_of_corpus = TokenFile(corpus / name).count
@@ -179,13 +179,13 @@ def test_data_is_a_pure_function_of_recipe_and_step(table: dict[str, Any]) -> No
     assert last.tokens(whole.plan) == whole.plan.total_tokens
 
 
-def test_micro_batches_have_the_length_of_their_stage(table: dict[str, Any]) -> None:
+def test_micro_batches_have_the_length_of_their_phase(table: dict[str, Any]) -> None:
     data = build(table)
     shapes = {step: [tuple(each.tokens.shape) for each in data.step(step)] for step in (4, 5, 13)}
     assert shapes == {4: [(2, 32)] * 4, 5: [(2, 64)] * 2, 13: [(2, 32)] * 2}
 
 
-def test_a_rollback_to_an_earlier_stage_reads_on(table: dict[str, Any]) -> None:
+def test_a_rollback_to_an_earlier_phase_reads_on(table: dict[str, Any]) -> None:
     """After a bad step 6, the run repeats steps 4 .. 6 with tokens that it has not read."""
     data = build(table)
     before = list(ranges_of(data, range(1, 7)))

@@ -42,7 +42,7 @@ from threefold.checkpoint.format import Manifest
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import World
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import check_document_starts, document_starts, fingerprint, open_corpus
 from threefold.data.manifest import folder_hash, tokenizer_hash
@@ -80,7 +80,7 @@ VALUES: tuple[Any, ...] = (
 SNIPPETS = (
     *(b"\0", b"\xff", b"\xef\xbb\xbf", b"\r", b"\n", b"\t", b"#", b'"', b"'", b"\\", b"=", b"."),
     *(b"[", b"]", b"{", b"}", b",", b":", b"null", b"true", b"NaN", b"Infinity", b"-", b"1e999"),
-    *(b"\\ud800", b"\\u0000", b"inf", b"1979-05-27", b"../", b"auto", b"[stage]", b" slots=8 "),
+    *(b"\\ud800", b"\\u0000", b"inf", b"1979-05-27", b"../", b"auto", b"[phase]", b" slots=8 "),
     *(b"[" * 200 + b"]" * 200, b"[" * 900 + b"]" * 900, b"1" + b"0" * 400, b"1e308"),
     *(b"[" * DEEP, b'{"a":' * DEEP, DIGITS.encode(), b"\xe2\x80\xa8", b"\x1b[31m"),
 )
@@ -274,26 +274,26 @@ class _Recipes:
 def use_recipe(recipe: Recipe) -> None:
     """Derive from a recipe what a run needs."""
     tomllib.loads(recipe.toml())
-    plan = StagePlan(recipe)
-    for span in plan.spans[:3]:
-        span.learning_rate(span.first)
-        layout = span.recipe.layout
+    plan = PhasePlan(recipe)
+    for segment in plan.segments[:3]:
+        segment.learning_rate(segment.first)
+        layout = segment.recipe.layout
         size = layout.tensor * layout.pipeline * layout.context * layout.expert
-        if span.recipe.cluster:
-            size = span.recipe.cluster.nodes * span.recipe.cluster.gpus_per_node
+        if segment.recipe.cluster:
+            size = segment.recipe.cluster.nodes * segment.recipe.cluster.gpus_per_node
         if size <= 2**20:
-            local = span.recipe.cluster.gpus_per_node if span.recipe.cluster else size
-            topology = span.recipe.topology(World(size=size, local_size=local))
-            build_deepspeed_config(span.recipe, topology)
+            local = segment.recipe.cluster.gpus_per_node if segment.recipe.cluster else size
+            topology = segment.recipe.topology(World(size=size, local_size=local))
+            build_deepspeed_config(segment.recipe, topology)
     Progress().after(min(plan.recipe.training.steps, 10**6), plan).tokens(plan)
 
 
 OVERRIDES = [
     b"layout.tensor=2\nlayout.schedule=1f1b",
     b'data.train=[{path="data/stdlib/train",weight=0.75}]\ntracking.tags=["a","b"]',
-    b"stage.long.batch.micro_sequences=1\nstage.long.start_step=99\nstage.decay.start_step=120",
+    b"phase.long.batch.micro_sequences=1\nphase.long.start_step=99\nphase.decay.start_step=120",
     b"optimizer.schedule.warmup_steps=5\nname=x\nseed=7\noptimizer.learning_rate=1e-3",
-    b'stage=[{name="a",start_step=3,batch={micro_sequences=1}}]\nstage.a.start_step=9',
+    b'phase=[{name="a",start_step=3,batch={micro_sequences=1}}]\nphase.a.start_step=9',
     b"model.rope_scaling={type='linear',factor=8.0}\ncheckpoint.snapshot_folder=/dev/shm",
 ]
 
@@ -302,7 +302,7 @@ def use_overrides(content: bytes) -> None:
     """Load two recipes with options of --set, one a line."""
     overrides = content.decode(errors="surrogateescape").split("\n")
     problem: UserError | None = None
-    for recipe in (DEFAULT_RECIPE, DEFAULT_RECIPE.with_name("tiny-stages.toml")):
+    for recipe in (DEFAULT_RECIPE, DEFAULT_RECIPE.with_name("tiny-phases.toml")):
         try:
             use_recipe(load_recipe(recipe, overrides))
             return

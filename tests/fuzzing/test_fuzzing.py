@@ -43,12 +43,12 @@ def test_all_kinds_are_tested(by_name: dict[str, Kind]) -> None:
 def test_a_fault_is_found_and_its_input_is_shortened(
     by_name: dict[str, Kind], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the message about an unknown stage, the options of a missing stage fail."""
+    """Without the message about an unknown phase, the options of a missing phase fail."""
 
-    def fault(stages: object, override: str) -> dict[str, object]:
-        return {stage["name"]: stage for stage in stages}  # type: ignore[attr-defined]
+    def fault(phases: object, override: str) -> dict[str, object]:
+        return {phase["name"]: phase for phase in phases}  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(loading, "_stages_by_name", fault)
+    monkeypatch.setattr(loading, "_phases_by_name", fault)
     kind = by_name["set"]
     with limits():
         result = fuzz(kind, 0, iter(range(400)), shorten=2.0)

@@ -1,4 +1,4 @@
-"""Boundaries between stages: rollbacks over them, and the lock that a replaced process keeps."""
+"""Boundaries between phases: rollbacks over them, and the lock that a replaced process keeps."""
 
 import errno
 import fcntl
@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.pretrain import restart
 from threefold.pretrain.after_step import after_step, roll_back
 from threefold.pretrain.run import Ending
@@ -25,7 +25,7 @@ from threefold.tracking.tracker import RunTracker
 
 
 @pytest.fixture
-def plan(small: dict[str, Any]) -> StagePlan:
+def plan(small: dict[str, Any]) -> PhasePlan:
     """Return the plan of a run whose step 9 needs another engine; 8, then 4 samples per step."""
     long = {
         "name": "long",
@@ -34,10 +34,10 @@ def plan(small: dict[str, Any]) -> StagePlan:
         "batch": {"global_sequences": 4},
     }
     table = changed(small, optimizer__schedule={"warmup_steps": 0, "decay": "linear"})
-    return StagePlan(parse_recipe(table | {"stage": [long]}, "test"))
+    return PhasePlan(parse_recipe(table | {"phase": [long]}, "test"))
 
 
-def run_at(plan: StagePlan, step: int, checkpoint: int) -> Any:
+def run_at(plan: PhasePlan, step: int, checkpoint: int) -> Any:
     """Return a run that has done a step, and whose newest checkpoint is of another step."""
     run = mock.MagicMock()
     run.plan, run.recipe = plan, plan.at(step).recipe
@@ -58,7 +58,7 @@ def run_at(plan: StagePlan, step: int, checkpoint: int) -> Any:
     return run
 
 
-def test_a_rollback_to_an_earlier_stage_starts_the_ranks_again(plan: StagePlan) -> None:
+def test_a_rollback_to_an_earlier_phase_starts_the_ranks_again(plan: PhasePlan) -> None:
     run = run_at(plan, 11, checkpoint=6)
     outcome = roll_back(run, 11, "a loss spike")
     assert outcome.step == 6
@@ -66,11 +66,11 @@ def test_a_rollback_to_an_earlier_stage_starts_the_ranks_again(plan: StagePlan) 
     run.engine.load.assert_not_called()
     ((_, target, _), _) = run.tracker.roll_back.call_args
     assert target == Progress(6, 8 * 8 + 3 * 4, ((0, 64), (1, 76)))
-    # The first stage repeats its last two steps with other samples, then the second one continues.
+    # The first phase repeats its last two steps with other samples, then the second one continues.
     assert target.after(9, plan) == Progress(9, 76 + 2 * 8 + 4, ((0, 64), (1, 76), (0, 92)))
 
 
-def test_a_rollback_within_a_stage_keeps_the_ranks(plan: StagePlan) -> None:
+def test_a_rollback_within_a_phase_keeps_the_ranks(plan: PhasePlan) -> None:
     run = run_at(plan, 11, checkpoint=9)
     outcome = roll_back(run, 11, "a loss spike")
     assert outcome == (9, None)
@@ -81,8 +81,8 @@ def test_a_rollback_within_a_stage_keeps_the_ranks(plan: StagePlan) -> None:
 @pytest.mark.parametrize(
     ("step", "asked", "boundary"), [(7, "", False), (8, "", True), (8, "SIGTERM", False)]
 )
-def test_the_steps_of_an_engine_end_before_the_next_stage(
-    plan: StagePlan, step: int, asked: str, boundary: bool
+def test_the_steps_of_an_engine_end_before_the_next_phase(
+    plan: PhasePlan, step: int, asked: str, boundary: bool
 ) -> None:
     run = run_at(plan, step, checkpoint=0)
     run.watch.judge.return_value = None
@@ -99,7 +99,7 @@ def test_the_steps_of_an_engine_end_before_the_next_stage(
     [(6, "SIGTERM", True), (7, "SIGTERM", True), (6, "", False), (8, "", True), (20, "", True)],
 )
 def test_a_save_after_which_no_step_follows_may_fill_the_disk(
-    plan: StagePlan, step: int, asked: str, ends: bool
+    plan: PhasePlan, step: int, asked: str, ends: bool
 ) -> None:
     run = run_at(plan, step, checkpoint=0)
     run.is_save_due = lambda step: step in (6, 8, 20)
@@ -115,7 +115,7 @@ def test_a_save_after_which_no_step_follows_may_fill_the_disk(
     assert options == {"ends_process": ends}
 
 
-def test_a_failed_save_at_a_boundary_stops_the_run(plan: StagePlan) -> None:
+def test_a_failed_save_at_a_boundary_stops_the_run(plan: PhasePlan) -> None:
     from threefold.pretrain.setup import close_run
 
     run = run_at(plan, 8, checkpoint=0)
@@ -128,17 +128,20 @@ def test_a_failed_save_at_a_boundary_stops_the_run(plan: StagePlan) -> None:
     assert close_run(run, Ending(STOPPED, "step 8: bad")).reason == "step 8: bad"
 
 
-def test_an_event_keeps_the_parts_of_the_data(plan: StagePlan, tmp_path: Path) -> None:
+def test_an_event_keeps_the_parts_of_the_data(plan: PhasePlan, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     target = Progress(6, 76, ((0, 64), (1, 76)))
     folder.event("start", 0)
     tracker = RunTracker(plan.at(11).recipe, folder)
-    tracker.roll_back(11, target, "a loss spike", parts=[{"stage": "long"}])
+    tracker.roll_back(11, target, "a loss spike", parts=[{"phase": "long"}])
     history = folder.history()
-    assert history.data_parts == {(6, 76): [{"stage": "long"}]}
+    assert history.data_parts == {(6, 76): [{"phase": "long"}]}
     assert history.progress_at(6, history.rolled_back[6]) == target
     assert history.progress_at(6, 48) == Progress(6, 48)
+    lines = folder.events.read_text()
+    folder.events.write_text(lines.replace('"phase"', '"stage"'))  # as earlier versions wrote it
+    assert lines != folder.events.read_text() and folder.history() == history
 
 
 def test_a_new_process_inherits_the_lock_and_no_other_file(

@@ -14,10 +14,10 @@ from threefold.checkpoint.resume import Request, ResumePoint, Start
 from threefold.checkpoint.retention import RESERVED_DISK_BYTES, checkpoint_bytes
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.pretrain import setup
-from threefold.pretrain.experiment import Experiment, check_stages
+from threefold.pretrain.experiment import Experiment, check_phases
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
 
@@ -27,10 +27,10 @@ LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}
 
 @pytest.fixture
 def experiment(small: dict[str, Any]) -> Experiment:
-    """Return an experiment of two stages, in its second one."""
-    table = changed(small, checkpoint__every=20) | {"stage": [LATE]}
-    plan = StagePlan(parse_recipe(table, "small"))
-    return check_stages(World(), plan, "small").at(11)
+    """Return an experiment of two phases, in its second one."""
+    table = changed(small, checkpoint__every=20) | {"phase": [LATE]}
+    plan = PhasePlan(parse_recipe(table, "small"))
+    return check_phases(World(), plan, "small").at(11)
 
 
 def begin(
@@ -64,10 +64,10 @@ def test_unfinished_saves_are_deleted_before_the_disk_is_measured(
     assert not [line for line in folder.read_events() if line["event"] == "warning"]
 
 
-def test_the_disk_is_compared_with_the_saves_of_all_stages(
+def test_the_disk_is_compared_with_the_saves_of_all_phases(
     experiment: Experiment, world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of the first stage and that of the run are saved, so two checkpoints must fit."""
+    """The end of the first phase and that of the run are saved, so two checkpoints must fit."""
     size = checkpoint_bytes(experiment.recipe)
     free = RESERVED_DISK_BYTES + size
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free))
@@ -113,7 +113,7 @@ def test_saves_after_the_last_step_are_a_warning(
 ) -> None:
     recipe = parse_recipe(changed(small, checkpoint__also_at=also_at), "small")
     folder = RunFolder(tmp_path)
-    begin(check_stages(World(), StagePlan(recipe), "small"), folder, 0)
+    begin(check_phases(World(), PhasePlan(recipe), "small"), folder, 0)
     warnings = [line["message"] for line in folder.read_events() if line["event"] == "warning"]
     expected = [f"checkpoint.also_at: no checkpoint is saved {named}"] if named else []
     assert warnings == expected
@@ -125,7 +125,7 @@ def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "leave", mock.Mock(side_effect=SystemExit))
 
 
-def test_the_summary_of_a_finished_run_knows_its_stages(
+def test_the_summary_of_a_finished_run_knows_its_phases(
     experiment: Experiment,
     world: None,
     tmp_path: Path,
@@ -134,7 +134,7 @@ def test_the_summary_of_a_finished_run_knows_its_stages(
 ) -> None:
     with pytest.raises(SystemExit):
         begin(experiment, RunFolder(tmp_path), 20)
-    assert "add a [[stage]] with its own schedule; training.steps alone" in capsys.readouterr().out
+    assert "add a [[phase]] with its own schedule; training.steps alone" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -169,9 +169,9 @@ def test_a_run_beyond_the_requested_steps_is_not_called_finished(
 ) -> None:
     """25 steps are done and 20 are requested; the advice follows the recipe of the checkpoint."""
     earlier = parse_recipe(changed(small, **changes), "small") if changes else None
-    plan = StagePlan(parse_recipe(small, "small"))
+    plan = PhasePlan(parse_recipe(small, "small"))
     with pytest.raises(SystemExit):
-        begin(check_stages(World(), plan, "small"), RunFolder(tmp_path), 25, earlier)
+        begin(check_phases(World(), plan, "small"), RunFolder(tmp_path), 25, earlier)
     output = capsys.readouterr().out
     title = "tiny is at step 25, beyond the requested training.steps = 20; nothing is left to train"
     assert output.splitlines()[0] == title and advice in output

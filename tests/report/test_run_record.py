@@ -13,7 +13,7 @@ from models.cost import flops_per_token
 from models.errors import UserError
 from tests.report.synthetic import BEGAN, event, recipe_of, write_run
 from threefold.config.loading import parse_recipe
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.data.sample_order import choose_sources
 from threefold.report.page import mixtures, state, stops, summary, wall_time_parts
 from threefold.report.run_record import names_of, read_run
@@ -143,15 +143,15 @@ def test_wall_time_and_interruptions(tmp_path: Path) -> None:
     assert found.events[0]["time"] == BEGAN
 
 
-def test_a_run_with_stages(tmp_path: Path) -> None:
+def test_a_run_with_phases(tmp_path: Path) -> None:
     table = recipe_of().model_dump(mode="json", exclude_none=True)
     books = [{"path": "data/books/train", "weight": 1.0}]
     length = table["model"]["sequence_length"]
-    table["stage"] = [
+    table["phase"] = [
         {"name": "books", "start_step": 41, "data": {"train": books}},
         {"name": "long", "start_step": 61, "model": {"sequence_length": 2 * length}},
     ]
-    plan = StagePlan(parse_recipe(table, "test"))
+    plan = PhasePlan(parse_recipe(table, "test"))
 
     def count_tokens(line: dict[str, Any]) -> None:
         line["tokens"] = plan.tokens_before(line["step"] + 1)
@@ -160,7 +160,7 @@ def test_a_run_with_stages(tmp_path: Path) -> None:
     run = read_run(folder, "run")
     batch = table["batch"]["global_sequences"]
     found = {
-        stages: {each.path: each.samples for each in shares} for stages, shares in mixtures(run)
+        phases: {each.path: each.samples for each in shares} for phases, shares in mixtures(run)
     }
     first = {"data/stdlib/train": 30 * batch, "data/books/train": 10 * batch}
     later = {"data/books/train": 20 * batch}
@@ -186,8 +186,8 @@ def test_the_mixture_counts_the_samples_of_the_kept_steps(tmp_path: Path) -> Non
     assert [each.wanted for each in found] == pytest.approx([0.5, 0.3, 0.2])
 
     run = read_run(write_run(tmp_path / "run", range(1, 101)), "run")
-    ((stages, shares),) = mixtures(run)
-    assert stages == "first"
+    ((phases, shares),) = mixtures(run)
+    assert phases == "first"
     assert [(each.path, each.samples) for each in shares] == [
         ("data/stdlib/train", 2400),
         ("data/books/train", 800),

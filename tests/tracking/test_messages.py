@@ -13,7 +13,7 @@ from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from threefold.commands import plan
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.config.parallel_dims import Topology, World
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
 from threefold.tracking.messages import (
@@ -39,10 +39,10 @@ LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}
         ({"optimizer__schedule__steps": 100}, RAISE),  # the schedule continues
         ({"optimizer__schedule__warmup_steps": 30}, RAISE),
         ({"optimizer__schedule__minimum_learning_rate": 3e-3}, RAISE),
-        ({"optimizer__schedule": WSD}, "[[stage]] with its own schedule; the current schedule has"),
+        ({"optimizer__schedule": WSD}, "[[phase]] with its own schedule; the current schedule has"),
         ({"optimizer__schedule": WSD | {"minimum_learning_rate": 1e-3}},
          "at the learning rate of 1.00e-03, use --set training.steps=40"),
-        ({"stage": [LATE]}, "[[stage]] with its own schedule; training.steps alone would raise"),
+        ({"phase": [LATE]}, "[[phase]] with its own schedule; training.steps alone would raise"),
     ],
 )  # fmt: skip
 def test_the_advice_for_training_longer_avoids_a_jump(
@@ -53,10 +53,10 @@ def test_the_advice_for_training_longer_avoids_a_jump(
 
 
 def test_a_run_that_follows_the_advice_continues_at_its_last_rate(small: dict[str, Any]) -> None:
-    rate = StagePlan(parse_recipe(small, "test")).at(20).learning_rate(20)
+    rate = PhasePlan(parse_recipe(small, "test")).at(20).learning_rate(20)
     longer = changed(small, training__steps=40, optimizer__schedule__steps=20)
-    stages = StagePlan(parse_recipe(longer, "test"))
-    assert {stages.at(step).learning_rate(step) for step in range(20, 41)} == {rate}
+    phases = PhasePlan(parse_recipe(longer, "test"))
+    assert {phases.at(step).learning_rate(step) for step in range(20, 41)} == {rate}
 
 
 @pytest.mark.parametrize(

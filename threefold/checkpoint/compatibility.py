@@ -64,14 +64,14 @@ def check_same_run(
             f"{checkpoint} was trained with {_sentence(different)}; use the same values, "
             f"--run-dir for a new run, or --resume never to start again"
         )
-    _check_same_stages(checkpoint, manifest.step, before.stages, after.stages)
+    _check_same_phases(checkpoint, manifest.step, before.phases, after.phases)
     check_parts_read(manifest.progress, manifest.data.get("parts", ()), data.get("parts", ()))
 
 
 def check_parts_read(
     progress: Progress, before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]
 ) -> None:
-    """Check that stages from which a run has rolled back still have the data that the run has read.
+    """Check that phases from which a run has rolled back still have the data that the run has read.
 
     Their names and first steps may change, because the run will reach them again.
 
@@ -81,62 +81,62 @@ def check_parts_read(
         now: fingerprints of the same parts of the recipe
 
     Raises:
-        UserError: a part differs; the message names its stage.
+        UserError: a part differs; the message names its phase.
     """
     for number in sorted({part - 1 for part, _ in progress.read} & set(range(len(before)))):
         old, new = before[number], now[number] if number < len(now) else None
-        about = f'the run has read data of stage "{old["stage"]}" and rolled back'
+        about = f'the run has read data of phase "{old["phase"]}" and rolled back'
         if new is None:
-            raise UserError(f"{about}, and this recipe lacks the stage; add it again")
-        free = {key: old[key] for key in ("stage", "first_step")}
+            raise UserError(f"{about}, and this recipe lacks the phase; add it again")
+        free = {key: old[key] for key in ("phase", "first_step")}
         if different := differences(old, new | free):
             raise UserError(
-                f"{about}, so that the stage cannot change: {_sentence(different)}; use the same "
-                f"values, or let a new stage begin after it"
+                f"{about}, so that the phase cannot change: {_sentence(different)}; use the same "
+                f"values, or let a new phase begin after it"
             )
 
 
 class _Fingerprint(NamedTuple):
-    """A fingerprint: of the first stage, and of the later stages that have changed the data."""
+    """A fingerprint: of the first phase, and of the later phases that have changed the data."""
 
     shared: dict[str, Any]
-    stages: list[dict[str, Any]]
+    phases: list[dict[str, Any]]
 
 
 def _begun(data: dict[str, Any], step: int) -> _Fingerprint:
-    """Return the fingerprint of the stages that have begun when a step is done."""
+    """Return the fingerprint of the phases that have begun when a step is done."""
     parts = [part for part in data.get("parts", ()) if part["first_step"] <= step]
     return _Fingerprint({key: value for key, value in data.items() if key != "parts"}, parts)
 
 
-def _check_same_stages(
+def _check_same_phases(
     checkpoint: Path, step: int, before: list[dict[str, Any]], now: list[dict[str, Any]]
 ) -> None:
-    """Check that a run has gone through the same stages, as far as they change the data.
+    """Check that a run has gone through the same phases, as far as they change the data.
 
     Raises:
-        UserError: the stages differ; the message names the stage.
+        UserError: the phases differ; the message names the phase.
     """
     for number in range(max(len(before), len(now))):
         old = before[number] if number < len(before) else None
         new = now[number] if number < len(now) else None
         if old is None and new is not None:
             raise UserError(
-                f'{checkpoint} was trained without stage "{new["stage"]}", which begins with step '
-                f"{new['first_step']}; let the stage begin after step {step}, or use the recipe of "
+                f'{checkpoint} was trained without phase "{new["phase"]}", which begins with step '
+                f"{new['first_step']}; let the phase begin after step {step}, or use the recipe of "
                 f"the checkpoint"
             )
         if old is not None and new is None:
             raise UserError(
-                f'{checkpoint} was trained with stage "{old["stage"]}" from step '
-                f"{old['first_step']} on, which this recipe lacks; add the stage, or resume from a "
+                f'{checkpoint} was trained with phase "{old["phase"]}" from step '
+                f"{old['first_step']} on, which this recipe lacks; add the phase, or resume from a "
                 f"checkpoint before step {old['first_step']}"
             )
         assert old is not None and new is not None
-        if different := differences(old, new | {"stage": old["stage"]}):
+        if different := differences(old, new | {"phase": old["phase"]}):
             raise UserError(
-                f'{checkpoint} was trained with another stage "{old["stage"]}": '
-                f"{_sentence(different)}; only stages that begin after step {step} may differ"
+                f'{checkpoint} was trained with another phase "{old["phase"]}": '
+                f"{_sentence(different)}; only phases that begin after step {step} may differ"
             )
 
 

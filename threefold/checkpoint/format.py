@@ -29,7 +29,7 @@ from models.config import ModelConfig
 from models.errors import UserError, reason_of
 from threefold.config.optimization import Batch
 from threefold.config.phases import with_current_names
-from threefold.config.sections import Stage
+from threefold.config.sections import Phase, with_current_keys
 from threefold.run_folder.history import NAME, step_of
 from threefold.run_folder.json_lines import flush
 from threefold.run_folder.progress import Progress, read_from
@@ -158,18 +158,18 @@ class _Run(_Weights):
     optimizer: dict[str, Any]
     batch: Batch
     training: _Steps
-    stage: tuple[Stage, ...] = ()
+    phase: tuple[Phase, ...] = ()
 
 
 def _check_recipe(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe of a checkpoint unchanged.
+    """Return the recipe of a checkpoint.
 
     Raises:
         PydanticCustomError: a key that this code reads is missing or has another type.
     """
     kind = _Run if "seed" in recipe else _Weights
     try:
-        kind.model_validate_json(_json(recipe), strict=True)
+        kind.model_validate_json(_json(with_current_names(recipe)), strict=True)
     except ValidationError as error:
         raise PydanticCustomError("recipe", "{problem}", {"problem": _first(error)}) from None
     return recipe
@@ -198,21 +198,28 @@ def _first(error: ValidationError) -> str:
 class _Part(TypedDict):
     """The keys of a part of the data that this code reads."""
 
-    stage: str
+    phase: str
     first_step: int
 
 
 def _check_data(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fingerprints of a checkpoint unchanged.
+    """Return the fingerprints of a checkpoint.
 
     Raises:
         PydanticCustomError: a part of the data has no name or no first step.
     """
     try:
-        _PARTS.validate_python(data.get("parts", []), strict=True)
+        _PARTS.validate_python(_current_parts(data), strict=True)
     except ValidationError as error:
         raise PydanticCustomError("data", "parts.{problem}", {"problem": _first(error)}) from None
     return data
+
+
+def _current_parts(data: dict[str, Any]) -> Any:
+    """Return the parts of the data with the current names of their keys, if they are tables."""
+    parts = data.get("parts", [])
+    is_list = isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
+    return [with_current_keys(part) for part in parts] if is_list else parts
 
 
 _PARTS = TypeAdapter(list[_Part])
@@ -235,7 +242,7 @@ class Manifest:
         tensors: tensor name -> file name
         files: file name -> size and SHA-256
         format: version of this format
-        read_parts: `Progress.read` of a run whose stages change the data
+        read_parts: `Progress.read` of a run whose phases change the data
         parent: the checkpoint of another run at which the run began, if there is one
         validation_loss: mean loss of the validation sets at the save, if the run has just
             validated; in nats per token
@@ -330,7 +337,9 @@ class Manifest:
             _CONTENT.validate_json(_json(content), strict=True)
         except ValidationError as error:
             raise UserError(f"{file} is damaged ({_first(error)}); {REMEDY}") from None
-        return cls(**content | {"recipe": with_current_names(content["recipe"])})
+        recipe, data = with_current_names(content["recipe"]), content["data"]
+        parts = {"parts": _current_parts(data)} if "parts" in data else {}
+        return cls(**content | {"recipe": recipe, "data": data | parts})
 
 
 _CONTENT = TypeAdapter(Manifest)

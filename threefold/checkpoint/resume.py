@@ -31,7 +31,7 @@ from threefold.checkpoint.state import CheckpointReader
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import parse_recipe
 from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
-from threefold.config.phases import Span, StagePlan
+from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import (
@@ -128,33 +128,33 @@ class ResumePoint:
         if earlier is None:
             return ""
         step = self.progress.step + 1
-        old_span, new_span = (StagePlan(plan).at(step) for plan in (earlier, recipe))
-        old, new = old_span.learning_rate(step), new_span.learning_rate(step)
+        old_segment, new_segment = (PhasePlan(plan).at(step) for plan in (earlier, recipe))
+        old, new = old_segment.learning_rate(step), new_segment.learning_rate(step)
         if _is_near(old, new):
             return ""
         return (
             f"the learning rate changes from {old:.2e} (recipe of the checkpoint) to {new:.2e} at "
-            f"step {step}; {self._advice_on_jump(recipe, old_span, new_span)}"
+            f"step {step}; {self._advice_on_jump(recipe, old_segment, new_segment)}"
         )
 
-    def _advice_on_jump(self, recipe: Recipe, old_span: Span, new_span: Span) -> str:
+    def _advice_on_jump(self, recipe: Recipe, old_segment: Segment, new_segment: Segment) -> str:
         """Return the setting that avoids a jump of the learning rate, or the keys that caused it.
 
         Args:
             recipe: the recipe of the run
-            old_span: the span of the next step in the recipe of the checkpoint
-            new_span: the span of the next step in the recipe of the run
+            old_segment: the segment of the next step in the recipe of the checkpoint
+            new_segment: the segment of the next step in the recipe of the run
         """
         step = self.progress.step + 1
-        old, steps = old_span.learning_rate(step), old_span.schedule_end
-        is_constant = old_span.recipe.optimizer.schedule.decay == "constant"
-        if old_span.schedule_first == new_span.schedule_first == 1 and not is_constant:
+        old, steps = old_segment.learning_rate(step), old_segment.schedule_end
+        is_constant = old_segment.recipe.optimizer.schedule.decay == "constant"
+        if old_segment.schedule_first == new_segment.schedule_first == 1 and not is_constant:
             if not old:
                 return (
-                    "to train longer, add a [[stage]] with its own schedule, because the schedule "
+                    "to train longer, add a [[phase]] with its own schedule, because the schedule "
                     "of the checkpoint has decayed to a learning rate of 0"
                 )
-            optimizer = new_span.recipe.optimizer
+            optimizer = new_segment.recipe.optimizer
             schedule = optimizer.schedule.model_copy(update={"steps": steps})
             kept = optimizer.model_copy(update={"schedule": schedule})
             if _is_near(old, learning_rate(step, kept, steps)):
@@ -162,7 +162,7 @@ class ResumePoint:
                     f"to keep the schedule of the checkpoint, use optimizer.schedule.steps = "
                     f"{steps}"
                 )
-        causes = ("optimizer.", "stage", "training.steps")
+        causes = ("optimizer.", "phase", "training.steps")
         keys = [key for key in self.changes(recipe) if key.startswith(causes)]
         return f"keys that changed: {', '.join(keys)}"
 
@@ -478,7 +478,7 @@ def _at(
         pending: a request of an earlier start that has not been carried out
 
     Raises:
-        UserError: the data of a stage from which the run has rolled back has changed.
+        UserError: the data of a phase from which the run has rolled back has changed.
     """
     progress = found.progress
     samples = history.rolled_back.get(progress.step)

@@ -168,8 +168,8 @@ def _always_kept(recipe: Recipe) -> int:
 def most_saves(recipe: Recipe, step: int) -> int:
     """Return the largest number of checkpoints that a run saves after a step.
 
-    The end of each stage is counted, although it is saved only if the next one needs other ranks.
+    The end of each phase is counted, although it is saved only if the next one needs other ranks.
     """
     settings, steps = recipe.checkpoint, recipe.training.steps
     others = {n for n in (*settings.also_at, steps) if step < n <= steps and n % settings.every}
-    return steps // settings.every - step // settings.every + len(others) + len(recipe.stage)
+    return steps // settings.every - step // settings.every + len(others) + len(recipe.phase)

@@ -43,7 +43,7 @@ from threefold.checkpoint.retention import (
 )
 from threefold.checkpoint.state import KINDS, WEIGHTS, Fragment, TrainingState
 from threefold.config.parallel_dims import Topology
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.plan.goodput import duration
 from threefold.run_folder.folder import RunFolder, layout_of, versions
@@ -357,7 +357,7 @@ class CheckpointWriter:
         recipe: the recipe of the run
         topology: the layout of the ranks
         data: fingerprints of corpora and tokenizer, for the manifest
-        step: a step of the stage that the ranks train
+        step: a step of the phase that the ranks train
         damaged: checkpoints that retention neither deletes nor counts
         parent: the checkpoint of another run at which this one began, for the manifest
 
@@ -386,7 +386,7 @@ class CheckpointWriter:
     ):
         self.state, self.folder, self.recipe, self.damaged = state, folder, recipe, damaged
         self.rank = dist.get_rank()
-        self.plan, self.data, self.parent = StagePlan(recipe), data, parent
+        self.plan, self.data, self.parent = PhasePlan(recipe), data, parent
         self.layout = layout_of(self.plan.at(step).recipe, topology)
         # Only rank 0 writes the manifest, so only rank 0 runs git.
         self.versions = versions() if self.rank == 0 else {}

@@ -14,7 +14,7 @@ from models.errors import UserError
 from models.hugging_face.config import export_problem
 from threefold.config.layout import Cluster
 from threefold.config.loading import DEFAULT_RECIPE
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.data.manifest import unused_rows
 from threefold.plan import catalogue, recipe_edits, report
@@ -38,7 +38,7 @@ from threefold.plan.job import (
     zero3_in_pipeline,
 )
 from threefold.plan.memory.peak import fits
-from threefold.plan.report import stage_rows, stages_lines, stages_table
+from threefold.plan.report import phase_rows, phases_lines, phases_table
 from threefold.plan.search import DEFAULT_HEADROOM, SearchResult, largest, members, search
 from threefold.plan.software import THREEFOLD, load_software
 from threefold.plan.time.step import step_time
@@ -80,8 +80,8 @@ def main(description: str | None = None) -> None:
     sys.exit(code)
 
 
-def read_recipe(options: argparse.Namespace) -> tuple[StagePlan, Recipe, Cluster]:
-    """Return all stages, the recipe of the first stage or of `--stage`, and its cluster."""
+def read_recipe(options: argparse.Namespace) -> tuple[PhasePlan, Recipe, Cluster]:
+    """Return all phases, the recipe of the first phase or of `--phase`, and its cluster."""
     recipe, cluster = recipe_on_cluster(
         options.recipe,
         options.set,
@@ -89,8 +89,8 @@ def read_recipe(options: argparse.Namespace) -> tuple[StagePlan, Recipe, Cluster
         gpus_per_node=options.gpus_per_node,
         gpu=options.gpu,
     )
-    whole = StagePlan(recipe)
-    return whole, whole.recipe_of(options.stage) if options.stage else recipe, cluster
+    whole = PhasePlan(recipe)
+    return whole, whole.recipe_of(options.phase) if options.phase else recipe, cluster
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -113,16 +113,16 @@ def plan(options: argparse.Namespace) -> int:
     own = adjust(own) if own else None
     count = max(options.top, 1 if options.write else 0)
     result = search(job, count, headroom=options.headroom) if count else SearchResult()
-    steps = len(whole.steps_of(options.stage or whole.names[0]))
-    stages = stage_rows(whole, machine, software, adjust) if len(whole.spans) > 1 else []
+    steps = len(whole.steps_of(options.phase or whole.names[0]))
+    phases = phase_rows(whole, machine, software, adjust) if len(whole.segments) > 1 else []
     if options.json:
         table: dict[str, Any] = {"cluster": cluster.model_dump()}
         table |= {"links": report.links_table(machine)}
         table |= report.search_table(recipe, result)
         own_table = report.job_table(own, steps) if own else None
         table |= {"own": own_table, "own_rejected": problem, "calibration": fit.table()}
-        if stages:
-            table |= {"stage": options.stage or whole.names[0], "stages": stages_table(stages)}
+        if phases:
+            table |= {"phase": options.phase or whole.names[0], "phases": phases_table(phases)}
         if own and options.failures_per_day:
             table["goodput"] = goodput_table(goodput_case(recipe, own, options))
         print(json.dumps(table))
@@ -130,11 +130,11 @@ def plan(options: argparse.Namespace) -> int:
         if fit.source:
             print(report.calibration_text(fit))
         print(report.heading(whole.recipe, own or job), end="\n\n")
-        if stages:
-            print(f'Stage "{options.stage or whole.names[0]}":')
+        if phases:
+            print(f'Phase "{options.phase or whole.names[0]}":')
         print_plan(recipe, own, problem, steps=steps)
-        if stages:
-            print("\n".join(["", *stages_lines(stages)]))
+        if phases:
+            print("\n".join(["", *phases_lines(phases)]))
         if own and options.failures_per_day:
             print("\n".join(goodput_lines(goodput_case(recipe, own, options))))
         if zero3 := zero3_in_pipeline(recipe, machine, software):
@@ -151,7 +151,7 @@ def plan(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     draw(recipe, own or (result.plans[0].job if result.plans else None), options)
-    return 0 if own and fits(own) and all(row.fits for row in stages) else 1
+    return 0 if own and fits(own) and all(row.fits for row in phases) else 1
 
 
 def adjusted(job: Job, *, fit: Fit, imbalance: float) -> Job:
@@ -347,7 +347,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "and the time to read the checkpoint)",
     )  # fmt: skip
     output = parser.add_argument_group("output")
-    add_stage(output)
+    add_phase(output)
     output.add_argument(
         "--top", type=int, default=5, help="number of fastest layouts to print (default: 5)"
     )
@@ -369,7 +369,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a trace."""
     add_recipe(parser)
     add_cluster_options(parser)
-    add_stage(parser)
+    add_phase(parser)
     parser.add_argument("--rank", type=int, default=0, help="rank to trace (default: 0)")
     add_json(parser)
 
@@ -441,11 +441,11 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_stage(parser: Options) -> None:
-    """Add --stage."""
+def add_phase(parser: Options) -> None:
+    """Add --phase."""
     parser.add_argument(
-        "--stage", metavar="NAME",
-        help="plan this stage of the recipe in detail (default: the first one)",
+        "--phase", metavar="NAME",
+        help="plan this phase of the recipe in detail (default: the first one)",
     )  # fmt: skip
 
 

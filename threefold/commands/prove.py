@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from models.errors import UserError, counted
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.prove.compare import Outcome, compare
 from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
@@ -42,8 +42,8 @@ def main(description: str | None = None) -> None:
     options = parse_command_line(description)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            whole = StagePlan(load_recipe(options.recipe, options.set))
-            recipe = whole.recipe_of(options.stage or whole.names[0])
+            whole = PhasePlan(load_recipe(options.recipe, options.set))
+            recipe = whole.recipe_of(options.phase or whole.names[0])
             small, cases = plan(recipe, options, Path(folder) / "corpus")
         except UserError as problem:
             print(f"prove.py: {problem}", file=sys.stderr)
@@ -220,7 +220,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE, help="default: recipes/tiny.toml"
     )
     parser.add_argument(
-        "--stage", metavar="NAME", help="stage of the recipe to prove; default: the first one"
+        "--phase", metavar="NAME", help="phase of the recipe to prove; default: the first one"
     )
     parser.add_argument(
         "--ranks",

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from models.errors import UserError, reason_of, suggestion, toml_line, toml_value
-from threefold.config.phases import RENAMED, StagePlan, StageRejected, with_current_names
+from threefold.config.phases import RENAMED, PhasePlan, PhaseRejected, with_current_names
 from threefold.config.recipe import Recipe
-from threefold.config.sections import REPOSITORY, short
+from threefold.config.sections import FORMER_NAMES, REPOSITORY, short
 
 # The error messages of rejected recipes: what is wrong, and a value that works.
 
@@ -67,7 +67,7 @@ def explain(
     raised = problem.get("ctx", {}).get("error")
     if isinstance(raised, UserError):  # its message names the key
         message = str(raised)
-        is_whole = message.startswith(key) or location[0] == "stage"  # a stage gives its name
+        is_whole = message.startswith(key) or location[0] == "phase"  # a phase gives its name
         return message if is_whole else f"{key}.{message}"
     if isinstance(raised, Exception):
         raise raised from None
@@ -75,7 +75,7 @@ def explain(
         return f'{problem["msg"]}; write lines such as name = "tiny"'
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         line = toml_line(key, problem["input"])
-        path = ".".join(str(part) for part in location[2 if location[0] == "stage" else 0 :])
+        path = ".".join(str(part) for part in location[2 if location[0] == "phase" else 0 :])
         if renamed := RENAMED.get(path):
             return f"{path} is now {renamed}; use {toml_line(renamed, problem['input'])}"
         name = "section" if isinstance(problem["input"], dict) else "key"
@@ -117,7 +117,7 @@ def _suggestion(location: Location, recipe: type[BaseModel]) -> str:
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
     if close:
         return f"did you mean {'.'.join([*section, *close])}?"
-    if elsewhere and section[:1] != ["stage"]:  # a stage has few keys: list them
+    if elsewhere and section[:1] != ["phase"]:  # a phase has few keys: list them
         outermost = min(elsewhere, key=lambda path: path.count("."))
         return f"did you mean {outermost}?"
     section_name = f"[{'.'.join(section)}]" if section else "the top level"
@@ -192,7 +192,7 @@ DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"
 SCALING_EXAMPLE = {"type": "llama3", "factor": 8.0, "original_sequence_length": 8192}
 EXPERTS_EXAMPLE = {"count": 8, "per_token": 2, "ffn_hidden_size": 1024}
 RAMP_EXAMPLE = {"start_sequences": 8, "increment": 8, "samples": 1000}
-STAGE_EXAMPLE = {"name": "long", "start_step": 1000, "model": {"sequence_length": 512}}
+PHASE_EXAMPLE = {"name": "long", "start_step": 1000, "model": {"sequence_length": 512}}
 TASK_EXAMPLE = {"name": "next_line", "path": "data/tasks/next_line.jsonl"}
 MAX_NESTING = 20  # of tables and arrays
 # The beginnings of tomllib's messages about a key or a section that a file contains twice.
@@ -248,6 +248,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     table = _read_toml(path)
     if path.name in ("recipe.toml", "launched.toml"):  # of a run, maybe of an older version
         table = with_current_names(table)
+    for former in FORMER_NAMES.keys() & table.keys():
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        match = (n for n, line in enumerate(lines, 1) if re.match(rf"\s*\[*\s*{former}\b", line))
+        current = FORMER_NAMES[former]
+        raise UserError(
+            f"{short(path)}: line {next(match, 1)}: [[{former}]] is now [[{current}]]; write "
+            f"[[{current}]]"
+        )
     apply_overrides(table, overrides)
     return parse_recipe(table, origin(path, overrides))
 
@@ -264,13 +272,13 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
         # pydantic's strict mode accepts an array for a tuple and a table for a dataclass only in
         # JSON.
         recipe = Recipe.model_validate_json(json.dumps(table, default=_reject_date))
-        StagePlan(recipe)
+        PhasePlan(recipe)
         return recipe
     except ValidationError as error:
         problems = _explanations(error, table)
-    except StageRejected as rejected:
+    except PhaseRejected as rejected:
         problems = _explanations(rejected.error, rejected.table)
-        problems = [f'stage "{rejected.stage}": {problem}' for problem in problems]
+        problems = [f'phase "{rejected.phase}": {problem}' for problem in problems]
     except UserError as problem:
         problems = [str(problem)]
     if len(problems) == 1:
@@ -284,7 +292,7 @@ def _explanations(error: ValidationError, table: dict[str, Any]) -> list[str]:
     example["model"] |= {"rope_scaling": SCALING_EXAMPLE, "experts": EXPERTS_EXAMPLE}
     example["batch"] |= {"ramp": RAMP_EXAMPLE}
     example["evaluation"] = {"tasks": [TASK_EXAMPLE]}
-    example["stage"] = [STAGE_EXAMPLE]
+    example["phase"] = [PHASE_EXAMPLE]
     return [explain(problem, table, Recipe, example) for problem in root_causes(error)]
 
 
@@ -414,23 +422,29 @@ def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def apply_override(table: dict[str, Any], override: str) -> None:
-    """Set one key of a recipe's table; `stage.NAME.section.key` is a key of the stage NAME."""
+    """Set one key of a recipe's table; `phase.NAME.section.key` is a key of the phase NAME."""
     override = text_of_override(override)
     name, equals, text = override.partition("=")
     *sections, key = (part.strip() for part in name.split("."))
     if not equals or not key or not all(sections):
         raise UserError(f"--set {override}: write it as --set section.key=value")
+    if current := FORMER_NAMES.get(name.split(".")[0].strip()):
+        former, dot, rest = name.partition(".")
+        raise UserError(
+            f"--set {override}: {former.strip()} is now {current}; write --set "
+            f"{current}{dot}{rest}={text}"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         value = text.strip()  # a bare word
     for depth, section in enumerate(sections, start=1):
-        if depth == 1 and section == "stage" and len(sections) > 1:
-            table = _stages_by_name(table.get("stage", []), override)
+        if depth == 1 and section == "phase" and len(sections) > 1:
+            table = _phases_by_name(table.get("phase", []), override)
             if sections[1] not in table:
                 raise UserError(
-                    f"--set {override}: the recipe has no stage {sections[1]}; use a name of a "
-                    f"[[stage]] table: {', '.join(table) or 'it has none'}"
+                    f"--set {override}: the recipe has no phase {sections[1]}; use a name of a "
+                    f"[[phase]] table: {', '.join(table) or 'it has none'}"
                 )
             continue
         table = table.setdefault(section, {})
@@ -462,11 +476,11 @@ def text_of_override(override: str) -> str:
         ) from None
 
 
-def _stages_by_name(stages: Any, override: str) -> dict[str, Any]:
-    """Return the tables of a recipe's stages by name; those without a name are rejected later."""
-    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+def _phases_by_name(phases: Any, override: str) -> dict[str, Any]:
+    """Return the tables of a recipe's phases by name; those without a name are rejected later."""
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
         raise UserError(
-            f"--set {override}: the recipe's stage is not an array of tables; write [[stage]] in "
+            f"--set {override}: the recipe's phase is not an array of tables; write [[phase]] in "
             f"double brackets"
         )
-    return {name: stage for stage in stages if isinstance(name := stage.get("name"), str)}
+    return {name: phase for phase in phases if isinstance(name := phase.get("name"), str)}

@@ -88,12 +88,12 @@ class Schedule(Section):
     decay: Literal["cosine", "linear", "wsd", "constant"]
     """Shape of the decay. "cosine" and "linear" fall from the end of the warm-up to the last step
     of the schedule; "wsd" (warm-up-stable-decay) is constant until the last `decay_steps`, then
-    falls as `decay_shape` says; "constant" does not fall, for example because a later `[[stage]]`
+    falls as `decay_shape` says; "constant" does not fall, for example because a later `[[phase]]`
     decays the learning rate."""
 
     steps: Count | None = None
     """Steps of the schedule, from its first step to the end of the decay. Leave it out to use all
-    steps of the run (`training.steps`), or those before the next `[[stage]]` with a schedule. A
+    steps of the run (`training.steps`), or those before the next `[[phase]]` with a schedule. A
     shorter run trains the first steps of the schedule; a longer one continues at the minimum."""
 
     decay_steps: NonNegative = 0

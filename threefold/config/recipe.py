@@ -24,8 +24,8 @@ from threefold.config.sections import (
     Checkpoint,
     Data,
     Evaluation,
+    Phase,
     Section,
-    Stage,
     Supervision,
     Tracking,
 )
@@ -60,9 +60,9 @@ class Recipe(Section):
     """Leave the section out if the recipe may run on any number of ranks that its layout
     divides."""
 
-    stage: tuple[Stage, ...] = ()
-    """Later stages of the run, in order, as `[[stage]]` tables; see docs/stages.md. All other
-    sections describe the stage before the first of them."""
+    phase: tuple[Phase, ...] = ()
+    """Later phases of the run, in order, as `[[phase]]` tables; see docs/phases.md. All other
+    sections describe the phase before the first of them."""
 
     @model_validator(mode="after")
     def _check_steps(self) -> "Recipe":
@@ -73,7 +73,7 @@ class Recipe(Section):
                     f"tracking.{key} = {step} comes after training.steps = {steps}; use "
                     f"tracking.{key} = {steps}"
                 )
-        if not self.stage:  # stages/plan.py checks the schedule of each stage
+        if not self.phase:  # phases.py checks the schedule of each phase
             self.optimizer.check_schedule(steps, "training.steps")
         return self
 

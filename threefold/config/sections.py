@@ -1,4 +1,4 @@
-"""Sections of a recipe: data, evaluation, checkpoints, supervision, tracking and stages."""
+"""Sections of a recipe: data, evaluation, checkpoints, supervision, tracking and phases."""
 
 import math
 import os
@@ -393,9 +393,9 @@ class Tracking(Section):
     """Record allocations on GPUs, and save them into the run folder if memory runs out."""
 
 
-# A stage of a run: the step at which it begins, and the keys of the recipe that it changes.
+# A phase of a run: the step at which it begins, and the keys of the recipe that it changes.
 
-# Section -> the keys that a stage may change; None: any key.
+# Section -> the keys that a phase may change; None: any key.
 CHANGEABLE: dict[str, tuple[str, ...] | None] = {
     "model": ("sequence_length", "rope_theta", "rope_scaling"),
     "batch": ("global_sequences", "micro_sequences"),
@@ -404,21 +404,27 @@ CHANGEABLE: dict[str, tuple[str, ...] | None] = {
     "layout": None,
 }
 Changes = dict[str, Any]
-FIRST_STAGE = "first"  # the name of the steps before the first [[stage]]
+FIRST_PHASE = "first"  # the name of the steps before the first [[phase]]
+FORMER_NAMES = {"stage": "phase"}  # key in records of earlier versions -> its current name
 
 
-class Stage(Section):
-    """A later stage of the run. Its changes also apply to the following stages."""
+def with_current_keys(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded table of an earlier version with the current names of its keys."""
+    return {FORMER_NAMES.get(key, key): value for key, value in record.items()}
+
+
+class Phase(Section):
+    """A later phase of the run. Its changes also apply to the following phases."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
-    """Name of the stage in messages, events and `--set stage.NAME.section.key=value`. The steps
-    before the first `[[stage]]` are the stage "first"."""
+    """Name of the phase in messages, events and `--set phase.NAME.section.key=value`. The steps
+    before the first `[[phase]]` are the phase "first"."""
 
     start_step: Annotated[int, Field(ge=2)] | None = None
-    """First step of the stage."""
+    """First step of the phase."""
 
     start_tokens: Count | None = None
-    """Alternative to `start_step`: number of tokens. The stage begins with the first step before
+    """Alternative to `start_step`: number of tokens. The phase begins with the first step before
     which the run has read at least that many."""
 
     model: Changes = Field(default_factory=dict)
@@ -433,8 +439,8 @@ class Stage(Section):
 
     optimizer: Changes = Field(default_factory=dict)
     """Changes of `[optimizer]`: `learning_rate`, `weight_decay` and `schedule` (a whole table). A
-    stage that sets `learning_rate` or `schedule` begins a schedule of its own, which ends before
-    the next stage that does so, or with the run, or after its `schedule.steps`. Otherwise the
+    phase that sets `learning_rate` or `schedule` begins a schedule of its own, which ends before
+    the next phase that does so, or with the run, or after its `schedule.steps`. Otherwise the
     earlier schedule continues."""
 
     layout: Changes = Field(default_factory=dict)
@@ -442,16 +448,16 @@ class Stage(Section):
 
     @property
     def key(self) -> str:
-        """The name of the stage in the option --set."""
-        return f"stage.{self.name}"
+        """The name of the phase in the option --set."""
+        return f"phase.{self.name}"
 
     @property
     def begins_schedule(self) -> bool:
-        """True if a new schedule of the learning rate begins with the stage."""
+        """True if a new schedule of the learning rate begins with the phase."""
         return bool({"learning_rate", "schedule"} & self.optimizer.keys())
 
     @model_validator(mode="after")
-    def _check(self) -> "Stage":
+    def _check(self) -> "Phase":
         if (self.start_step is None) == (self.start_tokens is None):
             given = "neither" if self.start_step is None else "both"
             raise UserError(
@@ -463,11 +469,11 @@ class Stage(Section):
                 if keys is not None and key not in keys:
                     raise UserError(
                         f"{self.key}.{section}.{key} cannot change during a run; the keys of "
-                        f"[stage.{section}] are {', '.join(keys)}"
+                        f"[phase.{section}] are {', '.join(keys)}"
                     )
         if not any(getattr(self, section) for section in CHANGEABLE):
             raise UserError(
                 f"{self.key} changes nothing; use one of the sections "
-                f"{', '.join(f'[stage.{section}]' for section in CHANGEABLE)}, or leave it out"
+                f"{', '.join(f'[phase.{section}]' for section in CHANGEABLE)}, or leave it out"
             )
         return self

@@ -251,7 +251,7 @@ def undamaged(run: Path, count: int) -> list[CheckpointReader]:
 def model_of(source: CheckpointReader) -> ModelConfig:
     """Return the architecture of a run's checkpoint or of imported weights.
 
-    The sequence length and the rotary positions are those of the stage in which the checkpoint was
+    The sequence length and the rotary positions are those of the phase in which the checkpoint was
     saved, because the weights were trained with them.
     """
     manifest = source.manifest

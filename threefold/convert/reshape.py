@@ -66,9 +66,9 @@ def new_recipe(
         raise UserError(
             f"changing {changed[0]} would make it another run; keep the value in {source.path}"
         )
-    stage = recipe_at(recipe, source.manifest.step + 1)  # in which the run resumes
-    topology = stage.topology(World(size=ranks, local_size=ranks))
-    build_deepspeed_config(stage, topology)
+    phase = recipe_at(recipe, source.manifest.step + 1)  # in which the run resumes
+    topology = phase.topology(World(size=ranks, local_size=ranks))
+    build_deepspeed_config(phase, topology)
     return recipe, topology
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError, reason_of
-from threefold.config.phases import Span, StagePlan
+from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
 from threefold.data.manifest import DELETE, read_manifest, tokenizer_hash
@@ -137,11 +137,11 @@ DOCUMENTS_SAMPLED = 256  # of a corpus, spread evenly, whose first tokens are co
 def fingerprint(recipe: Recipe) -> dict[str, Any]:
     """Return everything that decides which samples a run reads, except for the files' paths.
 
-    The top level describes the first stage, and `parts` the later stages that change the data.
+    The top level describes the first phase, and `parts` the later phases that change the data.
     A corpus is represented by the sizes of its two files and by blocks spread over them, both ends
     included. Reading whole files would delay the start of every run.
     """
-    plan = StagePlan(recipe)
+    plan = PhasePlan(recipe)
     tokenizer = tokenizer_hash(repository_path(recipe.data.tokenizer))
     later = [_part(plan.first_of_part(part)) for part in plan.parts[1:]]
     return {
@@ -152,14 +152,14 @@ def fingerprint(recipe: Recipe) -> dict[str, Any]:
     } | ({"parts": later} if later else {})
 
 
-def _part(span: Span) -> dict[str, Any]:
-    """Return the fingerprint of a part of the data, which begins with a stage."""
-    model = span.recipe.model_dump(mode="json")["model"]
+def _part(segment: Segment) -> dict[str, Any]:
+    """Return the fingerprint of a part of the data, which begins with a phase."""
+    model = segment.recipe.model_dump(mode="json")["model"]
     return {
-        "stage": span.stage,
-        "first_step": span.first,
-        "train": _sources(span.recipe),
-        "separate_documents": span.recipe.data.separate_documents,
+        "phase": segment.phase,
+        "first_step": segment.first,
+        "train": _sources(segment.recipe),
+        "separate_documents": segment.recipe.data.separate_documents,
         **{key: model[key] for key in ("sequence_length", "rope_theta", "rope_scaling")},
     }
 

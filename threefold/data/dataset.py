@@ -1,7 +1,7 @@
 """Token files -> micro-batches: a pure function of (recipe, progress, step) in every layout.
 
 A corpus is cut into windows of sequence_length + 1 tokens, each overlapping the next by one token.
-The seed and the stages alone decide which window is sample n of the run (`order.py`). A step reads
+The seed and the phases alone decide which window is sample n of the run (`order.py`). A step reads
 the next G samples, where G is the global batch of the step, and the data ranks divide them. Step k
 (from 1) of a recipe with one batch size reads the samples (k - 1) G .. k G - 1. If the run was
 resumed with another batch, it continues with the sample after the last one read.
@@ -27,7 +27,7 @@ from models.context_parallel.division import Division, Lengths, Slices, divide, 
 from models.errors import UserError, counted
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
 from threefold.config.parallel_dims import Topology
-from threefold.config.phases import Span, StagePlan
+from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
 from threefold.data.corpus import check_document_starts, fingerprint, open_corpus, token_bytes
@@ -108,20 +108,20 @@ class TrainingData:
 
     def __init__(self, recipe: Recipe, topology: Topology, rank: int):
         self.recipe, self.rank = recipe, rank
-        self.plan = StagePlan(recipe)
+        self.plan = PhasePlan(recipe)
         self._opened: dict[tuple[str, int], Windows] = {}
         self._tasks: dict[tuple[Any, ...], Tasks] = {}
-        self._sources: dict[int, dict[int, Windows]] = {}  # first step of a span -> its sources
+        self._sources: dict[int, dict[int, Windows]] = {}  # first step of a segment -> its sources
         self.numbers = source_numbers(self.plan)
-        for span in self.plan.spans:
-            with self.plan.naming(span):
-                self._open(span)
+        for segment in self.plan.segments:
+            with self.plan.naming(segment):
+                self._open(segment)
         self.seed, self.vocab_size = recipe.seed, recipe.model.vocab_size
         self.resume(Progress(), topology)
 
-    def _open(self, span: Span) -> None:
-        """Open and check the corpora of a span."""
-        recipe = span.recipe
+    def _open(self, segment: Segment) -> None:
+        """Open and check the corpora of a segment."""
+        recipe = segment.recipe
         training = (source.path for source in recipe.data.train)
         for path in (*training, *recipe.data.validation_sets.values()):
             key = path, recipe.model.sequence_length
@@ -129,7 +129,7 @@ class TrainingData:
                 opened = [each.file for (other, _), each in self._opened.items() if other == path]
                 file = opened[0] if opened else open_corpus(path, recipe)
                 self._opened[key] = Windows(file, recipe.model.sequence_length)
-        self._sources[span.first] = {
+        self._sources[segment.first] = {
             self.numbers[str(repository_path(source.path))]: self._opened[
                 source.path, recipe.model.sequence_length
             ]
@@ -138,31 +138,31 @@ class TrainingData:
         check_document_starts(recipe)
 
     @property
-    def stage_recipe(self) -> Recipe:
+    def phase_recipe(self) -> Recipe:
         """The recipe for evaluations: that of the step that `evaluate_after` was given last."""
         return self.plan.at(self._evaluated_step).recipe
 
     @property
     def sequence_length(self) -> int:
         """Tokens of a sequence in evaluations."""
-        return self.stage_recipe.model.sequence_length
+        return self.phase_recipe.model.sequence_length
 
     @property
     def separate_documents(self) -> bool:
         """True if attention in evaluations does not cross the ends of documents."""
-        return self.stage_recipe.data.separate_documents
+        return self.phase_recipe.data.separate_documents
 
     @property
     def validation(self) -> dict[str, Windows]:
         """Name -> validation set; the name of a single path is ""."""
-        recipe = self.stage_recipe
+        recipe = self.phase_recipe
         length = recipe.model.sequence_length
         return {
             name: self._opened[path, length] for name, path in recipe.data.validation_sets.items()
         }
 
     def evaluate_after(self, step: int) -> None:
-        """Let evaluations use the settings of a step's stage."""
+        """Let evaluations use the settings of a step's phase."""
         self._evaluated_step = step
 
     def sources(self, step: int = 1) -> dict[int, Windows]:
@@ -204,8 +204,8 @@ class TrainingData:
     def epochs(self, step: int) -> dict[str, float]:
         """Return how often each corpus has been read after a step, by its path.
 
-        A mixture reads each corpus to within one sample of its share. With stages, an epoch is
-        counted in windows of each stage's length.
+        A mixture reads each corpus to within one sample of its share. With phases, an epoch is
+        counted in windows of each phase's length.
         """
         found: dict[str, float] = {}
         for reading in self.progress_after(step).readings(self.plan):
@@ -236,10 +236,10 @@ class TrainingData:
         """Return the windows that each validation reads from a set, spread evenly over its file.
 
         Each set is validated over `training.evaluation_batches` global batches, or as a whole if it
-        has fewer windows. They are batches of the first stage, so that a ramp or a later stage with
+        has fewer windows. They are batches of the first phase, so that a ramp or a later phase with
         another batch does not change the windows.
         """
-        corpus, first = self.validation[name], self.plan.stages[0].recipe
+        corpus, first = self.validation[name], self.plan.phases[0].recipe
         wanted = first.training.evaluation_batches * first.batch.global_sequences
         count = min(wanted, corpus.count)
         return [n * corpus.count // count for n in range(count)]
@@ -254,16 +254,16 @@ class TrainingData:
         corpus, windows = self.validation[name], self.validation_windows(name)
         for samples in self.evaluation_samples(len(windows)):
             chosen = [windows[n] if n < len(windows) else windows[0] for n in samples]
-            yield self._micro_batch(self.stage_recipe, [(corpus, each) for each in chosen], None)
+            yield self._micro_batch(self.phase_recipe, [(corpus, each) for each in chosen], None)
 
     @property
     def tasks(self) -> Tasks:
         """The tasks of the recipe; reads and tokenises their files on first use."""
-        return self._tasks_of(self.stage_recipe)
+        return self._tasks_of(self.phase_recipe)
 
     @tasks.setter
     def tasks(self, tasks: Tasks) -> None:
-        self._tasks[_encoding_of(self.stage_recipe)] = tasks
+        self._tasks[_encoding_of(self.phase_recipe)] = tasks
 
     def _tasks_of(self, recipe: Recipe) -> Tasks:
         key = _encoding_of(recipe)
@@ -285,9 +285,9 @@ class TrainingData:
         """
         if self.recipe.training.evaluate_every:
             _ = self.token_bytes
-        for span in self.plan.spans:
-            with self.plan.naming(span):
-                self._tasks_of(span.recipe)
+        for segment in self.plan.segments:
+            with self.plan.naming(segment):
+                self._tasks_of(segment.recipe)
 
     def task_windows(self) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of one evaluation of the tasks, without dropout."""
@@ -302,7 +302,7 @@ class TrainingData:
 
     def two_documents(self) -> MicroBatch:
         """Return a micro-batch of two documents per sequence, with the token 0 everywhere."""
-        length, rows = self.sequence_length, self.stage_recipe.batch.micro_sequences
+        length, rows = self.sequence_length, self.phase_recipe.batch.micro_sequences
         info = self.info(((length // 2, length - length // 2),) * rows)
         if not self.takes_tokens:
             return MicroBatch(None, None, info)
@@ -315,7 +315,7 @@ class TrainingData:
         count: sequences of the evaluation on all ranks; they are filled up to whole global batches,
             because a pipeline runs whole batches
         """
-        recipe = self.stage_recipe
+        recipe = self.phase_recipe
         batches = -(-count // recipe.batch.global_sequences)
         return self._shares(recipe, 0, batches * recipe.batch.global_sequences)
 

@@ -1,7 +1,7 @@
 """The order of a run's samples: a mixture of corpora, each in its own random permutation.
 
-Without stages, the windows of a corpus are read in a random permutation, a new one for each epoch.
-If a stage changes the sequence length, the corpus is cut into windows of the new length. The rest
+Without phases, the windows of a corpus are read in a random permutation, a new one for each epoch.
+If a phase changes the sequence length, the corpus is cut into windows of the new length. The rest
 of the epoch then reads, in a random permutation, only the windows without any token that the run
 has already read in this epoch. No token is therefore an input twice before the epoch is over. A
 window that has been read in part waits for the next epoch, which reads all windows.
@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.sections import repository_path, whole_shares
 from threefold.run_folder.progress import Reading
 
@@ -281,7 +281,7 @@ class _Unread:
         return found
 
 
-def source_numbers(plan: StagePlan) -> dict[str, int]:
+def source_numbers(plan: PhasePlan) -> dict[str, int]:
     """Return path -> number of each training corpus, numbered in the order of first use.
 
     The number is part of the key of a corpus's permutation.
@@ -325,12 +325,12 @@ class Mixture:
 
 
 def mixture_after(
-    plan: StagePlan, readings: Iterable[Reading], part: int, begin: int, tokens: dict[int, int]
+    plan: PhasePlan, readings: Iterable[Reading], part: int, begin: int, tokens: dict[int, int]
 ) -> Mixture:
     """Return the mixture of a part of the data, which continues after the samples read before.
 
     Args:
-        plan: the stages of the run
+        plan: the phases of the run
         readings: the samples read before
         part: number of the part
         begin: the first sample of the part

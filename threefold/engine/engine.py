@@ -120,7 +120,7 @@ class Engine(ABC):
             {name: rules[each].algorithm for name, each in parameters.items()},
         )
         self._report: ExpertReport | None = None  # of this step
-        # A stage may change the number of micro-batches, but not their size.
+        # A phase may change the number of micro-batches, but not their size.
         self._tokens_per_micro_batch = recipe.tokens_per_step // self.micro_batches
         if recipe.model.experts and recipe.model.experts.bias_update:
             wrapped.optimizer.optimizer.register_step_pre_hook(self._update_biases)

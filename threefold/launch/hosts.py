@@ -15,10 +15,10 @@ from threefold.config.deepspeed_json import require_auto
 from threefold.config.layout import Cluster, Layout
 from threefold.config.loading import load_recipe, origin, short
 from threefold.config.parallel_dims import World
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import device_names_of_machine, gpu_of_device, machine_has_gpu
-from threefold.pretrain.experiment import check_stages
+from threefold.pretrain.experiment import check_phases
 
 # A name that begins with a hyphen, also after USER@, would be an option of ssh. deepspeed ignores
 # everything after slots=N, such as max_slots=N.
@@ -208,7 +208,7 @@ def _check(
         size = recipe.cluster.gpus_per_node
         world = World(size=recipe.cluster.nodes * size, local_size=size)
         has_gpu = not shares_machine or machine_has_gpu(os.environ)
-        check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
+        check_phases(world, PhasePlan(recipe), name, has_gpu=has_gpu)
         require_auto(recipe, "launch.py chooses the layout anew if a node is lost")
     return mistakes, not_used
 

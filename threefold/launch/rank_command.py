@@ -9,7 +9,7 @@ from pathlib import Path
 
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.launch.attempt import Command
 from threefold.run_folder.folder import RunFolder
@@ -51,7 +51,7 @@ def rank_command(
     words = [python[-1], "-u", str(PRETRAIN), str(file)]
     words += ["--run-dir", str(folder.path), "--resume", _resume_option(options, recipe)]
     words += ["--resume-once", options.resume_once or f"launch-{time.time_ns():x}"]
-    pipelined = StagePlan(recipe).is_pipelined
+    pipelined = PhasePlan(recipe).is_pipelined
     variables = forwarded(os.environ, container=bool(options.container))
     set_torch_variables(variables, deterministic=recipe.training.deterministic, pipelined=pipelined)
     return Command(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.errors import UserError
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Job, Machine, job_without_layout, own_job, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, StageMemory, fits, fullest_stage, limit_after_shortage
@@ -90,9 +90,9 @@ class Replanner:
         layout with fewer data ranks, unless another one is predicted to be faster by more than the
         error of the prediction.
 
-        If the recipe has stages, the layout must fit all of them, because the ranks pass from one
-        stage to the next by themselves. A layout that is searched for is that of the stage with the
-        most tokens in a micro-batch, and all stages then use it.
+        If the recipe has phases, the layout must fit all of them, because the ranks pass from one
+        phase to the next by themselves. A layout that is searched for is that of the phase with the
+        most tokens in a micro-batch, and all phases then use it.
         """
         if nodes not in self._found:
             self._found[nodes] = self._find(nodes)
@@ -116,10 +116,10 @@ class Replanner:
         overrides = [f"cluster.nodes={nodes}"]
         whole, cluster = recipe_on_cluster(self.file, self.overrides, nodes=nodes)
         machine, software = Machine.of_cluster(cluster), load_software("threefold")
-        stages = [span.recipe for span in StagePlan(whole).stages]
-        recipe = max(stages, key=lambda each: each.batch.micro_sequences * each.tokens_per_rank)
-        jobs = [own_job(each, machine, software)[0] for each in stages]
-        own = jobs[stages.index(recipe)] if all(jobs) else None
+        phases = [segment.recipe for segment in PhasePlan(whole).phases]
+        recipe = max(phases, key=lambda each: each.batch.micro_sequences * each.tokens_per_rank)
+        jobs = [own_job(each, machine, software)[0] for each in phases]
+        own = jobs[phases.index(recipe)] if all(jobs) else None
         if own and nodes == self.cluster.nodes:
             return replace(_placement(whole, overrides, own), chosen=False)
         limit = min(self._limit_bytes, machine.gpu.memory_gib * GIB)
@@ -131,32 +131,32 @@ class Replanner:
             return _placement(whole, overrides, own)
         if not plans:
             return None
-        chosen = [*options_of(whole, plans[0]), *_options_of_stages(whole, plans[0])]
+        chosen = [*options_of(whole, plans[0]), *_options_of_phases(whole, plans[0])]
         overrides = [*overrides, *chosen]
         try:
             changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides])
-        except UserError:  # another stage cannot use the layout
+        except UserError:  # another phase cannot use the layout
             return None
-        for span in StagePlan(changed).stages:
-            job, _ = own_job(span.recipe, machine, software)
+        for segment in PhasePlan(changed).phases:
+            job, _ = own_job(segment.recipe, machine, software)
             if not job or not fits(job):
                 return None
         return _placement(changed, overrides, plans[0].job)
 
 
-def _options_of_stages(recipe: Recipe, plan: Plan) -> list[str]:
-    """Return overrides that give a layout to the stages that have another one.
+def _options_of_phases(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return overrides that give a layout to the phases that have another one.
 
     Args:
-        recipe: the recipe, with its stages
+        recipe: the recipe, with its phases
         plan: the layout
     """
     found = []
-    for stage in recipe.stage:
+    for phase in recipe.phase:
         for name, value in edits(recipe, plan).items():
             section, _, key = name.partition(".")
-            if key and key in getattr(stage, section):
-                found.append(f"stage.{stage.name}.{name}={json.dumps(value)}")
+            if key and key in getattr(phase, section):
+                found.append(f"phase.{phase.name}.{name}={json.dumps(value)}")
     return found
 
 
@@ -168,7 +168,7 @@ def _placement(recipe: Recipe, overrides: Sequence[str], job: Job) -> Placement:
         overrides,
         _text(recipe),
         step_time(job).total,
-        pipelined=StagePlan(recipe).is_pipelined,
+        pipelined=PhasePlan(recipe).is_pipelined,
         memory=fullest_stage(job),
         chosen=True,
     )

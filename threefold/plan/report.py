@@ -14,7 +14,7 @@ from models.cost import (
     recomputed_flops_per_token,
 )
 from models.errors import UserError, counted
-from threefold.config.phases import Span, StagePlan
+from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import schedule_name
 from threefold.plan.calibration.fit import Fit, Quality
@@ -82,12 +82,12 @@ def rates(job: Job, seconds: float, steps: int) -> Rates:
 
 def heading(recipe: Recipe, job: Job) -> str:
     """Describe a recipe and its machine in two lines."""
-    machine, plan = job.machine, StagePlan(recipe)
-    stages = f" to {plan.spans[-1].recipe.tokens_per_step:,}" if len(plan.spans) > 1 else ""
+    machine, plan = job.machine, PhasePlan(recipe)
+    phases = f" to {plan.segments[-1].recipe.tokens_per_step:,}" if len(plan.segments) > 1 else ""
     return (
         f"{recipe.name}: {parameters_text(recipe.model)}, "
         f"{short_count(plan.total_tokens)} tokens, {counted(recipe.training.steps, 'step')} of "
-        f"{plan.spans[0].recipe.tokens_per_step:,}{stages} tokens\n"
+        f"{plan.segments[0].recipe.tokens_per_step:,}{phases} tokens\n"
         f"{machine.gpus:,} x {machine.gpu.name} on {machine.nodes} "
         f"node{'s' * (machine.nodes > 1)}, {job.precision}, software {job.software.name}; "
         f"{links_text(machine)}"
@@ -342,20 +342,20 @@ def skipped(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:
     return reasons.most_common()
 
 
-# Time and memory of each stage of a run, and the totals.
+# Time and memory of each phase of a run, and the totals.
 
 HEADER = (
-    "stage              steps   length   batch   layout                 s/step    hours   tokens"
+    "phase              steps   length   batch   layout                 s/step    hours   tokens"
     "  GiB of fullest GPU"
 )
 
 
 @dataclass(frozen=True)
-class StageRow:
-    """The predictions for a stage, or for the part of it with one batch size.
+class PhaseRow:
+    """The predictions for a phase, or for the part of it with one batch size.
 
     Attributes:
-        stage: name of the stage
+        phase: name of the phase
         first_step, last_step: its steps
         sequence_length: tokens of a sequence
         global_sequences: sequences of a step
@@ -369,7 +369,7 @@ class StageRow:
         problem: the reason why the layout is not valid; empty if it is
     """
 
-    stage: str
+    phase: str
     first_step: int
     last_step: int
     sequence_length: int
@@ -384,40 +384,40 @@ class StageRow:
     problem: str
 
 
-def stage_rows(
-    plan: StagePlan, machine: Machine, software: Software, adjust: Callable[[Job], Job]
-) -> list[StageRow]:
-    """Return the predictions for each span of a run.
+def phase_rows(
+    plan: PhasePlan, machine: Machine, software: Software, adjust: Callable[[Job], Job]
+) -> list[PhaseRow]:
+    """Return the predictions for each segment of a run.
 
     Args:
-        plan: the stages of the run
+        plan: the phases of the run
         machine: the cluster
         software: the software that the times are predicted for
         adjust: applies a calibration to a job
     """
-    return [_row(span, machine, software, adjust) for span in plan.spans]
+    return [_row(segment, machine, software, adjust) for segment in plan.segments]
 
 
 def _row(
-    span: Span, machine: Machine, software: Software, adjust: Callable[[Job], Job]
-) -> StageRow:
-    recipe = span.recipe
+    segment: Segment, machine: Machine, software: Software, adjust: Callable[[Job], Job]
+) -> PhaseRow:
+    recipe = segment.recipe
     job, problem = own_job(recipe, machine, software)
     job = adjust(job) if job else None
     seconds = step_time(job).total if job else None
     layout = recipe.layout
     sizes = {"pp": layout.pipeline, "tp": layout.tensor, "cp": layout.context, "ep": layout.expert}
     text = " ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
-    return StageRow(
-        stage=span.stage,
-        first_step=span.first,
-        last_step=span.last,
+    return PhaseRow(
+        phase=segment.phase,
+        first_step=segment.first,
+        last_step=segment.last,
         sequence_length=recipe.model.sequence_length,
         global_sequences=recipe.batch.global_sequences,
         layout=f"{text or 'data only'}{', recompute' * (layout.recompute == 'full')}",
-        tokens=span.steps * recipe.tokens_per_step,
+        tokens=segment.steps * recipe.tokens_per_step,
         step_seconds=seconds,
-        seconds=None if seconds is None else seconds * span.steps,
+        seconds=None if seconds is None else seconds * segment.steps,
         memory_bytes=fullest_stage(job).total if job else None,
         gpu_memory_bytes=machine.gpu.memory_gib * GIB,
         fits=job is not None and fits(job),
@@ -425,8 +425,8 @@ def _row(
     )
 
 
-def stages_table(rows: Sequence[StageRow]) -> dict[str, Any]:
-    """Return the predictions for all stages, and their totals, for `--json`."""
+def phases_table(rows: Sequence[PhaseRow]) -> dict[str, Any]:
+    """Return the predictions for all phases, and their totals, for `--json`."""
     return {
         "rows": [asdict(row) for row in rows],
         "total_tokens": sum(row.tokens for row in rows),
@@ -435,33 +435,33 @@ def stages_table(rows: Sequence[StageRow]) -> dict[str, Any]:
     }
 
 
-def do_not_fit(rows: Sequence[StageRow]) -> list[str]:
-    """Return the names of the stages that are not valid or do not fit into memory."""
-    return list(dict.fromkeys(row.stage for row in rows if not row.fits))
+def do_not_fit(rows: Sequence[PhaseRow]) -> list[str]:
+    """Return the names of the phases that are not valid or do not fit into memory."""
+    return list(dict.fromkeys(row.phase for row in rows if not row.fits))
 
 
-def stages_lines(rows: Sequence[StageRow]) -> list[str]:
-    """Return a table of the stages, the totals, and a line for each stage that cannot run."""
+def phases_lines(rows: Sequence[PhaseRow]) -> list[str]:
+    """Return a table of the phases, the totals, and a line for each phase that cannot run."""
     lines = [HEADER, *(_line(row) for row in rows)]
     total = _total_seconds(rows)
     hours = f"{total / 3600:,.1f} h" if total is not None else "unknown time"
     steps, tokens = rows[-1].last_step, short_count(sum(row.tokens for row in rows))
-    lines.append(f"all stages: {counted(steps, 'step')}, {tokens} tokens, {hours}")
+    lines.append(f"all phases: {counted(steps, 'step')}, {tokens} tokens, {hours}")
     for row in rows:
         if row.problem:
-            lines.append(f'stage "{row.stage}": {row.problem}')
+            lines.append(f'phase "{row.phase}": {row.problem}')
         elif not row.fits:
             lines.append(
-                f'stage "{row.stage}" does not fit into the {row.gpu_memory_bytes / GIB:.0f} GiB '
-                f"of a GPU; plan.py --stage {row.stage} lists layouts that do"
+                f'phase "{row.phase}" does not fit into the {row.gpu_memory_bytes / GIB:.0f} GiB '
+                f"of a GPU; plan.py --phase {row.phase} lists layouts that do"
             )
     return lines
 
 
-def _line(row: StageRow) -> str:
+def _line(row: PhaseRow) -> str:
     steps = f"{row.first_step} .. {row.last_step}"
     start = (
-        f"{row.stage:12} {steps:>11} {row.sequence_length:>8,} {row.global_sequences:>7,}   "
+        f"{row.phase:12} {steps:>11} {row.sequence_length:>8,} {row.global_sequences:>7,}   "
         f"{row.layout:20}"
     )
     if row.step_seconds is None or row.seconds is None or row.memory_bytes is None:
@@ -473,7 +473,7 @@ def _line(row: StageRow) -> str:
     )
 
 
-def _total_seconds(rows: Sequence[StageRow]) -> float | None:
+def _total_seconds(rows: Sequence[PhaseRow]) -> float | None:
     seconds = [row.seconds for row in rows if row.seconds is not None]
     return sum(seconds) if len(seconds) == len(rows) else None
 
@@ -528,11 +528,11 @@ def search_table(recipe: Recipe, result: SearchResult) -> dict[str, Any]:
 
 
 def predicted_metrics_of_run(
-    plan: StagePlan, machine: Machine | None
+    plan: PhasePlan, machine: Machine | None
 ) -> Callable[[int], Mapping[str, float]]:
     """Return a function that returns `predicted_metrics` for a step of a run.
 
-    The batch of a step depends on the stage and on `batch.ramp`.
+    The batch of a step depends on the phase and on `batch.ramp`.
     """
 
     @lru_cache(maxsize=4)

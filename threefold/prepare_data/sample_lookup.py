@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from threefold.config.parallel_dims import Topology
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
 from threefold.data.corpus import document_starts
@@ -39,20 +39,20 @@ def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]
     data = TrainingData(recipe, Topology(pipeline=1, data=1, tensor=1), 0)
     before, samples = reading_of(data.plan, RunFolder(run), step)
     data.resume(before)
-    span = data.plan.at(step)
-    length, stage = span.recipe.model.sequence_length, ""
+    segment = data.plan.at(step)
+    length, phase = segment.recipe.model.sequence_length, ""
     if len(data.plan.names) > 1:
-        stage = f' (stage "{span.stage}")'
+        phase = f' (phase "{segment.phase}")'
     first_and_last = f"{samples.start} .. {samples.stop - 1}"
-    yield f"step {step}{stage} reads samples {first_and_last}, windows of {length} + 1 tokens"
+    yield f"step {step}{phase} reads samples {first_and_last}, windows of {length} + 1 tokens"
     folder = repository_path(recipe.data.tokenizer)
     setting = f'data.tokenizer = "{recipe.data.tokenizer}"'
     tokenizer = load_tokenizer(folder, setting) if text else None
-    train = span.recipe.data.train
+    train = segment.recipe.data.train
     for corpus_folder in dict.fromkeys(repository_path(source.path).parent for source in train):
         if lost := lost_manifest(corpus_folder):
             yield f"warning: {lost}"
-    for corpus_of_recipe, start in zip(train, document_starts(span.recipe), strict=True):
+    for corpus_of_recipe, start in zip(train, document_starts(segment.recipe), strict=True):
         if start:
             yield f"documents of {corpus_of_recipe.path} begin with the tokens {start}"
     corpora = data.sources(step)
@@ -80,11 +80,11 @@ def origin_phrase(origin: str) -> str:
 
 def samples_of(recipe: Recipe, run: RunFolder, step: int) -> range:
     """Return the samples that a step of a run has read, or will read with this recipe."""
-    _, samples = reading_of(StagePlan(recipe), run, step)
+    _, samples = reading_of(PhasePlan(recipe), run, step)
     return samples
 
 
-def reading_of(plan: StagePlan, run: RunFolder, step: int) -> tuple[Progress, range]:
+def reading_of(plan: PhasePlan, run: RunFolder, step: int) -> tuple[Progress, range]:
     """Return the progress of a run before a step, and the samples that the step reads.
 
     The events record where the position in the data jumped. Otherwise the steps follow the recipe,

@@ -35,7 +35,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
 
     Returns:
         The step to continue after, with an ending if the ranks have to start again for an earlier
-        stage; or `step` and an ending, if the run cannot roll back.
+        phase; or `step` and an ending, if the run cannot roll back.
     """
     limit = run.recipe.supervision.rollbacks
     if not limit:
@@ -61,7 +61,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
         tell_skipped(run.folder, found)
     run.writer.damaged = found.skipped
     parts = run.data.fingerprint.get("parts", ())
-    if not is_same_engine:  # the ranks start again with the engine of the earlier stage
+    if not is_same_engine:  # the ranks start again with the engine of the earlier phase
         run.tracker.roll_back(step, target, reason, parts=parts)
         return StepOutcome(target.step, Ending(FINISHED, step=target.step))
     with run.supervisor.crumb.waiting_for_disk("rolling back"):
@@ -177,7 +177,7 @@ def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
     # 4. Stop: after a signal or the death of a launcher, save and end.
     if not ending and stop_request:
         ending = stop(run, step, stop_request, metrics)
-    # 5. Stages: leave this engine if the next step belongs to a stage that needs another one.
+    # 5. Phases: leave this engine if the next step belongs to a phase that needs another one.
     if not ending and step == run.last_step_of_engine < run.last_step:
         ending = Ending(FINISHED, step=step)
     return StepOutcome(step, ending)

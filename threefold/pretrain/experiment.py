@@ -18,7 +18,7 @@ from models.errors import UserError
 from threefold.config.deepspeed_json import build_deepspeed_config, precision
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, origin
 from threefold.config.parallel_dims import Topology, World
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
 from threefold.plan.job import Machine
@@ -60,16 +60,16 @@ class Experiment:
 
     Attributes:
         world: the ranks, as this process sees them
-        plan: the stages of the whole recipe, with the overrides of the command line
-        recipe: the plain recipe of the stage that the ranks train
+        plan: the phases of the whole recipe, with the overrides of the command line
+        recipe: the plain recipe of the phase that the ranks train
         origin: the recipe's file and the overrides, for messages
-        topology: the layout of the ranks in this stage
+        topology: the layout of the ranks in this phase
         config: the configuration of DeepSpeed
         precision: "fp32", "bf16" or "fp16"
     """
 
     world: World
-    plan: StagePlan
+    plan: PhasePlan
     recipe: Recipe
     origin: str
     topology: Topology
@@ -78,14 +78,14 @@ class Experiment:
 
     @property
     def whole_recipe(self) -> Recipe:
-        """The recipe with its stages."""
+        """The recipe with its phases."""
         return self.plan.recipe
 
     def at(self, step: int) -> "Experiment":
-        """Return the experiment in the stage of a step.
+        """Return the experiment in the phase of a step.
 
         Raises:
-            UserError: the stage cannot run on the ranks.
+            UserError: the phase cannot run on the ranks.
         """
         recipe = self.plan.at(step).recipe
         topology = recipe.topology(self.world)
@@ -106,7 +106,7 @@ def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
     with rejections(world, name):
         has_gpu = machine_has_gpu(os.environ)
         try:
-            return check_stages(world, StagePlan(recipe), name, has_gpu=has_gpu)
+            return check_phases(world, PhasePlan(recipe), name, has_gpu=has_gpu)
         except UserError as problem:
             layout, is_launched = recipe.layout, {"RANK", "SLURM_PROCID"} & os.environ.keys()
             ranks = layout.tensor * layout.pipeline * layout.context
@@ -116,22 +116,22 @@ def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
             raise UserError(f"{problem}; {ranks} ranks start with: {command}") from None
 
 
-def check_stages(world: World, plan: StagePlan, name: str, *, has_gpu: bool = True) -> Experiment:
-    """Check every stage of a recipe on the ranks of the launcher, and return the first one.
+def check_phases(world: World, plan: PhasePlan, name: str, *, has_gpu: bool = True) -> Experiment:
+    """Check every phase of a recipe on the ranks of the launcher, and return the first one.
 
     Args:
         world: the ranks
-        plan: the stages of the recipe
+        plan: the phases of the recipe
         name: the recipe's file and the overrides
         has_gpu: False if the ranks certainly run on CPUs
 
     Raises:
-        UserError: a stage cannot run on the ranks; the message names the stage.
+        UserError: a phase cannot run on the ranks; the message names the phase.
     """
     experiments = []
-    for span in plan.spans:
-        with plan.naming(span):
-            recipe = span.recipe
+    for segment in plan.segments:
+        with plan.naming(segment):
+            recipe = segment.recipe
             topology = recipe.topology(world)
             config = build_deepspeed_config(recipe, topology, has_gpu=has_gpu)
             number_format = precision(config)
@@ -196,7 +196,7 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
     parser.add_argument("--lease", default="", help=argparse.SUPPRESS)  # launch.py passes it
-    # A rank that has replaced itself for the next stage passes these two.
+    # A rank that has replaced itself for the next phase passes these two.
     parser.add_argument("--continued-at", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it

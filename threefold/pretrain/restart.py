@@ -1,6 +1,6 @@
-"""Start of a stage that needs another engine: every rank replaces itself with a new process.
+"""Start of a phase that needs another engine: every rank replaces itself with a new process.
 
-A stage may change the sequence length, the size of micro-batches or the layout, on which the
+A phase may change the sequence length, the size of micro-batches or the layout, on which the
 process groups, the kernels and the engine depend. The run saves a checkpoint, and each rank
 calls `execve` with its own command. The process keeps its PID, so its launcher notices nothing. The
 new program resumes from the checkpoint as after any other interruption. No memory, group or

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from threefold.config.parallel_dims import Topology
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.supervision.loss_watch import LossWatch
@@ -32,14 +32,14 @@ class Run:
 
     Attributes:
         recipe: the plain recipe of the step for which the engine was built
-        plan: the stages of the run
-        last_step_of_engine: the last step before a stage that needs another engine, or of the run
+        plan: the phases of the run
+        last_step_of_engine: the last step before a phase that needs another engine, or of the run
         snapshots: takes snapshots in the memory of the nodes; None if the run takes none
         find_start: finds the newest checkpoint of the run, for a rollback; collective
     """
 
     recipe: Recipe
-    plan: StagePlan
+    plan: PhasePlan
     last_step_of_engine: int
     topology: Topology
     folder: RunFolder
@@ -73,12 +73,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run, or of an engine before the ranks start again for another stage.
+    """The end of a run, or of an engine before the ranks start again for another phase.
 
     Attributes:
         code: the exit code
         reason: the reason; empty if every step is done
-        step: the step after which the ranks start again with the engine of another stage; 0 if the
+        step: the step after which the ranks start again with the engine of another phase; 0 if the
             run ends
     """
 
@@ -88,7 +88,7 @@ class Ending:
 
     @property
     def is_boundary(self) -> bool:
-        """True if the ranks start again with the engine of another stage."""
+        """True if the ranks start again with the engine of another phase."""
         return self.step > 0
 
 

@@ -437,7 +437,7 @@ def close_run(run: Run, ending: Ending) -> Ending:
         reason = unsaved if ends_well else ending.reason
         ending = Ending(STOPPED, f"{reason}; {run.writer.remedy()}")
     if ending.is_boundary:
-        run.tracker.replace_ranks(ending.step, run.plan.at(ending.step + 1).stage)
+        run.tracker.replace_ranks(ending.step, run.plan.at(ending.step + 1).phase)
     elif ending.code == FINISHED:
         run.tracker.end()
     else:

@@ -39,7 +39,7 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
         corpus: folder that `write_corpus` wrote
     """
     table = recipe.model_dump(mode="json", exclude_none=True)
-    for key in ("cluster", "stage", "evaluation"):  # a proof has a task of its own
+    for key in ("cluster", "phase", "evaluation"):  # a proof has a task of its own
         table.pop(key, None)
     table["model"] |= small_model(recipe.model, ranks, layers)
     table["layout"] = {}

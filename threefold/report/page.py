@@ -30,7 +30,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from models.errors import UserError, reason_of
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.report.charts import (
     COLOURS,
     PARTS,
@@ -161,22 +161,22 @@ def mixtures(run: RunRecord) -> list[tuple[str, list[SourceShare]]]:
     """Return the mixture of each part of the data that the kept steps have read.
 
     Returns:
-        (stages, shares of the sources), in the order of the parts; empty if the recipe is unknown
+        (phases, shares of the sources), in the order of the parts; empty if the recipe is unknown
     """
     plan = run.plan
     if plan is None:
         return []
     found = []
     for part in plan.parts:
-        spans = [span for span in plan.spans if span.part == part]
-        if spans[0].first > run.newest_step:
+        segments = [segment for segment in plan.segments if segment.part == part]
+        if segments[0].first > run.newest_step:
             break
-        names = ", ".join(dict.fromkeys(span.stage for span in spans))
+        names = ", ".join(dict.fromkeys(segment.phase for segment in segments))
         found.append((names, _mixture_of_part(run, plan, part)))
     return found
 
 
-def _mixture_of_part(run: RunRecord, plan: StagePlan, part: int) -> list[SourceShare]:
+def _mixture_of_part(run: RunRecord, plan: PhasePlan, part: int) -> list[SourceShare]:
     """Return the shares of the sources in a part of the data.
 
     Samples are counted from the first sample of the mixture, which may have begun in an earlier

@@ -14,10 +14,10 @@ import numpy as np
 from models.cost import flops_per_token
 from models.errors import UserError, reason_of
 from threefold.config.loading import is_nested_too_deeply, parse_recipe
-from threefold.config.phases import StagePlan, with_current_names
+from threefold.config.phases import PhasePlan, with_current_names
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import EVENT_KEYS, METRIC_KEYS
-from threefold.run_folder.history import WallTime, replay
+from threefold.run_folder.history import WallTime, current_event, replay
 from threefold.run_folder.json_lines import LineFile, number, too_large
 from threefold.run_folder.lock import is_held
 
@@ -199,9 +199,9 @@ class RunRecord:
     problems: list[str]
 
     @cached_property
-    def plan(self) -> StagePlan | None:
-        """The stages of the run; None if the recipe cannot be read."""
-        return StagePlan(self.recipe) if self.recipe else None
+    def plan(self) -> PhasePlan | None:
+        """The phases of the run; None if the recipe cannot be read."""
+        return PhasePlan(self.recipe) if self.recipe else None
 
     @property
     def flops_per_token(self) -> float | None:
@@ -218,18 +218,22 @@ class RunRecord:
     def flops(self, tokens: np.ndarray) -> np.ndarray:
         """Return the training FLOPs of the first `tokens` tokens of the run; NaN if not known.
 
-        A token costs more in stages with longer sequences. The boundaries of the stages are those
+        A token costs more in phases with longer sequences. The boundaries of the phases are those
         of a run without rollbacks.
         """
         if self.plan is None:
             return np.full(len(tokens), np.nan)
         total = np.where(np.isnan(tokens), np.nan, 0.0)
-        for span in self.plan.spans:
-            begin = self.plan.tokens_before(span.first)
-            end = np.inf if span is self.plan.spans[-1] else self.plan.tokens_before(span.last + 1)
+        for segment in self.plan.segments:
+            begin = self.plan.tokens_before(segment.first)
+            end = (
+                np.inf
+                if segment is self.plan.segments[-1]
+                else self.plan.tokens_before(segment.last + 1)
+            )
             inside = np.clip(tokens, begin, end) - begin
             with np.errstate(over="ignore"):  # a damaged line may claim 1e308 tokens
-                total += inside * flops_per_token(span.recipe.model)
+                total += inside * flops_per_token(segment.recipe.model)
         return total
 
     @property
@@ -268,7 +272,7 @@ def read_run(path: Path, name: str) -> RunRecord:
         )
     problems: list[str] = []
     lines = _read_lines(files[0], METRIC_KEYS, problems)
-    events = _read_lines(files[1], EVENT_KEYS, problems)
+    events = [current_event(event) for event in _read_lines(files[1], EVENT_KEYS, problems)]
     kept, branches = divide(lines)
     copies = sorted(path.glob("metrics.*.jsonl"))
     branches += abandoned_branches(
@@ -343,7 +347,7 @@ def _read_lines(
 def _read_recipe(file: Path, problems: list[str]) -> tuple[dict[str, Any], Recipe | None]:
     """Return the table of a recipe, and the recipe if this version accepts it."""
     try:
-        table = tomllib.loads(file.read_text(encoding="utf-8"))
+        table = with_current_names(tomllib.loads(file.read_text(encoding="utf-8")))
     except FileNotFoundError:
         problems.append(f"{file} does not exist: no plan, no mixture and no FLOPs")
         return {}, None
@@ -403,7 +407,7 @@ MAX_MARKS = 400  # marks of each kind, spread over the run
 SYMBOLS = {
     "resume": "triangle",
     "branch": "star",
-    "stage": "diamond_cross",
+    "phase": "diamond_cross",
     "re-plan": "diamond",
     "rollback": "inverted_triangle",
     "skip": "x",

@@ -14,9 +14,16 @@ from models.errors import FULL_DISK_ERRORS, UserError, counted
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import REPOSITORY
 from threefold.config.parallel_dims import Topology
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
-from threefold.run_folder.history import History, published, replay, seconds_of, time_stamp
+from threefold.run_folder.history import (
+    History,
+    current_event,
+    published,
+    replay,
+    seconds_of,
+    time_stamp,
+)
 from threefold.run_folder.json_lines import (
     LineFile,
     flush,
@@ -149,7 +156,7 @@ class RunFolder:
             lines = self._metric_lines.read()
             # If a recorded step after `start` ended at or before the sample at which the run
             # continues, the step is from a branch that a rollback discarded.
-            limit = start.tokens(StagePlan(recipe))
+            limit = start.tokens(PhasePlan(recipe))
             discarded = any(
                 line["step"] > start.step and line.get("tokens", limit + 1) <= limit
                 for line in map(_numbers, lines)
@@ -285,7 +292,7 @@ class RunFolder:
         Raises:
             UserError: the file cannot be read.
         """
-        return _read(self._event_lines)
+        return [current_event(event) for event in _read(self._event_lines)]
 
     def history(self) -> History:
         """Return the history of the current branch, derived from the events.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import a_few, suggestion
-from threefold.config.sections import REPOSITORY, short
+from threefold.config.sections import FORMER_NAMES, REPOSITORY, short, with_current_keys
 from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE, flush, number
 from threefold.run_folder.progress import Progress, Read, read_from
 from threefold.runtime.exits import INTERRUPTED
@@ -291,6 +291,16 @@ def replay(events: Iterable[dict[str, Any]]) -> History:
         if event.keys() >= required and _is_sound(event):
             history.apply(event)
     return history
+
+
+def current_event(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event that an earlier version may have recorded, with the current names."""
+    event = with_current_keys(event)
+    event["event"] = FORMER_NAMES.get(event["event"], event["event"])
+    parts = event.get("data_parts")
+    if isinstance(parts, list) and all(isinstance(part, dict) for part in parts):
+        event["data_parts"] = [with_current_keys(part) for part in parts]
+    return event
 
 
 def _is_sound(event: dict[str, Any]) -> bool:

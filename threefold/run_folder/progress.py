@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE
 
 Read = tuple[tuple[int, int], ...]
@@ -35,44 +35,44 @@ class Progress:
         samples: number of samples read
         read: (part of the data, number of samples read when the run left it), for each part that
             the run has left; the samples after the last entry belong to the part of the last
-            completed step. A part may occur twice if the run has rolled back to an earlier stage.
+            completed step. A part may occur twice if the run has rolled back to an earlier phase.
     """
 
     step: int = 0
     samples: int = 0
     read: Read = ()
 
-    def after(self, step: int, plan: StagePlan) -> "Progress":
+    def after(self, step: int, plan: PhasePlan) -> "Progress":
         """Return the progress after a later step, which may lie beyond the last step of the run."""
         samples, read, part = self.samples, self.read, plan.at(self.step).part
-        for span in plan.spans:
-            first = max(span.first, self.step + 1)
-            last = step if span is plan.spans[-1] else min(span.last, step)
+        for segment in plan.segments:
+            first = max(segment.first, self.step + 1)
+            last = step if segment is plan.segments[-1] else min(segment.last, step)
             if first > last:
                 continue
-            if span.part != part:
-                read, part = _left(read, part, samples), span.part
-            samples += (last - first + 1) * span.recipe.batch.global_sequences
+            if segment.part != part:
+                read, part = _left(read, part, samples), segment.part
+            samples += (last - first + 1) * segment.recipe.batch.global_sequences
         return Progress(max(step, self.step), samples, read)
 
-    def left(self, plan: StagePlan) -> "Progress":
+    def left(self, plan: PhasePlan) -> "Progress":
         """Return the progress of a run that leaves the present part of the data."""
         return replace(self, read=_left(self.read, plan.at(self.step).part, self.samples))
 
-    def moved_to(self, step: int, plan: StagePlan) -> "Progress":
+    def moved_to(self, step: int, plan: PhasePlan) -> "Progress":
         """Return the progress of a run that rolls back to a step, and reads the next samples."""
         here, there = plan.at(self.step).part, plan.at(step).part
         read = self.read if here == there else _left(self.read, here, self.samples)
         return Progress(step, self.samples, read)
 
-    def readings(self, plan: StagePlan) -> Iterator[Reading]:
+    def readings(self, plan: PhasePlan) -> Iterator[Reading]:
         """Yield the samples read so far, part by part."""
         begin = 0
         for part, end in _left(self.read, plan.at(self.step).part, self.samples):
             yield Reading(part, begin, end)
             begin = end
 
-    def tokens(self, plan: StagePlan) -> int:
+    def tokens(self, plan: PhasePlan) -> int:
         """Return the number of tokens read."""
         return sum(
             (reading.stop - reading.first) * plan.length_of_part(reading.part)

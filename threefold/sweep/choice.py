@@ -12,7 +12,7 @@ from models.errors import UserError
 from threefold.config.deepspeed_json import build_deepspeed_config, require_auto
 from threefold.config.loading import load_recipe
 from threefold.config.parallel_dims import World
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import short
 from threefold.plan.job import Machine, job_without_layout, recipe_on_cluster
@@ -91,13 +91,13 @@ class Combination:
         return ", ".join(parts) or "unchanged"
 
     def recipe(self) -> Recipe:
-        """Return the recipe of the first stage, with a [cluster] section.
+        """Return the recipe of the first phase, with a [cluster] section.
 
         Raises:
             UserError: the recipe or a setting is not valid.
         """
         recipe, _ = recipe_on_cluster(self.path, self.overrides, **self.cluster)
-        return StagePlan(recipe).stages[0].recipe
+        return PhasePlan(recipe).phases[0].recipe
 
 
 def choose(request: Request) -> Choice:

@@ -12,7 +12,7 @@ from threefold.config.deepspeed_json import deepspeed_notes
 from threefold.config.loading import value_text
 from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
 from threefold.config.parallel_dims import Topology, World, rank_map
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.data.manifest import unchecked_tokenizer, unused_rows
 from threefold.pipeline.balance import balance_text
@@ -128,7 +128,7 @@ def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
 def tell_changes(folder: RunFolder, found: "ResumePoint", recipe: Recipe) -> None:
     """Print the keys of the recipe that have changed since the save, and warn of a rate that jumps.
 
-    recipe: the recipe of the run, with its stages
+    recipe: the recipe of the run, with its phases
     """
     for key, (before, now) in found.changes(recipe).items():
         old, new = ("unset" if value is None else value_text(value) for value in (before, now))
@@ -236,14 +236,14 @@ def summarize(
 def longer_training(recipe: Recipe) -> str:
     """Return the advice for training a finished run longer, without a jump of the learning rate."""
     last, steps = recipe.training.steps, 2 * recipe.training.steps
-    span = StagePlan(recipe).at(last)
-    rate, before = span.learning_rate(last + 1), span.schedule_first - 1
+    segment = PhasePlan(recipe).at(last)
+    rate, before = segment.learning_rate(last + 1), segment.schedule_first - 1
     if not rate:
         return (
-            "to train longer, add a [[stage]] with its own schedule; the current schedule has "
+            "to train longer, add a [[phase]] with its own schedule; the current schedule has "
             "decayed to a learning rate of 0"
         )
-    stretched = learning_rate(last + 1 - before, span.recipe.optimizer, steps - before)
+    stretched = learning_rate(last + 1 - before, segment.recipe.optimizer, steps - before)
     if stretched <= MAX_RATE_CHANGE * rate:
         return f"to train longer, raise training.steps above {last}"
     if not before:
@@ -253,7 +253,7 @@ def longer_training(recipe: Recipe) -> str:
             f"{stretched:.2e}"
         )
     return (
-        f"to train longer, add a [[stage]] with its own schedule; training.steps alone would raise "
+        f"to train longer, add a [[phase]] with its own schedule; training.steps alone would raise "
         f"the learning rate from {rate:.2e} to {stretched:.2e}"
     )
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from models.cost import flops_per_token
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import peak_tflops
 from threefold.run_folder.progress import Progress
@@ -19,14 +19,14 @@ class Meter:
     """Metrics of a step, computed from its result and duration.
 
     Args:
-        recipe: the recipe of the run, with its stages
+        recipe: the recipe of the run, with its phases
         world_size: number of ranks
         precision: "fp32", "bf16" or "fp16"
         device_name: "cpu", or the name of the GPU
     """
 
     def __init__(self, recipe: Recipe, world_size: int, *, precision: str, device_name: str):
-        self.plan, self.world_size = StagePlan(recipe), world_size
+        self.plan, self.world_size = PhasePlan(recipe), world_size
         self.peak_tflops = peak_tflops(device_name, precision)
         self.on_gpu = device_name != "cpu"
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from models.errors import UserError
 from threefold.config.loading import value_text
-from threefold.config.phases import Span, StagePlan, changes
+from threefold.config.phases import PhasePlan, Segment, changes
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder, code_version
 from threefold.run_folder.history import WallTime
@@ -176,11 +176,11 @@ class Tracker:
     def skip(self, step: int, reason: str, samples: range) -> None:
         """Report a step that the optimizer has skipped."""
 
-    def begin_stage(self, before: Span, after: Span) -> None:
-        """Report that the next step is the first of a stage."""
+    def begin_phase(self, before: Segment, after: Segment) -> None:
+        """Report that the next step is the first of a phase."""
 
-    def replace_ranks(self, step: int, stage: str) -> None:
-        """Report that all ranks end after a step, and start again with the engine of a stage."""
+    def replace_ranks(self, step: int, phase: str) -> None:
+        """Report that all ranks end after a step, and start again with the engine of a phase."""
 
     def roll_back(
         self, step: int, to: Progress, reason: str, *, parts: Sequence[dict[str, Any]] = ()
@@ -219,7 +219,7 @@ class RunTracker(Tracker):
         predicted: PredictedMetrics = nothing_predicted,
     ):
         self.recipe, self.folder, self.last_step = recipe, folder, start.step
-        self.plan = StagePlan(recipe)
+        self.plan = PhasePlan(recipe)
         details: dict[str, Any] = {"changed": changed} if changed else {}
         if start.step:
             details |= start.record()
@@ -283,18 +283,18 @@ class RunTracker(Tracker):
         print(f"skipped: step {step}: {reason}; samples {first} .. {last}", file=sys.stderr)
 
     @override
-    def begin_stage(self, before: Span, after: Span) -> None:
+    def begin_phase(self, before: Segment, after: Segment) -> None:
         different = changes(before.recipe, after.recipe)
-        steps = [after.first, self.plan.steps_of(after.stage)[-1]]
-        self.folder.event("stage", after.first, stage=after.stage, steps=steps, changed=different)
+        steps = [after.first, self.plan.steps_of(after.phase)[-1]]
+        self.folder.event("phase", after.first, phase=after.phase, steps=steps, changed=different)
         values = ", ".join(f"{key} = {value_text(new)}" for key, (_, new) in different.items())
-        self.display.say(f'stage "{after.stage}" begins with step {after.first}: {values}')
+        self.display.say(f'phase "{after.phase}" begins with step {after.first}: {values}')
 
     @override
-    def replace_ranks(self, step: int, stage: str) -> None:
+    def replace_ranks(self, step: int, phase: str) -> None:
         shares = self.wall_time.shares(time.time())
-        self.folder.event("boundary", step, stage=stage, wall_time=shares)
-        self.display.say(f'step {step} is saved; the ranks start again for stage "{stage}"')
+        self.folder.event("boundary", step, phase=phase, wall_time=shares)
+        self.display.say(f'step {step} is saved; the ranks start again for phase "{phase}"')
 
     @override
     def roll_back(

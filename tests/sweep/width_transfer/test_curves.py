@@ -101,9 +101,9 @@ def test_two_models_with_one_name_are_rejected(tmp_path: Path) -> None:
         curves_of(models(write(tmp_path / "a.toml"), widths=[64, 64]))
 
 
-def test_recipes_with_stages_are_rejected() -> None:
-    staged = DEFAULT_RECIPE.with_name("tiny-stages.toml")
-    with pytest.raises(UserError, match=r"use a recipe without \[\[stage\]\]"):
+def test_recipes_with_phases_are_rejected() -> None:
+    staged = DEFAULT_RECIPE.with_name("tiny-phases.toml")
+    with pytest.raises(UserError, match=r"use a recipe without \[\[phase\]\]"):
         curves_of(models(staged))
 
 

@@ -115,13 +115,13 @@ def widened(path: Path, overrides: Sequence[str], models: Models) -> Iterator[Re
     """Yield a recipe at each width.
 
     Raises:
-        UserError: the recipe is not valid, or has several stages.
+        UserError: the recipe is not valid, or has several phases.
     """
     recipe, _ = recipe_on_cluster(path, overrides, **models.cluster)
-    if recipe.stage:
+    if recipe.phase:
         raise UserError(
-            f"{short(path)} has {len(recipe.stage)} [[stage]] tables, and only one stage can be "
-            f"trained here; use a recipe without [[stage]]"
+            f"{short(path)} has {len(recipe.phase)} [[phase]] tables, and only one phase can be "
+            f"trained here; use a recipe without [[phase]]"
         )
     for width in models.widths or [recipe.model.hidden_size]:
         yield at_width(recipe, width, name=str(short(path)))

@@ -1,4 +1,4 @@
-"""The plan of a run with stages: time and memory per stage, and the totals."""
+"""The plan of a run with phases: time and memory per phase, and the totals."""
 
 import json
 import tomllib
@@ -10,7 +10,7 @@ import tomli_w
 
 from threefold.commands import plan
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.launch.replanning import Replanner
 from threefold.plan.job import Machine, job_of
 from threefold.plan.memory.peak import stage_memory
@@ -25,12 +25,12 @@ LONG = {
 }
 
 
-def write(folder: Path, *stages: dict[str, Any], **batch: Any) -> Path:
-    """Write the 7B recipe with stages and keys of [batch], and return its file."""
+def write(folder: Path, *phases: dict[str, Any], **batch: Any) -> Path:
+    """Write the 7B recipe with phases and keys of [batch], and return its file."""
     table = tomllib.loads((REPOSITORY / "recipes/llama/7b.toml").read_text())
     table["batch"] |= batch
     file = folder / "staged.toml"
-    file.write_text(tomli_w.dumps(table | {"stage": list(stages)}))
+    file.write_text(tomli_w.dumps(table | {"phase": list(phases)}))
     return file
 
 
@@ -42,31 +42,31 @@ def planned(capsys: Any, monkeypatch: pytest.MonkeyPatch, *words: object) -> tup
     return int(ended.value.code or 0), capsys.readouterr().out
 
 
-def test_each_stage_is_planned(
+def test_each_phase_is_planned(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The long stage does not fit without context ranks, and fits with them."""
+    """The long phase does not fit without context ranks, and fits with them."""
     file = write(tmp_path, LONG)
     code, output = planned(capsys, monkeypatch, file)
     assert code == 1
-    assert 'stage "long" does not fit into the 79 GiB of a GPU; plan.py --stage long' in output
+    assert 'phase "long" does not fit into the 79 GiB of a GPU; plan.py --phase long' in output
     code, output = planned(capsys, monkeypatch, file, "--json")
     table = json.loads(output)
-    rows = table["stages"]["rows"]
-    assert table["stages"]["do_not_fit"] == ["long"]
+    rows = table["phases"]["rows"]
+    assert table["phases"]["do_not_fit"] == ["long"]
     assert [row["fits"] for row in rows] == [True, False]
     assert rows[0]["memory_bytes"] == max(each["total"] for each in table["own"]["memory_bytes"])
     assert rows[0]["step_seconds"] == table["own"]["step_seconds"]["total"]
     assert rows[1]["memory_bytes"] > rows[1]["gpu_memory_bytes"] > rows[0]["memory_bytes"]
     recipe = load_recipe(file)
-    assert table["stages"]["total_tokens"] == StagePlan(recipe).total_tokens
+    assert table["phases"]["total_tokens"] == PhasePlan(recipe).total_tokens
     expected = sum(row["step_seconds"] * steps for row, steps in zip(
         rows, (1000, recipe.training.steps - 1000), strict=True
     ))  # fmt: skip
-    assert table["stages"]["total_seconds"] == pytest.approx(expected)
+    assert table["phases"]["total_seconds"] == pytest.approx(expected)
 
 
-def test_a_stage_with_its_own_layout_fits(
+def test_a_phase_with_its_own_layout_fits(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = {
@@ -78,9 +78,9 @@ def test_a_stage_with_its_own_layout_fits(
     }
     changes = {"layout": layout, "batch": {"global_sequences": 64, "micro_sequences": 1}}
     file = write(tmp_path, LONG | changes)
-    code, output = planned(capsys, monkeypatch, file, "--stage", "long")
+    code, output = planned(capsys, monkeypatch, file, "--phase", "long")
     assert code == 0, output
-    assert 'Stage "long":' in output and "context 8" in output
+    assert 'Phase "long":' in output and "context 8" in output
 
 
 def test_a_ramp_is_planned_batch_by_batch(
@@ -90,59 +90,59 @@ def test_a_ramp_is_planned_batch_by_batch(
     ramp = {"start_sequences": size // 4, "increment": size // 4, "samples": 100 * size}
     file = write(tmp_path, ramp=ramp)
     _, output = planned(capsys, monkeypatch, file, "--json")
-    rows = json.loads(output)["stages"]["rows"]
+    rows = json.loads(output)["phases"]["rows"]
     assert [row["global_sequences"] for row in rows] == [size // 4 * n for n in range(1, 5)]
     assert [row["step_seconds"] for row in rows] == sorted(row["step_seconds"] for row in rows)
 
 
-def test_an_unknown_stage_is_rejected(
+def test_an_unknown_phase_is_rejected(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path, LONG)
-    monkeypatch.setattr("sys.argv", ["plan.py", str(file), "--stage", "short"])
+    monkeypatch.setattr("sys.argv", ["plan.py", str(file), "--phase", "short"])
     with pytest.raises(SystemExit) as ended:
         plan.main()
     assert ended.value.code == 2
-    assert 'there is no stage "short"; use one of first, long' in capsys.readouterr().err
+    assert 'there is no phase "short"; use one of first, long' in capsys.readouterr().err
 
 
-def test_the_proof_of_a_stage_has_its_switches(tmp_path: Path) -> None:
+def test_the_proof_of_a_phase_has_its_switches(tmp_path: Path) -> None:
     file = write(tmp_path, LONG | {"data": {"separate_documents": True}})
-    whole = StagePlan(load_recipe(file))
+    whole = PhasePlan(load_recipe(file))
     small = {
         name: shrink(whole.recipe_of(name), ranks=4, layers=2, steps=3, corpus=tmp_path)
         for name in whole.names
     }
     assert [each.data.separate_documents for each in small.values()] == [False, True]
     assert [each.model.rope_theta for each in small.values()][1] == 8e6
-    assert all(not each.stage for each in small.values())
+    assert all(not each.phase for each in small.values())
 
 
-def test_launch_finds_a_layout_for_all_stages(tmp_path: Path) -> None:
-    """On fewer nodes, a layout of a stage gives way to the one that launch.py chooses."""
+def test_launch_finds_a_layout_for_all_phases(tmp_path: Path) -> None:
+    """On fewer nodes, a layout of a phase gives way to the one that launch.py chooses."""
     middle = {"name": "middle", "start_step": 11, "layout": {"pipeline": 4}}
     file = tmp_path / "staged.toml"
     table = tomllib.loads((REPOSITORY / "recipes/tiny.toml").read_text())
     table["layout"] = {"pipeline": 1}
     table["cluster"] = {"nodes": 4, "gpus_per_node": 1, "gpu": "cpu"}
-    file.write_text(tomli_w.dumps(table | {"stage": [middle]}))
+    file.write_text(tomli_w.dumps(table | {"phase": [middle]}))
     replanner = Replanner(file)
     own = replanner.placement_on(4)
     assert own is not None and not own.chosen and own.pipelined
     fewer = replanner.placement_on(2)
     assert fewer is not None and fewer.chosen
-    assert any(text.startswith("stage.middle.layout.pipeline=") for text in fewer.overrides)
-    plan_of_fewer = StagePlan(load_recipe(file, fewer.overrides))
-    layouts = [span.recipe.layout for span in plan_of_fewer.spans]
+    assert any(text.startswith("phase.middle.layout.pipeline=") for text in fewer.overrides)
+    plan_of_fewer = PhasePlan(load_recipe(file, fewer.overrides))
+    layouts = [segment.recipe.layout for segment in plan_of_fewer.segments]
     assert layouts[0] == layouts[1]
 
 
-def test_the_predictions_for_a_run_follow_its_batch_and_its_stages(tmp_path: Path) -> None:
+def test_the_predictions_for_a_run_follow_its_batch_and_its_phases(tmp_path: Path) -> None:
     recipe = load_recipe(
         write(tmp_path, LONG, ramp={"start_sequences": 256, "increment": 256, "samples": 25600})
     )
     assert recipe.cluster is not None
-    of_run = StagePlan(recipe)
+    of_run = PhasePlan(recipe)
     predicted = predicted_metrics_of_run(of_run, Machine.of_cluster(recipe.cluster))
     assert of_run.at(1).recipe.batch.global_sequences == 256
     assert of_run.at(1000).recipe.batch.global_sequences == recipe.batch.global_sequences

@@ -1,9 +1,10 @@
-"""A run in three stages: killed, handed from layout to layout, and branched."""
+"""A run in three phases: killed, handed from layout to layout, and branched."""
 
 import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -27,13 +28,14 @@ from threefold.checkpoint.state import CheckpointReader
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import World
-from threefold.config.phases import StagePlan
+from threefold.config.phases import PhasePlan
 from threefold.data.corpus import fingerprint
 from threefold.data.dataset import TrainingData
 from threefold.engine.build import build_from_recipe
 from threefold.prepare_data.sample_lookup import ledger
 from threefold.pretrain.restart import command_of
 from threefold.prove.ranks import free_port
+from threefold.report.run_record import marks_of, read_run
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import History
 from threefold.run_folder.progress import Progress
@@ -80,7 +82,7 @@ def table(corpus: Path) -> dict[str, Any]:
             }
         },
     }
-    return table | {"stage": [long, decay]}
+    return table | {"phase": [long, decay]}
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +186,8 @@ def names(folder: Path) -> list[str]:
     return [event["event"] for event in RunFolder(folder).read_events()]
 
 
-def test_a_run_passes_through_its_stages(undisturbed: Path, table: dict[str, Any]) -> None:
-    lines, plan = metrics(undisturbed), StagePlan(parse_recipe(table, "test"))
+def test_a_run_passes_through_its_phases(undisturbed: Path, table: dict[str, Any]) -> None:
+    lines, plan = metrics(undisturbed), PhasePlan(parse_recipe(table, "test"))
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["tokens"] for line in lines] == [
         plan.tokens_before(step + 1) for step in range(1, STEPS + 1)
@@ -193,26 +195,26 @@ def test_a_run_passes_through_its_stages(undisturbed: Path, table: dict[str, Any
     rates = [line["learning_rate"] for line in lines]
     assert len(set(rates[1:10])) == 1 and rates[10] < rates[9] and rates[-1] == 0
     events = RunFolder(undisturbed).read_events()
-    stages = [(e["step"], e["stage"]) for e in events if e["event"] == "stage"]
-    assert stages == [(6, "long"), (11, "decay")]
+    phases = [(e["step"], e["phase"]) for e in events if e["event"] == "phase"]
+    assert phases == [(6, "long"), (11, "decay")]
     # Only the longer sequences need another engine. The process is the same one.
     assert [e["step"] for e in events if e["event"] == "boundary"] == [5]
     assert [e["step"] for e in events if e["event"] in ("start", "resume")] == [0, 5]
     manifest = Manifest.read(undisturbed / "checkpoints" / f"step-{STEPS:07d}")
     assert (manifest.tokens, manifest.samples) == (lines[-1]["tokens"], 32 + 10 * 16)
     assert manifest.read_parts == [[0, 32], [1, 32 + 5 * 16]]
-    assert load_recipe(undisturbed / "recipe.toml").stage == plan.recipe.stage
+    assert load_recipe(undisturbed / "recipe.toml").phase == plan.recipe.phase
 
 
 def replay(file: Path, checkpoint: Path, steps: range) -> list[tuple[float, float]]:
-    """Train steps after a checkpoint with the plain recipe of their stage: loss and norm of each.
+    """Train steps after a checkpoint with the plain recipe of their phase: loss and norm of each.
 
     The learning rate is constant here.
     """
     world = World()
     start_processes(world)
     whole = load_recipe(file)
-    recipe = StagePlan(whole).at(steps[0]).recipe
+    recipe = PhasePlan(whole).at(steps[0]).recipe
     topology = recipe.topology(world)
     engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
     manifest = Manifest.read(checkpoint)
@@ -224,8 +226,8 @@ def replay(file: Path, checkpoint: Path, steps: range) -> list[tuple[float, floa
     return [(result.loss, result.grad_norm) for result in results]
 
 
-def test_the_steps_of_a_stage_follow_its_recipe(undisturbed: Path, recipe_file: Path) -> None:
-    """The engine of the stage has its length and positions, and the moments of the run so far."""
+def test_the_steps_of_a_phase_follow_its_recipe(undisturbed: Path, recipe_file: Path) -> None:
+    """The engine of the phase has its length and positions, and the moments of the run so far."""
     checkpoint = undisturbed / "checkpoints" / "step-0000005"
     (found,) = run_ranks(1, replay, recipe_file, checkpoint, range(6, 9))
     assert found == [(line["loss"], line["grad_norm"]) for line in metrics(undisturbed)[5:8]]
@@ -245,11 +247,11 @@ def test_a_killed_run_is_equal_bit_for_bit(
 
 @pytest.mark.long
 def test_a_new_engine_changes_no_number(table: dict[str, Any], tmp_path: Path) -> None:
-    """A stage with recomputation needs a new engine, but computes the same."""
-    stage = {"name": "recompute", "start_step": 4, "layout": {"recompute": "full"}}
-    for name, stages in (("one", []), ("two", [stage])):
+    """A phase with recomputation needs a new engine, but computes the same."""
+    phase = {"name": "recompute", "start_step": 4, "layout": {"recompute": "full"}}
+    for name, phases in (("one", []), ("two", [phase])):
         file = tmp_path / f"{name}.toml"
-        short = changed(table, training__steps=6, stage=stages)
+        short = changed(table, training__steps=6, phase=phases)
         file.write_text(tomli_w.dumps(short))
         assert Ranks(tmp_path / name, file).finish() == [0]
     assert "boundary" in names(tmp_path / "two")
@@ -305,15 +307,15 @@ def test_launchers_pass_through_a_boundary(
     assert largest_difference(tmp_path / "run", undisturbed) < 1e-6
 
 
-def test_the_ledger_names_documents_and_stage(
+def test_the_ledger_names_documents_and_phase(
     undisturbed: Path, table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = parse_recipe(table, "test")
     heads = [next(ledger(recipe, undisturbed, step, text=False)) for step in (5, 6, 11)]
     assert heads == [
-        'step 5 (stage "first") reads samples 24 .. 31, windows of 32 + 1 tokens',
-        'step 6 (stage "long") reads samples 32 .. 47, windows of 64 + 1 tokens',
-        'step 11 (stage "decay") reads samples 112 .. 127, windows of 64 + 1 tokens',
+        'step 5 (phase "first") reads samples 24 .. 31, windows of 32 + 1 tokens',
+        'step 6 (phase "long") reads samples 32 .. 47, windows of 64 + 1 tokens',
+        'step 11 (phase "decay") reads samples 112 .. 127, windows of 64 + 1 tokens',
     ]
     lines = list(ledger(recipe, undisturbed, 6, text=False))
     assert len(lines) == 17
@@ -325,9 +327,9 @@ def test_the_ledger_names_documents_and_stage(
 def test_a_branch_records_its_parent(
     undisturbed: Path, table: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A run branches after step 8 into a recipe with another last stage."""
-    decay = changed(table["stage"][1], start_tokens=None, start_step=9, data=None)
-    other = table | {"name": "other", "stage": [table["stage"][0], decay]}
+    """A run branches after step 8 into a recipe with another last phase."""
+    decay = changed(table["phase"][1], start_tokens=None, start_step=9, data=None)
+    other = table | {"name": "other", "phase": [table["phase"][0], decay]}
     other["training"] = other["training"] | {"steps": 13}
     file, folder = tmp_path / "other.toml", tmp_path / "other"
     file.write_text(tomli_w.dumps(other))
@@ -345,25 +347,39 @@ def test_a_branch_records_its_parent(
     assert Manifest.read(folder / "checkpoints" / "step-0000013").parent == parent
 
 
+def test_the_records_of_earlier_versions_are_read(undisturbed: Path, tmp_path: Path) -> None:
+    """Earlier versions called a phase a stage, in manifests, events and recorded recipes."""
+    for name in ("recipe.toml", "events.jsonl", "metrics.jsonl"):
+        text = (undisturbed / name).read_text()
+        (tmp_path / name).write_text(re.sub(r"\bphase\b", "stage", text))
+    now, before = read_run(undisturbed, "run"), read_run(tmp_path, "run")
+    assert before.recipe == now.recipe and now.recipe and len(now.recipe.phase) == 2
+    assert marks_of(before.events) == marks_of(now.events)
+    assert {"phase", "boundary"} <= {event["event"] for event in before.events}
+    file = undisturbed / "checkpoints" / f"step-{STEPS:07d}" / "manifest.json"
+    text = re.sub(r"\bphase\b", "stage", file.read_text())
+    assert Manifest.parse(text.encode(), file) == Manifest.read(file.parent)
+
+
 @pytest.mark.parametrize(
     ("step", "changes", "message"),
     [
-        (8, {"start_step": 5}, 'another stage "long": first_step = 6 (here 5)'),
+        (8, {"start_step": 5}, 'another phase "long": first_step = 6 (here 5)'),
         (8, {"model": {"sequence_length": 128}}, "sequence_length = 64 (here 128)"),
-        (8, {"data": {}}, "another stage"),
-        (8, {"start_step": 9}, 'with stage "long" from step 6 on, which this recipe lacks'),
-        (4, {"start_step": 4}, 'without stage "long", which begins with step 4'),
+        (8, {"data": {}}, "another phase"),
+        (8, {"start_step": 9}, 'with phase "long" from step 6 on, which this recipe lacks'),
+        (4, {"start_step": 4}, 'without phase "long", which begins with step 4'),
         (4, {"start_step": 5, "model": {"sequence_length": 128}}, ""),
         (8, {"name": "longer"}, ""),
         (8, {"batch": {}}, ""),
     ],
 )
-def test_only_later_stages_may_differ(
+def test_only_later_phases_may_differ(
     undisturbed: Path, table: dict[str, Any], step: int, changes: dict[str, Any], message: str
 ) -> None:
     checkpoint = undisturbed / "checkpoints" / f"step-{step:07d}"
-    long = changed(table["stage"][0], **changes)
-    recipe = parse_recipe(table | {"stage": [long]}, "test")
+    long = changed(table["phase"][0], **changes)
+    recipe = parse_recipe(table | {"phase": [long]}, "test")
     manifest = Manifest.read(checkpoint)
     with pytest.raises(UserError) if message else contextlib.nullcontext() as raised:
         check_same_run(checkpoint, manifest, recipe, fingerprint(recipe))
@@ -376,19 +392,19 @@ def test_only_later_stages_may_differ(
         ({"start_step": 5}, ""),
         ({"name": "longer"}, ""),
         ({"model": {"sequence_length": 128}}, "sequence_length = 64 (here 128)"),
-        ({"data": {}}, "rolled back, so that the stage cannot change: "),
-        ({"start_step": 5, "data": {}}, "stage cannot change"),
-        (None, "this recipe lacks the stage"),
+        ({"data": {}}, "rolled back, so that the phase cannot change: "),
+        ({"start_step": 5, "data": {}}, "phase cannot change"),
+        (None, "this recipe lacks the phase"),
     ],
 )
 @pytest.mark.parametrize("saved", [False, True], ids=["in an event", "in a checkpoint"])
-def test_a_stage_from_which_a_run_has_rolled_back_keeps_its_data(
+def test_a_phase_from_which_a_run_has_rolled_back_keeps_its_data(
     table: dict[str, Any], changes: dict[str, Any] | None, message: str, saved: bool
 ) -> None:
     before = parse_recipe(table, "test")
-    first, *later = table["stage"]
-    stages = [] if changes is None else [changed(first, **changes), *later]
-    recipe = parse_recipe(table | {"stage": stages}, "test")
+    first, *later = table["phase"]
+    phases = [] if changes is None else [changed(first, **changes), *later]
+    recipe = parse_recipe(table | {"phase": phases}, "test")
     rolled_back = Progress(4, 60, ((0, 40), (1, 60)))
     manifest = SimpleNamespace(
         step=4, progress=rolled_back if saved else Progress(4, 32), data=fingerprint(before),
