@@ -103,7 +103,7 @@ mutants: $(READY) ## seed small faults into copies of the code, and check that t
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 cluster: $(READY) ## test launching and faults with Slurm and hosts on this machine (as root)
-	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(ARGS)
+	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(PARALLEL) $(ARGS)
 
 # torch for CPUs does not include Triton, which the long tests need to compile GPU kernels. Triton is installed
 # in .venv/triton, because torch and DeepSpeed would import it in every run if it were in .venv.
@@ -115,7 +115,8 @@ $(TRITON): requirements-triton.txt | $(READY)
 long: $(READY) $(TRITON) ## run the tests that take minutes, such as kills of a run at random instants
 	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m pytest -m long $(PARALLEL) $(ARGS)
 
-# CI does not run these tests. Run them after a change to the pipeline or to supervision.
+# CI runs a few of these tests, chosen by the date: --portion. Run all of them after a change to the
+# pipeline or to supervision.
 exhaustive: $(READY) ## run all other tests, which take hours: every layout, recipe and fault
 	@$(BIN)/python -m pytest -m exhaustive -rs $(ARGS)
 

@@ -101,8 +101,19 @@ def signal_handlers_restored() -> Iterator[None]:
 VOCAB_SIZE = 250  # divisible by neither 64 nor any tensor size in the tests: padding is exercised
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --portion: CI runs some of the exhaustive tests each day, other ones on other days."""
+    parser.addoption("--portion", metavar="I/N", help="run every Nth of the tests, from number I")
+
+
+@pytest.hookimpl(trylast=True)  # after the selection by markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the longest files first; keep the order of the other files and within files."""
+    if portion := config.getoption("portion"):
+        first, step = map(int, portion.split("/"))
+        kept = items[first::step]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
     ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 

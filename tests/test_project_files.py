@@ -90,9 +90,11 @@ def test_contributing_names_files_and_commands_that_exist(text: str) -> None:
 
 def test_ci_runs_every_part() -> None:
     script = (REPOSITORY / ".ci" / "run").read_text()
-    (parts,) = re.findall(r"^wanted=\$\{\*:-(.*)\}$", script, re.MULTILINE)
-    assert WORKFLOW["jobs"]["ci"]["strategy"]["matrix"]["part"] == parts.split()
-    assert set(parts.split()) <= make_targets()
+    (groups,) = re.findall(r"^groups=\((.*)\)", script, re.MULTILINE)
+    parts = groups.replace('"', "").split()
+    assert WORKFLOW["jobs"]["ci"]["strategy"]["matrix"]["part"] == parts
+    assert set(parts) <= make_targets()
+    assert set(re.findall(r"^    (\w+)\)", script, re.MULTILINE)) == set(parts)
     assert any(".ci/run" in step.get("run", "") for step in WORKFLOW["jobs"]["ci"]["steps"])
 
 
