@@ -28,7 +28,6 @@ from threefold.convert.from_hugging_face import TheirFiles, read_config
 from threefold.data.token_file import TokenFile, write_token_file
 from threefold.gpus.datasheet import FOLDER, read_gpu
 from threefold.launch.hosts import read_hostfile
-from threefold.plan.calibration.compare import evaluate
 from threefold.plan.calibration.runs_table import read_table
 from threefold.prepare_data import formats
 from threefold.prepare_data.corpus import Origins, find_damages
@@ -161,36 +160,10 @@ def test_a_hardware_file(before: str, after: str, named: str, tmp_path: Path) ->
     assert message.startswith("mine.toml: ") and named in message
 
 
-ZERO = "model,stage,gb_per_gpu,closed_form_gb\n"
-KORTHIKANTI = "model,what,value,unit\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (ZERO + '"7.5B, Nd=64",x,31.4,31.4\n', 'stage = "x" is not a ZeRO stage'),
-        (ZERO + '"7.5B, Nd=64",1\n', 'gb_per_gpu = "" is not a number above 0'),
-        (ZERO + '"7.5B, Nd=64",1,31.4,much\n', 'closed_form_gb = "much"'),
-        (ZERO + '"7.5B, Nd=64",1,0,\n', 'gb_per_gpu = "0" is not a number above 0'),
-        (ZERO + '"7.5.5B, Nd=64",1,31.4,\n', "lacks the size or the number of ranks"),
-        (ZERO + '"7.5B, Nd=0",1,31.4,\n', "lacks the size or the number of ranks"),
-        (KORTHIKANTI + "22B,SP,many,GB\n", 'value = "many"'),
-        (KORTHIKANTI + "22B,SP,0,GB\n", 'value = "0"'),
-    ],
-)
-def test_a_table_by_formula(text: str, named: str, tmp_path: Path) -> None:
-    file = tmp_path / "x.csv"
-    file.write_text(text, encoding="utf-8-sig")
-    message = rejection(evaluate, file)
-    assert message.startswith(f"{file}, row 1: ") and named in message
-
-
 def test_a_table_with_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
     published = REPOSITORY / "benchmarks/planner_accuracy" / "narayanan2021.csv"
     (tmp_path / "x.csv").write_bytes(published.read_bytes() + b"\xff\n")
     assert "x.csv: this is not valid CSV" in rejection(read_table, tmp_path / "x.csv")
-    (tmp_path / "y.csv").write_bytes(ZERO.encode() + b"\xff\n")
-    assert "y.csv: this is not valid CSV" in rejection(evaluate, tmp_path / "y.csv")
 
 
 @pytest.mark.parametrize("content", NO_TABLES)

@@ -12,8 +12,7 @@ from matplotlib.patches import Rectangle
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY
 from threefold.plan import pictures
-from threefold.plan.calibration.compare import compare
-from threefold.plan.calibration.fit import Calibration
+from threefold.plan.calibration.fit import Calibration, compare
 from threefold.plan.calibration.runs_table import read_cells
 from threefold.plan.job import JobLayout
 

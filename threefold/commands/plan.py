@@ -18,8 +18,7 @@ from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.data.manifest import unused_rows
 from threefold.plan import catalogue, recipe_edits, report
-from threefold.plan.calibration.compare import compare
-from threefold.plan.calibration.fit import Fit, fit_table
+from threefold.plan.calibration.fit import Fit, compare, fit_table
 from threefold.plan.catalogue import recipe_table, zero_stage_lines
 from threefold.plan.goodput import (
     GoodputCase,

@@ -1,10 +1,13 @@
 """Properties of training software: fused kernels, overlap of communication, memory footprints."""
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from models.errors import UserError
 from threefold.config.deepspeed_json import GRADIENT_BUCKET_ELEMENTS
+from threefold.config.loading import REPOSITORY
 
 # Memory footprints of training software, in bytes per parameter, activation or logit.
 
@@ -99,54 +102,12 @@ DEEPSPEED = {
     "fp16": replace(FP16, zero1=replace(FP16, gradient=4, running_gradient=0, updating=0)),
     "fp32": replace(FP32, zero1=replace(FP32, gradient=4, running_gradient=0)),
 }
-# DeepSpeed's own pipeline, which keeps gradients in 16 bits until their reduction.
-STOCK_PIPELINE = {
-    "bf16": replace(
-        DEEPSPEED_ZERO, running_gradient=2, reducing=2, reducing_one_bucket=6, held_logits=4
-    ),
-    "fp16": replace(
-        DEEPSPEED_ZERO, gradient=0, running_gradient=2, bucket=1e9, reducing_bucket=1e9, updating=6,
-        held_logits=4,
-    ),
-    "fp32": replace(
-        DEEPSPEED_ZERO, weight=4, gradient=0, running_gradient=4, bucket=2e9, reducing_bucket=2e9,
-        norm=12, logit=12, head=12, held_logits=8,
-    ),
-}  # fmt: skip
-# The same pipeline in 2022, fitted to nvidia-smi's figures for BLOOM's runs, which had several
-# communicators and an allocator that returned less memory.
-DEEPSPEED_2022 = {
-    precision: replace(footprint, overhead_gib=9.0, fragmentation=0.12)
-    for precision, footprint in STOCK_PIPELINE.items()
-}
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 2 and section 4: 16-bit weights, fp32 gradients
 # and state, dropout everywhere.
 MEGATRON = Footprint(norm=4, gated=3, logit=6, dropout=True)
 # Megatron-Core with Transformer Engine, whose kernels fuse the rotation of q and k and keep one
 # h-sized tensor per norm, as counted by the allocator in runs of 131,072 tokens.
 MEGATRON_CORE = replace(MEGATRON, norm=2, apart=True)
-# The same with gradients in 16 bits: NeMo's runs of Llama 3 8B on 8 GPUs have no room for fp32.
-NEMO = replace(MEGATRON_CORE, gradient=2)
-INTERNEVO = replace(MEGATRON, gradient=2)
-# FSDP: everything but the gathered blocks is sharded over the data ranks (Zhao et al. 2023, arXiv
-# 2304.11277). Between steps, a rank keeps the fp32 weights (4 bytes, of which `weight` counts 2)
-# and Adam's moments (8 bytes). 16-bit weights exist only while they are gathered, two blocks at a
-# time.
-SHARDED = Footprint(
-    norm=4, gated=3, optimizer=10, gathered_elements=1e9, logit=4, selective=0.5,
-    fragmentation=0.02,
-)  # fmt: skip
-# torchtitan's selective recomputation keeps every second matmul. Its loss converts the logits of
-# the whole micro-batch to fp32, so they exist in 16 bits (2), in fp32 (4), as logarithms of
-# probabilities (4) and as their gradient (4).
-TORCHTITAN = replace(SHARDED, logit=14)
-# Fitted to the peaks of the Ultra-Scale Playbook's runs.
-NANOTRON = Footprint(norm=12, gated=3, logit=8, overhead_gib=2.5, fragmentation=0.0)
-
-
-def footprints(footprint: Footprint) -> dict[str, Footprint]:
-    """Return the same footprint for every precision."""
-    return dict.fromkeys(DEEPSPEED, footprint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +181,7 @@ THREEFOLD = Software(
 )
 MEGATRON_CORE_STACK = Software(
     name="megatron-core",
-    footprint=footprints(MEGATRON_CORE),
+    footprint=dict.fromkeys(DEEPSPEED, MEGATRON_CORE),
     framework=("Megatron-Core", "Megatron-Bridge"),
     elementwise=0.7,
     tensor_overlap=0.7,
@@ -229,143 +190,36 @@ MEGATRON_CORE_STACK = Software(
     data_overlap=0.9,
     gather_overlap=0.9,
 )
-# Each stack overlaps the communication that its documentation names. The overlapped shares and the
-# era are fitted to its published measurements.
-STACKS = (
-    THREEFOLD,
-    Software(
-        name="megatron-lm-2021",
-        footprint=footprints(MEGATRON),
-        framework=("Megatron-LM (Jan 2021)", "Megatron-LM (Apr 2021)"),
-        fused_attention=False,
-        attention_dropout=True,
-    ),
-    Software(
-        name="megatron-lm-2022",
-        footprint=footprints(MEGATRON),
-        framework=("Megatron-LM (2022)",),
-        era=1.077,
-        fused_attention=False,
-        attention_dropout=True,
-        tensor_overlap_backward=0.12,
-    ),
-    Software(
-        name="megatron-lm-2023",
-        footprint=footprints(MEGATRON),
-        framework=("Megatron-LM (commit",),
-        era=0.98,
-        tensor_overlap_backward=0.4,
-        gradient_bytes=4,
-    ),
-    Software(
-        name="megascale",
-        footprint=footprints(MEGATRON),
-        framework=("MegaScale",),
-        era=1.062,
-        tensor_overlap=0.7,
-        tensor_overlap_backward=0.33,
-        pipeline_overlap=0.8,
-        data_overlap=0.9,
-        gather_overlap=0.9,
-        parallel_block=True,
-    ),
-    Software(
-        name="megatron-deepspeed-bigscience",
-        footprint=DEEPSPEED_2022,
-        framework=("Megatron-DeepSpeed (BigScience)",),
-        era=0.93,
-        fused_attention=False,
-        attention_dropout=True,
-        reduce_scatter=False,
-        elementwise=2.2,
-    ),
-    Software(
-        name="deepspeed-zero3-2022",
-        footprint=DEEPSPEED,
-        framework=("Megatron-DeepSpeed",),
-        zero_stages=(3,),
-        era=0.955,
-        fused_attention=False,
-        attention_dropout=True,
-        shard_overlap=0.26,
-        messages_per_block=4,  # each linear is a module, and each module is gathered by itself
-        kept_elements=1e9,  # DeepSpeed's default stage3_max_reuse_distance
-        block_seconds=6.4e-4,
-    ),
-    Software(
-        name="megatron-deepspeed",
-        footprint=DEEPSPEED_2022,
-        framework=("Megatron-DeepSpeed",),
-        era=0.96,
-        fused_attention=False,
-        attention_dropout=True,
-        elementwise=0.5,
-        tensor_overlap_backward=0.9,
-        reduce_scatter=False,
-        block_seconds=6.9e-4,
-    ),
-    Software(
-        name="megatron-core-without-overlap",  # as in a run without its overlap options
-        footprint=footprints(MEGATRON_CORE),
-        framework=("Megatron-Core (0.14)",),
-        elementwise=0.7,
-    ),
-    MEGATRON_CORE_STACK,
-    replace(
-        MEGATRON_CORE_STACK,
-        name="nemo",
-        footprint=footprints(NEMO),
-        framework=("NeMo/Megatron-Core",),
-    ),
-    Software(
-        name="composer-fsdp",
-        footprint=footprints(SHARDED),
-        framework=("llm-foundry/composer FSDP",),
-        attention=0.455,
-        shard_overlap=0.1,
-        data_overlap=0.9,
-        gather_overlap=0.9,
-    ),
-    Software(
-        name="torchtitan",
-        footprint=footprints(TORCHTITAN),
-        framework=("torchtitan",),
-        era=0.88,
-        attention=0.46,
-        elementwise=0.7,
-        data_overlap=0.9,
-        gather_overlap=0.9,
-        shard_overlap=0.93,
-    ),
-    Software(
-        name="maxtext",
-        footprint=footprints(SHARDED),
-        framework=("MaxText",),
-        era=1.05,
-        elementwise=0.7,
-        data_overlap=0.9,
-        gather_overlap=0.9,
-    ),
-    Software(
-        name="internevo",
-        footprint=footprints(INTERNEVO),
-        framework=("InternEvo",),
-        era=0.896,
-        data_overlap=0.74,
-        broadcasts_weights=True,
-    ),
-    Software(
-        name="nanotron",
-        footprint=footprints(NANOTRON),
-        balances_stages=True,
-        framework=("nanotron",),
-        era=0.88,
-        gradient_bytes=4,
-        elementwise=0.6,
-        data_overlap=0.8,
-        step_seconds=0.025,
-    ),
-)
+PUBLISHED_STACKS = REPOSITORY / "benchmarks" / "planner_accuracy" / "stacks.toml"
+
+
+@cache
+def stacks() -> tuple[Software, ...]:
+    """Return Threefold, the stacks of published runs, and Megatron-Core.
+
+    The order counts: a row of a table has the first stack whose framework begins its own.
+    """
+    tables = (
+        tomllib.loads(PUBLISHED_STACKS.read_text(encoding="utf-8"))
+        if PUBLISHED_STACKS.exists()
+        else {}
+    )
+    footprints: dict[str, Mapping[str, Footprint]] = {
+        "threefold": DEEPSPEED,
+        "megatron": dict.fromkeys(DEEPSPEED, MEGATRON),
+        "megatron-core": MEGATRON_CORE_STACK.footprint,
+    }
+    for name, table in tables.get("footprints", {}).items():
+        footprints[name] = {
+            precision: Footprint(**table.get(precision, table)) for precision in DEEPSPEED
+        }
+    published = []
+    for table in tables.get("software", []):
+        for name in ("framework", "zero_stages"):
+            if name in table:
+                table[name] = tuple(table[name])
+        published.append(Software(**table | {"footprint": footprints[table["footprint"]]}))
+    return (THREEFOLD, *published, MEGATRON_CORE_STACK)
 
 
 def load_software(name: str) -> Software:
@@ -374,8 +228,8 @@ def load_software(name: str) -> Software:
     Raises:
         UserError: the name is not known.
     """
-    for stack in STACKS:
+    for stack in stacks():
         if stack.name == name:
             return stack
-    names = ", ".join(stack.name for stack in STACKS)
+    names = ", ".join(stack.name for stack in stacks())
     raise UserError(f"invalid --software {name}: expected one of {names}")

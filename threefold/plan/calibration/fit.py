@@ -11,7 +11,7 @@ from typing import Any
 
 from models.cost import flops_per_token, parameter_count
 from models.errors import UserError
-from threefold.plan.calibration.runs_table import Row, read_table
+from threefold.plan.calibration.runs_table import Row, is_table_of_runs, read_table
 from threefold.plan.job import Job
 from threefold.plan.memory.peak import GIB, context_gib, fullest_stage
 from threefold.plan.search import DEFAULT_HEADROOM
@@ -425,3 +425,33 @@ def _mean_error(predictions: Sequence[Prediction]) -> float | None:
 def _tau(predictions: Sequence[Prediction]) -> float | None:
     groups = ranked_groups(predictions)
     return mean(kendall_tau(group) for group in groups)
+
+
+# Comparison of predictions with one table of measurements, or with all tables of a folder.
+
+
+def compare(path: Path, factors: Calibration) -> tuple[dict[str, dict[str, Any]], list[Path]]:
+    """Predict the runs of a table, or of all tables in a folder.
+
+    Returns:
+        name -> rows and errors of each table, and the files that are not tables
+
+    Raises:
+        UserError: there is no table, or a table cannot be read.
+    """
+    files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
+    left_out = [file for file in files if path.is_dir() and not is_table_of_runs(file)]
+    results = {file.stem: compared(file, factors) for file in files if file not in left_out}
+    if not results:
+        raise UserError(f"{path}: the folder has no table of runs; use another folder")
+    return results, left_out
+
+
+def compared(path: Path, factors: Calibration) -> dict[str, Any]:
+    """Return the rows and the errors of a table."""
+    rows = read_table(path)
+    predictions = predict(rows, factors)
+    return {
+        "rows": [row_table(prediction) for prediction in predictions],
+        "summary": summary(rows, predictions),
+    }

@@ -16,7 +16,7 @@ from threefold.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job, JobLayout, Machine
 from threefold.plan.memory.peak import GIB, fullest_stage
-from threefold.plan.software import STACKS, Software
+from threefold.plan.software import Software, stacks
 
 DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
 MAX_NUMBER = 10**12
@@ -169,7 +169,7 @@ class RowReader:
             framework += " (BigScience)"  # only this fork of it has ALiBi
         stage = self.zero_stage()
         stack = next(
-            (s for s in STACKS if framework.startswith(s.framework) and stage in s.zero_stages),
+            (s for s in stacks() if framework.startswith(s.framework) and stage in s.zero_stages),
             None,
         )
         if stack is None:
