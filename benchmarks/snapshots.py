@@ -172,7 +172,7 @@ def run_block(
     began, used = time.perf_counter(), time.process_time()
     pause = write = None
     if snapshots:
-        assert not engine.differing_replicas()  # as a run does before each snapshot
+        assert not engine.diverged_replicas()  # as a run does before each snapshot
         assert not snapshots.take(data.progress_after(first - 1))
         pause = time.perf_counter() - began
     for step in range(first, first + STEPS_PER_BLOCK):

@@ -24,21 +24,21 @@ from typing import Any
 from models.errors import UserError
 from threefold.config.sections import REPOSITORY
 from threefold.pretrain.after_step import after_step, compare_speed, evaluate, stop_if_unreadable
-from threefold.pretrain.experiment import parse_command_line, read_experiment, rejections
-from threefold.pretrain.run import Ending, Run
+from threefold.pretrain.experiment import exit_on_user_error, parse_command_line, read_experiment
+from threefold.pretrain.run import Run, RunEnd
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.environment import set_thread_count, set_torch_variables
 from threefold.runtime.exits import (
     FINISHED,
     REJECTED,
     collect_garbage,
+    exit_now,
     hold_garbage,
-    leave,
     pause_collection,
     raise_at_interrupt,
     resume_collection,
 )
-from threefold.runtime.output import label_lines, outlive_output
+from threefold.runtime.output import label_lines, use_nonblocking_output
 from threefold.tracking.clocks import Startup
 from threefold.tracking.messages import summarize
 
@@ -50,15 +50,15 @@ def main(started: float | None = None) -> None:
         started: time.monotonic() at which a standby process of launch.py became this rank; None in
             a newly started process
     """
-    outlive_output()
+    use_nonblocking_output()
     try:
         pretrain(started)
     except UserError as problem:  # raised in training; earlier checks print their own message
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
-        leave(REJECTED)
+        exit_now(REJECTED)
     except Exception:
         traceback.print_exc()
-        leave(1)  # an ordinary exit would wait for threads, which may hang
+        exit_now(1)  # an ordinary exit would wait for threads, which may hang
 
 
 def pretrain(started: float | None = None) -> None:
@@ -93,57 +93,57 @@ def pretrain(started: float | None = None) -> None:
 
     resume_collection()
     raise_at_interrupt()
-    startup.lap("imports")
+    startup.mark("imports")
 
     path = options.run_dir or REPOSITORY / "runs" / recipe.name
     folder = RunFolder(path, options.lease, options.lock)
-    with rejections(world, experiment.origin):
+    with exit_on_user_error(world, experiment.origin):
         # 2. Data: open the corpora first, so that a missing file ends every rank immediately.
         data = open_data(experiment)
-        startup.lap("data")
+        startup.mark("data")
 
         # 3. Processes: join the other ranks, start this rank's supervisor, and lock the run folder.
         # If a rank hangs, the supervisors name it and end all ranks with exit code 4.
-        claim = join(experiment, folder, startup, wait_seconds=options.wait_for_folder)
+        handle = join(experiment, folder, startup, wait_seconds=options.wait_for_folder)
 
         # 4. Start: find the newest undamaged checkpoint, and prepare the run folder.
-        start = find_resume_point(experiment, claim, data, options.resume, options.resume_once)
+        start = find_resume_point(experiment, handle, data, options.resume, options.resume_once)
         experiment = experiment.at(start.progress.step + 1)  # in the phase of the next step
         data.resume(start.progress, experiment.topology)
-    begin(experiment, claim, data, start, startup)
+    begin(experiment, handle, data, start, startup)
 
-    with out_of_memory_explained(experiment, claim) as account:
+    with out_of_memory_explained(experiment, handle) as account:
         # 5. Model: check the nodes, build the model, its optimizer and DeepSpeed's engine, and load
         # the checkpoint. If memory runs out from here on, a message names a layout that needs less.
         recipe, topology, config = experiment.recipe, experiment.topology, experiment.config
-        crumb = claim.supervisor.crumb  # tells the supervisor what this rank is doing
+        crumb = handle.supervisor.crumb  # tells the supervisor what this rank is doing
         crumb.note("building the engine")
         grid = build_grid(topology, recipe.optimizer)
         step = start.progress.step
-        check_nodes(experiment, claim=claim, grid=grid, step=step, startup=startup)
+        check_nodes(experiment, handle=handle, grid=grid, step=step, startup=startup)
         model = build_model(recipe, topology=topology, config=config, grid=grid)
-        startup.lap("model")
+        startup.mark("model")
         optimizer = build_optimizer(model, recipe, config=config)
         engine = account.engine = build_engine(
             recipe, config=config, grid=grid, model=model, optimizer=optimizer, crumb=crumb
         )
-        startup.lap("DeepSpeed")
+        startup.mark("DeepSpeed")
         if start.found.path:
             engine.load(start.found.reader(), weights_only=start.found.weights_only)
-            startup.lap("loading")
+            startup.mark("loading")
 
         # 6. Train: run the steps, and record how the run ends.
-        with open_run(experiment, claim, engine, data=data, start=start, startup=startup) as run:
+        with open_run(experiment, handle, engine, data=data, start=start, startup=startup) as run:
             ending = close_run(run, train(run, start.progress.step))
-    if ending.is_boundary:  # the next phase needs another engine
+    if ending.restarts_for_phase:  # the next phase needs another engine
         replace_process(folder, environment)
     leave_processes()
     if ending.code == FINISHED:
         summarize(experiment.whole_recipe, folder, world)
-    leave(ending.code)
+    exit_now(ending.code)
 
 
-def train(run: Run, step: int) -> Ending:
+def train(run: Run, step: int) -> RunEnd:
     """Run the steps after `step` until the last one, or until there is a reason to stop.
 
     After each step, `after_step` handles a loss that spikes or is not finite, compares the weights
@@ -166,7 +166,7 @@ def train(run: Run, step: int) -> Ending:
             run.profiler.write_after(step)
         run.timeline.write_after(step)
         step, ending = after_step(run, step, metrics)
-    return ending or Ending(FINISHED)
+    return ending or RunEnd(FINISHED)
 
 
 def train_step(run: Run, step: int) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
     crumb.step = step
     rate = run.plan.at(step).learning_rate(step)
     with stop_if_unreadable(run, step), crumb.waiting_for_disk("waiting for data"):
-        micro_batches, data_seconds = run.prefetcher.take(step)
+        micro_batches, data_seconds = run.prefetcher.next(step)
     with run.timeline.recorded(step), run.profiler.recorded(step):
         result = run.engine.train_step(micro_batches, rate)
     seconds = run.clock.end()

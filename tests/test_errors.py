@@ -66,7 +66,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/sweep/ranks/protocol.py: read_message": PARSING,
     "threefold/sweep/ranks/rank.py: run_rank": "a trial that fails is a result of the sweep",
     "threefold/sweep/ranks/controller.py: World.start": RAISES,
-    "threefold/pretrain/setup.py: rejected_together": RAISES,
+    "threefold/pretrain/setup.py: raise_on_all_ranks": RAISES,
     "threefold/prove/ranks.py: _rank": "a layout that fails is a finding of the proof",
     "threefold/checkpoint/writer.py: CheckpointWriter._begin.work": RAISES,
     "threefold/data/corpus.py: _check_manifest": PARSING,
@@ -319,8 +319,8 @@ def test_a_users_mistake_that_a_run_finds_late_is_a_message_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(pretrain, "leave", codes.append)
-    monkeypatch.setattr(pretrain, "outlive_output", lambda: None)
+    monkeypatch.setattr(pretrain, "exit_now", codes.append)
+    monkeypatch.setattr(pretrain, "use_nonblocking_output", lambda: None)
     monkeypatch.setattr(pretrain, "pretrain", mistake)
     pretrain.main()
     assert capsys.readouterr().err == "pretrain.py: wandb/run_id is damaged\n"
@@ -381,7 +381,7 @@ import os, sys
 from models.errors import UserError
 from recipes import pretrain
 from threefold.pretrain import experiment
-from threefold.pretrain.setup import rejected_together
+from threefold.pretrain.setup import raise_on_all_ranks
 from threefold.runtime.processes import start_processes
 from threefold.config.parallel_dims import World
 
@@ -389,7 +389,7 @@ def main(started):
     world = World.from_environment(os.environ)
     start_processes(world)
     for kinds in {kinds}:
-        with experiment.rejections(world), rejected_together():
+        with experiment.exit_on_user_error(world), raise_on_all_ranks():
             if kinds[world.rank]:
                 raise kinds[world.rank]("wrong on rank %d" % world.rank)
 

@@ -83,8 +83,8 @@ def test_standard_output_is_one_json_object(
     for attribute, result in REPORTS.get(name, {}).items():
         replace(command, attribute, lambda *_, result=result, **__: result, monkeypatch)
     if name == "threefold.commands.sweep":  # it would end this process
-        monkeypatch.setattr(command, "leave", sys.exit)
-        monkeypatch.setattr(command, "outlive_output", lambda: None)
+        monkeypatch.setattr(command, "exit_now", sys.exit)
+        monkeypatch.setattr(command, "use_nonblocking_output", lambda: None)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options, "--json"])
     # As DeepSpeed's handler, which keeps the stream that was standard output at its import.
     with open(1, "w", buffering=1, closefd=False) as stream:

@@ -32,13 +32,13 @@ from threefold.config.phases import PhasePlan
 from threefold.data.corpus import fingerprint
 from threefold.data.dataset import TrainingData
 from threefold.engine.build import build_from_recipe
-from threefold.prepare_data.sample_lookup import ledger
+from threefold.prepare_data.sample_lookup import sample_lines
 from threefold.pretrain.restart import command_of
 from threefold.prove.ranks import free_port
 from threefold.report.run_record import marks_of, read_run
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import History
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.progress import LeftPart, Progress
 from threefold.runtime.processes import start_processes
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
@@ -311,13 +311,13 @@ def test_the_ledger_names_documents_and_phase(
     undisturbed: Path, table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = parse_recipe(table, "test")
-    heads = [next(ledger(recipe, undisturbed, step, text=False)) for step in (5, 6, 11)]
+    heads = [next(sample_lines(recipe, undisturbed, step, text=False)) for step in (5, 6, 11)]
     assert heads == [
         'step 5 (phase "first") reads samples 24 .. 31, windows of 32 + 1 tokens',
         'step 6 (phase "long") reads samples 32 .. 47, windows of 64 + 1 tokens',
         'step 11 (phase "decay") reads samples 112 .. 127, windows of 64 + 1 tokens',
     ]
-    lines = list(ledger(recipe, undisturbed, 6, text=False))
+    lines = list(sample_lines(recipe, undisturbed, 6, text=False))
     assert len(lines) == 17
     corpora = [line.split(": ")[1].split(" window")[0].rpartition("/")[2] for line in lines[1:]]
     assert sorted(set(corpora)) == ["extra", "train"] and corpora.count("extra") == 8
@@ -405,7 +405,7 @@ def test_a_phase_from_which_a_run_has_rolled_back_keeps_its_data(
     first, *later = table["phase"]
     phases = [] if changes is None else [changed(first, **changes), *later]
     recipe = parse_recipe(table | {"phase": phases}, "test")
-    rolled_back = Progress(4, 60, ((0, 40), (1, 60)))
+    rolled_back = Progress(4, 60, (LeftPart(0, 40), LeftPart(1, 60)))
     manifest = SimpleNamespace(
         step=4, progress=rolled_back if saved else Progress(4, 32), data=fingerprint(before),
         recipe=before.model_dump(mode="json"), has_moments=True, parent=None,
@@ -413,7 +413,7 @@ def test_a_phase_from_which_a_run_has_rolled_back_keeps_its_data(
     history = History()
     if not saved:
         history.rolled_back[4] = 60
-        history.reads[4, 60] = rolled_back.read
+        history.left_parts[4, 60] = rolled_back.left_parts
         history.data_parts[4, 60] = fingerprint(before)["parts"]
     found = ResumePoint(SimpleNamespace(manifest=manifest))  # type: ignore[arg-type]
     with pytest.raises(UserError) if message else contextlib.nullcontext() as raised:

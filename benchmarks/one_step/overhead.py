@@ -99,12 +99,12 @@ def play(pipe: Connection, recipe: Path, run_folder: Path) -> None:
 
 def train_in_turns(pipe: Connection, train: Callable[..., Any], run: Run, step: int) -> Any:
     """`pretrain.train` with a feed that waits for the parent."""
-    object.__setattr__(run.prefetcher, "take", InTurns(pipe, run.prefetcher.take))
+    object.__setattr__(run.prefetcher, "next", InTurns(pipe, run.prefetcher.next))
     return train(run, step)
 
 
 class InTurns:
-    """`Prefetcher.take`, which ends the step before and waits for the parent to begin the next."""
+    """`Prefetcher.next`, which ends the step before and waits for the parent to begin the next."""
 
     def __init__(self, pipe: Connection, take: Callable[[int], Any]):
         self.pipe, self.take = pipe, take

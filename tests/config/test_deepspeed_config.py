@@ -341,7 +341,7 @@ def test_the_proposed_file_has_the_values_of_the_findings(tmp_path: Path) -> Non
 def test_a_run_without_a_launcher_is_told_how_to_start_its_ranks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("threefold.pretrain.experiment.leave", sys.exit)
+    monkeypatch.setattr("threefold.pretrain.experiment.exit_now", sys.exit)
     monkeypatch.setattr(sys, "argv", ["recipes/pretrain.py", "my tiny.toml"])
     command = "4 ranks start with: deepspeed --num_gpus 4 recipes/pretrain.py 'my tiny.toml'\n"
     for launcher, is_told in (
@@ -362,7 +362,7 @@ def test_fp16_without_a_gpu_is_among_the_first_findings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr("threefold.pretrain.experiment.leave", sys.exit)
+    monkeypatch.setattr("threefold.pretrain.experiment.exit_now", sys.exit)
     content = {
         "zero_optimization": {"stage": 0},
         "fp16": {"enabled": True},

@@ -52,7 +52,7 @@ from threefold.convert.files import (
     open_checkpoint,
     output_folder,
 )
-from threefold.convert.from_hugging_face import adopt, read_config
+from threefold.convert.from_hugging_face import import_model, read_config
 from threefold.convert.reshape import new_recipe, sources_of
 from threefold.convert.to_hugging_face import export, find_tokenizer, special_tokens
 from threefold.data.dataset import TrainingData
@@ -220,7 +220,7 @@ def test_a_bias_free_gpt2_is_exported_with_biases_of_zero(
     assert index["metadata"]["total_size"] == sum(sizes)
     biases = [t for name, t in tensors.items() if ".bias" in name and ".ln_" not in name]
     assert len(biases) == 4 * 2 and not any(tensor.any() for tensor in biases)
-    assert adopt(tmp_path / "theirs", tmp_path / "back").bias
+    assert import_model(tmp_path / "theirs", tmp_path / "back").bias
     tokens = torch.arange(64).view(2, 32) % VOCAB_SIZE
     back = our_logits(open_checkpoint(tmp_path / "back"), tokens)
     assert torch.equal(back, our_logits(source, tokens))
@@ -252,7 +252,7 @@ def test_a_round_trip_is_bit_for_bit(family: str, dtype: str, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     (tmp_path / "ours").mkdir()
-    adopt(tmp_path / "theirs", tmp_path / "ours")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
     (tmp_path / "back").mkdir()
     export(open_checkpoint(tmp_path / "ours"), tmp_path / "back", dtype=dtype, tokenizer=None)
     before, after = stored(tmp_path / "theirs"), stored(tmp_path / "back")
@@ -290,7 +290,7 @@ def test_an_untied_head_is_kept(family: str, head: str, tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
     (tmp_path / "ours").mkdir()
     (tmp_path / "back").mkdir()
-    model = adopt(tmp_path / "theirs", tmp_path / "ours")
+    model = import_model(tmp_path / "theirs", tmp_path / "ours")
     assert model.tie_embeddings == (head != "another")
     source = open_checkpoint(tmp_path / "ours")
     export(source, tmp_path / "back", dtype="fp32", tokenizer=None)
@@ -326,7 +326,7 @@ def test_the_exported_tokenizer_begins_texts_as_documents_began(
     their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
     for folder in ("ours", "back"):
         (tmp_path / folder).mkdir()
-    adopt(tmp_path / "theirs", tmp_path / "ours")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
     source = open_checkpoint(tmp_path / "ours")
     changes: dict[str, Any] = {"data": {"document_starts": starts}}
     if starts is None or starts == "corpora":
@@ -346,7 +346,7 @@ def test_large_models_are_split_into_files(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("threefold.checkpoint.format.FILE_BYTES", 100_000)
     their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
-    adopt(tmp_path / "theirs", tmp_path / "ours")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
     (tmp_path / "back").mkdir()
     export(open_checkpoint(tmp_path / "ours"), tmp_path / "back", dtype="fp32", tokenizer=None)
     assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 2
@@ -362,7 +362,7 @@ def test_names_without_prefix_and_with_old_buffers_are_read(tmp_path: Path) -> N
     tensors = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 32, 32)}, file)
     (tmp_path / "ours").mkdir()
-    adopt(tmp_path / "theirs", tmp_path / "ours")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
     source = open_checkpoint(tmp_path / "ours")
     assert torch.equal(source.tensor("weights", "embedding.weight"), tensors["wte.weight"])
 
@@ -384,7 +384,7 @@ def test_a_run_in_any_layout_starts_from_their_weights(
         parameter.data *= 0.1
     model.save_pretrained(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
-    adopt(tmp_path / "theirs", tmp_path / "ours")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
     settings = {"model__ffn_hidden_size": 256} if family == "gpt2" else {}
     epsilon = {"model__norm_epsilon": 1e-6 if family == "llama" else 1e-5}
     recipe = recipe_of(
@@ -503,7 +503,7 @@ def test_unsupported_architectures_are_rejected(
             tmp_path / "ours", reading=tmp_path / "theirs", files=IMPORTED, overwrite=False
         ) as folder,
     ):
-        adopt(tmp_path / "theirs", folder)
+        import_model(tmp_path / "theirs", folder)
     assert not (tmp_path / "ours").exists() and not list(tmp_path.glob("*.incomplete"))
 
 
@@ -515,7 +515,7 @@ def test_only_files_that_transformers_loads_are_read(tmp_path: Path) -> None:
     index = {"weight_map": dict.fromkeys(zeros, "model_ema.safetensors")}
     (tmp_path / "theirs" / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "ours").mkdir()
-    adopt(tmp_path / "theirs", tmp_path / "ours")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
     table = open_checkpoint(tmp_path / "ours").tensor("weights", "embedding.weight")
     assert torch.equal(table, tensors["model.embed_tokens.weight"])
 
@@ -530,7 +530,7 @@ def test_a_broken_index_is_rejected(content: str | None, named: str, tmp_path: P
     if content:
         (tmp_path / "theirs" / "model.safetensors.index.json").write_text(content)
     with pytest.raises(UserError, match=named):
-        adopt(tmp_path / "theirs", tmp_path)
+        import_model(tmp_path / "theirs", tmp_path)
 
 
 def test_quantized_weights_are_rejected(tmp_path: Path) -> None:
@@ -540,7 +540,7 @@ def test_quantized_weights_are_rejected(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     save_file(tensors | {name: tensors[name].to(torch.int8)}, file, {"format": "pt"})
     with pytest.raises(UserError, match=f"{name} is torch.int8"):
-        adopt(tmp_path / "theirs", tmp_path)
+        import_model(tmp_path / "theirs", tmp_path)
 
 
 Trained = dict[str, tuple[Recipe, CheckpointReader, float]]
@@ -844,7 +844,7 @@ def test_another_tokenizer_is_rejected(
 def test_initial_weights_of_another_model_are_rejected(real_corpus: Path, tmp_path: Path) -> None:
     their_model("llama", torch.float32).save_pretrained(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
-    adopt(tmp_path / "theirs", tmp_path / "ours")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
     assert not Manifest.read(tmp_path / "ours").has_moments
     table = changed(small_recipe(real_corpus), training__initial_weights=str(tmp_path / "ours"))
     file = tmp_path / "recipe.toml"
@@ -878,7 +878,7 @@ def test_initial_weights_of_other_experts_are_rejected(
 ) -> None:
     their_model("mixtral", torch.float32).save_pretrained(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
-    adopt(tmp_path / "theirs", tmp_path / "ours")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
     manifest = Manifest.read(tmp_path / "ours")
     table = changed(small_recipe(real_corpus), **SHAPES["mixtral"])
     table["model"]["experts"] |= changes
@@ -899,7 +899,7 @@ def test_changed_positions_are_described(real_corpus: Path, tmp_path: Path) -> N
     theirs.config.rope_parameters = scaling
     theirs.save_pretrained(tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
-    model = adopt(tmp_path / "theirs", tmp_path / "ours")
+    model = import_model(tmp_path / "theirs", tmp_path / "ours")
     manifest = Manifest.read(tmp_path / "ours")
     start = {"model__norm_epsilon": 1e-6}
     same = start | {"model__rope_theta": 5e5, "model__rope_scaling": settings(model.rope_scaling)}

@@ -27,7 +27,7 @@ def test_place_of_inverts_the_permutation() -> None:
 def ranges(corpus: CorpusOrder, count: int) -> list[range]:
     """Read `count` windows, and return their tokens."""
     windows = corpus.windows(np.arange(count))
-    corpus.give(count)
+    corpus.advance(count)
     return [range(w * corpus.length, (w + 1) * corpus.length) for w in windows.tolist()]
 
 
@@ -37,12 +37,12 @@ def tokens(*parts: list[range]) -> list[int]:
 
 def test_one_length_reads_the_permutation_of_each_epoch() -> None:
     corpus = CorpusOrder(101, "7/0")
-    corpus.continue_with(10)
+    corpus.set_sequence_length(10)
     found = corpus.windows(np.arange(25)).tolist()
     assert found[:10] == permuted(np.arange(10), 10, "7/0/0").tolist()
     assert found[10:20] == permuted(np.arange(10), 10, "7/0/1").tolist()
-    corpus.give(13)
-    corpus.continue_with(10)  # no change
+    corpus.advance(13)
+    corpus.set_sequence_length(10)  # no change
     assert corpus.windows(np.arange(7)).tolist() == found[13:20]
 
 
@@ -55,7 +55,7 @@ def test_no_token_is_read_twice_in_an_epoch(
     corpus = CorpusOrder(2411, "7/0")
     read: list[list[range]] = []
     for length in lengths:
-        corpus.continue_with(length)
+        corpus.set_sequence_length(length)
         read.append(ranges(corpus, 15))
     assert len(set(tokens(*read))) == len(tokens(*read)) == 15 * sum(lengths)
 
@@ -63,9 +63,9 @@ def test_no_token_is_read_twice_in_an_epoch(
 def test_the_rest_of_an_epoch_is_read_before_the_next() -> None:
     """After 11 of 24 windows, all longer windows without them come first, and then all."""
     corpus = CorpusOrder(241, "7/0")
-    corpus.continue_with(10)
+    corpus.set_sequence_length(10)
     before = set(tokens(ranges(corpus, 11)))
-    corpus.continue_with(20)
+    corpus.set_sequence_length(20)
     everything = [range(20 * n, 20 * n + 20) for n in range(12)]
     free = [each for each in everything if not before.intersection(each)]
     assert free  # otherwise the test would show nothing
@@ -73,19 +73,19 @@ def test_the_rest_of_an_epoch_is_read_before_the_next() -> None:
     assert sorted(after[: len(free)], key=lambda each: each.start) == free
     assert sorted(after[len(free) :], key=lambda each: each.start) == everything
     # The new epoch began there: a third length may read everything that it has not read.
-    corpus.continue_with(40)
+    corpus.set_sequence_length(40)
     assert corpus.epoch == 2
     assert corpus.earlier == ()
 
 
 def test_a_corpus_without_unread_windows_begins_its_next_epoch() -> None:
     corpus = CorpusOrder(101, "7/0")
-    corpus.continue_with(10)
+    corpus.set_sequence_length(10)
     ranges(corpus, 9)
-    corpus.continue_with(100)
+    corpus.set_sequence_length(100)
     assert corpus.windows(np.arange(2)).tolist() == [0, 0]
-    corpus.give(2)
-    corpus.continue_with(50)
+    corpus.advance(2)
+    corpus.set_sequence_length(50)
     assert len(set(tokens(ranges(corpus, 2)))) == 100
 
 

@@ -27,11 +27,11 @@ def test_the_next_step_is_fetched_while_this_one_runs() -> None:
             fetched.set()
 
     prefetcher = Prefetcher(source, last_step=4)
-    coming, waited = prefetcher.take(3)
+    coming, waited = prefetcher.next(3)
     assert [int(each.tokens[0, 0]) for each in coming] == [30, 31] and waited > 0
     assert fetched.wait(10)  # before it is requested
     assert read == [3, 4]
-    coming, waited_again = prefetcher.take(4)
+    coming, waited_again = prefetcher.next(4)
     assert [int(each.labels[0, 0]) for each in coming] == [41, 42]
     assert waited_again < 1.0 and read == [3, 4]  # the last step prefetches nothing
 
@@ -43,27 +43,27 @@ def test_errors_are_raised_at_the_start_of_the_step() -> None:
         yield micro_batch(step)
 
     prefetcher = Prefetcher(source, last_step=9)
-    assert len(prefetcher.take(1)[0]) == 1
+    assert len(prefetcher.next(1)[0]) == 1
     with pytest.raises(UserError, match="ends before token 9"):
-        prefetcher.take(2)
+        prefetcher.next(2)
 
 
 def test_a_middle_stage_gets_no_tokens() -> None:
     coming = MicroBatch(None, None, MicroBatchInfo())
     prefetcher = Prefetcher(lambda step: [coming], last_step=9, pinned=True)
-    assert prefetcher.take(1)[0] == [coming]
+    assert prefetcher.next(1)[0] == [coming]
 
 
 def test_a_run_that_rolls_back_reads_the_requested_samples() -> None:
     prefetcher = Prefetcher(lambda step: [micro_batch(step)], last_step=9)
-    assert [int(prefetcher.take(step)[0][0].tokens[0, 0]) for step in (1, 2, 7, 3)] == [1, 2, 7, 3]
+    assert [int(prefetcher.next(step)[0][0].tokens[0, 0]) for step in (1, 2, 7, 3)] == [1, 2, 7, 3]
 
 
 def test_forgotten_micro_batches_are_read_again() -> None:
     """Another branch of a run reads other samples in a step of the same number."""
     branch = 1
     prefetcher = Prefetcher(lambda step: [micro_batch(10 * branch + step)], last_step=2)
-    assert int(prefetcher.take(1)[0][0].tokens[0, 0]) == 11
-    prefetcher.forget()
+    assert int(prefetcher.next(1)[0][0].tokens[0, 0]) == 11
+    prefetcher.reset()
     branch = 2
-    assert int(prefetcher.take(2)[0][0].tokens[0, 0]) == 22
+    assert int(prefetcher.next(2)[0][0].tokens[0, 0]) == 22

@@ -34,7 +34,7 @@ from threefold.prove import training
 from threefold.prove.compare import Outcome, compare
 from threefold.prove.layouts import ProofCase
 from threefold.prove.relay import load_newest, save
-from threefold.prove.training import many_cases, start, train_step, try_cases
+from threefold.prove.training import many_cases, start, train_cases, train_step
 from threefold.run_folder.folder import RunFolder
 
 GPT = GPT_SWITCHES
@@ -246,11 +246,11 @@ def train_worker(corpus: str, layouts: dict[Key, dict[str, Any]]) -> dict[Key, T
             engine, data = start(this.recipe, world)
             assert load_newest(engine, data, folder) == SAVED_AFTER
             steps = [train_step(engine, data, step) for step in range(SAVED_AFTER + 1, STEPS + 1)]
-            reports = [engine.differing_replicas()]
+            reports = [engine.diverged_replicas()]
             for name, parameter in engine.parameters():
                 if world.rank == 1 and name in DISTURBED.get(key, {}):
                     flip_a_bit(held_values(parameter, data_rank=0).data)
-            reports.append(engine.differing_replicas())
+            reports.append(engine.diverged_replicas())
             dist.barrier()
             if world.rank == 0:
                 shutil.rmtree(folder.path)
@@ -292,7 +292,7 @@ DISTURBED: dict[Key, dict[str, list[str]]] = {  # layout -> weight changed on ra
 def reference_worker(corpus: str, references: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
     """Return the outcomes on one rank."""
     cases = [case(Path(corpus), 1, changes) for changes in references.values()]
-    return dict(zip(references, try_cases(cases), strict=True))
+    return dict(zip(references, train_cases(cases), strict=True))
 
 
 @pytest.fixture(scope="session")
@@ -347,13 +347,13 @@ def test_losses_are_those_of_one_rank(
     if "bf16" in key[1]:  # which has 8 bits
         assert got.losses == pytest.approx(expected.losses, rel=2e-3)
         assert got.grad_norms == pytest.approx(expected.grad_norms, rel=2e-2)
-        assert got.drifted == []
+        assert got.diverged == []
     else:
         difference = compare(got, expected, case(layout_corpus, *layout_of(key)).recipe.model)
         assert difference.loss < 2e-6 and difference.grad_norm < 1e-5, difference
         assert difference.weights < 1e-4 and difference.moments < 1e-4, difference
         assert difference.evaluation < 1e-5, difference  # of a few tokens
-        assert not difference.drifted and not difference.rerouted, difference
+        assert not difference.diverged and not difference.rerouted, difference
 
 
 @pytest.mark.parametrize("key", CASES)

@@ -128,5 +128,5 @@ def precision_worker(corpus: str, tensor: int) -> dict[str, list[float]]:
             recipe = recipe_of(Path(corpus), deepspeed=json, layout__tensor=tensor)
             engine, data = start(recipe, world)
             found[config] = [train_step(engine, data, step).loss for step in range(1, 7)]
-            assert engine.differing_replicas() == []
+            assert engine.diverged_replicas() == []
     return found

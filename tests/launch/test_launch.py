@@ -159,7 +159,7 @@ def test_user_errors_of_a_run_end_launch_py_with_a_message(
         def run(self) -> int:
             raise UserError("no such GPU")
 
-    monkeypatch.setattr(launch, "outlive_output", lambda: None)
+    monkeypatch.setattr(launch, "use_nonblocking_output", lambda: None)
     monkeypatch.setattr(launch, "prepare", lambda _: Rejected())
     monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
     monkeypatch.setattr(launch.resource, "setrlimit", lambda *_: None)

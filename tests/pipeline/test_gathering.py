@@ -97,11 +97,11 @@ def train(recipe: Any, world: Any) -> dict[str, Any]:
         with mock.patch.object(PipelineEngine, "_aggregate_total_loss", averaged):
             losses.append(train_step(engine, data, step).loss)
         between.append((list(unfinished), len(running)))
-    drifted = engine.differing_replicas()
+    diverged = engine.diverged_replicas()
     return {
         "losses": losses,
         "between": between,
-        "drifted": drifted,
+        "diverged": diverged,
         "left": len(running),
         "at loss": unfinished_at_loss,
     }
@@ -150,7 +150,7 @@ def test_no_layer_runs_before_its_weights_are_gathered(name: str, trained: dict)
     """If gathers complete only when they are waited for, all results are the same."""
     for now, late in zip(trained[name, "as it is"], trained[name, "late"], strict=True):
         assert late["losses"] == now["losses"]
-        assert late["drifted"] == now["drifted"] == []
+        assert late["diverged"] == now["diverged"] == []
         assert late["left"] == 0  # comparing replicas waits for all weights
 
 

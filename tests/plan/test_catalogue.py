@@ -35,7 +35,7 @@ from threefold.plan.search import NEAR_TIE, search
 from threefold.plan.time.step import step_time
 from threefold.prove.layouts import ProofCase, valid_cases
 from threefold.prove.shrink import shrink, write_corpus
-from threefold.prove.training import try_cases
+from threefold.prove.training import train_cases
 
 FILES = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]
 NAMES = [f"{path.parent.name}-{path.stem}" for path in FILES]
@@ -311,7 +311,7 @@ def small_variant(name: str, corpus: Path) -> ProofCase:
 
 def train_worker(corpus: str, names: Sequence[str]) -> dict[str, Training]:
     """Train each shrunk recipe and return the results."""
-    outcomes = try_cases(small_variant(name, Path(corpus)) for name in names)
+    outcomes = train_cases(small_variant(name, Path(corpus)) for name in names)
     return {
         name: Training(
             outcome.losses,

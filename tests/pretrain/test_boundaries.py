@@ -15,10 +15,10 @@ from threefold.config.loading import parse_recipe
 from threefold.config.phases import PhasePlan
 from threefold.pretrain import restart
 from threefold.pretrain.after_step import after_step, roll_back
-from threefold.pretrain.run import Ending
+from threefold.pretrain.run import RunEnd
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import FolderInUse, FolderLock
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.progress import LeftPart, Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
 from threefold.supervision.loss_watch import Severity
 from threefold.tracking.tracker import RunTracker
@@ -62,7 +62,7 @@ def test_a_rollback_to_an_earlier_phase_starts_the_ranks_again(plan: PhasePlan) 
     run = run_at(plan, 11, checkpoint=6)
     outcome = roll_back(run, 11, "a loss spike")
     assert outcome.step == 6
-    assert outcome.ending is not None and outcome.ending.is_boundary
+    assert outcome.ending is not None and outcome.ending.restarts_for_phase
     run.engine.load.assert_not_called()
     ((_, target, _), _) = run.tracker.roll_back.call_args
     assert target == Progress(6, 8 * 8 + 3 * 4, ((0, 64), (1, 76)))
@@ -88,9 +88,9 @@ def test_the_steps_of_an_engine_end_before_the_next_phase(
     run.watch.judge.return_value = None
     run.supervisor.agree.return_value = (asked, Severity.GOOD, False)
     run.snapshots, run.writer.save.return_value = None, None
-    run.engine.differing_replicas.return_value = []
+    run.engine.diverged_replicas.return_value = []
     outcome = after_step(run, step, {"loss": 1.0, "grad_norm": 1.0})
-    assert bool(outcome.ending and outcome.ending.is_boundary) == boundary
+    assert bool(outcome.ending and outcome.ending.restarts_for_phase) == boundary
     assert run.writer.save.called == (step == 8)
 
 
@@ -106,11 +106,11 @@ def test_a_save_after_which_no_step_follows_may_fill_the_disk(
     run.watch.judge.return_value = None
     run.supervisor.agree.return_value = (asked, Severity.GOOD, False)
     run.snapshots, run.writer.save.return_value = None, None
-    run.engine.differing_replicas.return_value = []
+    run.engine.diverged_replicas.return_value = []
     ending = after_step(run, step, {"loss": 1.0, "grad_norm": 1.0}).ending
     if asked:
         reason = f"saved at step {step} (SIGTERM); rerun the same command to resume"
-        assert ending == Ending(INTERRUPTED, reason)
+        assert ending == RunEnd(INTERRUPTED, reason)
     ((_, _), options) = run.writer.save.call_args
     assert options == {"ends_process": ends}
 
@@ -121,17 +121,17 @@ def test_a_failed_save_at_a_boundary_stops_the_run(plan: PhasePlan) -> None:
     run = run_at(plan, 8, checkpoint=0)
     run.writer.wait.return_value = "step 8 is not saved: the disk is full"
     run.writer.remedy.return_value = "the newest checkpoint is step 6"
-    expected = Ending(STOPPED, f"{run.writer.wait()}; the newest checkpoint is step 6")
-    assert close_run(run, Ending(0, step=8)) == expected
+    expected = RunEnd(STOPPED, f"{run.writer.wait()}; the newest checkpoint is step 6")
+    assert close_run(run, RunEnd(0, step=8)) == expected
     earlier = f"step 7 is not saved; {run.writer.wait()}"  # a save has failed before the last one
-    assert close_run(run, Ending(STOPPED, earlier)).reason == f"{earlier}; {run.writer.remedy()}"
-    assert close_run(run, Ending(STOPPED, "step 8: bad")).reason == "step 8: bad"
+    assert close_run(run, RunEnd(STOPPED, earlier)).reason == f"{earlier}; {run.writer.remedy()}"
+    assert close_run(run, RunEnd(STOPPED, "step 8: bad")).reason == "step 8: bad"
 
 
 def test_an_event_keeps_the_parts_of_the_data(plan: PhasePlan, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    target = Progress(6, 76, ((0, 64), (1, 76)))
+    target = Progress(6, 76, (LeftPart(0, 64), LeftPart(1, 76)))
     folder.event("start", 0)
     tracker = RunTracker(plan.at(11).recipe, folder)
     tracker.roll_back(11, target, "a loss spike", parts=[{"phase": "long"}])

@@ -139,10 +139,10 @@ def test_other_errors_are_raised_unchanged(tmp_path: Path) -> None:
         recipe=SimpleNamespace(tracking=SimpleNamespace(memory_snapshot=False)),
         world=SimpleNamespace(rank=0),
     )
-    claim: Any = SimpleNamespace(folder=SimpleNamespace(path=tmp_path))
+    handle: Any = SimpleNamespace(folder=SimpleNamespace(path=tmp_path))
     with (
         pytest.raises(RuntimeError, match="Connection closed by peer"),
-        out_of_memory.out_of_memory_explained(experiment, claim),
+        out_of_memory.out_of_memory_explained(experiment, handle),
     ):
         raise RuntimeError("Connection closed by peer")
     assert not (tmp_path / REPORT).exists()
@@ -158,12 +158,12 @@ def test_the_event_is_recorded_before_the_details_are_searched_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """launch.py may kill the rank during the search."""
-    claim = SimpleNamespace(
+    handle = SimpleNamespace(
         folder=RunFolder(tmp_path), supervisor=SimpleNamespace(names=["rank 0"], crumb=Breadcrumb())
     )
 
     def details(*_: object) -> list[str]:
-        (stop,) = claim.folder.read_events()
+        (stop,) = handle.folder.read_events()
         assert stop["out_of_memory"] is True
         assert "MemoryError" in (tmp_path / REPORT).read_text()
         return ["  the details"]
@@ -173,7 +173,7 @@ def test_the_event_is_recorded_before_the_details_are_searched_for(
     world = SimpleNamespace(rank=0)
     out_of_memory.report(
         SimpleNamespace(world=world),
-        claim,
+        handle,
         None,
         error=MemoryError(),  # type: ignore[arg-type]
     )

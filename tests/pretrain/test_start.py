@@ -41,10 +41,10 @@ def begin(
     found.progress, found.changes.return_value = Progress(step), {}
     found.learning_rate_jump.return_value, found.earlier_recipe = "", earlier
     begun = mock.Mock(spec=Start, found=found, progress=found.progress, request=Request())
-    claim = SimpleNamespace(folder=folder, supervisor=SimpleNamespace(hosts=["a"]))
+    handle = SimpleNamespace(folder=folder, supervisor=SimpleNamespace(hosts=["a"]))
     data = mock.Mock(**{"context_imbalance.return_value": 1.0})
     with mock.patch.object(setup, "begin_branch"):
-        setup.begin(experiment, claim, data, begun, mock.Mock())  # type: ignore[arg-type]
+        setup.begin(experiment, handle, data, begun, mock.Mock())  # type: ignore[arg-type]
 
 
 def test_unfinished_saves_are_deleted_before_the_disk_is_measured(
@@ -122,7 +122,7 @@ def test_saves_after_the_last_step_are_a_warning(
 @pytest.fixture
 def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a finished run raise SystemExit instead of ending the process."""
-    monkeypatch.setattr(setup, "leave", mock.Mock(side_effect=SystemExit))
+    monkeypatch.setattr(setup, "exit_now", mock.Mock(side_effect=SystemExit))
 
 
 def test_the_summary_of_a_finished_run_knows_its_phases(

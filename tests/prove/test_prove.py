@@ -47,12 +47,12 @@ from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 from threefold.prove import compare as comparison
 from threefold.prove import picture
-from threefold.prove.compare import Outcome, compare
+from threefold.prove.compare import TrainingResult, compare
 from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
 from threefold.prove.ranks import run_cases
-from threefold.prove.report import Finding, as_json, failures, table, verdict
+from threefold.prove.report import CaseResult, as_json, failures, table, verdict
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
-from threefold.prove.training import try_cases
+from threefold.prove.training import train_cases
 
 SHIPPED = shipped_recipes()
 MARKS = {"odd": [pytest.mark.exhaustive], "gpt with dropout": [pytest.mark.long]}
@@ -222,9 +222,9 @@ def test_only_some_layouts_are_chosen(of_four_ranks: list[ProofCase]) -> None:
 
 def outcome(
     loss: float = 2.0, norm: float = 1.0, weight: float = 1.0, moment: float = 1.0
-) -> Outcome:
+) -> TrainingResult:
     moments = {"head.weight": torch.full((4, 4), moment)}
-    return Outcome([2.5, loss], [norm], {"head.weight": torch.full((4, 4), weight)}, moments)
+    return TrainingResult([2.5, loss], [norm], {"head.weight": torch.full((4, 4), weight)}, moments)
 
 
 @pytest.mark.parametrize(
@@ -243,10 +243,10 @@ def outcome(
         (outcome(moment=1 + 0.9e-4), True),
         (outcome(moment=1 + 1.1e-4), False),
         (outcome(moment=math.nan), False),
-        (replace(outcome(), drifted=["head.weight is different on ..."]), False),
+        (replace(outcome(), diverged=["head.weight is different on ..."]), False),
     ],
 )
-def test_tolerances(other: Outcome, passes: bool, corpus: Path) -> None:
+def test_tolerances(other: TrainingResult, passes: bool, corpus: Path) -> None:
     assert compare(other, outcome(), recipe_of(corpus, {}).model).passes == passes
 
 
@@ -258,7 +258,7 @@ def test_a_near_tie_of_experts_selects_another_seed(
     margins = {small.seed: 1e-6, small.seed + 1: 1e-4}
     trained: list[int] = []
 
-    def run(cases: list[ProofCase], **_: Any) -> Iterator[tuple[ProofCase, Outcome]]:
+    def run(cases: list[ProofCase], **_: Any) -> Iterator[tuple[ProofCase, TrainingResult]]:
         for case in cases:
             trained.append(case.recipe.seed)
             yield case, replace(outcome(), margin=margins[case.recipe.seed])
@@ -275,18 +275,20 @@ def test_another_expert_of_a_token_is_described(corpus: Path) -> None:
     got = replace(outcome(), expert_counts=[[[6, 2]]], margin=2e-7)
     case = reference(recipe_of(corpus, {}))
     assert compare(expected, expected, case.recipe.model).passes
-    text = failures([Finding(case, compare(got, expected, case.recipe.model))])
+    text = failures([CaseResult(case, compare(got, expected, case.recipe.model))])
     assert "2 tokens or more have another expert than in one process" in text and "2.0e-07" in text
 
 
 def test_only_the_key_bias_of_plain_attention_is_noise(corpus: Path) -> None:
     gpt = recipe_of(corpus, GPT_SWITCHES).model
     queries_keys_values = torch.ones(3 * 64)
-    expected = Outcome([1.0], [1.0], {"blocks.0.attention.qkv.bias": queries_keys_values}, {})
+    expected = TrainingResult(
+        [1.0], [1.0], {"blocks.0.attention.qkv.bias": queries_keys_values}, {}
+    )
     for first, noisy in ((0, False), (64, True), (128, False)):
         moved = queries_keys_values.clone()
         moved[first + 5] += 1
-        got = Outcome([1.0], [1.0], {"blocks.0.attention.qkv.bias": moved}, {})
+        got = TrainingResult([1.0], [1.0], {"blocks.0.attention.qkv.bias": moved}, {})
         difference = compare(got, expected, gpt)
         assert difference.passes == noisy and (difference.noise > 0) == noisy
     name = "blocks.0.attention.qkv.bias"
@@ -677,35 +679,37 @@ def ranks_of_mutant(fault: str) -> int:
     return MUTANTS[fault][1].get("ranks", 2)
 
 
-def mutant_worker(corpus: str, faults: list[str]) -> dict[str, tuple[Outcome, Outcome]]:
+def mutant_worker(
+    corpus: str, faults: list[str]
+) -> dict[str, tuple[TrainingResult, TrainingResult]]:
     """Return the outcome of each mutant's layout without and with the fault."""
     cases = {fault: mutant_case(Path(corpus), fault) for fault in faults}
     healthy = train_once(cases)
     outcomes = {}
     for fault, case in cases.items():
         with seeded_fault(fault):
-            (faulty,) = try_cases([case])
+            (faulty,) = train_cases([case])
         outcomes[fault] = healthy[fault], faulty
     return outcomes
 
 
-def mutant_reference_worker(corpus: str, faults: list[str]) -> dict[str, Outcome]:
+def mutant_reference_worker(corpus: str, faults: list[str]) -> dict[str, TrainingResult]:
     return train_once(
         {fault: reference(mutant_case(Path(corpus), fault).recipe) for fault in faults}
     )
 
 
-def train_once(cases: dict[str, ProofCase]) -> dict[str, Outcome]:
+def train_once(cases: dict[str, ProofCase]) -> dict[str, TrainingResult]:
     """Return the outcome of each case; equal cases are trained only once."""
     different = dict.fromkeys(cases.values())
-    outcomes = dict(zip(different, try_cases(different), strict=True))
+    outcomes = dict(zip(different, train_cases(different), strict=True))
     return {name: outcomes[case] for name, case in cases.items()}
 
 
 @pytest.fixture(scope="session")
 def mutants(
     corpus: Path, request: pytest.FixtureRequest
-) -> dict[str, tuple[Outcome, Outcome, Outcome]]:
+) -> dict[str, tuple[TrainingResult, TrainingResult, TrainingResult]]:
     assert MUTANTS.keys() >= QUICK_FAULTS
     faults = [
         item.callspec.params["fault"]
@@ -728,14 +732,16 @@ def mutants(
     ],
 )
 def test_a_seeded_fault_fails_the_proof(
-    fault: str, mutants: dict[str, tuple[Outcome, Outcome, Outcome]], corpus: Path
+    fault: str,
+    mutants: dict[str, tuple[TrainingResult, TrainingResult, TrainingResult]],
+    corpus: Path,
 ) -> None:
     expected, healthy, faulty = mutants[fault]
     model = mutant_case(corpus, fault).recipe.model
     assert compare(healthy, expected, model).passes
-    assert not compare(replace(faulty, drifted=[]), expected, model).passes  # by the numbers
-    assert healthy.drifted == []
-    assert bool(faulty.drifted) == (fault in DRIFTING)
+    assert not compare(replace(faulty, diverged=[]), expected, model).passes  # by the numbers
+    assert healthy.diverged == []
+    assert bool(faulty.diverged) == (fault in DRIFTING)
 
 
 # The command and its reports
@@ -761,9 +767,11 @@ def test_a_layout_that_fails_is_a_finding_and_the_others_continue(
     lost = changed(small.model_dump(mode="json", exclude_none=True), data__validation="nowhere")
     bad = ProofCase(parse_recipe(lost, "test"), good[0].topology, 1)
     results = dict(run_cases([good[0], bad, good[1]], ranks=2, seconds=60))
-    assert isinstance(results[good[0]], Outcome) and isinstance(results[good[1]], Outcome)
+    assert isinstance(results[good[0]], TrainingResult) and isinstance(
+        results[good[1]], TrainingResult
+    )
     assert "nowhere" in results[bad]
-    findings = [Finding(bad, results[bad])]
+    findings = [CaseResult(bad, results[bad])]
     assert "failed: tensor 1 x pipeline 1 x data 2" in failures(findings)
     assert "| 1 x 1 x 1 x 2 | 2 | 0 of 1 | inf | inf | inf | inf |" in table(findings)
     assert verdict(findings).startswith("0 of 1 layouts")
@@ -778,7 +786,7 @@ def test_a_layout_that_hangs_is_a_finding(corpus: Path) -> None:
     limit = max(5, math.ceil(4 * (time.monotonic() - started)))
     children = len(multiprocessing.active_children())
     results = dict(run_cases([good, endless, good], ranks=1, seconds=limit))
-    assert isinstance(results[good], Outcome)
+    assert isinstance(results[good], TrainingResult)
     assert results[endless].startswith(f"no result within {limit} seconds")
     assert len(multiprocessing.active_children()) == children
 
@@ -815,8 +823,8 @@ def test_the_curves_show_every_layout_and_its_difference(corpus: Path) -> None:
     case = reference(made_small(recipe_of(corpus, {}), corpus))
     same = compare(outcome(), outcome(), case.recipe.model)
     losses = [(4.0, 2.0, 9.0), (4.0, 2.0, 9.0), (4.0, 2.000002, 9.0)]
-    findings = [Finding(case, replace(same, loss=1e-6), each) for each in losses]
-    figure = picture.curves([*findings, Finding(case, "an error")], "tiny")
+    findings = [CaseResult(case, replace(same, loss=1e-6), each) for each in losses]
+    figure = picture.curves([*findings, CaseResult(case, "an error")], "tiny")
     upper, lower = figure.axes
     assert [list(line.get_ydata()) for line in upper.lines] == [list(each[:2]) for each in losses]
     apart = [line.get_ydata()[1] for line in lower.lines]
@@ -828,8 +836,8 @@ def test_a_failed_layout_is_black(corpus: Path) -> None:
     case = reference(made_small(recipe_of(corpus, {}), corpus))
     same = compare(outcome(), outcome(), case.recipe.model)
     close = replace(same, loss=2e-7)
-    results = (same, close, replace(same, loss=1.0), replace(same, drifted=["x"]), "an error")
-    colours = [picture._colour(Finding(case, result)) for result in results]
+    results = (same, close, replace(same, loss=1.0), replace(same, diverged=["x"]), "an error")
+    colours = [picture._colour(CaseResult(case, result)) for result in results]
     assert colours == [picture.MIN_COLOUR, pytest.approx(-1), *(3 * [picture.FAILED])]
 
 
@@ -854,10 +862,10 @@ def test_an_interrupted_proof_reports_what_is_finished(
 ) -> None:
     closed = []
 
-    def interrupted(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[Finding]:
+    def interrupted(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Iterator[CaseResult]:
         try:
             same = compare(outcome(), outcome(), small.model)
-            yield from (Finding(case, same) for case in cases[:finished])
+            yield from (CaseResult(case, same) for case in cases[:finished])
             raise SystemExit(130)  # as the handler of SIGINT
         finally:
             closed.append(ranks)

@@ -19,10 +19,10 @@ from threefold.commands.prove import run_relay
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.prove import layouts
-from threefold.prove.compare import Leg
+from threefold.prove.compare import ResumeResult
 from threefold.prove.layouts import ProofCase, sample, valid_cases
-from threefold.prove.relay import run_leg
-from threefold.prove.report import Finding, relay_as_text
+from threefold.prove.relay import resume_in_layout
+from threefold.prove.report import CaseResult, relay_as_text
 from threefold.prove.training import many_cases
 from threefold.run_folder.folder import RunFolder
 
@@ -72,7 +72,7 @@ def test_bf16_loses_nothing_either(corpus: Path, tmp_path: Path) -> None:
     assert {leg.zero_stage for leg in legs} == {1, 2, 3}
     findings = list(run_relay(legs, folder=tmp_path))
     for finding in findings:
-        assert isinstance(finding.result, Leg), finding.result
+        assert isinstance(finding.result, ResumeResult), finding.result
         assert not finding.result.changed and finding.result.loss < 1e-2  # bf16 rounds
 
 
@@ -121,12 +121,12 @@ def seeded_fault(fault: str | None) -> Iterator[None]:
 
 def relay_with_faults(
     legs: list[ProofCase], bf16: list[ProofCase], folder: Path
-) -> dict[str | None, list[Leg]]:
+) -> dict[str | None, list[ResumeResult]]:
     """Run the relay on each rank, once without a fault and once with each fault.
 
     bf16: legs for the faults that fp32 cannot have, as its model and optimizer share the weights
     """
-    found: dict[str | None, list[Leg]] = {}
+    found: dict[str | None, list[ResumeResult]] = {}
     world = World(rank=int(os.environ["RANK"]), size=2, local_size=2)
     with many_cases() as begin:
         for number, fault in enumerate((None, *FAULTS)):
@@ -134,7 +134,9 @@ def relay_with_faults(
             for leg in bf16 if fault in BF16_FAULTS else legs:
                 begin()
                 with seeded_fault(fault):
-                    found[fault].append(run_leg(leg, world, RunFolder(folder / str(number))))
+                    found[fault].append(
+                        resume_in_layout(leg, world, RunFolder(folder / str(number)))
+                    )
     return found
 
 
@@ -161,8 +163,10 @@ def pipeline_and_tensor(corpus: Path, dtype: str) -> list[ProofCase]:
 def test_the_table_shows_failures(corpus: Path) -> None:
     first, second, *_ = cases(corpus, {}, ranks=2, count=2)
     findings = [
-        Finding(first, Leg(first=True, changed=[], loss=0.0)),
-        Finding(second, Leg(first=False, changed=["exp_avg embedding.weight"], loss=0.5)),
+        CaseResult(first, ResumeResult(first=True, changed=[], loss=0.0)),
+        CaseResult(
+            second, ResumeResult(first=False, changed=["exp_avg embedding.weight"], loss=0.5)
+        ),
     ]
     text = relay_as_text(findings, every_layout=False)
     assert "changed: exp_avg embedding.weight, losses after it 5.0e-01" in text

@@ -17,7 +17,7 @@ import tomli_w
 from models.errors import UserError
 from tests.ranks import start_ranks
 from threefold.checkpoint import resume
-from threefold.checkpoint.resume import hold_together
+from threefold.checkpoint.resume import lock_run_folder
 from threefold.config.loading import REPOSITORY
 from threefold.run_folder import lock as lock_module
 from threefold.run_folder.folder import RunFolder
@@ -157,7 +157,7 @@ def test_a_run_waits_for_the_lock_of_a_dead_node(
             holder.wait()
 
     monkeypatch.setattr(resume.time, "sleep", sleep)
-    assert hold_together(RunFolder(tmp_path), wait_seconds=300) == ""
+    assert lock_run_folder(RunFolder(tmp_path), wait_seconds=300) == ""
     assert len(tries) == 3
     assert "waiting up to 300 s" in capsys.readouterr().err
 
@@ -165,15 +165,15 @@ def test_a_run_waits_for_the_lock_of_a_dead_node(
 def test_waiting_for_a_lock_has_a_limit(tmp_path: Path, holders, world: None) -> None:
     holder = holders(tmp_path, "flock", "elsewhere")
     holder.send_signal(signal.SIGSTOP)
-    assert "is in use by process" in hold_together(RunFolder(tmp_path), wait_seconds=0.01)
+    assert "is in use by process" in lock_run_folder(RunFolder(tmp_path), wait_seconds=0.01)
 
 
 def test_a_run_does_not_wait_for_a_live_run(tmp_path: Path, holders, world: None) -> None:
     holders(tmp_path / "here")
     started = time.monotonic()
-    assert "is in use by" in hold_together(RunFolder(tmp_path / "here"), wait_seconds=10_000)
+    assert "is in use by" in lock_run_folder(RunFolder(tmp_path / "here"), wait_seconds=10_000)
     holders(tmp_path / "elsewhere", "flock", "elsewhere")
-    assert "is in use by" in hold_together(RunFolder(tmp_path / "elsewhere"), wait_seconds=10_000)
+    assert "is in use by" in lock_run_folder(RunFolder(tmp_path / "elsewhere"), wait_seconds=10_000)
     assert time.monotonic() - started < 5_000
 
 

@@ -18,7 +18,7 @@ from threefold.runtime.output import progress_lines
 PRINTING = """
 import sys, time, traceback
 from threefold.runtime import output
-output.outlive_output()
+output.use_nonblocking_output()
 {body}
 """
 

@@ -97,8 +97,8 @@ def test_replicas_are_compared_with_a_note_for_each_kind() -> None:
         wrapped=SimpleNamespace(device="cpu"),
         _copies=lambda: [SimpleNamespace(kind=kind) for kind in ("tensor ranks", "data ranks")],
     )
-    with mock.patch("threefold.engine.engine.differing_replicas", lambda groups, _: list(groups)):
-        engine.differing_replicas()
+    with mock.patch("threefold.engine.engine.diverged_replicas", lambda groups, _: list(groups)):
+        engine.diverged_replicas()
     assert crumb.activities == [
         "comparing replicas of tensor ranks",
         "comparing replicas of data ranks",

@@ -14,7 +14,7 @@ from threefold.runtime.launchers import free_port
 from threefold.supervision.hang_report import (
     HangReport,
     Launched,
-    Sighting,
+    RankStatus,
     describe_waiting,
     read_dump,
 )
@@ -136,7 +136,7 @@ def test_the_verdict_names_the_collective(tmp_path: Path) -> None:
     places = []
     for rank, report in enumerate(ranks):
         own = WAITING if rank < 3 else launched(done("all_reduce", 16))
-        place = Sighting(rank, 7, "step 7, ForwardPass", "", "models/x.py:1 f", own)
+        place = RankStatus(rank, 7, "step 7, ForwardPass", "", "models/x.py:1 f", own)
         places.append(place)
         report.write((place, "the stack"))
     verdict, _ = ranks[0].verdict(places[0])

@@ -2,7 +2,7 @@ import pytest
 
 from threefold.config.parallel_dims import Topology
 from threefold.supervision.stragglers import (
-    SlowStreaks,
+    StragglerHistory,
     describe,
     relative_times,
     slow_groups,
@@ -34,14 +34,14 @@ def test_slow_ranks_are_named(topology: Topology, slow: dict[int, float], said: 
 
 
 def test_a_group_is_slow_for_good_after_successive_comparisons() -> None:
-    streaks, one, two = SlowStreaks(), range(0, 1), range(4, 6)
+    streaks, one, two = StragglerHistory(), range(0, 1), range(4, 6)
     comparisons = [[one], [one, two], [one], [one, two], [two], [two], [], [two], [two], [two]]
     found = [streaks.update(slow, 3) for slow in comparisons]
     assert found == [[], [], [one], [], [], [two], [], [], [], [two]]
 
 
 def test_a_group_that_stays_slow_is_reported_again() -> None:
-    streaks = SlowStreaks()
+    streaks = StragglerHistory()
     found = [bool(streaks.update([range(1)], 3)) for _ in range(9)]
     assert found == [False, False, True] * 3
-    assert SlowStreaks().update([range(1)], 1) == [range(1)]
+    assert StragglerHistory().update([range(1)], 1) == [range(1)]

@@ -29,38 +29,38 @@ from threefold.supervision import hang_report
 from threefold.supervision.hang_report import (
     Breadcrumb,
     HangReport,
-    Sighting,
+    RankStatus,
     collective_of,
     describe_hang,
-    take_sighting,
+    rank_status,
 )
 from threefold.supervision.supervisor import Supervisor
 
 NAMES = [f"rank {rank} (node{1 + rank // 2})" for rank in range(4)]
 
 
-def sighting(rank: int, *, step: int = 7, waits_in: str = "recv") -> Sighting:
+def status(rank: int, *, step: int = 7, waits_in: str = "recv") -> RankStatus:
     place = f"step {step}, RecvGrad of micro-batch {rank}"
-    return Sighting(rank, step, place, waits_in, "p2p.py:81 recv")
+    return RankStatus(rank, step, place, waits_in, "p2p.py:81 recv")
 
 
 @pytest.mark.parametrize(
-    ("sightings", "said"),
+    ("statuses", "said"),
     [
-        ([sighting(0), sighting(1)],
+        ([status(0), status(1)],
          "rank 2 (node2), rank 3 (node2) do not answer: stopped, dead or cut off. rank 0 (node1): "
          "step 7, RecvGrad of micro-batch 0; it waits in recv, at p2p.py:81 recv"),
-        ([sighting(0), sighting(1, waits_in=""), sighting(2), sighting(3)],
+        ([status(0), status(1, waits_in=""), status(2), status(3)],
          "rank 1 (node1) is behind: step 7, RecvGrad of micro-batch 1; it waits in no collective"),
-        ([sighting(0), sighting(1, waits_in=""), sighting(2, step=6), sighting(3)],
+        ([status(0), status(1, waits_in=""), status(2, step=6), status(3)],
          "rank 2 (node2) is behind: step 6"),
-        ([sighting(rank) for rank in range(4)], "all ranks are in step 7 and wait in a collective"),
-        ([sighting(rank, waits_in="") for rank in range(4)],
+        ([status(rank) for rank in range(4)], "all ranks are in step 7 and wait in a collective"),
+        ([status(rank, waits_in="") for rank in range(4)],
          "all ranks are in step 7 and wait for the device, or compute"),
     ],
 )  # fmt: skip
-def test_ranks_that_are_behind_are_named(sightings: list[Sighting], said: str) -> None:
-    assert describe_hang({each.rank: each for each in sightings}, NAMES).startswith(said)
+def test_ranks_that_are_behind_are_named(statuses: list[RankStatus], said: str) -> None:
+    assert describe_hang({each.rank: each for each in statuses}, NAMES).startswith(said)
 
 
 def test_the_lowest_reporting_rank_describes_the_hang(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_lowest_reporting_rank_describes_the_hang(tmp_path: Path) -> None:
     for rank, report in enumerate(ranks):
         crumb = Breadcrumb()
         crumb.note("ForwardPass", micro_batch=rank, step=5)
-        places.append(take_sighting(rank, crumb))
+        places.append(rank_status(rank, crumb))
         report.write(places[rank])
     ranks[0].take_back(0)  # the rank has made progress
     assert ranks[2].verdict(places[2][0]) == ("", [])
@@ -104,7 +104,7 @@ import os, pathlib, signal, sys, time
 import torch
 from threefold.supervision import supervisor
 from threefold.runtime.processes import start_processes
-from threefold.runtime.output import outlive_output
+from threefold.runtime.output import use_nonblocking_output
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.loss_watch import Severity
 from threefold.supervision.supervisor import Supervisor
@@ -113,7 +113,7 @@ from threefold.config.parallel_dims import World
 from pathlib import Path
 
 def supervise(path, what):
-    outlive_output()
+    use_nonblocking_output()
     supervisor.SECONDS_BEFORE_WATCHDOG, supervisor.REPORT_SECONDS = 3, 2
     os.environ.pop("MASTER_PORT", None)  # another process of the test uses it
     start_processes(World())
@@ -319,20 +319,20 @@ def test_a_run_is_supervised_while_it_starts(
 def test_a_hang_is_described_when_the_report_cannot_be_written(tmp_path: Path) -> None:
     report = HangReport(tmp_path / "absent", NAMES)
     with pytest.raises(OSError, match="no rank could write there"):
-        report.verdict(sighting(1))
+        report.verdict(status(1))
     other = HangReport(tmp_path, NAMES)
-    other.write((sighting(2), "the stack"))
-    said, _ = HangReport(tmp_path, NAMES).verdict(sighting(1))  # could not write its own
+    other.write((status(2), "the stack"))
+    said, _ = HangReport(tmp_path, NAMES).verdict(status(1))  # could not write its own
     assert said.startswith("rank 0 (node1), rank 3 (node2) do not answer")
 
 
 def test_files_of_an_earlier_hang_do_not_count(tmp_path: Path) -> None:
     report = HangReport(tmp_path, NAMES[:2], fresh_seconds=10)
     for rank in (0, 1):
-        report.write((sighting(rank), "the stack"))
+        report.write((status(rank), "the stack"))
     before = time.time() - 60
     os.utime(tmp_path / "rank-00000.txt", (before, before))
-    assert report.verdict(sighting(1))[0].startswith("rank 0 (node1) does not answer")
+    assert report.verdict(status(1))[0].startswith("rank 0 (node1) does not answer")
 
 
 def test_waiting_for_a_disk_ends_with_an_error_too() -> None:

@@ -43,12 +43,12 @@ def startup() -> Startup:
 
 
 def test_laps_add_up_to_the_age_of_the_process(startup: Startup) -> None:
-    startup.lap("imports")
+    startup.mark("imports")
     time.sleep(0.05)
-    startup.lap("data")
-    startup.lap("model")
+    startup.mark("data")
+    startup.mark("model")
     time.sleep(0.05)
-    startup.lap("data")  # again
+    startup.mark("data")  # again
     parts = startup.seconds
     assert list(parts) == ["imports", "data", "model"]  # pytest is not a launcher
     assert 0.1 <= parts["data"] < 1.0 and parts["model"] < 0.05
@@ -84,7 +84,7 @@ def test_the_first_step_is_reported(
     folder = RunFolder(tmp_path)
     tracker = RunTracker(parse_recipe(changed(small), "test"), folder)
     startup.seconds = {"launcher": 2.25}
-    startup.lap("imports")
+    startup.mark("imports")
     assert startup.running
     tracker.started(1, startup.stop("first step"), compiled=True)
     assert not startup.running

@@ -210,15 +210,15 @@ import atexit, errno, fcntl, pathlib
 from threefold.tracking import weights_and_biases as wandb_thread
 from threefold.tracking.wandb_connection import WandbStatus
 from threefold.tracking.weights_and_biases import WandbThread
-from threefold.runtime.exits import leave
+from threefold.runtime.exits import exit_now
 from threefold.config.loading import load_recipe
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.output import outlive_output
+from threefold.runtime.output import use_nonblocking_output
 
 def refuse(*_):
     raise OSError(errno.ENOSYS, "Function not implemented")
 
-outlive_output()
+use_nonblocking_output()
 fcntl.flock = refuse
 RECIPE = pathlib.Path("recipes/tiny.toml")
 folder = RunFolder(pathlib.Path(sys.argv[1]))
@@ -230,7 +230,7 @@ thread = WandbThread(load_recipe(RECIPE, ["tracking.mode=offline"]), folder)
 thread.exit_code = int(sys.argv[2])
 print(thread.finish())
 print("the summary" * 200_000)  # more than a pipe holds
-leave(thread.exit_code)
+exit_now(thread.exit_code)
 """
 
 

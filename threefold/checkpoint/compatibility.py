@@ -83,7 +83,7 @@ def check_parts_read(
     Raises:
         UserError: a part differs; the message names its phase.
     """
-    for number in sorted({part - 1 for part, _ in progress.read} & set(range(len(before)))):
+    for number in sorted({part - 1 for part, _ in progress.left_parts} & set(range(len(before)))):
         old, new = before[number], now[number] if number < len(now) else None
         about = f'the run has read data of phase "{old["phase"]}" and rolled back'
         if new is None:

@@ -32,7 +32,7 @@ from threefold.config.phases import with_current_names
 from threefold.config.sections import Phase, with_current_keys
 from threefold.run_folder.history import NAME, step_of
 from threefold.run_folder.json_lines import flush
-from threefold.run_folder.progress import Progress, read_from
+from threefold.run_folder.progress import Progress, left_parts_from
 
 # safetensors files, written tensor by tensor, so that a file never has to fit in memory.
 #
@@ -242,7 +242,7 @@ class Manifest:
         tensors: tensor name -> file name
         files: file name -> size and SHA-256
         format: version of this format
-        read_parts: `Progress.read` of a run whose phases change the data
+        read_parts: `Progress.left_parts` of a run whose phases change the data
         parent: the checkpoint of another run at which the run began, if there is one
         validation_loss: mean loss of the validation sets at the save, if the run has just
             validated; in nats per token
@@ -267,7 +267,7 @@ class Manifest:
     @property
     def progress(self) -> Progress:
         """The progress of a run that resumes from this checkpoint."""
-        return Progress(self.step, self.samples, read_from(self.read_parts))
+        return Progress(self.step, self.samples, left_parts_from(self.read_parts))
 
     @property
     def has_moments(self) -> bool:

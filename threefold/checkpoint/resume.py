@@ -362,7 +362,7 @@ class Start:
     parent: dict[str, Any] | None = None
 
 
-def hold_together(folder: RunFolder, *, wait_seconds: float) -> str:
+def lock_run_folder(folder: RunFolder, *, wait_seconds: float) -> str:
     """Lock the run folder on rank 0, and wait for a holder that may be dead; collective.
 
     The ranks synchronize after each try, so that no collective waits for longer than a second.

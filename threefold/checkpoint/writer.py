@@ -624,7 +624,7 @@ class CheckpointWriter:
             step=progress.step,
             samples=progress.samples,
             tokens=progress.tokens(self.plan),
-            read_parts=[list(each) for each in progress.read] or None,
+            read_parts=[list(part) for part in progress.left_parts] or None,
             parent=self.parent,
             updates=counters.updates,
             loss_scale=counters.loss_scale,

@@ -56,10 +56,10 @@ def to_hf(options: argparse.Namespace) -> None:
 def from_hf(options: argparse.Namespace) -> None:
     """Convert a folder of transformers to a checkpoint from which a run can start."""
     from threefold.convert.files import IMPORTED
-    from threefold.convert.from_hugging_face import adopt, read_config
+    from threefold.convert.from_hugging_face import import_model, read_config
 
     with output(options, options.folder, IMPORTED) as folder:
-        model = adopt(options.folder, folder)
+        model = import_model(options.folder, folder)
     if read_config(options.folder).tie_embeddings and not model.tie_embeddings:
         print(
             f"{options.folder}: config.json has tie_word_embeddings = true, and lm_head.weight "
@@ -175,9 +175,11 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     export_parser.add_argument("--tokenizer", type=Path, help="default: the recipe's")
     export_parser.add_argument("--prompt", help="print a continuation of this text")
     export_parser.set_defaults(command=to_hf)
-    adopt_parser = commands.add_parser("from-hf", help="transformers -> a checkpoint to start from")
-    adopt_parser.add_argument("folder", type=Path, help="written by save_pretrained")
-    adopt_parser.set_defaults(command=from_hf)
+    import_parser = commands.add_parser(
+        "from-hf", help="transformers -> a checkpoint to start from"
+    )
+    import_parser.add_argument("folder", type=Path, help="written by save_pretrained")
+    import_parser.set_defaults(command=from_hf)
     average_parser = commands.add_parser("average", help="mean of the weights of several saves")
     average_parser.add_argument(
         "sources", type=Path, nargs="+", help="a run folder with --last, or two or more checkpoints"
@@ -195,7 +197,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         help="as for pretrain.py",
     )  # fmt: skip
     reshape_parser.set_defaults(command=reshape_command)
-    for subparser in (export_parser, adopt_parser, average_parser, reshape_parser):
+    for subparser in (export_parser, import_parser, average_parser, reshape_parser):
         if subparser is not average_parser:  # which takes several folders to read
             subparser.add_argument("output", type=Path, help="folder to write")
         subparser.add_argument(

@@ -20,7 +20,7 @@ from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
 from threefold.runtime.command_line import override
 from threefold.runtime.exits import BUSY, REJECTED
-from threefold.runtime.output import outlive_output
+from threefold.runtime.output import use_nonblocking_output
 
 CONNECT_BY_LAUNCHER = {"ssh": over_ssh, "srun": over_srun, "local": on_this_machine}
 
@@ -28,7 +28,7 @@ CONNECT_BY_LAUNCHER = {"ssh": over_ssh, "srun": over_srun, "local": on_this_mach
 def main(description: str | None = None) -> None:
     """Run the command, and exit with the code of the run."""
     options = parse_command_line(description)
-    outlive_output()
+    use_nonblocking_output()
     # Each node needs three open files.
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

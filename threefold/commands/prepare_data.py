@@ -225,12 +225,12 @@ def show(arguments: list[str]) -> None:
             f"--step {options.step}: {options.recipe} has the steps 1 to {recipe.training.steps}; "
             f"use --step {max(1, min(options.step, recipe.training.steps))}"
         )
-    from threefold.prepare_data.sample_lookup import ledger
+    from threefold.prepare_data.sample_lookup import sample_lines
 
     raise_at_interrupt()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback in `| head`
     run = options.run_dir or REPOSITORY / "runs" / recipe.name
-    for line in ledger(recipe, run, options.step, text=options.text):
+    for line in sample_lines(recipe, run, options.step, text=options.text):
         print(line)
 
 

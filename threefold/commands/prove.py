@@ -17,10 +17,10 @@ from models.errors import UserError, counted
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
-from threefold.prove.compare import Outcome, compare
+from threefold.prove.compare import TrainingResult, compare
 from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
 from threefold.prove.ranks import run_cases
-from threefold.prove.report import Finding, as_json, as_text, describe, relay_as_text, summary
+from threefold.prove.report import CaseResult, as_json, as_text, describe, relay_as_text, summary
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.runtime.command_line import count, override, picture_file
 from threefold.runtime.output import escape_output, stdout_for_json
@@ -56,7 +56,7 @@ def main(description: str | None = None) -> None:
             coming = run_relay(cases, folder=Path(folder) / "run")
         else:
             coming = prove(small, cases, ranks=options.ranks)
-        findings: list[Finding] = []
+        findings: list[CaseResult] = []
         code = 0
         try:
             with stdout_for_json(options.json), contextlib.closing(coming):  # ends the ranks
@@ -74,7 +74,7 @@ def main(description: str | None = None) -> None:
     sys.exit(0 if all(finding.passes for finding in findings) else 1)
 
 
-def with_progress(coming: Iterator[Finding], total: int) -> Iterator[Finding]:
+def with_progress(coming: Iterator[CaseResult], total: int) -> Iterator[CaseResult]:
     """Yield findings, show the progress on stderr, and describe each layout that does not pass."""
     seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
     with tqdm(total=total, unit="layout", mininterval=seconds) as bar:
@@ -86,7 +86,7 @@ def with_progress(coming: Iterator[Finding], total: int) -> Iterator[Finding]:
 
 
 def report(
-    findings: Sequence[Finding], options: argparse.Namespace, *, title: str, complete: bool
+    findings: Sequence[CaseResult], options: argparse.Namespace, *, title: str, complete: bool
 ) -> None:
     """Print the report, and draw the heat map if it is asked for.
 
@@ -138,7 +138,9 @@ def plan(
     return small, cases
 
 
-def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Generator[Finding, None, None]:
+def prove(
+    small: Recipe, cases: list[ProofCase], *, ranks: int
+) -> Generator[CaseResult, None, None]:
     """Train the reference, then every case, and yield the differences in order of completion.
 
     Two layouts round differently, and a token whose choice of experts is nearly a tie may get
@@ -150,7 +152,7 @@ def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Generator[Fin
         small = small.model_copy(update={"seed": seed})
         first = reference(small)
         ((_, expected),) = run_cases([first], ranks=1, seconds=SECONDS_PER_LAYOUT)
-        if not isinstance(expected, Outcome) or expected.margin >= least:
+        if not isinstance(expected, TrainingResult) or expected.margin >= least:
             break
         print(
             f"seed {seed}: the last chosen and the first unchosen expert of a token differ by only "
@@ -160,18 +162,18 @@ def prove(small: Recipe, cases: list[ProofCase], *, ranks: int) -> Generator[Fin
     else:
         print(f"no seed of {MAX_SEEDS} avoids this; layouts may differ", file=sys.stderr)
     cases = [replace(case, recipe=case.recipe.model_copy(update={"seed": seed})) for case in cases]
-    if not isinstance(expected, Outcome):
-        yield Finding(first, expected)
+    if not isinstance(expected, TrainingResult):
+        yield CaseResult(first, expected)
         return
     for case, outcome in run_cases(cases, ranks=ranks, seconds=SECONDS_PER_LAYOUT):
-        if isinstance(outcome, Outcome):
+        if isinstance(outcome, TrainingResult):
             difference = compare(outcome, expected, small.model)
-            yield Finding(case, difference, outcome.losses)
+            yield CaseResult(case, difference, outcome.losses)
         else:
-            yield Finding(case, outcome)
+            yield CaseResult(case, outcome)
 
 
-def run_relay(cases: list[ProofCase], *, folder: Path) -> Generator[Finding, None, None]:
+def run_relay(cases: list[ProofCase], *, folder: Path) -> Generator[CaseResult, None, None]:
     """Pass a run from case to case and yield each leg.
 
     Half of the cases lead from the largest world down to one process, the others up again.
@@ -184,8 +186,8 @@ def run_relay(cases: list[ProofCase], *, folder: Path) -> Generator[Finding, Non
             for case, result in run_cases(
                 legs, ranks=ranks, seconds=SECONDS_PER_LAYOUT, relay=folder
             ):
-                assert not isinstance(result, Outcome)  # a relay yields legs
-                yield Finding(case, result)
+                assert not isinstance(result, TrainingResult)  # a relay yields legs
+                yield CaseResult(case, result)
 
 
 def size(small: Recipe) -> str:

@@ -25,8 +25,8 @@ from threefold.runtime.command_line import (
     parse_subcommand,
     seconds,
 )
-from threefold.runtime.exits import leave
-from threefold.runtime.output import outlive_output, printer, stdout_for_json
+from threefold.runtime.exits import exit_now
+from threefold.runtime.output import printer, stdout_for_json, use_nonblocking_output
 from threefold.sweep import report
 from threefold.sweep.choice import Request, choose
 from threefold.sweep.folder import SweepFolder, SweepStopped
@@ -51,7 +51,7 @@ def main(description: str | None = None) -> None:
     options = parse_subcommand("sweep.py", description or "", COMMANDS, MOVED_FLAGS)
     if getattr(options, "rank_of", None):
         run_rank(options.rank_of)
-    outlive_output()
+    use_nonblocking_output()
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))
     try:
@@ -64,7 +64,7 @@ def main(description: str | None = None) -> None:
     except SweepStopped as problem:
         print(f"sweep.py: {problem}", file=sys.stderr)
         code = 1
-    leave(code)
+    exit_now(code)
 
 
 def compare_learning_rates(options: argparse.Namespace) -> int:

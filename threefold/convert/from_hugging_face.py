@@ -167,7 +167,7 @@ def _has_own_head(model: ModelConfig, theirs: TheirFiles) -> bool:
     )
 
 
-def adopt(folder: Path, output: Path) -> ModelConfig:
+def import_model(folder: Path, output: Path) -> ModelConfig:
     """Write the checkpoint with one tensor in memory at a time, and return the architecture.
 
     As in transformers, a head that config.json ties to the embedding is untied if the files have a

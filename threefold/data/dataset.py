@@ -35,7 +35,7 @@ from threefold.data.manifest import few_tokens, read_manifest
 from threefold.data.sample_order import Mixture, mixture_after, source_numbers
 from threefold.data.tasks import Tasks, open_tasks
 from threefold.data.token_file import TokenFile
-from threefold.run_folder.progress import Progress, Read
+from threefold.run_folder.progress import LeftParts, Progress
 
 # The micro-batch, which flows through the model in one forward pass.
 
@@ -183,7 +183,7 @@ class TrainingData:
         """
         self.progress = progress
         self.evaluate_after(progress.step + 1)
-        self._mixtures: dict[tuple[Read, int], Mixture] = {}
+        self._mixtures: dict[tuple[LeftParts, int], Mixture] = {}
         if topology is None:
             return
         coordinates = topology.coordinates(self.rank)
@@ -208,12 +208,12 @@ class TrainingData:
         counted in windows of each phase's length.
         """
         found: dict[str, float] = {}
-        for reading in self.progress_after(step).readings(self.plan):
-            recipe = self.plan.first_of_part(reading.part).recipe
+        for consumed in self.progress_after(step).consumed_ranges(self.plan):
+            recipe = self.plan.first_of_part(consumed.part).recipe
             total = sum(source.weight for source in recipe.data.train)
             for source in recipe.data.train:
                 windows = self._opened[source.path, recipe.model.sequence_length].count
-                samples = (reading.stop - reading.first) * source.weight / total
+                samples = (consumed.stop - consumed.first) * source.weight / total
                 found[source.path] = found.get(source.path, 0.0) + samples / windows
         return found
 
@@ -328,19 +328,19 @@ class TrainingData:
         before = self.progress.after(step - 1, self.plan)
         part = self.plan.at(step).part
         is_new = part != self.plan.at(before.step).part
-        read = before.left(self.plan).read if is_new else before.read
-        if (read, part) not in self._mixtures:
-            begin = read[-1][1] if read else 0
-            readings = Progress(before.step, begin, read).readings(self.plan)
+        left = (before.left(self.plan) if is_new else before).left_parts
+        if (left, part) not in self._mixtures:
+            begin = left[-1].samples if left else 0
+            consumed_ranges = Progress(before.step, begin, left).consumed_ranges(self.plan)
             tokens = {
                 self.numbers[path]: windows.file.count
                 for (name, _), windows in self._opened.items()
                 if (path := str(repository_path(name))) in self.numbers
             }
-            self._mixtures[read, part] = mixture_after(
-                self.plan, readings, part=part, begin=begin, tokens=tokens
+            self._mixtures[left, part] = mixture_after(
+                self.plan, consumed_ranges, part=part, begin=begin, tokens=tokens
             )
-        return self._mixtures[read, part]
+        return self._mixtures[left, part]
 
     def context_imbalance(self) -> float:
         """Return the work in attention of the busiest context rank, relative to the mean.
@@ -455,7 +455,7 @@ class Prefetcher:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetcher")
         self._coming: dict[int, Future[list[MicroBatch]]] = {}
 
-    def take(self, step: int) -> tuple[list[MicroBatch], float]:
+    def next(self, step: int) -> tuple[list[MicroBatch], float]:
         """Return a step's micro-batches, and the seconds spent waiting for them.
 
         Raises:
@@ -470,7 +470,7 @@ class Prefetcher:
             self._coming[step + 1] = self._thread.submit(self._fetch, step + 1)
         return micro_batches, waited
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Discard the micro-batches read ahead, because the run continues with another step."""
         for coming in self._coming.values():
             coming.exception()  # waits for the thread

@@ -20,7 +20,7 @@ import numpy as np
 
 from threefold.config.phases import PhasePlan
 from threefold.config.sections import repository_path, whole_shares
-from threefold.run_folder.progress import Reading
+from threefold.run_folder.progress import ConsumedRange
 
 # The order of a run's samples: a mixture of corpora, each in its own random permutation.
 
@@ -148,7 +148,7 @@ class CorpusOrder:
         """Number of windows of an epoch."""
         return (self.tokens - 1) // self.length
 
-    def continue_with(self, length: int) -> None:
+    def set_sequence_length(self, length: int) -> None:
         """Cut the corpus into windows of `length` tokens from the next sample on."""
         if length == self.length:
             return
@@ -160,7 +160,7 @@ class CorpusOrder:
             key = f"{self.name}/{self.epoch}/{len(self.earlier)}"
             self._unread = _Unread(self.tokens, length, key, self.earlier)
 
-    def give(self, samples: int) -> None:
+    def advance(self, samples: int) -> None:
         """Count samples as read."""
         self.given += samples
 
@@ -325,13 +325,17 @@ class Mixture:
 
 
 def mixture_after(
-    plan: PhasePlan, readings: Iterable[Reading], part: int, begin: int, tokens: dict[int, int]
+    plan: PhasePlan,
+    consumed_ranges: Iterable[ConsumedRange],
+    part: int,
+    begin: int,
+    tokens: dict[int, int],
 ) -> Mixture:
     """Return the mixture of a part of the data, which continues after the samples read before.
 
     Args:
         plan: the phases of the run
-        readings: the samples read before
+        consumed_ranges: the samples read before
         part: number of the part
         begin: the first sample of the part
         tokens: number of a corpus -> its tokens
@@ -342,21 +346,21 @@ def mixture_after(
     numbers, seed = source_numbers(plan), plan.recipe.seed
     orders = {number: CorpusOrder(count, f"{seed}/{number}") for number, count in tokens.items()}
     current: Mixture | None = None
-    for reading in (*readings, Reading(part, begin, begin)):
-        train = plan.first_of_part(reading.part).recipe.data.train
+    for consumed in (*consumed_ranges, ConsumedRange(part, begin, begin)):
+        train = plan.first_of_part(consumed.part).recipe.data.train
         sources = tuple(numbers[str(repository_path(source.path))] for source in train)
         weights = tuple(source.weight for source in train)
         is_same = current is not None and (current.sources, current.weights) == (sources, weights)
-        first = current.first if current is not None and is_same else reading.first
-        length = plan.length_of_part(reading.part)
+        first = current.first if current is not None and is_same else consumed.first
+        length = plan.length_of_part(consumed.part)
         for source in sources:
-            orders[source].continue_with(length)
-        before = counts(weights, reading.first - first)
+            orders[source].set_sequence_length(length)
+        before = counts(weights, consumed.first - first)
         current = Mixture(sources, weights, orders, first, before)
         for source, given in zip(
-            sources, (counts(weights, reading.stop - first) - before).tolist(), strict=True
+            sources, (counts(weights, consumed.stop - first) - before).tolist(), strict=True
         ):
-            orders[source].give(given)
+            orders[source].advance(given)
     assert current is not None
     return current
 

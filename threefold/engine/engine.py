@@ -39,7 +39,7 @@ from threefold.engine.muon import Muon
 from threefold.engine.parameter_groups import rules_of
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.supervision.hang_report import Breadcrumb
-from threefold.supervision.rank_comparison import ReplicaGroup, differing_replicas
+from threefold.supervision.rank_comparison import ReplicaGroup, diverged_replicas
 
 # The time that a rank spends in forward passes, to find slow ranks.
 
@@ -250,7 +250,7 @@ class Engine(ABC):
         self.finish_communication()
         return logical_parameters(self.wrapped.module, self.recipe.model)
 
-    def differing_replicas(self) -> list[str]:
+    def diverged_replicas(self) -> list[str]:
         """Return a sentence for each weight whose replicas differ; the same on all ranks."""
         self.finish_communication()
 
@@ -259,7 +259,7 @@ class Engine(ABC):
                 self.crumb.note(f"comparing replicas of {group.kind}")
                 yield group
 
-        return differing_replicas(noted(), self.wrapped.device)
+        return diverged_replicas(noted(), self.wrapped.device)
 
     def _from_disk(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield micro-batches as they are read from disk, which does not count as a hang."""

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from threefold.launch.connection import Agent
-from threefold.launch.diagnosis import Outcome, RankEnd
+from threefold.launch.diagnosis import AttemptResult, RankEnd
 from threefold.launch.nodes import Nodes
 from threefold.launch.replanning import Placement
 from threefold.pretrain.preflight.judge import SPARE_NODES
@@ -152,7 +152,7 @@ class Attempt:
 
     def watch(
         self, *, asked: Callable[[], int], why_restart: Callable[["Attempt"], str]
-    ) -> Outcome:
+    ) -> AttemptResult:
         """Wait until all ranks have ended, and return the outcome.
 
         Args:
@@ -181,7 +181,9 @@ class Attempt:
                     self._signal(signal.SIGUSR1)
         if self.failed:
             self._settle(asked)
-        return Outcome(lost=self.lost, ends=self.ends, asked=bool(asked()), restarting=restarting)
+        return AttemptResult(
+            lost=self.lost, ends=self.ends, asked=bool(asked()), restarting=restarting
+        )
 
     def _ask_port(self) -> int:
         """Return a free port of the first host; 0 if the host is lost."""

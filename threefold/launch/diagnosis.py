@@ -51,7 +51,7 @@ class RankEnd:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class AttemptResult:
     """The end of an attempt, as launch.py saw it.
 
     Attributes:
@@ -101,7 +101,7 @@ class Diagnosis:
     preflight_slow: Sequence[str] = ()
 
 
-def diagnose(outcome: Outcome) -> Diagnosis:
+def diagnose(outcome: AttemptResult) -> Diagnosis:
     """Return the cause of the end of an attempt.
 
     A lost node or a broken GPU takes precedence over every error that ranks report, and a rank
@@ -137,7 +137,7 @@ def diagnose(outcome: Outcome) -> Diagnosis:
     return _error_of_a_rank(outcome, codes)
 
 
-def _stop_on_request(outcome: Outcome, codes: Sequence[int]) -> Diagnosis:
+def _stop_on_request(outcome: AttemptResult, codes: Sequence[int]) -> Diagnosis:
     """Return the diagnosis of an attempt that ended after a user asked launch.py to stop."""
     reason = "launch.py was asked to stop"
     if outcome.lost and INTERRUPTED not in codes:
@@ -149,7 +149,7 @@ def _stop_on_request(outcome: Outcome, codes: Sequence[int]) -> Diagnosis:
     return Diagnosis(reason, exit_code=code)
 
 
-def _error_of_a_rank(outcome: Outcome, codes: Sequence[int]) -> Diagnosis:
+def _error_of_a_rank(outcome: AttemptResult, codes: Sequence[int]) -> Diagnosis:
     """Return the diagnosis of an attempt in which a rank was killed, hung or crashed."""
     suspects = _few(list(outcome.gpu_suspects))
     errors = "; ".join(f"{host}: {outcome.gpu_suspects[host]}" for host in suspects)

@@ -24,7 +24,7 @@ from threefold.run_folder.progress import Progress
 MAX_CHARACTERS_SHOWN = 200  # of a window
 
 
-def ledger(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]:
+def sample_lines(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterator[str]:
     """Yield a line per sample of a step: corpus, window, tokens, documents and their token ranges.
 
     Args:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from models.errors import UserError
-from threefold.pretrain.run import Ending, Run, StepOutcome, is_due, stopped_without_save
+from threefold.pretrain.run import Run, RunEnd, StepOutcome, is_due, stopped_without_save
 from threefold.run_folder.json_lines import mean_validation_loss, validation_losses
-from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, leave
+from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, exit_now
 from threefold.supervision.loss_watch import BadStep, Severity
 from threefold.supervision.stragglers import describe, relative_times, slow_groups
 from threefold.tracking.messages import tell_skipped
@@ -54,7 +54,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     if start.rollbacks >= limit:
         why = f"after {limit} rollbacks without a checkpoint in between"
         return _stop(step, stopped_without_save(step, f"{reason}, {why}"))
-    run.prefetcher.forget()
+    run.prefetcher.reset()
     target = run.data.progress_after(step).moved_to(found.progress.step, run.plan)
     is_same_engine = run.plan.last_step_of_engine(target.step + 1) == run.last_step_of_engine
     if run.supervisor.rank == 0:
@@ -63,7 +63,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     parts = run.data.fingerprint.get("parts", ())
     if not is_same_engine:  # the ranks start again with the engine of the earlier phase
         run.tracker.roll_back(step, target, reason, parts=parts)
-        return StepOutcome(target.step, Ending(FINISHED, step=target.step))
+        return StepOutcome(target.step, RunEnd(FINISHED, step=target.step))
     with run.supervisor.crumb.waiting_for_disk("rolling back"):
         run.engine.load(found.reader())
     run.data.resume(target)
@@ -76,7 +76,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
 
 
 def _stop(step: int, reason: str) -> StepOutcome:
-    return StepOutcome(step, Ending(STOPPED, reason))
+    return StepOutcome(step, RunEnd(STOPPED, reason))
 
 
 # Measurements that some steps add to their metrics: validation, tasks, and speed of the ranks.
@@ -124,7 +124,7 @@ def compare_speed(run: Run, step: int) -> dict[str, Any]:
     slow = slow_groups(relative, run.topology, limits.slow_rank)
     for group in slow:
         run.tracker.warn(f"slow: {describe(group, relative, hosts)}")
-    for group in run.slow_streaks.update(slow, limits.slow_comparisons):
+    for group in run.straggler_history.update(slow, limits.slow_comparisons):
         nodes = list(dict.fromkeys(hosts[rank] for rank in group))
         run.tracker.slow(step, list(group), nodes, relative[group[0]])
     slowest = max(relative, key=relative.__getitem__)
@@ -140,7 +140,7 @@ def stop_if_unreadable(run: Run, step: int) -> Iterator[None]:
         reason = stopped_without_save(step, str(problem))
         run.folder.event("stop", step, reason=reason, exit_code=STOPPED)
         print(f"stopped: {reason}", file=sys.stderr)
-        leave(STOPPED)
+        exit_now(STOPPED)
 
 
 MAX_WEIGHTS_IN_MESSAGE = 8
@@ -179,7 +179,7 @@ def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
         ending = stop(run, step, stop_request, metrics)
     # 5. Phases: leave this engine if the next step belongs to a phase that needs another one.
     if not ending and step == run.last_step_of_engine < run.last_step:
-        ending = Ending(FINISHED, step=step)
+        ending = RunEnd(FINISHED, step=step)
     return StepOutcome(step, ending)
 
 
@@ -204,7 +204,7 @@ def handle_bad_step(
         return roll_back(run, step, reason)
     if severity == Severity.UNSAFE and is_last:
         outcome = roll_back(run, step, reason)
-        if not outcome.ending or outcome.ending.is_boundary:
+        if not outcome.ending or outcome.ending.restarts_for_phase:
             return outcome
         ending = skip_last_step(run, step, metrics, reason)
         return StepOutcome(step, ending) if ending else None
@@ -213,7 +213,7 @@ def handle_bad_step(
     return StepOutcome(step, None) if severity == Severity.UNSAFE else None
 
 
-def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) -> Ending | None:
+def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) -> RunEnd | None:
     """Skip the last step, which is bad, if the weights are sound.
 
     After any other bad step, the loss of the next step shows whether the weights are sound. After
@@ -232,26 +232,26 @@ def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) ->
         finding = f"the validation loss is {broken[0]}"
     else:
         finding = "there is no validation set (data.validation) to check the weights with"
-    return Ending(STOPPED, stopped_without_save(step, f"{reason}, and {finding}"))
+    return RunEnd(STOPPED, stopped_without_save(step, f"{reason}, and {finding}"))
 
 
-def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> Ending | None:
+def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> RunEnd | None:
     """Compare the replicas of the weights, if that, a save or a snapshot is due; collective."""
     every, last = run.recipe.training.compare_replicas_every, run.last_step
     save_due = snapshot_due or run.is_save_due(step)
     if not every or not (save_due or is_due(step, every, last)):
         return None
     run.supervisor.crumb.note("comparing replicas")
-    diverged = run.engine.differing_replicas()
+    diverged = run.engine.diverged_replicas()
     if not diverged:
         return None
     more = len(diverged) - MAX_WEIGHTS_IN_MESSAGE
     shown = "; ".join(diverged[:MAX_WEIGHTS_IN_MESSAGE])
     shown += f" (and {more} more)" if more > 0 else ""
-    return Ending(STOPPED, stopped_without_save(step, shown))
+    return RunEnd(STOPPED, stopped_without_save(step, shown))
 
 
-def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) -> Ending | None:
+def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) -> RunEnd | None:
     """Begin to save; return the end of the run if this or an earlier save fails; collective.
 
     Args:
@@ -269,7 +269,7 @@ def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) ->
     if problem and run.recipe.checkpoint.on_failure == "continue":
         run.tracker.warn(problem)
         return None
-    return Ending(STOPPED, problem) if problem else None
+    return RunEnd(STOPPED, problem) if problem else None
 
 
 def take_snapshot(run: Run, snapshots: "SnapshotWriter", step: int) -> None:
@@ -280,10 +280,10 @@ def take_snapshot(run: Run, snapshots: "SnapshotWriter", step: int) -> None:
         run.tracker.warn(problem)
 
 
-def stop(run: Run, step: int, request: str, metrics: dict[str, Any]) -> Ending | None:
+def stop(run: Run, step: int, request: str, metrics: dict[str, Any]) -> RunEnd | None:
     """End the run because a rank was asked to stop; first save, unless already saved."""
     if step == run.last_step:
         return None
     ending = None if run.is_save_due(step) else save(run, step, metrics, ends_process=True)
     reason = f"saved at step {step} ({request}); rerun the same command to resume"
-    return ending or Ending(INTERRUPTED, reason)
+    return ending or RunEnd(INTERRUPTED, reason)

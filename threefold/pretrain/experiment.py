@@ -25,7 +25,7 @@ from threefold.plan.job import Machine
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
 from threefold.runtime.command_line import override
 from threefold.runtime.environment import check_accelerator
-from threefold.runtime.exits import BUSY, REJECTED, PortInUse, leave
+from threefold.runtime.exits import BUSY, REJECTED, PortInUse, exit_now
 
 # Rejection of a run that cannot start: one message and an exit code, on every rank.
 
@@ -33,7 +33,7 @@ SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
 
 @contextmanager
-def rejections(world: World, origin: str = "") -> Iterator[None]:
+def exit_on_user_error(world: World, origin: str = "") -> Iterator[None]:
     """Turn a UserError into one message and an exit code: 6 if folder or port is in use, else 2.
 
     Launchers end all ranks when the first one exits. The other ranks therefore wait for rank 0 to
@@ -51,7 +51,7 @@ def rejections(world: World, origin: str = "") -> Iterator[None]:
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
             about = f"rank {world.rank}: {about}"
         print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
-        leave(BUSY if isinstance(problem, FolderInUse | PortInUse) else REJECTED)
+        exit_now(BUSY if isinstance(problem, FolderInUse | PortInUse) else REJECTED)
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,13 @@ class Experiment:
 
 def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
     """Read and check a recipe; end this process if it or the launcher's settings are rejected."""
-    with rejections(World()):
+    with exit_on_user_error(World()):
         world = World.from_environment(os.environ)
         check_accelerator(os.environ)
-    with rejections(world):
+    with exit_on_user_error(world):
         recipe = load_recipe(file, overrides)
     name = origin(file, overrides)
-    with rejections(world, name):
+    with exit_on_user_error(world, name):
         has_gpu = machine_has_gpu(os.environ)
         try:
             return check_phases(world, PhasePlan(recipe), name, has_gpu=has_gpu)

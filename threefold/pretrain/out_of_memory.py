@@ -27,8 +27,8 @@ from threefold.plan.search import search
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.step import step_time
 from threefold.pretrain.experiment import Experiment, machine_of
-from threefold.pretrain.setup import Claim
-from threefold.runtime.exits import STOPPED, leave
+from threefold.pretrain.setup import RunHandle
+from threefold.runtime.exits import STOPPED, exit_now
 from threefold.runtime.processes import driver_name, on_gpu
 
 # Detection of out-of-memory errors, and the memory that a rank has allocated.
@@ -169,12 +169,12 @@ class Account:
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(experiment: Experiment, claim: Claim) -> Iterator[Account]:
+def out_of_memory_explained(experiment: Experiment, handle: RunHandle) -> Iterator[Account]:
     """End this rank with one message for all ranks if memory runs out within this context.
 
     Args:
         experiment: the experiment of the run
-        claim: the run folder and the supervision of this rank
+        handle: the run folder and the supervision of this rank
     """
     account = Account()
     snapshot = experiment.recipe.tracking.memory_snapshot and on_gpu()
@@ -182,33 +182,33 @@ def out_of_memory_explained(experiment: Experiment, claim: Claim) -> Iterator[Ac
         record_allocations()
     if experiment.world.rank == 0:  # a report of an earlier start would suppress that of this one
         with contextlib.suppress(OSError):
-            (claim.folder.path / REPORT).unlink(missing_ok=True)
+            (handle.folder.path / REPORT).unlink(missing_ok=True)
     try:
         yield account
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        file = claim.folder.path / f"memory-rank-{experiment.world.rank:05d}.pickle"
+        file = handle.folder.path / f"memory-rank-{experiment.world.rank:05d}.pickle"
         if snapshot:
             with contextlib.suppress(OSError, RuntimeError):
                 save_snapshot(str(file))
-        report(experiment, claim, account.engine, error=error)
-        leave(STOPPED)
+        report(experiment, handle, account.engine, error=error)
+        exit_now(STOPPED)
 
 
 def report(
-    experiment: Experiment, claim: Claim, engine: Engine | None, *, error: Exception
+    experiment: Experiment, handle: RunHandle, engine: Engine | None, *, error: Exception
 ) -> None:
     """Print and record the message; if another rank has begun to, refer to its message.
 
     Args:
         experiment: the experiment of the run
-        claim: the run folder and the supervision of this rank
+        handle: the run folder and the supervision of this rank
         engine: the engine, or None if memory ran out before it was built
         error: the error of the allocator
     """
-    name = claim.supervisor.names[experiment.world.rank]
-    file = claim.folder.path / REPORT
+    name = handle.supervisor.names[experiment.world.rank]
+    file = handle.folder.path / REPORT
     try:
         file.open("xb").close()
     except FileExistsError:
@@ -217,11 +217,11 @@ def report(
     except OSError:  # the message is more important than the file
         pass
     # The details take seconds, and launch.py may kill this rank before they are known.
-    first = first_line(experiment, claim, error)
+    first = first_line(experiment, handle, error)
     print(first, file=sys.stderr, flush=True)
     append(file, f"{first}\n\n{''.join(traceback.format_exception(error))}\n")
-    claim.folder.event(
-        "stop", claim.supervisor.crumb.step, reason=first, exit_code=STOPPED, out_of_memory=True
+    handle.folder.event(
+        "stop", handle.supervisor.crumb.step, reason=first, exit_code=STOPPED, out_of_memory=True
     )
     try:
         lines = details(experiment, engine)
@@ -238,14 +238,14 @@ def append(file: Path, text: str) -> None:
         stream.write(text)
 
 
-def first_line(experiment: Experiment, claim: Claim, error: Exception) -> str:
+def first_line(experiment: Experiment, handle: RunHandle, error: Exception) -> str:
     """Return where memory ran out, and the first line of the error."""
     topology, rank = experiment.topology, experiment.world.rank
     place = topology.coordinates(rank)
     where = ", ".join(f"{axis} {getattr(place, axis)}" for axis in topology.axes)
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return (
-        f"out of memory on {claim.supervisor.names[rank]} ({where}) in {claim.supervisor.crumb}: "
+        f"out of memory on {handle.supervisor.names[rank]} ({where}) in {handle.supervisor.crumb}: "
         f"{text}"
     )
 

@@ -9,7 +9,7 @@ from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.supervision.loss_watch import LossWatch
-from threefold.supervision.stragglers import SlowStreaks
+from threefold.supervision.stragglers import StragglerHistory
 from threefold.tracking.clocks import Startup, StepClock
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
@@ -58,7 +58,7 @@ class Run:
     profiler: "StepProfiler"
     startup: Startup
     find_start: "Callable[[], Start]"
-    slow_streaks: SlowStreaks = field(default_factory=SlowStreaks)
+    straggler_history: StragglerHistory = field(default_factory=StragglerHistory)
 
     @property
     def last_step(self) -> int:
@@ -72,7 +72,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunEnd:
     """The end of a run, or of an engine before the ranks start again for another phase.
 
     Attributes:
@@ -87,7 +87,7 @@ class Ending:
     step: int = 0
 
     @property
-    def is_boundary(self) -> bool:
+    def restarts_for_phase(self) -> bool:
         """True if the ranks start again with the engine of another phase."""
         return self.step > 0
 
@@ -101,7 +101,7 @@ class StepOutcome(NamedTuple):
     """
 
     step: int
-    ending: Ending | None
+    ending: RunEnd | None
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -19,7 +19,7 @@ from threefold.checkpoint.resume import (
     Start,
     begin_branch,
     find_start,
-    hold_together,
+    lock_run_folder,
 )
 from threefold.checkpoint.retention import check_disk
 from threefold.checkpoint.snapshots.node_memory import NodeMemory
@@ -34,12 +34,12 @@ from threefold.engine.engine import Engine
 from threefold.plan.report import predicted_metrics_of_run
 from threefold.pretrain import experiment as rejection
 from threefold.pretrain.evaluation import Evaluator
-from threefold.pretrain.experiment import Experiment, machine_of, rejections
-from threefold.pretrain.run import Ending, Run
+from threefold.pretrain.experiment import Experiment, exit_on_user_error, machine_of
+from threefold.pretrain.run import Run, RunEnd
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import remove_debris
 from threefold.run_folder.lock import FolderInUse
-from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, PortInUse, leave
+from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, PortInUse, exit_now
 from threefold.runtime.processes import (
     check_machine,
     hosts_of_ranks,
@@ -72,7 +72,7 @@ from threefold.tracking.wandb_connection import check_wandb, read_wandb_key
 
 
 @contextmanager
-def rejected_together() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """Raise on all ranks the UserError that one of them has raised; collective.
 
     Any other exception is a defect. The rank raises it after telling the other ranks, which then
@@ -94,14 +94,14 @@ def rejected_together() -> Iterator[None]:
             # Launchers end all ranks when the first one exits, so let the failed rank print first.
             time.sleep(rejection.SECONDS_FOR_RANK_0_TO_SPEAK)
             print(f"this rank exits because rank {rank} failed", file=sys.stderr)
-            leave(1)
+            exit_now(1)
     for _, in_use, message in of_ranks:
         if message:
             raise FolderInUse(message, alive=True) if in_use else UserError(message)
 
 
 @dataclass(frozen=True)
-class Claim:
+class RunHandle:
     """A run folder that this run has locked, and the supervision of this rank.
 
     Attributes:
@@ -134,7 +134,7 @@ def open_data(experiment: Experiment) -> TrainingData:
 
 def join(
     experiment: Experiment, folder: RunFolder, startup: Startup, *, wait_seconds: float
-) -> Claim:
+) -> RunHandle:
     """Join the process group, supervise this rank, and lock the run folder; collective.
 
     Args:
@@ -162,8 +162,8 @@ def join(
             f"retries with another port",
             file=sys.stderr,
         )
-        leave(1)
-    startup.lap("joining")
+        exit_now(1)
+    startup.mark("joining")
     crumb = Breadcrumb()
     supervisor = Supervisor(
         folder,
@@ -172,17 +172,17 @@ def join(
         startup_seconds=recipe.supervision.startup_seconds,
     ).start()
     crumb.note("locking the run folder")
-    with rejected_together():
+    with raise_on_all_ranks():
         if world.rank == 0:
             read_wandb_key()
     with crumb.waiting_for_disk("waiting for the run folder"):
-        in_use = hold_together(folder, wait_seconds=wait_seconds)
+        in_use = lock_run_folder(folder, wait_seconds=wait_seconds)
     if in_use:
         raise FolderInUse(in_use, alive=True)
     hosts = hosts_of_ranks()
     supervisor.name_hosts(hosts)
     check_placement(experiment.topology, hosts)
-    return Claim(folder, supervisor, memory_of_all_nodes(recipe))
+    return RunHandle(folder, supervisor, memory_of_all_nodes(recipe))
 
 
 def memory_of_all_nodes(recipe: Recipe) -> NodeMemory | None:
@@ -210,13 +210,13 @@ def memory_of_all_nodes(recipe: Recipe) -> NodeMemory | None:
 
 
 def find_resume_point(
-    experiment: Experiment, claim: Claim, data: TrainingData, resume: str, resume_once: str
+    experiment: Experiment, handle: RunHandle, data: TrainingData, resume: str, resume_once: str
 ) -> Start:
     """Find the point at which the run starts or resumes, without changing anything; collective.
 
     Args:
         experiment: the experiment of the run
-        claim: the run folder and the supervision of this rank
+        handle: the run folder and the supervision of this rank
         data: the corpora of the run
         resume: the option `--resume`
         resume_once: the option `--resume-once`
@@ -224,19 +224,19 @@ def find_resume_point(
     Raises:
         UserError: no checkpoint can be used, or it belongs to another experiment.
     """
-    crumb, request = claim.supervisor.crumb, Request(resume, resume_once)
+    crumb, request = handle.supervisor.crumb, Request(resume, resume_once)
     crumb.note("verifying checkpoints")
     find_in_memory = None
-    if claim.memory:
+    if handle.memory:
         find_in_memory = partial(
             find_snapshot,
-            claim.memory,
+            handle.memory,
             recipe=experiment.whole_recipe,
             data=data.fingerprint,
             note=crumb.note,
         )
     return find_start(
-        claim.folder,
+        handle.folder,
         request,
         experiment.whole_recipe,
         data.fingerprint,
@@ -246,16 +246,16 @@ def find_resume_point(
 
 
 def begin(
-    experiment: Experiment, claim: Claim, data: TrainingData, start: Start, startup: Startup
+    experiment: Experiment, handle: RunHandle, data: TrainingData, start: Start, startup: Startup
 ) -> None:
     """Prepare the run folder and announce the run; collective.
 
     If every step of the run is done, print its summary and end this process.
     """
-    recipe, folder, world = experiment.recipe, claim.folder, experiment.world
+    recipe, folder, world = experiment.recipe, handle.folder, experiment.world
     is_finished = start.progress.step >= recipe.training.steps
     little_room: str | None = None
-    with rejections(world, experiment.origin), rejected_together():
+    with exit_on_user_error(world, experiment.origin), raise_on_all_ranks():
         if world.rank == 0:
             if not is_finished:
                 folder.check_lease()  # the unfinished saves may belong to a later attempt
@@ -269,14 +269,14 @@ def begin(
             begin_branch(folder, start)
     if is_finished:
         summarize(experiment.whole_recipe, folder, world, start.found)
-        leave(FINISHED)
-    with rejections(world, experiment.origin), rejected_together():
+        exit_now(FINISHED)
+    with exit_on_user_error(world, experiment.origin), raise_on_all_ranks():
         if world.rank == 0:
             folder.prepare(experiment.whole_recipe, start.progress)
-    startup.lap("checkpoint search")
+    startup.mark("checkpoint search")
     excess = "" if on_gpu() else thread_excess(*threads_on_first_node())
     if world.rank == 0:
-        hosts = list(claim.supervisor.hosts)
+        hosts = list(handle.supervisor.hosts)
         imbalance = data.context_imbalance()
         announce(recipe, experiment.topology, hosts, folder, start.found, imbalance)
         if excess:
@@ -294,7 +294,7 @@ def begin(
 @contextmanager
 def open_run(
     experiment: Experiment,
-    claim: Claim,
+    handle: RunHandle,
     engine: Engine,
     *,
     data: TrainingData,
@@ -305,13 +305,13 @@ def open_run(
 
     Args:
         experiment: the experiment of the run
-        claim: the run folder and the supervision of this rank
+        handle: the run folder and the supervision of this rank
         engine: the engine, with the weights of `start`
         data: the corpora, at the position of `start`
         start: the point at which the run starts or resumes
         startup: the stopwatch of the start-up
     """
-    recipe, topology, folder = experiment.whole_recipe, experiment.topology, claim.folder
+    recipe, topology, folder = experiment.whole_recipe, experiment.topology, handle.folder
     found, rank, size = start.found, experiment.world.rank, experiment.world.size
     changed, next_step = found.changes(recipe), start.progress.step + 1
     last_step = experiment.plan.last_step_of_engine(next_step)
@@ -325,7 +325,7 @@ def open_run(
         damaged=found.skipped,
         parent=start.parent,
     )
-    snapshots = open_snapshots(experiment, claim, writer_of_run, start.progress.step)
+    snapshots = open_snapshots(experiment, handle, writer_of_run, start.progress.step)
     metrics = folder.read_metrics() if rank == 0 else []  # large after 100,000 steps: read once
     machine = None
     if rank == 0:
@@ -341,7 +341,7 @@ def open_run(
         metrics=metrics,
         predicted=predicted_metrics_of_run(experiment.plan, machine),
     )
-    with writer_of_run as writer, tracker_of_run as tracker, claim.supervisor as supervisor:
+    with writer_of_run as writer, tracker_of_run as tracker, handle.supervisor as supervisor:
         writer.on_publish, writer.on_wait = tracker.saved, tracker.warn
         writer.on_pause = supervisor.crumb.wait_for_room
         writer.is_asked_to_stop = lambda: bool(supervisor.asked)
@@ -397,20 +397,20 @@ def print_document_attention(experiment: Experiment) -> None:
 
 
 def open_snapshots(
-    experiment: Experiment, claim: Claim, writer: CheckpointWriter, step: int
+    experiment: Experiment, handle: RunHandle, writer: CheckpointWriter, step: int
 ) -> SnapshotWriter | None:
     """Return the writer of snapshots, or None if the run takes none; collective.
 
     Args:
         experiment: the experiment of the run
-        claim: the snapshots of this node
+        handle: the snapshots of this node
         writer: the writer of the run's checkpoints
         step: the last completed step
     """
-    if claim.memory is None:
+    if handle.memory is None:
         return None
     every, size = experiment.recipe.checkpoint.snapshot_every, experiment.world.local_size
-    return SnapshotWriter(writer, claim.memory, every=every, step=step, ranks_per_node=size)
+    return SnapshotWriter(writer, handle.memory, every=every, step=step, ranks_per_node=size)
 
 
 def watch_losses(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> LossWatch:
@@ -422,7 +422,7 @@ def watch_losses(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> L
     )
 
 
-def close_run(run: Run, ending: Ending) -> Ending:
+def close_run(run: Run, ending: RunEnd) -> RunEnd:
     """Wait for the last save, and record the end of the run; collective.
 
     Returns:
@@ -432,11 +432,11 @@ def close_run(run: Run, ending: Ending) -> Ending:
     run.engine.finish_communication()
     with run.supervisor.crumb.waiting_for_disk("saving"):
         unsaved = run.writer.wait()
-    ends_well = ending.code in (FINISHED, INTERRUPTED) or ending.is_boundary
+    ends_well = ending.code in (FINISHED, INTERRUPTED) or ending.restarts_for_phase
     if unsaved and (ends_well or unsaved in ending.reason):
         reason = unsaved if ends_well else ending.reason
-        ending = Ending(STOPPED, f"{reason}; {run.writer.remedy()}")
-    if ending.is_boundary:
+        ending = RunEnd(STOPPED, f"{reason}; {run.writer.remedy()}")
+    if ending.restarts_for_phase:
         run.tracker.replace_ranks(ending.step, run.plan.at(ending.step + 1).phase)
     elif ending.code == FINISHED:
         run.tracker.end()

@@ -22,7 +22,7 @@ NOISE_SUFFIX = " (keys)"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """Results of a training run that must not depend on the layout.
 
     Attributes:
@@ -31,7 +31,7 @@ class Outcome:
         grad_norms: the gradient norm of every step, before clipping
         weights: the final logical tensors by name
         moments: AdamW's first moments and Muon's momenta by name
-        drifted: a sentence for each weight whose replicas diverged
+        diverged: a sentence for each weight whose replicas diverged
         expert_counts: number of tokens of each expert, by step and layer; empty for a dense model
         margin: smallest difference of the logits of a chosen and an unchosen expert, in all steps
         evaluations: the validation losses of the parts of the sequence, in nats per token, and the
@@ -42,7 +42,7 @@ class Outcome:
     grad_norms: list[float]
     weights: "dict[str, Tensor]"
     moments: "dict[str, Tensor]"
-    drifted: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
     expert_counts: list[list[list[int]]] = field(default_factory=list)
     margin: float = math.inf
     evaluations: list[float] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Difference:
         parameter: the logical tensor with the largest difference
         moments: as `weights`, over `moments` of the outcomes
         moment: the parameter whose first moment has the largest difference
-        drifted: a sentence for each weight whose replicas diverged
+        diverged: a sentence for each weight whose replicas diverged
         noise: as `weights`, over the parameters whose exact gradient is zero, because Adam
             amplifies their rounding errors
         rerouted: lower bound of the number of tokens with another expert than in the reference
@@ -74,7 +74,7 @@ class Difference:
     parameter: str
     moments: float
     moment: str
-    drifted: list[str]
+    diverged: list[str]
     noise: float
     rerouted: int = 0
     margin: float | None = None
@@ -86,11 +86,11 @@ class Difference:
         close = self.loss <= LOSS_TOLERANCE and self.grad_norm <= GRAD_NORM_TOLERANCE
         same_state = self.weights <= WEIGHT_TOLERANCE and self.moments <= MOMENT_TOLERANCE
         same_scores = self.evaluation <= EVALUATION_TOLERANCE
-        return close and same_state and same_scores and not self.drifted and not self.rerouted
+        return close and same_state and same_scores and not self.diverged and not self.rerouted
 
 
 @dataclass(frozen=True)
-class Leg:
+class ResumeResult:
     """A layout that resumed from another layout's checkpoint.
 
     Attributes:
@@ -110,7 +110,7 @@ class Leg:
         return not self.changed and self.loss <= RELAY_LOSS_TOLERANCE
 
 
-def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Difference:
+def compare(outcome: TrainingResult, reference: TrainingResult, model: ModelConfig) -> Difference:
     """Return the differences of `outcome` from `reference`; NaN counts as infinite."""
     weights, noise = _distances(outcome.weights, reference.weights, model)
     moments, _ = _distances(outcome.moments, reference.moments, model)
@@ -123,7 +123,7 @@ def compare(outcome: Outcome, reference: Outcome, model: ModelConfig) -> Differe
         parameter=parameter,
         moments=moments[moment],
         moment=moment,
-        drifted=outcome.drifted,
+        diverged=outcome.diverged,
         noise=max(noise.values(), default=0.0),
         rerouted=_rerouted(outcome.expert_counts, reference.expert_counts),
         margin=None if math.isinf(outcome.margin) else outcome.margin,

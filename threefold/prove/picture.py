@@ -22,7 +22,7 @@ from threefold.prove.compare import (
 )
 from threefold.prove.layouts import SCHEDULES, ZERO_STAGES, ProofCase
 from threefold.prove.report import (
-    Finding,
+    CaseResult,
 )
 
 matplotlib.use("Agg")  # no display
@@ -37,7 +37,7 @@ COLUMN_GROUPS = [  # (ZeRO stage or schedule, sequence parallelism)
 ]
 
 
-def draw_curves(findings: Sequence[Finding], *, title: str, file: Path) -> None:
+def draw_curves(findings: Sequence[CaseResult], *, title: str, file: Path) -> None:
     """Write a picture of the loss of every layout over the steps, and of their differences.
 
     The lower part shows how far each layout is from the median of all of them, relative to it, on a
@@ -49,7 +49,7 @@ def draw_curves(findings: Sequence[Finding], *, title: str, file: Path) -> None:
     save_figure(curves(findings, title), file)
 
 
-def curves(findings: Sequence[Finding], title: str) -> Figure:
+def curves(findings: Sequence[CaseResult], title: str) -> Figure:
     """Return the picture that `draw_curves` writes."""
     losses = [finding.losses[:-1] for finding in findings if finding.losses]  # without validation
     largest = max((f.result.loss for f in findings if isinstance(f.result, Difference)), default=0)
@@ -77,7 +77,7 @@ def curves(findings: Sequence[Finding], title: str) -> Figure:
     return figure
 
 
-def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None:
+def draw_heatmap(findings: Sequence[CaseResult], *, title: str, file: Path) -> None:
     """Write the picture, in the format of the file's extension (.svg, .png, .pdf).
 
     Rows are topologies, with the attention over context ranks. Column groups are schedules or ZeRO
@@ -114,7 +114,7 @@ def draw_heatmap(findings: Sequence[Finding], *, title: str, file: Path) -> None
     pyplot.close(figure)
 
 
-def _sizes(finding: Finding) -> tuple[Any, ...]:
+def _sizes(finding: CaseResult) -> tuple[Any, ...]:
     """Return the key of a row: the number of ranks, the axes, and the attention over context."""
     sizes, layout = finding.case.topology, finding.case.recipe.layout
     kind = layout.context_attention if sizes.context > 1 else ""
@@ -135,7 +135,7 @@ def _column(case: ProofCase, within: list[tuple[int, int, int]]) -> int:
     return group * len(within) + within.index(_within(case))
 
 
-def _colour(finding: Finding) -> float:
+def _colour(finding: CaseResult) -> float:
     result = finding.result
     if not finding.passes or not isinstance(result, Difference):
         return FAILED

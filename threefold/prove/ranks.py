@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.config.loading import REPOSITORY
-from threefold.prove.compare import Leg, Outcome
+from threefold.prove.compare import ResumeResult, TrainingResult
 from threefold.prove.layouts import ProofCase
 from threefold.runtime.exits import interrupts_blocked
 from threefold.runtime.launchers import free_port
@@ -39,11 +39,11 @@ PRELOADED_MODULES = [
 ]
 MAX_LINES_IN_MESSAGE = 12  # lines of a rank's output in a message
 
-Result = tuple[ProofCase, Outcome | Leg | str]
+Result = tuple[ProofCase, TrainingResult | ResumeResult | str]
 
 
 @dataclass
-class WorldOfRanks:
+class RankPool:
     """The processes that train cases of one world size.
 
     Attributes:
@@ -146,7 +146,7 @@ class WorldOfRanks:
                 return message[0]
         return None
 
-    def _receive(self, rank: int) -> tuple[int, Outcome | Leg | str] | None:
+    def _receive(self, rank: int) -> tuple[int, TrainingResult | ResumeResult | str] | None:
         """Return (index of the case, outcome or error) from a rank; None if the rank has ended."""
         try:
             return pickle.loads(self.reports[rank].recv_bytes())
@@ -154,7 +154,7 @@ class WorldOfRanks:
             self.reports.pop(rank).close()
             return None
 
-    def last_words(self) -> str:
+    def log_tails(self) -> str:
         """Return the last lines of every rank's output."""
         texts = []
         for rank in range(self.size):
@@ -170,7 +170,7 @@ class WorldOfRanks:
 
 def run_cases(
     cases: Sequence[ProofCase], *, ranks: int, seconds: float, relay: Path | None = None
-) -> Iterator[tuple[ProofCase, Outcome | Leg | str]]:
+) -> Iterator[tuple[ProofCase, TrainingResult | ResumeResult | str]]:
     """Yield each case with its outcome, or with the text of its error, in order of completion.
 
     A case that fails ends its world; the remaining cases continue in a new world.
@@ -189,7 +189,7 @@ def run_cases(
     if sizes and sizes[0] > ranks:
         raise ValueError(f"a layout of {sizes[0]} ranks does not fit into ranks = {ranks}")
     waiting = [[case for case in cases if case.world_size == n] for n in sizes]
-    running: list[WorldOfRanks] = []
+    running: list[RankPool] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             while waiting or running:
@@ -197,7 +197,7 @@ def run_cases(
                     if sum(world.size for world in running) + group[0].world_size <= ranks:
                         waiting.remove(group)
                         logs = Path(tempfile.mkdtemp(dir=folder))
-                        world = WorldOfRanks(group, logs, seconds, relay)
+                        world = RankPool(group, logs, seconds, relay)
                         running.append(world)
                         world.start()
                 wait([r for world in running for r in world.reports.values()], timeout=1.0)
@@ -208,7 +208,7 @@ def run_cases(
                         world.stop()
                     if world.failure is not None:
                         failed, *rest = world.cases[world.done :]
-                        yield failed, f"{world.failure}\n{world.last_words()}"
+                        yield failed, f"{world.failure}\n{world.log_tails()}"
                         waiting += [rest] if rest else []
         finally:
             for world in running:
@@ -262,13 +262,13 @@ def _rank(
         os._exit(0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    from threefold.prove.relay import run_legs  # torch: only ranks need it
-    from threefold.prove.training import try_cases
+    from threefold.prove.relay import run_relay  # torch: only ranks need it
+    from threefold.prove.training import train_cases
 
     done = 0
     try:
         assert repository == REPOSITORY, f"this rank has imported {REPOSITORY}"
-        for outcome in run_legs(cases, relay) if relay else try_cases(cases):
+        for outcome in run_relay(cases, relay) if relay else train_cases(cases):
             if rank == 0:
                 report.send_bytes(pickle.dumps((done, outcome)))
             done += 1

@@ -19,7 +19,7 @@ from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
-from threefold.prove.compare import Leg, relative
+from threefold.prove.compare import ResumeResult, relative
 from threefold.prove.layouts import ProofCase
 from threefold.prove.training import (
     gather,
@@ -34,17 +34,17 @@ from threefold.run_folder.folder import RunFolder
 SHARED_STEPS = 10  # steps after a checkpoint that two layouts both run
 
 
-def run_legs(cases: Iterable[ProofCase], folder: Path) -> Iterator[Leg | None]:
-    """Run cases of this world's size in turn; yield their legs on rank 0, None on the others."""
+def run_relay(cases: Iterable[ProofCase], folder: Path) -> Iterator[ResumeResult | None]:
+    """Run cases of this world's size in turn; yield their results on rank 0, None on the others."""
     cases = list(cases)
     deterministic = cases[0].recipe.training.deterministic
     with many_cases(deterministic=deterministic) as begin_case:
         for case in cases:
             begin_case()
-            yield run_leg(case, World.from_environment(os.environ), RunFolder(folder))
+            yield resume_in_layout(case, World.from_environment(os.environ), RunFolder(folder))
 
 
-def run_leg(case: ProofCase, world: World, folder: RunFolder) -> Leg | None:
+def resume_in_layout(case: ProofCase, world: World, folder: RunFolder) -> ResumeResult | None:
     """Load and compare, run a step, save, and run the steps that the next layout repeats."""
     engine, data = start(case.recipe, world)
     done = load_newest(engine, data, folder)
@@ -60,7 +60,7 @@ def run_leg(case: ProofCase, world: World, folder: RunFolder) -> Leg | None:
     file = folder.path / "handed"
     handed = torch.load(file) if file.exists() else None
     torch.save({"tensors": saved, "losses": losses[1:]}, file)
-    return compare_leg(got, losses, handed)
+    return compare_resumed(got, losses, handed)
 
 
 def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
@@ -99,12 +99,14 @@ def everything(engine: Engine) -> dict[str, Tensor]:
     return tensors
 
 
-def compare_leg(got: dict[str, Tensor], losses: list[float], handed: dict[str, Any] | None) -> Leg:
+def compare_resumed(
+    got: dict[str, Tensor], losses: list[float], handed: dict[str, Any] | None
+) -> ResumeResult:
     """Compare a layout with the previous one; the first layout of a relay has none."""
     if handed is None:
-        return Leg(first=True, changed=[], loss=0.0)
+        return ResumeResult(first=True, changed=[], loss=0.0)
     expected = handed["tensors"]
     assert got.keys() == expected.keys()
     changed = [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)]
     pairs = zip(losses[:SHARED_STEPS], handed["losses"], strict=True)
-    return Leg(first=False, changed=changed, loss=max(relative(a, b) for a, b in pairs))
+    return ResumeResult(first=False, changed=changed, loss=max(relative(a, b) for a, b in pairs))

@@ -14,7 +14,7 @@ from threefold.prove.compare import (
     RELAY_LOSS_TOLERANCE,
     WEIGHT_TOLERANCE,
     Difference,
-    Leg,
+    ResumeResult,
 )
 from threefold.prove.layouts import ProofCase
 
@@ -23,14 +23,14 @@ COLUMNS = f"| {AXES} | ranks | layouts | loss | gradient norm | weights | moment
 
 
 @dataclass(frozen=True)
-class Finding:
+class CaseResult:
     """A case with its result, or with the text of its error.
 
     losses: the loss of every step and then of the validation, if the case was compared
     """
 
     case: ProofCase
-    result: Difference | Leg | str
+    result: Difference | ResumeResult | str
     losses: Sequence[float] = ()
 
     @property
@@ -39,7 +39,7 @@ class Finding:
         return not isinstance(self.result, str) and self.result.passes
 
 
-def as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
+def as_text(findings: Sequence[CaseResult], *, every_layout: bool) -> str:
     """Return the report of a proof for a terminal."""
     ordered = sorted(findings, key=_axes)
     layouts = "\n".join(map(describe, ordered)) if every_layout else ""
@@ -47,7 +47,7 @@ def as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def table(findings: Sequence[Finding]) -> str:
+def table(findings: Sequence[CaseResult]) -> str:
     """Return a Markdown table with the largest differences per topology."""
     lines = [COLUMNS, "|---|---|---|---|---|---|---|"]
     by_axes = groupby(sorted(findings, key=_axes), key=_axes)
@@ -55,7 +55,7 @@ def table(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def failures(findings: Sequence[Finding]) -> str:
+def failures(findings: Sequence[CaseResult]) -> str:
     """Describe the layouts that did not pass, one per line."""
     lines = []
     for finding in findings:
@@ -66,12 +66,12 @@ def failures(findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def describe(finding: Finding) -> str:
+def describe(finding: CaseResult) -> str:
     """Describe a layout in a line."""
     result = finding.result
     if isinstance(result, str):
         return f"{_name(finding.case)}: {result.splitlines()[0]}"
-    if isinstance(result, Leg):
+    if isinstance(result, ResumeResult):
         changed = f"changed: {', '.join(result.changed)}" if result.changed else "bit for bit"
         return f"{_name(finding.case)}: {changed}, losses after it {result.loss:.1e}"
     text = (
@@ -86,19 +86,21 @@ def describe(finding: Finding) -> str:
         )
     if result.evaluation > EVALUATION_TOLERANCE:
         text += f"; evaluations differ by {result.evaluation:.1e}"
-    return "; ".join([text, *result.drifted])
+    return "; ".join([text, *result.diverged])
 
 
-def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
+def relay_as_text(findings: Sequence[CaseResult], *, every_layout: bool) -> str:
     """Return the report of a relay for a terminal, with layouts in the order of the relay."""
     layouts = "\n".join(map(describe, findings)) if every_layout else ""
     lines = [f"| {AXES} | ranks | layouts | bit for bit | losses after it |"]
     lines += ["|---|---|---|---|---|"]
     for (ranks, *sizes), group in groupby(sorted(findings, key=_axes), key=_axes):
         members = list(group)
-        legs = [finding.result for finding in members if isinstance(finding.result, Leg)]
-        same = sum(not leg.changed for leg in legs)
-        loss = max((leg.loss for leg in legs), default=math.inf)
+        results = [
+            finding.result for finding in members if isinstance(finding.result, ResumeResult)
+        ]
+        same = sum(not result.changed for result in results)
+        loss = max((result.loss for result in results), default=math.inf)
         axes = _axes_text(sizes)
         lines.append(f"| {axes} | {ranks} | {len(members)} | {same} | {loss:.1e} |")
     handed = [finding for finding in findings if not getattr(finding.result, "first", False)]
@@ -112,7 +114,7 @@ def relay_as_text(findings: Sequence[Finding], *, every_layout: bool) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def verdict(findings: Sequence[Finding]) -> str:
+def verdict(findings: Sequence[CaseResult]) -> str:
     """Return the last lines of the report."""
     noise = max((f.result.noise for f in findings if isinstance(f.result, Difference)), default=0)
     text = (
@@ -128,14 +130,14 @@ def verdict(findings: Sequence[Finding]) -> str:
     return text
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def summary(findings: Sequence[CaseResult]) -> str:
     """Return the number of layouts that pass, as a phrase."""
     passed = sum(finding.passes for finding in findings)
     return f"{passed} of {len(findings)} layouts train like one process"
 
 
 def as_json(
-    findings: Sequence[Finding], *, relay: bool = False, complete: bool = True
+    findings: Sequence[CaseResult], *, relay: bool = False, complete: bool = True
 ) -> dict[str, Any]:
     """Return the report for other programs.
 
@@ -156,7 +158,7 @@ def as_json(
     }
 
 
-def _row_of_json(finding: Finding) -> dict[str, Any]:
+def _row_of_json(finding: CaseResult) -> dict[str, Any]:
     case, result = finding.case, finding.result
     layout, sizes = case.recipe.layout, case.topology
     numbers = {"error": result} if isinstance(result, str) else asdict(result)
@@ -184,7 +186,7 @@ def _row_of_json(finding: Finding) -> dict[str, Any]:
     }
 
 
-def _axes(finding: Finding) -> tuple[int, ...]:
+def _axes(finding: CaseResult) -> tuple[int, ...]:
     sizes = finding.case.topology
     grid = sizes.tensor, sizes.pipeline, sizes.context, sizes.data
     return sizes.world_size, *grid, sizes.expert, sizes.expert_tensor
@@ -197,7 +199,7 @@ def _axes_text(sizes: Sequence[int]) -> str:
     return text + (f", expert tensor {parts}" if parts > 1 else "")
 
 
-def _row(findings: list[Finding]) -> str:
+def _row(findings: list[CaseResult]) -> str:
     world_size, *sizes = _axes(findings[0])
     results = [finding.result for finding in findings if isinstance(finding.result, Difference)]
     passed = sum(finding.passes for finding in findings)

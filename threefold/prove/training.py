@@ -28,14 +28,14 @@ from threefold.engine.engine import Engine, StepResult, is_partitioned
 from threefold.engine.experts import smallest_margin
 from threefold.pipeline.stage import replaced
 from threefold.pretrain.evaluation import Evaluator
-from threefold.prove.compare import Outcome
+from threefold.prove.compare import TrainingResult
 from threefold.prove.layouts import ProofCase
 from threefold.runtime.processes import start_processes
 
 TASK_REQUESTS = 8  # of the task of a proof
 
 
-def try_cases(cases: Iterable[ProofCase]) -> Iterator[Outcome | None]:
+def train_cases(cases: Iterable[ProofCase]) -> Iterator[TrainingResult | None]:
     """Train the cases of this world's size; yield outcomes on rank 0, None on the others."""
     cases = list(cases)
     deterministic = cases[0].recipe.training.deterministic
@@ -69,7 +69,7 @@ def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
         yield begin
 
 
-def train(case: ProofCase, world: World) -> Outcome | None:
+def train(case: ProofCase, world: World) -> TrainingResult | None:
     """Run all steps of a case and return its outcome on rank 0."""
     engine, data = start(case.recipe, world)
     evaluator = Evaluator(engine, data)
@@ -88,15 +88,15 @@ def train(case: ProofCase, world: World) -> Outcome | None:
         margin = min(margin, margin_of(engine))
     weights = gather(engine, held_weights(engine))
     moments = gather(engine, first_moments(engine))
-    drifted = engine.differing_replicas()
+    diverged = engine.diverged_replicas()
     if world.rank != 0:
         return None
-    return Outcome(
+    return TrainingResult(
         losses=[result.loss for result in results] + validation,
         grad_norms=[result.grad_norm for result in results],
         weights=weights,
         moments=moments,
-        drifted=drifted,
+        diverged=diverged,
         expert_counts=[result.experts.counts for result in results if result.experts],
         margin=margin,
         evaluations=evaluations,

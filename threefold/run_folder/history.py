@@ -23,7 +23,7 @@ from typing import Any
 from models.errors import a_few, suggestion
 from threefold.config.sections import FORMER_NAMES, REPOSITORY, short, with_current_keys
 from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE, flush, number
-from threefold.run_folder.progress import Progress, Read, read_from
+from threefold.run_folder.progress import LeftParts, Progress, left_parts_from
 from threefold.runtime.exits import INTERRUPTED
 
 # The checkpoint folders of a run: naming, publishing and setting aside.
@@ -160,8 +160,8 @@ class History:
         requests: (name, value) of each `--resume` option that was applied with `--resume-once`
         saved: steps of the branch whose checkpoints were published; retention may have deleted the
             older ones
-        reads: (step, samples) -> the parts of the data that the run had left (`Progress.read`), for
-            the steps of `rolled_back` and `resumed` of any branch
+        left_parts: (step, samples) -> `Progress.left_parts`, for the steps of `rolled_back` and
+            `resumed` of any branch
         data_parts: (step, samples) -> fingerprints of the parts of the data at a rollback, from the
             second part on
         parent: the checkpoint of another run, or of an abandoned branch, at which the newest branch
@@ -176,7 +176,7 @@ class History:
     requests: set[tuple[str, str]] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
     turns: list[int] = field(default_factory=list)
-    reads: dict[tuple[int, int], Read] = field(default_factory=dict)
+    left_parts: dict[tuple[int, int], LeftParts] = field(default_factory=dict)
     data_parts: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
     parent: dict[str, Any] | None = None
     _targets: list[int] = field(default_factory=list)
@@ -201,7 +201,7 @@ class History:
 
     def progress_at(self, step: int, samples: int) -> Progress:
         """Return the progress of a run that continues after a step with the next sample."""
-        return Progress(step, samples, self.reads.get((step, samples), ()))
+        return Progress(step, samples, self.left_parts.get((step, samples), ()))
 
     def first_samples(self) -> dict[int, int]:
         """Return step -> first sample read next, for steps after which the data position jumped."""
@@ -212,7 +212,7 @@ class History:
         kind, step = event["event"], event["step"]
         if "read_parts" in event:
             at = event["to"] if kind == "rollback" else step
-            self.reads[at, event.get("samples", 0)] = read_from(event["read_parts"])
+            self.left_parts[at, event.get("samples", 0)] = left_parts_from(event["read_parts"])
             if "data_parts" in event:
                 self.data_parts[at, event.get("samples", 0)] = event["data_parts"]
         if kind == "start":

@@ -31,7 +31,7 @@ class PortInUse(UserError):
     """Another process listens on the port at which the ranks meet."""
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Run the exit handlers and end this process, without tearing down the libraries' threads.
 
     Some threads of torch occasionally abort during teardown ("terminate called without an active

@@ -1,7 +1,7 @@
 """Standard output and error that never make a run wait for their readers.
 
 A terminal that is halted with Ctrl-S, a pager that is not scrolled or a full disk must neither stop
-the training nor delay its end. `outlive_output` therefore replaces both streams: writing puts text
+the training nor delay its end. `use_nonblocking_output` replaces both streams: writing puts text
 into a bounded buffer, and a thread writes the buffer to the file. This applies to everything that
 Python prints, including tracebacks and warnings. C++ libraries such as NCCL write to the descriptor
 directly.
@@ -259,8 +259,8 @@ def line_label(source: str) -> str:
 def label_lines(rank: int) -> None:
     """Begin each line of output with the time and the rank, except on a terminal.
 
-    The labels show the order and the rank of the lines in a job's log. `outlive_output` must have
-    been called; other streams are not changed.
+    The labels show the order and the rank of the lines in a job's log. Call
+    `use_nonblocking_output` before; other streams are not changed.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, EnduringStream) and not stream.isatty():
@@ -271,14 +271,14 @@ def escape_output() -> None:
     """Print characters that the locale's encoding lacks as escapes, such as \\xe9.
 
     By default, Python raises an exception for them on standard output. They occur in texts of
-    users, and in paths that are not UTF-8. `outlive_output` does the same.
+    users, and in paths that are not UTF-8. `use_nonblocking_output` does the same.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def outlive_output() -> None:
+def use_nonblocking_output() -> None:
     """Replace standard output and error by streams that never make this process wait.
 
     If both streams are the same file, they share one thread, which preserves the order of the

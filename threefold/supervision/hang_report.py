@@ -296,7 +296,7 @@ MAX_RANKS_IN_MESSAGE = 8
 
 
 @dataclass(frozen=True)
-class Sighting:
+class RankStatus:
     """The activity of a rank in a hanging run.
 
     Attributes:
@@ -314,8 +314,8 @@ class Sighting:
     launched: list[Launched] = field(default_factory=list)
 
     @classmethod
-    def from_json(cls, text: str) -> "Sighting":
-        """Restore a sighting from the first line of a rank's file."""
+    def from_json(cls, text: str) -> "RankStatus":
+        """Restore a status from the first line of a rank's file."""
         table: dict[str, Any] = json.loads(text)
         launched = [Launched.from_json(each) for each in table["launched"]]
         return cls(**{**table, "launched": launched})
@@ -340,9 +340,9 @@ class HangReport:
     def __init__(self, folder: Path, names: Sequence[str], *, fresh_seconds: float = math.inf):
         self.folder, self.names, self.fresh_seconds = folder, names, fresh_seconds
 
-    def write(self, sighting: tuple[Sighting, str]) -> None:
+    def write(self, status: tuple[RankStatus, str]) -> None:
         """Write the activity of a rank and its stack; a later call replaces the file."""
-        about, stack = sighting
+        about, stack = status
         self.folder.mkdir(exist_ok=True)
         file = self._file(about.rank)
         temporary = file.with_suffix(".writing")
@@ -355,7 +355,7 @@ class HangReport:
         """Remove the file of a rank that makes progress again."""
         self._file(rank).unlink(missing_ok=True)
 
-    def verdict(self, own: Sighting) -> tuple[str, list[int]]:
+    def verdict(self, own: RankStatus) -> tuple[str, list[int]]:
         """Return the description of the hang, and the ranks that are behind.
 
         Only the lowest rank that wrote a file returns a description; others return an empty one.
@@ -369,41 +369,41 @@ class HangReport:
         Raises:
             OSError: no rank has written, or the files cannot be read.
         """
-        sightings = self._read()
-        if own.rank in sightings and own.rank != min(sightings):
+        statuses = self._read()
+        if own.rank in statuses and own.rank != min(statuses):
             return "", []
-        sightings.setdefault(own.rank, own)
-        launched = {rank: sighting.launched for rank, sighting in sightings.items()}
+        statuses.setdefault(own.rank, own)
+        launched = {rank: status.launched for rank, status in statuses.items()}
         waiting = describe_waiting(launched, self.names)
-        parts = [describe_hang(sightings, self.names), f"the stacks of all are in {self.folder}"]
+        parts = [describe_hang(statuses, self.names), f"the stacks of all are in {self.folder}"]
         if waiting:
             parts.insert(1, f"by torch's flight recorder {waiting}")
-        return "; ".join(parts), ranks_behind(sightings, len(self.names))
+        return "; ".join(parts), ranks_behind(statuses, len(self.names))
 
-    def _read(self) -> dict[int, Sighting]:
+    def _read(self) -> dict[int, RankStatus]:
         """Return the reports of all ranks about this hang, by rank."""
         changed = {file: file.stat().st_mtime for file in sorted(self.folder.glob("rank-*.txt"))}
         if not changed:
             raise FileNotFoundError(errno.ENOENT, "no rank could write there", str(self.folder))
         oldest = max(changed.values()) - self.fresh_seconds
-        sightings = {}
+        statuses = {}
         for file in (file for file, when in changed.items() if when >= oldest):
-            sighting = Sighting.from_json(file.read_text(encoding="utf-8").partition("\n")[0])
-            if sighting.rank < len(self.names):
-                sightings[sighting.rank] = sighting
-        return sightings
+            status = RankStatus.from_json(file.read_text(encoding="utf-8").partition("\n")[0])
+            if status.rank < len(self.names):
+                statuses[status.rank] = status
+        return statuses
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.txt"
 
 
-def take_sighting(rank: int, crumb: Breadcrumb) -> tuple[Sighting, str]:
+def rank_status(rank: int, crumb: Breadcrumb) -> tuple[RankStatus, str]:
     """Return the activity of this rank's main thread, and its stack.
 
     While a paired forward pass runs, its thread takes the place of the main one, which waits.
     """
     frame = running_helper() or sys._current_frames()[threading.main_thread().ident or 0]
-    about = Sighting(
+    about = RankStatus(
         rank=rank,
         step=crumb.step,
         activity=str(crumb),
@@ -413,26 +413,26 @@ def take_sighting(rank: int, crumb: Breadcrumb) -> tuple[Sighting, str]:
     return about, "".join(traceback.format_stack(frame))
 
 
-def ranks_behind(sightings: dict[int, Sighting], size: int) -> list[int]:
+def ranks_behind(statuses: dict[int, RankStatus], size: int) -> list[int]:
     """Return the ranks that are behind: silent, in an earlier step, or outside of collectives.
 
     The list is empty if no rank is behind the others.
     """
-    silent = [rank for rank in range(size) if rank not in sightings]
+    silent = [rank for rank in range(size) if rank not in statuses]
     if silent:
         return silent
-    earliest = min(each.step for each in sightings.values())
-    behind = [rank for rank, each in sightings.items() if each.step == earliest]
+    earliest = min(each.step for each in statuses.values())
+    behind = [rank for rank, each in statuses.items() if each.step == earliest]
     if len(behind) == size:
-        behind = [rank for rank in behind if not sightings[rank].waits_in]
+        behind = [rank for rank in behind if not statuses[rank].waits_in]
     return [] if len(behind) == size else behind
 
 
-def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
+def describe_hang(statuses: dict[int, RankStatus], names: Sequence[str]) -> str:
     """Name the ranks that are behind, and describe what they do."""
-    first = sightings[min(sightings)]
-    ranks = ranks_behind(sightings, len(names))
-    silent = [names[rank] for rank in ranks if rank not in sightings]
+    first = statuses[min(statuses)]
+    ranks = ranks_behind(statuses, len(names))
+    silent = [names[rank] for rank in ranks if rank not in statuses]
     if silent:
         more = len(silent) - MAX_RANKS_IN_MESSAGE
         shown = ", ".join(silent[:MAX_RANKS_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
@@ -440,12 +440,12 @@ def describe_hang(sightings: dict[int, Sighting], names: Sequence[str]) -> str:
         who = f"{shown} {verb} not answer: stopped, dead or cut off"
         return f"{who}. {names[first.rank]}: {first}"
     if not ranks:
-        waiting = all(each.waits_in for each in sightings.values())
+        waiting = all(each.waits_in for each in statuses.values())
         where = "in a collective" if waiting else "for the device, or compute"
         when = f"in step {first.step}" if first.step else "in start-up"
         return f"all ranks are {when} and wait {where}. {names[first.rank]}: {first}"
     shown = "; ".join(
-        f"{names[rank]} is behind: {sightings[rank]}" for rank in ranks[:MAX_RANKS_IN_MESSAGE]
+        f"{names[rank]} is behind: {statuses[rank]}" for rank in ranks[:MAX_RANKS_IN_MESSAGE]
     )
     return f"{shown}. {names[first.rank]}: {first}"
 

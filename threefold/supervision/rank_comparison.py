@@ -34,7 +34,7 @@ class ReplicaGroup:
     tensors: Sequence[tuple[str, Tensor]]
 
 
-def differing_replicas(groups: Iterable[ReplicaGroup], device: torch.device) -> list[str]:
+def diverged_replicas(groups: Iterable[ReplicaGroup], device: torch.device) -> list[str]:
     """Return a sentence for each tensor whose replicas diverged; the same on all ranks.
 
     Communicates: in each group an all-gather of three numbers per tensor; in the world an

@@ -68,7 +68,7 @@ def describe(group: range, relative: Mapping[int, float], hosts: Sequence[str]) 
     return f"{who} ({where}) took {relative[first]:.1f} times as long as similar ranks"
 
 
-class SlowStreaks:
+class StragglerHistory:
     """Counts the successive comparisons in which groups were slow.
 
     A group is slow for good after `comparisons` of them, and again after as many more.

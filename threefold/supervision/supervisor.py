@@ -40,8 +40,8 @@ from threefold.supervision.hang_report import (
     Breadcrumb,
     HangReport,
     Launched,
+    rank_status,
     read_dump,
-    take_sighting,
 )
 from threefold.supervision.loss_watch import Severity
 
@@ -312,7 +312,7 @@ class Supervisor:
         device, which may never answer. If the query also holds the GIL, the watchdog process ends
         this rank.
         """
-        about, stack = take_sighting(self.rank, self.crumb)
+        about, stack = rank_status(self.rank, self.crumb)
         self._report.write((about, stack))
         launched = within(min(RECORDER_SECONDS, self.limit / 4), launched_collectives)
         if launched:
@@ -321,7 +321,7 @@ class Supervisor:
     def _end(self) -> None:
         """Print which rank is behind, and end this rank."""
         try:
-            verdict, behind = self._report.verdict(take_sighting(self.rank, self.crumb)[0])
+            verdict, behind = self._report.verdict(rank_status(self.rank, self.crumb)[0])
         except Exception as problem:  # an unreadable report must not keep the rank alive
             self._say_hung(f"the ranks' reports cannot be read ({problem})")
         else:
@@ -339,7 +339,7 @@ class Supervisor:
         Until the hosts are known, the run folder may belong to another run, so nothing is written.
         """
         if problem:
-            about, _ = take_sighting(self.rank, self.crumb)
+            about, _ = rank_status(self.rank, self.crumb)
             verdict = f"{self.names[self.rank]}: {about}; {problem}"
         text = f"no progress for {self.limit} s: {verdict}"
         print(text, file=sys.stderr, flush=True)

@@ -29,15 +29,15 @@ class Startup:
         if launcher is not None:
             self.seconds["launcher"] = launcher - here
 
-    def lap(self, part: str) -> None:
-        """Add the time since the last lap to a part of the start-up."""
+    def mark(self, part: str) -> None:
+        """Add the time since the last mark to a part of the start-up."""
         now = time.monotonic()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
 
     def stop(self, part: str) -> "Startup":
-        """Record the last lap."""
-        self.lap(part)
+        """Record the last mark."""
+        self.mark(part)
         self.running = False
         return self
 

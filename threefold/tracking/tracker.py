@@ -188,7 +188,7 @@ class Tracker:
         """Report a rollback after a step, and the point at which the run continues.
 
         parts: fingerprints of the parts of the data from the second one on, which are recorded if
-            the run has left a part (`to.read`)
+            the run has left a part (`to.left_parts`)
         """
 
     def show(self, step: int, name: str, file: Path) -> None:
@@ -300,7 +300,7 @@ class RunTracker(Tracker):
     def roll_back(
         self, step: int, to: Progress, reason: str, *, parts: Sequence[dict[str, Any]] = ()
     ) -> None:
-        data = {"data_parts": list(parts)} if to.read else {}
+        data = {"data_parts": list(parts)} if to.left_parts else {}
         self._record("rollback", step, reason=reason, to=to.step, **to.record(), **data)
         print(
             f"rolled back: step {step}: {reason}; continues after step {to.step} with sample "

@@ -8,7 +8,7 @@ from tests.conftest import small_recipe
 from threefold.config.loading import parse_recipe
 from threefold.sweep.trial import Result
 from threefold.sweep.width_transfer.learning_rates import (
-    Outcome,
+    RateResult,
     Sweep,
     comparisons,
     outcome_of,
@@ -43,13 +43,13 @@ def curve(width: int = 64, family: str = "") -> Curve:
     return Curve("small.toml", family, at_width(recipe, width, name="small"))
 
 
-def outcome(losses: list[float | None], *, width: int = 64, family: str = "") -> Outcome:
+def outcome(losses: list[float | None], *, width: int = 64, family: str = "") -> RateResult:
     found = {rate: [trained(loss)] for rate, loss in zip(RATES, losses, strict=True)}
-    return Outcome(curve(width, family), found)
+    return RateResult(curve(width, family), found)
 
 
 def test_the_best_rate_has_the_lowest_mean_loss_of_its_seeds() -> None:
-    found = Outcome(
+    found = RateResult(
         curve(), {1e-3: [trained(2.0), trained(2.6)], 2e-3: [trained(2.2), trained(2.2)]}
     )
     assert found.losses == {1e-3: pytest.approx(2.3), 2e-3: pytest.approx(2.2)}
@@ -58,7 +58,7 @@ def test_the_best_rate_has_the_lowest_mean_loss_of_its_seeds() -> None:
 
 
 def test_a_rate_at_which_one_seed_diverged_or_failed_has_no_loss() -> None:
-    found = Outcome(
+    found = RateResult(
         curve(),
         {
             1e-3: [trained(2.0), trained(2.0)],
@@ -122,7 +122,7 @@ def test_a_width_that_always_diverges_fails() -> None:
 
 
 def test_a_width_whose_trials_all_fail_asks_for_their_reasons() -> None:
-    crashed = Outcome(curve(128), {rate: [trained(0, outcome="crashed")] for rate in RATES})
+    crashed = RateResult(curve(128), {rate: [trained(0, outcome="crashed")] for rate in RATES})
     (verdict,) = verdicts([outcome([3, 2, 3, 4]), crashed])
     assert verdict_line(verdict).startswith("FAIL  width 128 has no final loss")
     (line,) = edge_lines([crashed])

@@ -42,8 +42,8 @@ from threefold.pretrain.preflight.measure import (
     measure_device,
     release_memory,
 )
-from threefold.pretrain.setup import Claim
-from threefold.runtime.exits import UNFIT, leave
+from threefold.pretrain.setup import RunHandle
+from threefold.runtime.exits import UNFIT, exit_now
 from threefold.runtime.processes import RankTree, driver_name, on_gpu
 from threefold.supervision.supervisor import Supervisor
 from threefold.tracking.clocks import Startup
@@ -188,7 +188,7 @@ Measured = tuple[list[DeviceReport], list[LinkReport]]
 
 
 def check_nodes(
-    experiment: Experiment, *, claim: Claim, grid: ProcessGrid, step: int, startup: Startup
+    experiment: Experiment, *, handle: RunHandle, grid: ProcessGrid, step: int, startup: Startup
 ) -> None:
     """Measure the devices and links of all ranks, and name slow or broken nodes; collective.
 
@@ -197,7 +197,7 @@ def check_nodes(
 
     Args:
         experiment: the experiment of the run
-        claim: the run folder and the supervision of this rank
+        handle: the run folder and the supervision of this rank
         grid: the process groups of the run
         step: the last step that is done
         startup: the stopwatch of the start-up
@@ -205,16 +205,16 @@ def check_nodes(
     recipe, world = experiment.recipe, experiment.world
     if not is_wanted(recipe.supervision.preflight):
         return
-    with hang_limit(claim.supervisor):
-        test = Preflight(experiment, claim, grid)
+    with hang_limit(handle.supervisor):
+        test = Preflight(experiment, handle, grid)
         verdict = test.run()
         if world.rank == 0:
-            with claim.supervisor.crumb.waiting_for_disk("writing the result of the preflight"):
-                report(claim, verdict, test, step)
+            with handle.supervisor.crumb.waiting_for_disk("writing the result of the preflight"):
+                report(handle, verdict, test, step)
         stops = test.tree.broadcast(verdict.stops)
-    startup.lap("preflight")
+    startup.mark("preflight")
     if stops:  # nothing more must be asked of a device that may have failed
-        leave(UNFIT)
+        exit_now(UNFIT)
     release_memory(test.device)
 
 
@@ -240,7 +240,7 @@ class Preflight:
 
     Args:
         experiment: the experiment of the run
-        claim: the run folder and the supervision of this rank
+        handle: the run folder and the supervision of this rank
         grid: the process groups of the run
 
     Attributes:
@@ -249,9 +249,9 @@ class Preflight:
         seconds: duration of the preflight
     """
 
-    def __init__(self, experiment: Experiment, claim: Claim, grid: ProcessGrid):
-        self.experiment, self.hosts = experiment, claim.supervisor.hosts
-        self.note = claim.supervisor.crumb.note
+    def __init__(self, experiment: Experiment, handle: RunHandle, grid: ProcessGrid):
+        self.experiment, self.hosts = experiment, handle.supervisor.hosts
+        self.note = handle.supervisor.crumb.note
         self.device = torch.device(get_accelerator().current_device_name())
         self.tree = RankTree(EXCHANGE_TIMEOUT)
         world, topology = experiment.world, experiment.topology
@@ -329,9 +329,9 @@ def groups_of(grid: ProcessGrid) -> Mapping[str, dist.ProcessGroup | None]:
     return {axis: group for axis, group in groups.items() if sizes[axis] > 1}
 
 
-def report(claim: Claim, verdict: Verdict, test: Preflight, step: int) -> None:
+def report(handle: RunHandle, verdict: Verdict, test: Preflight, step: int) -> None:
     """Print and record the result; on rank 0."""
-    folder, hosts = claim.folder, test.hosts
+    folder, hosts = handle.folder, test.hosts
     folder.event("preflight", step, **event(verdict, test.layout, hosts, test.seconds))
     if verdict.findings or verdict.mismatches:
         print("\n".join(warnings(verdict, hosts)), file=sys.stderr, flush=True)

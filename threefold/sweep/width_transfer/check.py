@@ -21,7 +21,7 @@ from threefold.sweep.ranks.launchers import Launcher
 from threefold.sweep.scheduler import Scheduler
 from threefold.sweep.width_transfer import report
 from threefold.sweep.width_transfer.coordinates import Check
-from threefold.sweep.width_transfer.learning_rates import Outcome, Sweep, comparisons, verdicts
+from threefold.sweep.width_transfer.learning_rates import RateResult, Sweep, comparisons, verdicts
 from threefold.sweep.width_transfer.models import (
     TABLE,
     Models,
@@ -193,7 +193,7 @@ def check_warm_up(recipe: Recipe) -> None:
         )
 
 
-def learning_rate_lines(outcomes: list[Outcome]) -> Iterator[str]:
+def learning_rate_lines(outcomes: list[RateResult]) -> Iterator[str]:
     """Yield the table of losses and the comparisons."""
     yield "Validation loss after the last step (* best learning rate):"
     yield from report.loss_table(outcomes)

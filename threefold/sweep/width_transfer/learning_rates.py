@@ -70,7 +70,7 @@ class Sweep:
             for trial in trials:
                 every[trial.curve].append(trial)
 
-    def outcomes(self, result: Callable[[str], Result | None]) -> list["Outcome"]:
+    def outcomes(self, result: Callable[[str], Result | None]) -> list["RateResult"]:
         """Return the outcome of each curve.
 
         Args:
@@ -94,7 +94,7 @@ class Sweep:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RateResult:
     """The results of a curve.
 
     Attributes:
@@ -157,14 +157,14 @@ class Outcome:
 
 def outcome_of(
     curve: Curve, trials: Sequence[TrainingTrial], result: Callable[[str], Result | None]
-) -> Outcome:
+) -> RateResult:
     """Return the outcome of a curve from the results of its trials."""
     results: dict[float, list[Result]] = {}
     for trial in sorted(trials, key=lambda trial: trial.learning_rate):
         found = result(trial.key)
         if found is not None:
             results.setdefault(trial.learning_rate, []).append(found)
-    return Outcome(curve, results)
+    return RateResult(curve, results)
 
 
 def mean_or_none(values: Iterable[float | None]) -> float | None:
@@ -185,8 +185,8 @@ class Verdict:
     """
 
     family: str
-    smallest: Outcome
-    largest: Outcome
+    smallest: RateResult
+    largest: RateResult
 
     @property
     def ratio(self) -> float | None:
@@ -219,7 +219,7 @@ class Verdict:
         return None if loss is None else loss - self.largest.best_loss
 
 
-def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
+def verdicts(outcomes: Sequence[RateResult]) -> list[Verdict]:
     """Return the verdict of each family with several widths."""
     return [
         Verdict(family, found[0], found[-1])
@@ -237,8 +237,8 @@ class Comparison:
         other: outcome of another family
     """
 
-    reference: Outcome
-    other: Outcome
+    reference: RateResult
+    other: RateResult
 
     @property
     def step(self) -> int | None:
@@ -254,7 +254,7 @@ class Comparison:
         return None if self.step is None else self.step / self.reference.validation[-1][0]
 
 
-def comparisons(outcomes: Sequence[Outcome]) -> list[Comparison]:
+def comparisons(outcomes: Sequence[RateResult]) -> list[Comparison]:
     """Return the comparison of each curve with that of the first family of the same width."""
     if not outcomes:
         return []

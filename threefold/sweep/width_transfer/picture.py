@@ -12,7 +12,7 @@ from threefold.pipeline.picture import save_figure
 from threefold.sweep.width_transfer.coordinates import CoordinateCheck, Moment
 from threefold.sweep.width_transfer.learning_rates import (
     Comparison,
-    Outcome,
+    RateResult,
     comparisons,
 )
 
@@ -26,7 +26,7 @@ MOMENT_TITLES: dict[Moment, str] = {
 GRID: dict[str, Any] = {"which": "major", "color": "0.92", "linewidth": 0.6}
 
 
-def draw_learning_rates(outcomes: Sequence[Outcome], *, title: str, file: Path) -> None:
+def draw_learning_rates(outcomes: Sequence[RateResult], *, title: str, file: Path) -> None:
     """Write a picture of the final losses over the learning rates.
 
     If there are several families, a second part shows the loss over the steps.
@@ -46,7 +46,7 @@ def draw_coordinates(checks: Sequence[CoordinateCheck], *, title: str, file: Pat
     save_figure(coordinates(checks, title), file)
 
 
-def learning_rates(outcomes: Sequence[Outcome], title: str) -> Figure:
+def learning_rates(outcomes: Sequence[RateResult], title: str) -> Figure:
     """Return a figure of the final losses over the learning rates, one line for each curve."""
     compared = comparisons(outcomes)
     figure = Figure(figsize=(11.0 if compared else 6.8, 4.4), layout="constrained")
@@ -69,7 +69,7 @@ def learning_rates(outcomes: Sequence[Outcome], title: str) -> Figure:
     return figure
 
 
-def style_of(outcome: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def style_of(outcome: RateResult, outcomes: Sequence[RateResult]) -> dict[str, Any]:
     """Return the colour and the style of a curve's line: by width, and by family."""
     families = list(dict.fromkeys(each.curve.family for each in outcomes))
     widths = sorted({each.curve.width for each in outcomes})
@@ -83,7 +83,7 @@ def style_of(outcome: Outcome, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def draw_losses(axes: Axes, outcome: Outcome, style: dict[str, Any]) -> None:
+def draw_losses(axes: Axes, outcome: RateResult, style: dict[str, Any]) -> None:
     """Draw the final losses of a curve, a star at the best, and crosses without a final loss."""
     finite = {rate: loss for rate, loss in outcome.losses.items() if loss is not None}
     axes.plot(
@@ -102,7 +102,7 @@ def draw_losses(axes: Axes, outcome: Outcome, style: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def loss_limits(outcomes: Sequence[Outcome]) -> tuple[float | None, float | None]:
+def loss_limits(outcomes: Sequence[RateResult]) -> tuple[float | None, float | None]:
     """Return the limits of the loss axis, which cut off runs that have barely learned."""
     best = [each.best_loss for each in outcomes if each.best_loss is not None]
     losses = [loss for each in outcomes for loss in each.losses.values() if loss is not None]
@@ -114,7 +114,7 @@ def loss_limits(outcomes: Sequence[Outcome]) -> tuple[float | None, float | None
     return lowest - margin, highest + 2 * margin
 
 
-def draw_steps(axes: Axes, outcomes: Sequence[Outcome], compared: Sequence[Comparison]) -> None:
+def draw_steps(axes: Axes, outcomes: Sequence[RateResult], compared: Sequence[Comparison]) -> None:
     """Draw the validation loss over the steps at the best learning rate of each curve."""
     for outcome in outcomes:
         points = outcome.validation

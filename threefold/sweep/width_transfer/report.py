@@ -13,7 +13,7 @@ from threefold.sweep.width_transfer.coordinates import CoordinateCheck, Sizes
 from threefold.sweep.width_transfer.learning_rates import (
     FACTOR,
     Comparison,
-    Outcome,
+    RateResult,
     Verdict,
     comparisons,
     verdicts,
@@ -50,7 +50,7 @@ def found(result: Result) -> str:
     return f"diverged at step {result.training['diverged']}" if loss is None else f"loss {loss:.4f}"
 
 
-def loss_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def loss_table(outcomes: Sequence[RateResult]) -> Iterator[str]:
     """Yield a table of the final losses: a row for each learning rate, a column for each curve."""
     labels = [each.curve.label for each in outcomes]
     widths = [max(9, len(label)) for label in labels]
@@ -61,7 +61,7 @@ def loss_table(outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield "  ".join([f"{rate:13g}", *cells])
 
 
-def loss_cell(outcome: Outcome, rate: float) -> str:
+def loss_cell(outcome: RateResult, rate: float) -> str:
     """Return the final loss of a curve at a learning rate; the best one has a star."""
     if rate not in outcome.losses:
         return ""
@@ -71,7 +71,7 @@ def loss_cell(outcome: Outcome, rate: float) -> str:
     return f"{loss:.4f}{'*' if rate == outcome.best else ' '}"
 
 
-def failure_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def failure_lines(outcomes: Sequence[RateResult]) -> Iterator[str]:
     """Yield a line with the reason for each failed trial, and a line about --retry."""
     failures = [(each, *failure) for each in outcomes for failure in each.failures]
     for outcome, rate, result in failures:
@@ -81,7 +81,7 @@ def failure_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
         yield "to repeat failed trials, correct the cause and rerun with --retry"
 
 
-def edge_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def edge_lines(outcomes: Sequence[RateResult]) -> Iterator[str]:
     """Yield a line for each curve whose best learning rate is missing or at an end of the grid."""
     for each in outcomes:
         if each.best is None:
@@ -117,7 +117,7 @@ def verdict_line(verdict: Verdict) -> str:
     return line
 
 
-def without_loss(outcome: Outcome) -> str:
+def without_loss(outcome: RateResult) -> str:
     """Return why a curve has no final loss at any learning rate, and what to do about it."""
     if not any(each.training for found in outcome.results.values() for each in found):
         return "every trial failed, for the reasons above"
@@ -176,7 +176,7 @@ def check_line(check: CoordinateCheck) -> str:
     )
 
 
-def learning_rate_table(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def learning_rate_table(outcomes: Sequence[RateResult]) -> dict[str, Any]:
     """Return the table of a learning-rate sweep for --json."""
     return {
         "curves": [curve_json(outcome) for outcome in outcomes],
@@ -216,7 +216,7 @@ def coordinate_table(checks: Sequence[CoordinateCheck]) -> dict[str, Any]:
     }
 
 
-def curve_json(outcome: Outcome) -> dict[str, Any]:
+def curve_json(outcome: RateResult) -> dict[str, Any]:
     """Return the JSON of a curve."""
     return {
         "curve": outcome.curve.label,
