@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.context_parallel.division import Order
-from models.parallel.collectives import all_gather_single, reduce_scatter_single, wait_for
+from models.parallel.collectives import (
+    all_gather_single,
+    conjugate,
+    reduce_scatter_single,
+    wait_for,
+)
 
 # The context axis: ranks that share their samples and divide each sequence.
 
@@ -58,21 +63,27 @@ def reduce_scatter(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
 
 def gather(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
     """[..., s/c, d] to [..., s, d]; the backward pass sums the ranks' gradients."""
-    return _Gather.apply(x, axis, order)
+    return conjugate(x, lambda *x: begin_gather(*x)(), _sum_in_fp32, axis, order)
 
 
 def heads_to_sequence(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
     """Exchange all heads of a slice for a share of the heads of all slices.
 
     [b, c, heads, s/c, d] to [b, heads, s, d], where dimension 1 is the rank that gets the heads
-    (Ulysses, arXiv 2309.14509).
+    (Ulysses, arXiv 2309.14509). Backward: `sequence_to_heads`.
     """
-    return _HeadsToSequence.apply(x, axis, order)
+    return conjugate(x, _to_sequence, _to_heads, axis, order)
 
 
 def sequence_to_heads(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
     """Reverse `heads_to_sequence`: [b, heads, s, d] to [b, c, heads, s/c, d]."""
-    return _SequenceToHeads.apply(x, axis, order)
+    return conjugate(x, _to_heads, _to_sequence, axis, order)
+
+
+def _sum_in_fp32(grad: Tensor, axis: ContextAxis, order: Order) -> Tensor:
+    # Every addition in 16 bits would round the sum.
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    return reduce_scatter(wide, axis, order).to(grad.dtype)
 
 
 def from_rank_order(x: Tensor, order: Order) -> Tensor:
@@ -107,38 +118,3 @@ def _to_sequence(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
 
 def _to_heads(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
     return _all_to_all(to_rank_order(x, order), axis).movedim(0, 1)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, order):
-        ctx.axis, ctx.order = axis, order
-        return begin_gather(x, axis, order)()
-
-    @staticmethod
-    def backward(ctx, grad):
-        # In fp32, because every addition in 16 bits would round the sum.
-        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        return reduce_scatter(wide, ctx.axis, ctx.order).to(grad.dtype), None, None
-
-
-class _HeadsToSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, order):
-        ctx.axis, ctx.order = axis, order
-        return _to_sequence(x, axis, order)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _to_heads(grad, ctx.axis, ctx.order), None, None
-
-
-class _SequenceToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, order):
-        ctx.axis, ctx.order = axis, order
-        return _to_heads(x, axis, order)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _to_sequence(grad, ctx.axis, ctx.order), None, None

@@ -4,7 +4,7 @@ A token is sent once for each of its k experts. Tokens are sent in the order of 
 for one expert in their order on the rank. No expert has a capacity, so no token is dropped.
 
 With expert tensor parallelism, several tensor ranks have parts of the same experts. A token is sent
-to the one that has the sender's tensor rank, which passes it to the others (`columns.py`).
+to the one that has the sender's tensor rank, which passes it to the others.
 
 n tokens of this rank, k experts per token, h hidden, m rows that this rank's experts compute.
 """
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.experts.routing import ExpertAxis, Routes
-from models.parallel.collectives import TensorAxis, wait_for
+from models.parallel.collectives import TensorAxis, conjugate, wait_for
 from models.parallel.layers import Deferral
 
 # Expert tensor parallelism: tensor ranks that divide the columns of the same experts.
@@ -39,7 +39,7 @@ def gather_rows(x: Tensor, rows: Sequence[int], axis: TensorAxis) -> Tensor:
     Returns:
         [m, h]
     """
-    return x if axis.size == 1 else _Gather.apply(x, list(rows), axis)
+    return x if axis.size == 1 else conjugate(x, _gather, _sum, list(rows), axis)
 
 
 def sum_rows(x: Tensor, rows: Sequence[int], axis: TensorAxis) -> Tensor:
@@ -55,7 +55,7 @@ def sum_rows(x: Tensor, rows: Sequence[int], axis: TensorAxis) -> Tensor:
     Returns:
         [rows[axis.rank], h]
     """
-    return x if axis.size == 1 else _Sum.apply(x, list(rows), axis)
+    return x if axis.size == 1 else conjugate(x, _sum, _gather, list(rows), axis)
 
 
 def _gather(x: Tensor, rows: list[int], axis: TensorAxis) -> Tensor:
@@ -74,28 +74,6 @@ def _sum(x: Tensor, rows: list[int], axis: TensorAxis) -> Tensor:
     for term in terms[1:]:  # one at a time, to save memory
         total += term
     return total.to(x.dtype)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, rows, axis):
-        ctx.rows, ctx.axis = rows, axis
-        return _gather(x, rows, axis)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _sum(grad, ctx.rows, ctx.axis), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, rows, axis):
-        ctx.rows, ctx.axis = rows, axis
-        return _sum(x, rows, axis)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _gather(grad, ctx.rows, ctx.axis), None, None
 
 
 class DeferralToExchange(Deferral):

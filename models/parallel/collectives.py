@@ -13,11 +13,12 @@ parallelism g-bar, arXiv 2205.05198). s sequence, b micro-batch, h hidden, t ten
 | reduce_scatter_sequence | reduce-scatter         | all-gather     |
 
 The conjugate of the last one, all-gather forward and reduce-scatter backward, is part of the
-column-parallel matmul (`linear.py`), which keeps a part of its input instead of the whole.
+column-parallel matmul (`layers.py`), which keeps a part of its input instead of the whole.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from torch import Tensor
 # Older versions of torch have these functions under the longer names only.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Operator = Callable[..., Tensor]  # of a tensor, an axis and what else it needs
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,16 @@ class TensorAxis:
     sequence_parallel: bool = False
 
 
+def conjugate(x: Tensor, forward: Operator, backward: Operator, *where: Any) -> Tensor:
+    """Return forward(x, *where), whose backward pass is backward(gradient, *where)."""
+    return _Conjugate.apply(x, forward, backward, where)
+
+
 def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
     """Forward: identity; backward: all-reduce. Enters a region in which each rank does a part."""
-    return x if axis.size == 1 else _Copy.apply(x, axis)
+    if axis.size == 1:
+        return x
+    return conjugate(x, lambda x, axis: x.view_as(x), _sum_of_copies, axis)
 
 
 def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
@@ -57,17 +67,17 @@ def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
 
 def scatter_to_tensor_axis(x: Tensor, axis: TensorAxis, dimension: int = 0) -> Tensor:
     """Forward: this rank's part of a replicated tensor; backward: all-gather."""
-    return x if axis.size == 1 else _Scatter.apply(x, axis, dimension)
+    return x if axis.size == 1 else conjugate(x, _part, all_gather, axis, dimension)
 
 
 def gather_from_tensor_axis(x: Tensor, axis: TensorAxis, dimension: int = -1) -> Tensor:
     """Forward: all-gather; backward: this rank's part. Every rank repeats the work that follows."""
-    return x if axis.size == 1 else _Gather.apply(x, axis, dimension)
+    return x if axis.size == 1 else conjugate(x, all_gather, _part, axis, dimension)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     """Forward: reduce-scatter, [s, b, h] to [s/t, b, h]; backward: all-gather."""
-    return x if axis.size == 1 else _ReduceScatterSequence.apply(x, axis)
+    return x if axis.size == 1 else conjugate(x, reduce_scatter, all_gather, axis)
 
 
 def leave_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
@@ -146,20 +156,24 @@ def _part(x: Tensor, axis: TensorAxis, dimension: int) -> Tensor:
     return x.chunk(axis.size, dim=dimension)[axis.rank].contiguous()
 
 
-class _Copy(torch.autograd.Function):
+def _sum_of_copies(grad: Tensor, axis: TensorAxis) -> Tensor:
+    # Copy, because other operations may also hold `grad`. All-reduce in fp32, because every
+    # addition in 16 bits would round the sum.
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    total = grad.to(dtype, memory_format=torch.contiguous_format, copy=True)
+    dist.all_reduce(total, group=axis.group)
+    return total.to(grad.dtype)
+
+
+class _Conjugate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return x.view_as(x)
+    def forward(ctx, x, forward, backward, where):
+        ctx.conjugate, ctx.where = backward, where
+        return forward(x, *where)
 
     @staticmethod
     def backward(ctx, grad):
-        # Copy, because other operations may also hold `grad`. All-reduce in fp32, because every
-        # addition in 16 bits would round the sum.
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.to(dtype, memory_format=torch.contiguous_format, copy=True)
-        dist.all_reduce(total, group=ctx.axis.group)
-        return total.to(grad.dtype), None
+        return ctx.conjugate(grad, *ctx.where), None, None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -175,36 +189,3 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, dimension):
-        ctx.axis, ctx.dimension = axis, dimension
-        return _part(x, axis, dimension)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather(grad, ctx.axis, ctx.dimension), None, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, dimension):
-        ctx.axis, ctx.dimension = axis, dimension
-        return all_gather(x, axis, dimension)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _part(grad, ctx.axis, ctx.dimension), None, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return reduce_scatter(x, axis)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_gather(grad, ctx.axis, 0), None

@@ -23,7 +23,7 @@ from models.experts.layer import MixtureOfExperts, expert_layers
 from models.experts.routing import ExpertAxis, choose_experts
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
-from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
+from models.parallel.collectives import TensorAxis, conjugate, scatter_to_tensor_axis
 from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
@@ -455,9 +455,9 @@ def seeded_fault(fault: str) -> Iterator[None]:
         ),
         "terms of one tensor rank only": (dispatch, "sum_rows", own_rows),
         "gradients of gathered rows not summed": (
-            columns._Gather,
-            "backward",
-            staticmethod(lambda ctx, grad: (own_rows(grad, ctx.rows, ctx.axis), None, None)),
+            dispatch,
+            "gather_rows",
+            lambda x, rows, axis: conjugate(x, gather, own_rows, rows, axis),
         ),
         "gathered rows in reverse order of ranks": (columns, "_gather", gathered_in_reverse),
         "noted in the forward pass too": (statistics._Attach, "forward", staticmethod(noting)),
