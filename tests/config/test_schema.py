@@ -295,12 +295,8 @@ BAD: list[tuple[str, int, str, str]] = [
         "layout.reduce_every = -1", "reduce_every = 0",
     ),
     (
-        "deepspeed=ds_configs/zero3_bf16.json", 2,
-        "there is only one data rank", 'deepspeed = "ds_configs/zero2_bf16.json"',
-    ),
-    (  # 2.36 M weights on 2 stages and 2 data ranks; 4 micro-batches
         "deepspeed=ds_configs/zero3_bf16.json", 4,
-        "about 0.0088 GiB per GPU in each step", 'deepspeed = "ds_configs/zero2_bf16.json"',
+        "gather its weights again for both passes", 'deepspeed = "ds_configs/zero2_bf16.json"',
     ),
     ("deepspeed=ds_configs/zero9.json", 2, 'deepspeed = "ds_configs/zero9.json"', "zero1_fp32"),
     ("deepspeed=Makefile", 2, 'deepspeed = "Makefile": this is not valid JSON', "zero1_fp32"),
@@ -338,12 +334,10 @@ def test_no_size_above_the_limit_is_suggested() -> None:
 @pytest.mark.parametrize(
     ("overrides", "ranks", "works"),
     [
-        ("layout.pipeline=4", 6, "4 or 8 ranks, or layout.pipeline = 3"),
+        ("layout.pipeline=4", 6, "4 or 8 ranks"),
         ("layout.schedule=zb-v", 3, "2 or 4 ranks"),  # three data ranks do not divide the batch
         (
-            "layout.schedule=zb-v", 1,
-            '2 ranks, or layout.pipeline = 1 and layout.schedule = "1f1b" and '
-            "layout.virtual_stages = 1",
+            "layout.schedule=zb-v", 1, "2 ranks",
         ),
         ("layout.schedule=dualpipev;batch.global_sequences=16", 5, "2 ranks"),
         (
@@ -352,13 +346,13 @@ def test_no_size_above_the_limit_is_suggested() -> None:
         ),
         (
             "layout.context=2;layout.context_attention=ring", 2,
-            '4 ranks, or layout.pipeline = 1',
+            "4 ranks",
         ),
         (
             "layout.context=2;layout.context_attention=ring;layout.pipeline=1", 1,
-            '2 ranks, or layout.context = 1 and layout.context_attention = "gather"',
+            "2 ranks",
         ),
-        ("layout.tensor=2;layout.layers_per_stage=[3,1]", 2, "4 ranks, or layout.tensor = 1"),
+        ("layout.tensor=2;layout.layers_per_stage=[3,1]", 2, "4 ranks"),
         (
             'cluster={nodes = 1, gpus_per_node = 3, gpu = "H100"}', 3,
             "2 or 4 ranks (cluster.nodes x cluster.gpus_per_node)",
@@ -375,9 +369,6 @@ def test_the_advice_for_an_indivisible_world_works(overrides: str, ranks: int, w
         if " with " in layout:
             more.append(layout.partition(" with ")[2].replace(" ", ""))
         load_recipe(TINY, [*given, *more]).topology(World(size=count, local_size=count))
-    if changes := layout.partition(", or ")[2]:
-        recipe = load_recipe(TINY, [*given, *changes.replace(" = ", "=").split(" and ")])
-        recipe.topology(World(size=ranks, local_size=ranks))
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ from threefold.plan.calibration.runs_table import (
     read_row,
     read_table,
 )
-from threefold.plan.job import Job, JobLayout, Machine, job_of, zero3_in_pipeline
+from threefold.plan.job import Job, JobLayout, Machine, job_of
 from threefold.plan.memory.activations import activation_bytes, block_bytes, micro_batches_in_flight
 from threefold.plan.memory.model_states import state_bytes
 from threefold.plan.memory.peak import (
@@ -970,24 +970,3 @@ def test_gradients_are_counted_as_the_json_sends_them(
 def test_the_planner_knows_how_many_buckets_are_sent_at_once() -> None:
     """The planner does not import the engine, because that would import torch."""
     assert RUNNING_BUCKETS == MAX_RUNNING
-
-
-ZERO3 = {"deepspeed": "ds_configs/zero3_bf16.json"}
-
-
-def test_zero3_in_a_pipeline_is_rejected_with_its_price() -> None:
-    """Both passes of every micro-batch would gather the weights of the stage."""
-    zero3 = ["--set", "deepspeed=ds_configs/zero3_bf16.json"]
-    done = run_plan("recipes/llama/70b.toml", "--top=0", *zero3)
-    recipe, job = planned("llama/70b")
-    weights = 2 * parameter_count(recipe.model) / (8 * 4)  # bytes in bf16, tensor 8 x pipeline 4
-    gathered = 2 * 32 * weights * 63 / 64 / GIB  # two passes of 32 micro-batches, 64 data ranks
-    assert f"about {gathered:.0f} GiB per GPU in each step" in done.stdout
-    found = re.search(r"would take ([\d.]+) s; with ZeRO-2 it takes ([\d.]+) s", done.stdout)
-    assert found and done.returncode == 1
-    layouts = (replace(job.layout, zero_stage=stage) for stage in (3, 2))
-    expected = [step_time(replace(job, layout=layout)).total for layout in layouts]
-    assert [float(text) for text in found.groups()] == pytest.approx(expected, abs=0.06)
-    assert expected[0] > 1.2 * expected[1]
-    lone = replace(job.machine, gpus=32)  # a single data rank
-    assert zero3_in_pipeline(recipe.model_copy(update=ZERO3 | {"cluster": None}), lone) is None

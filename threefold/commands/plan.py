@@ -34,7 +34,6 @@ from threefold.plan.job import (
     job_without_layout,
     own_job,
     recipe_on_cluster,
-    zero3_in_pipeline,
 )
 from threefold.plan.memory.peak import fits
 from threefold.plan.report import phase_rows, phases_lines, phases_table
@@ -136,8 +135,6 @@ def plan(options: argparse.Namespace) -> int:
             print("\n".join(["", *phases_lines(phases)]))
         if own and options.failures_per_day:
             print("\n".join(goodput_lines(goodput_case(recipe, own, options))))
-        if zero3 := zero3_in_pipeline(recipe, machine, software):
-            print(report.zero3_in_pipeline_text(*map(adjust, zero3)))
         if options.top:
             print()
             print_search(recipe, own, result)

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from models.cost import parameter_count
 from models.errors import UserError, counted, reason_of, toml_value
 from threefold.config.deepspeed_schema import (
     AUTO_KEYS,
@@ -565,8 +564,8 @@ def _unsuitable_stages(recipe: Recipe, config: dict[str, Any], topology: Topolog
         )
     if layout.pipeline > 1 and stage > 2:
         yield (
-            f"layout.pipeline = {layout.pipeline} with ZeRO-{stage} ({named}): "
-            f"{_price_of_gathering(recipe, config, topology)}; "
+            f"layout.pipeline = {layout.pipeline} with ZeRO-{stage} ({named}): each stage would "
+            f"gather its weights again for both passes of every micro-batch; "
             f'use deepspeed = "{at_stage_2}", or layout.pipeline = 1'
         )
     if recipe.tracking.timeline_step and stage > 2:
@@ -580,21 +579,6 @@ def _unsuitable_stages(recipe: Recipe, config: dict[str, Any], topology: Topolog
             f"layout.reduce_every = {layout.reduce_every} has no effect with ZeRO-{stage} "
             f"({named}); use layout.reduce_every = 0, or a JSON with ZeRO-2"
         )
-
-
-def _price_of_gathering(recipe: Recipe, config: dict[str, Any], topology: Topology) -> str:
-    """Return why ZeRO-3 does not suit a pipeline, with the GiB that a GPU would receive."""
-    ranks = topology.replicas
-    if ranks == 1:
-        return "there is only one data rank, so ZeRO-3 would shard nothing"
-    passes = 2 * recipe.micro_batches(topology.data)
-    weights = parameter_count(recipe.model) / (topology.pipeline * topology.tensor)
-    gib = passes * weights * BYTES[precision(config)] * (ranks - 1) / ranks / 2**30
-    amount = f"{gib:,.0f}" if gib >= 10 else f"{gib:.2g}"
-    return (
-        f"each stage would gather its weights for both passes of each of the {passes // 2:,} "
-        f"micro-batches, about {amount} GiB per GPU in each step"
-    )
 
 
 def leaves(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

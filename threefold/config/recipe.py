@@ -1,12 +1,10 @@
 """The recipe: one TOML file, one complete experiment."""
 
-import json
 import math
-from itertools import product
-from typing import Annotated, Any
+from typing import Annotated
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
@@ -322,10 +320,10 @@ class Recipe(Section):
             check_dp_shard(layout, world.size)
             return
         context = f" x layout.context = {layout.context}" if layout.context > 1 else ""
-        works = [self._working_ranks(ranks, world), self._working_layout(world)]
         raise UserError(
             f"layout.tensor = {layout.tensor} x layout.pipeline = {layout.pipeline}{context} does "
-            f"not divide the world of {world.size} ranks; use {', or '.join(filter(None, works))}"
+            f"not divide the world of {world.size} ranks; use "
+            f"{self._working_ranks(ranks, world)}"
         )
 
     def _working_ranks(self, ranks: int, world: World) -> str:
@@ -338,34 +336,6 @@ class Recipe(Section):
             return f"{ranks} ranks with batch.global_sequences = {least * micro_sequences}"
         cluster = " (cluster.nodes x cluster.gpus_per_node)" if self.cluster else ""
         return f"{' or '.join(str(size * ranks) for size in sizes)} ranks{cluster}"
-
-    def _working_layout(self, world: World) -> str:
-        """Return changes of [layout] with which this recipe runs on a world; "" if none is found.
-
-        Each axis keeps its size if possible; a pipeline becomes as short as necessary.
-        """
-        layout = self.layout
-        for context, tensor, pipeline in product(
-            sorted({layout.context, 1}, reverse=True),
-            sorted({layout.tensor, 1}, reverse=True),
-            range(min(layout.pipeline, world.size), 0, -1),
-        ):
-            if world.size % (context * tensor * pipeline):
-                continue
-            values: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context}
-            if context == 1:
-                values["context_attention"] = "gather"
-            if pipeline == 1:
-                values |= {"schedule": "1f1b", "virtual_stages": 1, "expert_overlap": False}
-            table = self.model_dump(mode="json")
-            changes = {key: new for key, new in values.items() if new != table["layout"][key]}
-            table["layout"] |= changes
-            try:
-                Recipe.model_validate_json(json.dumps(table)).topology(world)
-            except (UserError, ValidationError):
-                continue
-            return " and ".join(f"layout.{key} = {json.dumps(new)}" for key, new in changes.items())
-        return ""
 
     def _check_batch(self, topology: Topology) -> None:
         together = self.batch.micro_sequences * topology.data

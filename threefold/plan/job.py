@@ -318,26 +318,6 @@ def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job |
         return None, str(problem)
 
 
-def zero3_in_pipeline(
-    recipe: Recipe, machine: Machine, software: Software = THREEFOLD
-) -> tuple[Job, Job] | None:
-    """Return a ZeRO-2 and a ZeRO-3 job for a recipe that combines ZeRO-3 with a pipeline.
-
-    Such a recipe is rejected; the jobs predict the step times that are the reason. Returns None for
-    other recipes, and with a single data rank, over which neither stage shards anything.
-    """
-    try:
-        topology = recipe.topology(World(size=machine.gpus, local_size=machine.gpus_per_node))
-    except UserError:  # the recipe is rejected for another reason
-        return None
-    stage = zero_stage(read_deepspeed_json(recipe.deepspeed, recipe))
-    if stage != 3 or topology.pipeline == 1 or topology.replicas == 1:
-        return None
-    job = job_without_layout(recipe, machine, software)
-    zero2, zero3 = (replace(job, layout=layout_of(recipe, topology, n)) for n in (2, 3))
-    return zero2, zero3
-
-
 def job_without_layout(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
     """Return a recipe's job on a machine, with a one-rank layout that the caller replaces.
 

@@ -193,15 +193,6 @@ def fit_lines(job: Job, memory: Sequence[StageMemory]) -> Iterator[str]:
         )
 
 
-def zero3_in_pipeline_text(zero2: Job, zero3: Job) -> str:
-    """Return the price of ZeRO-3 in a pipeline, given the job with ZeRO-2 and with ZeRO-3."""
-    allowed, rejected = step_time(zero2).total, step_time(zero3).total
-    return (
-        f"layout.pipeline = {zero3.layout.pipeline} with ZeRO-3: a step would take "
-        f"{rejected:,.1f} s; with ZeRO-2 it takes {allowed:,.1f} s."
-    )
-
-
 def rates_text(rate: Rates) -> str:
     """Format rates in two lines."""
     recomputing = ""
