@@ -26,8 +26,6 @@ if __name__ == "__main__":  # import from the repository's root, not from recipe
     end_at_interrupt()
 
 from threefold.commands.launch import main
-from threefold.runtime.exits import raise_at_interrupt
 
 if __name__ == "__main__":
-    raise_at_interrupt()
     main(__doc__)

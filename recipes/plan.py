@@ -32,8 +32,6 @@ if __name__ == "__main__":  # import from the repository's root, not from recipe
     end_at_interrupt()
 
 from threefold.commands.plan import main
-from threefold.runtime.exits import raise_at_interrupt
 
 if __name__ == "__main__":
-    raise_at_interrupt()
     main(__doc__)

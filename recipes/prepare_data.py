@@ -31,7 +31,7 @@ Exit code 0: done; 1: a corpus is damaged; 2: a source, a file or an option is r
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # imports start in the root of the repository, not in recipes/
+if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from threefold.runtime.exits import end_at_interrupt
 

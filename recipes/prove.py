@@ -21,11 +21,10 @@ must then have the same losses.
     python recipes/prove.py recipes/mine.toml --relay
 """
 
-import signal
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # imports start at the repository, not in recipes/
+if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from threefold.runtime.exits import end_at_interrupt
 
@@ -34,6 +33,4 @@ if __name__ == "__main__":  # imports start at the repository, not in recipes/
 from threefold.commands.prove import main
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):  # end the ranks, delete the folders
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     main(__doc__)

@@ -26,7 +26,7 @@ from benchmarks.one_step.shapes import Shape, can_compile
 from benchmarks.one_step.transformers_llama import TransformersLlama
 from benchmarks.taking_turns import Turn, serve
 from models.context_parallel import attention
-from models.context_parallel import attention as gathered_attention
+from models.context_parallel import attention as attention_module
 from models.context_parallel.division import divide
 from models.initialization import initialize
 from models.kernels.compile import compile_kernels
@@ -45,7 +45,7 @@ Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micr
 OVERLAPPED: Sequence[tuple[Any, str]] = (  # functions that begin a collective
     (layers, "begin_all_gather"),
     (layers, "begin_sum_of_copies"),
-    (gathered_attention, "begin_gather"),
+    (attention_module, "begin_gather"),
     (attention, "begin_pass"),
 )
 Train = Callable[[Batch], float]  # a step's mean loss

@@ -25,8 +25,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.ranks import join_world, run_ranks
 from threefold.engine.parameter_groups import UpdateRule, buckets_of_stage
-from threefold.pipeline import gradients as reducing
-from threefold.pipeline import weight_gathering
+from threefold.pipeline import gradients, weight_gathering
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.pipeline.schedules import Pipeline
@@ -205,7 +204,7 @@ def run_steps(engine: ScheduledEngine, link: SleepingLink) -> float:
     """Return the mean seconds of two steps, each of which begins while weights are gathered."""
     micro_batch = torch.ones(SHAPE), torch.ones(SHAPE)
     with (
-        mock.patch.object(reducing, "reduce_scatter_single", link.send),
+        mock.patch.object(gradients, "reduce_scatter_single", link.send),
         mock.patch.object(weight_gathering, "all_gather_single", link.send),
     ):
         start = 0.0

@@ -15,7 +15,7 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
 from tests.test_pretrain import events, metrics
 from threefold.checkpoint import retention
-from threefold.checkpoint import writer as checkpoint_writer
+from threefold.checkpoint import writer as writer_module
 from threefold.checkpoint.format import FileRecord, find_damages
 from threefold.checkpoint.retention import RESERVED_BYTES_AT_THE_END, checkpoint_bytes
 from threefold.checkpoint.writer import CheckpointWriter, Counters, Written, united
@@ -204,7 +204,7 @@ def save_on_a_full_disk(
     facts = {"recipe": recipe, "topology": recipe.topology(World()), "data": data.fingerprint}
     own = RunFolder(folder / "run")
     own.path.mkdir()
-    checkpoint_writer.SECONDS_BETWEEN_TRIES = 0.02
+    writer_module.SECONDS_BETWEEN_TRIES = 0.02
     writer = CheckpointWriter(engine.state, own, **facts)
     settings = recipe.checkpoint.model_copy(update={"room_seconds": seconds})
     writer.recipe = recipe.model_copy(update={"checkpoint": settings})
@@ -229,7 +229,7 @@ def lone_writer(
     writer.recipe = parse_recipe(changed(small_recipe(corpus), checkpoint__room_seconds=1), "small")
     writer.is_asked_to_stop, writer.reserve = lambda: False, 0
     monkeypatch.setattr(writer, "_from_rank_0", lambda value: value, raising=False)
-    monkeypatch.setattr(checkpoint_writer, "SECONDS_BETWEEN_TRIES", 0.01)
+    monkeypatch.setattr(writer_module, "SECONDS_BETWEEN_TRIES", 0.01)
     yield writer
 
 
@@ -239,7 +239,7 @@ def test_unfinished_saves_are_deleted_before_the_disk_counts_as_full(
     debris = lone_writer.folder.checkpoints / "step-0000002.0a1b.incomplete"
     debris.mkdir(parents=True)
     monkeypatch.setattr(
-        checkpoint_writer, "lack_of_room", lambda *_, **__: "no room" if debris.exists() else None
+        writer_module, "lack_of_room", lambda *_, **__: "no room" if debris.exists() else None
     )
     assert lone_writer._lack_of_room() == (None, False) and not debris.exists()
 
@@ -278,7 +278,7 @@ def test_the_last_save_waits_only_for_space_and_until_a_request_to_stop(
     assert problem and "step 20 is not saved" in problem and "File exists" in problem
     assert not told and not pauses
     lone_writer.folder.checkpoints.unlink()
-    monkeypatch.setattr(checkpoint_writer, "lack_of_room", lambda *_, **__: "no room")
+    monkeypatch.setattr(writer_module, "lack_of_room", lambda *_, **__: "no room")
     lone_writer.is_asked_to_stop = lambda: requests.pop(0)
     problem = lone_writer._write_patiently(Progress(20), None, counters)
     assert problem == "step 20 is not saved: no room" and not requests and len(told) == 1

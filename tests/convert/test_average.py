@@ -19,7 +19,7 @@ from threefold.checkpoint.format import Manifest, TensorFileWriter, find_damages
 from threefold.checkpoint.state import KINDS
 from threefold.commands.convert import main
 from threefold.config.loading import parse_recipe
-from threefold.convert import reshape as average_module
+from threefold.convert import reshape
 from threefold.convert.files import open_checkpoint
 from threefold.convert.reshape import average, new_recipe, sources_of
 
@@ -98,7 +98,7 @@ def make(folder: Path) -> Path:
 
 def test_large_tensors_are_averaged_in_blocks(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     average(sources_of([run], 3), make(tmp_path / "whole"))
-    monkeypatch.setattr(average_module, "BLOCK_ELEMENTS", 1000)
+    monkeypatch.setattr(reshape, "BLOCK_ELEMENTS", 1000)
     average(sources_of([run], 3), make(tmp_path / "blocks"))
     whole, blocks = (json.loads((tmp_path / n / "manifest.json").read_text())["files"]
                      for n in ("whole", "blocks"))  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
-from threefold.engine import engine as source
+from threefold.engine import engine as engine_module
 from threefold.engine.experts import update_biases
 from threefold.prove.training import gather, held_state, held_weights, start, train_step
 
@@ -84,7 +84,7 @@ def worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Outcome
     found = {name: train(table) for name, table in tables.items()}
     if "one rank" in found:
         for fault, replacement in FAULTS.items():
-            with mock.patch.object(source, "update_biases", replacement):
+            with mock.patch.object(engine_module, "update_biases", replacement):
                 found[fault] = train(tables["one rank"])
     return found
 

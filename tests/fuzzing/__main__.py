@@ -36,7 +36,7 @@ import tomli_w
 from models.errors import UserError
 from tests.conftest import VOCAB_SIZE, shipped_configs, shipped_recipes, small_recipe
 from tests.report.synthetic import event, write_run
-from threefold.checkpoint import format as checkpoint_manifest
+from threefold.checkpoint import format as format_module
 from threefold.checkpoint.compatibility import check_initial_weights, check_same_run
 from threefold.checkpoint.format import Manifest
 from threefold.config.deepspeed_json import build_deepspeed_config
@@ -384,7 +384,7 @@ class _Manifests:
         (self.checkpoint / "manifest.json").write_bytes(content)
         digest = sha256(self.checkpoint / "manifest.json")
         (self.checkpoint / "manifest.sha256").write_text(digest + "\n")
-        damages = list(checkpoint_manifest.find_damages(self.checkpoint))
+        damages = list(format_module.find_damages(self.checkpoint))
         assert all(isinstance(damage, str) for damage in damages)
         manifest = Manifest.read(self.checkpoint)
         assert all("/" not in name for name in manifest.files), "a path outside the checkpoint"

@@ -16,7 +16,7 @@ from typing import IO
 
 import pytest
 
-from threefold.checkpoint.snapshots import node_memory as client_module
+from threefold.checkpoint.snapshots import node_memory
 from threefold.checkpoint.snapshots.node_memory import (
     Client,
     NodeMemory,
@@ -147,7 +147,7 @@ def test_a_new_agent_deletes_what_an_earlier_one_has_left(tmp_path: Path) -> Non
 def test_a_process_keeps_few_connections(
     process: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(node_memory, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(Client, "_open", OrderedDict())
     clients = [
         Client(Server(f"node{n}", process.port, process.secret, "127.0.0.1")) for n in range(8)

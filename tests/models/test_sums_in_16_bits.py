@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.kernels import elementwise, norms
-from models.kernels import elementwise as kernel
+from models.kernels import elementwise as elementwise_module
 from models.kernels.compile import as_written
 from models.kernels.elementwise import look_up, table_gradient
 from models.kernels.norms import Branch
@@ -174,7 +174,9 @@ def test_replicated_weights_over_tensor_ranks() -> None:
 def test_table_gradient_matches_autograd(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "MAX_WIDE_ELEMENTS", 40 * 5)  # parts of 5, 5 and 1 columns
+    monkeypatch.setattr(
+        elementwise_module, "MAX_WIDE_ELEMENTS", 40 * 5
+    )  # parts of 5, 5 and 1 columns
     torch.manual_seed(0)
     rows, table = torch.randint(9, (10, 4)), torch.randn(70, 11).to(dtype)
     grad = torch.randn(10, 4, 11).to(dtype)

@@ -16,7 +16,7 @@ from tests.conftest import shipped_recipes
 from threefold.commands import plan
 from threefold.config.layout import Cluster
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.plan import search as family_search
+from threefold.plan import search as search_module
 from threefold.plan.calibration.fit import Calibration
 from threefold.plan.catalogue import family_lines, family_table
 from threefold.plan.job import Machine, job_without_layout
@@ -45,7 +45,7 @@ def plan_family(
 def shipped_families() -> Iterator[None]:
     """Leave a user's own recipes out of the families."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family_search, "recipes_in_repository", shipped_recipes)
+        patch.setattr(search_module, "recipes_in_repository", shipped_recipes)
         yield
 
 
@@ -58,7 +58,7 @@ def family() -> list[Member]:
 def few_relatives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave one smaller and two larger relatives."""
     kept = [LLAMA / f"{size}.toml" for size in ("1b", "13b", "405b")]
-    monkeypatch.setattr(family_search, "recipes_in_repository", lambda: kept)
+    monkeypatch.setattr(search_module, "recipes_in_repository", lambda: kept)
 
 
 def test_members_have_the_plans_of_a_search_on_the_given_machine(family: list[Member]) -> None:
@@ -150,7 +150,7 @@ def test_a_users_broken_recipe_is_left_out_of_its_family(
     broken.parent.mkdir()
     text = LLAMA_7B.read_text().replace("layers = 32", "layers = 32\nlayer = 5\nhead = 3")
     broken.write_text(text)
-    monkeypatch.setattr(family_search, "recipes_in_repository", lambda: [broken, LLAMA / "1b.toml"])
+    monkeypatch.setattr(search_module, "recipes_in_repository", lambda: [broken, LLAMA / "1b.toml"])
     done = run_plan("largest", str(LLAMA_7B), *SIZE, "--days", "2000", "--json")
     assert done.returncode == 0
     names = [model["name"] for model in json.loads(done.stdout)["models"]]

@@ -15,7 +15,7 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.pipeline.picture import MAX_STAGE_ROWS, evenly_picked
 from threefold.plan import pictures
-from threefold.plan import search as family
+from threefold.plan import search as search_module
 from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import GIB, stage_memory
 from threefold.plan.pictures import timeline
@@ -126,7 +126,7 @@ def test_picked_stages_are_spread_evenly() -> None:
 def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MIN_LAST_NODES", 2)
     relatives = [RECIPES / "llama" / f"{size}.toml" for size in ("1b", "8b", "405b")]
-    monkeypatch.setattr(family, "recipes_in_repository", lambda: relatives)
+    monkeypatch.setattr(search_module, "recipes_in_repository", lambda: relatives)
     size = ("cluster.nodes=3", "cluster.gpus_per_node=4", "batch.global_sequences=24")
     recipe, job = load("llama/7b.toml", *size)
     axes, bar = pictures.heatmap(recipe, job).axes

@@ -33,8 +33,8 @@ from threefold.pipeline.gradients import MAX_RUNNING
 from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches, most_in_flight
 from threefold.pipeline.simulation import pipeline_seconds
 from threefold.plan import recipe_edits
-from threefold.plan import search as layout_search
-from threefold.plan.calibration import fit as evaluation
+from threefold.plan import search as search_module
+from threefold.plan.calibration import fit as fit_module
 from threefold.plan.calibration.fit import (
     MAX_ROWS,
     Calibration,
@@ -133,7 +133,7 @@ def test_buckets_of_zero_3_take_all_their_memory_on_a_gpu_and_the_written_part_o
 @pytest.mark.parametrize("name", LIMITS)
 def test_published_steps_are_predicted(name: str) -> None:
     rows = read_table(PUBLISHED / f"{name}.csv")
-    summary = evaluation.summary(rows, evaluation.predict(rows, Calibration()))
+    summary = fit_module.summary(rows, fit_module.predict(rows, Calibration()))
     mean, largest = LIMITS[name]
     assert summary["compared"] == len(rows) > 3 and summary["skipped"] == 0
     assert summary["mean_absolute_error_percent"] < mean
@@ -446,9 +446,9 @@ def test_ranking_is_measured_by_pairs_and_by_the_first() -> None:
     group = []
     for row, predicted, measured in zip(rows, (2.0, 1.0, 3.0), (20.0, 30.0, 40.0), strict=True):
         row = replace(row, measured=replace(row.measured, step_seconds=measured))
-        group.append(evaluation.Prediction(row, row.job, predicted, 1.0, True))
-    assert evaluation.kendall_tau(group) == pytest.approx((2 - 1) / 3)
-    assert evaluation.regret(group) == pytest.approx(30 / 20 - 1)
+        group.append(fit_module.Prediction(row, row.job, predicted, 1.0, True))
+    assert fit_module.kendall_tau(group) == pytest.approx((2 - 1) / 3)
+    assert fit_module.regret(group) == pytest.approx(30 / 20 - 1)
 
 
 def test_every_recipe_fits_the_cluster_that_it_names() -> None:
@@ -727,16 +727,16 @@ def test_skipping_layouts_with_too_much_state_changes_nothing(
     _, job = planned("llama/13b", "deepspeed=ds_configs/zero1_fp16.json")
     job = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=gpus))
     computed = []
-    memory_of = layout_search.memory_of_stage
+    memory_of = search_module.memory_of_stage
     monkeypatch.setattr(
-        layout_search, "memory_of_stage", lambda *of: computed.append(of) or memory_of(*of)
+        search_module, "memory_of_stage", lambda *of: computed.append(of) or memory_of(*of)
     )
     found = search(job, 3)
     with_skipping = len(computed)
     assert bool(found.plans) == any_fits
     assert (found.nearest is None) == any_fits
     computed.clear()
-    monkeypatch.setattr(layout_search, "state_exceeds", lambda job, limit: False)
+    monkeypatch.setattr(search_module, "state_exceeds", lambda job, limit: False)
     assert search(job, 3) == found
     assert len(computed) > with_skipping
 
@@ -751,9 +751,9 @@ def test_a_layout_is_skipped_only_if_its_state_is_too_large_with_any_recomputati
         full = replace(job, layout=replace(sizes, recompute="full"))
         state, recomputed = (sum(state_of_stage(each, 0)) for each in (plain, full))
         assert (recomputed < state) == (sizes is fewer)
-        assert not layout_search.state_exceeds(plain, max(state, recomputed))
-        assert not layout_search.state_exceeds(plain, min(state, recomputed))
-        assert layout_search.state_exceeds(plain, 0.999 * min(state, recomputed))
+        assert not search_module.state_exceeds(plain, max(state, recomputed))
+        assert not search_module.state_exceeds(plain, min(state, recomputed))
+        assert search_module.state_exceeds(plain, 0.999 * min(state, recomputed))
 
 
 def test_rejected_context_sizes_are_counted() -> None:
@@ -795,7 +795,7 @@ def test_runs_that_were_out_of_memory_are_counted() -> None:
         cells = next(csv.DictReader(file))
     large = {"mbs": "512", "gbs": "16384", "recompute": "none", "step_time_s": ""}
     rows = [read_row(cells | large | {"oom": "1"}), read_row(cells), read_row(cells | large)]
-    summary = evaluation.summary(rows, evaluation.predict(rows, Calibration()))
+    summary = fit_module.summary(rows, fit_module.predict(rows, Calibration()))
     assert (summary["out_of_memory_rows"], summary["out_of_memory_flagged"]) == (1, 1)
     assert summary["false_alarms"] == 1
 
@@ -867,7 +867,7 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
     assert rejected.returncode == 2 and "the file exists; use another name" in rejected.stderr
     with pytest.raises(UserError, match=r"folder .*/none does not exist; create it"):
         recipe_edits.check_file(tmp_path / "none" / "mine.toml")
-    result = layout_search.SearchResult(plans=[mock.Mock()])
+    result = search_module.SearchResult(plans=[mock.Mock()])
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         mock.patch.object(recipe_edits, "in_layout", return_value=recipe),

@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from models.errors import UserError
 from threefold.data.manifest import tokenizer_hash
-from threefold.prepare_data import formats as text_files
+from threefold.prepare_data import formats as formats_module
 from threefold.prepare_data.documents import PROBLEM_KINDS
 from threefold.prepare_data.formats import Format
 from threefold.prepare_data.source import SourceOptions, open_source, open_validation
@@ -388,9 +388,9 @@ def test_a_long_line_before_a_piece_is_skipped_in_blocks(
             sizes.append(-1 if size is None else size)
             return super().readline(size)
 
-    monkeypatch.setattr(text_files, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 2000)
-    monkeypatch.setattr(text_files, "open_bytes", lambda file: Watched(content))
+    monkeypatch.setattr(formats_module, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(formats_module, "MAX_LINE_BYTES", 2000)
+    monkeypatch.setattr(formats_module, "open_bytes", lambda file: Watched(content))
     for target in (1, 7, 100, 1001, 5000):
         assert texts(opened(tmp_path / "lines.txt"), target) == content.decode().split("\n")
     assert all(0 < size <= 64 or size == 2001 for size in sizes)

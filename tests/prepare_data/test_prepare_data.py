@@ -27,7 +27,7 @@ from threefold.config.parallel_dims import Topology
 from threefold.data.dataset import TrainingData
 from threefold.data.manifest import few_tokens, tokenizer_hash
 from threefold.data.token_file import TokenFile
-from threefold.prepare_data import corpus as prepared_corpus
+from threefold.prepare_data import corpus as corpus_module
 from threefold.prepare_data import formats, tokenization
 from threefold.prepare_data.corpus import find_damages
 from threefold.prepare_data.documents import PROBLEM_KINDS
@@ -429,14 +429,14 @@ def test_bad_rows_are_left_out_and_counted(prepared: Path, tmp_path: Path) -> No
 def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Path) -> None:
     source = shutil.copy(prepared / "text.jsonl", tmp_path)
     options = ["--source", source, "--column", "body", "--output", tmp_path / "out"]
-    with mock.patch.object(prepared_corpus, "join", side_effect=UserError("no room")):
+    with mock.patch.object(corpus_module, "join", side_effect=UserError("no room")):
         done = prepare(*options, "--vocab-size", 300)
     assert done.returncode == 2
     workspace = tmp_path / "out.incomplete"
     assert (workspace / "lock").read_text() == LOCK_TEXT
     assert f"{workspace} keeps 1 finished piece; rerun the same command to resume" in done.stderr
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
-    with mock.patch.object(prepared_corpus, "join", side_effect=UserError("no room")):
+    with mock.patch.object(corpus_module, "join", side_effect=UserError("no room")):
         done = prepare(*options, "--vocab-size", 300)
     assert "1 of 1 piece already finished" in done.stdout and "cannot be used" not in done.stdout
     with Path(source).open("a") as file:
@@ -456,7 +456,7 @@ def test_a_full_disk_is_named_with_what_stays(
     filename = filename and str(tmp_path / filename)
     full = OSError(errno.ENOSPC, "No space left on device", filename)
     options = into(prepared, tmp_path / "out")
-    with mock.patch.object(prepared_corpus, "join", side_effect=full):
+    with mock.patch.object(corpus_module, "join", side_effect=full):
         done = prepare(*options, "--vocab-size", 300)
     folder, workspace = tmp_path / "copy" if filename else tmp_path, tmp_path / "out.incomplete"
     kept, said = done.stderr.splitlines()
@@ -464,7 +464,7 @@ def test_a_full_disk_is_named_with_what_stays(
     assert kept == f"{workspace} keeps 1 finished piece; rerun the same command to resume"
     assert said.startswith(f"prepare_data.py: {folder} is on a full disk (No space left on dev")
     assert f"rerun the same command, which uses the finished work in {workspace}, or" in said
-    with mock.patch.object(prepared_corpus, "join", side_effect=OSError(errno.EIO, "I/O")):
+    with mock.patch.object(corpus_module, "join", side_effect=OSError(errno.EIO, "I/O")):
         done = prepare(*options, "--vocab-size", 300)
     assert (
         "a file cannot be read or written (I/O)" in done.stderr and "full disk" not in done.stderr

@@ -45,7 +45,7 @@ from threefold.engine.muon import Muon, orthogonalize
 from threefold.engine.muon_exchange import MatrixExchange, update_scale
 from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
-from threefold.prove import compare as comparison
+from threefold.prove import compare as compare_module
 from threefold.prove import picture
 from threefold.prove.compare import TrainingResult, compare
 from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
@@ -294,7 +294,7 @@ def test_only_the_key_bias_of_plain_attention_is_noise(corpus: Path) -> None:
     name = "blocks.0.attention.qkv.bias"
     for switches in ({}, GPT_SWITCHES | {"model__qk_norm": True}):
         other = recipe_of(corpus, {"model__bias": True, "model__kv_heads": 4} | switches).model
-        assert comparison.split_noise(name, other) == {name: slice(None)}
+        assert compare_module.split_noise(name, other) == {name: slice(None)}
 
 
 def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
@@ -309,11 +309,11 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
         tokens = torch.randint(config.vocab_size, (2, 16))
         run_layers(model.layers, tokens, info=MicroBatchInfo()).sin().mean().backward()
         bias = dict(logical_parameters(model, config))["blocks.0.attention.qkv.bias"]
-        parts = comparison.split_noise("blocks.0.attention.qkv.bias", config)
+        parts = compare_module.split_noise("blocks.0.attention.qkv.bias", config)
         sizes = {name: float(bias.grad[rows].norm()) for name, rows in parts.items()}
         quiet = [name for name, size in sizes.items() if size < 1e-12]
         assert bool(quiet) == noise
-        assert all(name.endswith(comparison.NOISE_SUFFIX) for name in quiet)
+        assert all(name.endswith(compare_module.NOISE_SUFFIX) for name in quiet)
 
 
 def test_a_sample_has_every_pair_of_settings(of_four_ranks: list[ProofCase]) -> None:
@@ -845,7 +845,7 @@ def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
     arguments = ["prove.py", "--ranks", "1", "--steps", "1", "--layouts", "--only", "zero=3"]
     with (
         mock.patch.object(sys, "argv", arguments),
-        mock.patch.object(comparison, "LOSS_TOLERANCE", -1.0),
+        mock.patch.object(compare_module, "LOSS_TOLERANCE", -1.0),
         pytest.raises(SystemExit) as ended,
     ):
         prove.main()

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from models.errors import UserError
-from threefold.commands import sweep as sweep_command
+from threefold.commands import sweep
 from threefold.config.loading import REPOSITORY
 from threefold.runtime.command_line import parse_subcommand
 from threefold.sweep.choice import Request, choose
@@ -49,7 +49,7 @@ def copy_of_code(folder: Path) -> Path:
 
 def run_command() -> int:
     """Run the command of sys.argv without the signal handlers of sweep.py; return its exit code."""
-    commands, moved = sweep_command.COMMANDS, sweep_command.MOVED_FLAGS
+    commands, moved = sweep.COMMANDS, sweep.MOVED_FLAGS
     options = parse_subcommand("sweep.py", "", commands, moved)
     return options.command(options)
 

@@ -17,7 +17,7 @@ from tests.conftest import GPT_SWITCHES, changed, quick_and_long
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
-from threefold.trace import trace as report
+from threefold.trace import trace as trace_module
 from threefold.trace.trace import Trace, measure, trace
 
 FP32 = 4  # bytes
@@ -308,8 +308,8 @@ def test_states_are_shared_by_the_data_ranks() -> None:
 
 def test_a_trace_is_reported(small: dict[str, Any]) -> None:
     found = traced(small, 4)
-    assert f"rank {found.rank} of 4" in report.text(found)
-    table = report.table(found)
+    assert f"rank {found.rank} of 4" in trace_module.text(found)
+    table = trace_module.table(found)
     assert table["peak_bytes"] == sum(table["at_peak_bytes"].values())
     assert max(table["phase_bytes"].values()) == table["peak_bytes"]
 

@@ -14,7 +14,7 @@ from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import grant
 from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import HUNG, STOPPED
-from threefold.tracking import weights_and_biases as wandb_thread
+from threefold.tracking import weights_and_biases
 from threefold.tracking.tracker import open_tracker
 from threefold.tracking.wandb_connection import WandbStatus
 from threefold.tracking.weights_and_biases import (
@@ -166,8 +166,8 @@ def test_alerts_neither_delay_nor_stop_a_run(small: dict, folder: RunFolder) -> 
     failing = mock.Mock()
     failing.alert.side_effect = RuntimeError("no connection")
     with (
-        mock.patch.object(wandb_thread, "start_wandb", return_value=(failing, OFFLINE)),
-        mock.patch.object(wandb_thread, "restart_offline", return_value=(failing, OFFLINE)),
+        mock.patch.object(weights_and_biases, "start_wandb", return_value=(failing, OFFLINE)),
+        mock.patch.object(weights_and_biases, "restart_offline", return_value=(failing, OFFLINE)),
         open_tracker(offline(small), folder, 0, start=Progress(40, 320), changed={}) as tracker,
     ):
         started = time.monotonic()

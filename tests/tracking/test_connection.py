@@ -28,7 +28,7 @@ from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.config.parallel_dims import World
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
-from threefold.tracking import weights_and_biases as wandb_thread
+from threefold.tracking import weights_and_biases
 from threefold.tracking.messages import summarize
 from threefold.tracking.tracker import open_tracker
 from threefold.tracking.wandb_connection import (
@@ -131,8 +131,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no wait at the end of a run be announced or too short on a busy machine."""
-    monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 60.0)
-    monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_TO_KEEP", 60.0)
+    monkeypatch.setattr(weights_and_biases.WandbThread, "SECONDS_BEFORE_NOTICE", 60.0)
+    monkeypatch.setattr(weights_and_biases.WandbThread, "SECONDS_TO_KEEP", 60.0)
 
 
 @pytest.fixture
@@ -320,7 +320,7 @@ def test_a_run_without_wandb_says_so_if_a_variable_is_involved(
     monkeypatch.setenv("WANDB_MODE", variable)
     recipe = parse_recipe(changed(small, tracking__mode=mode), "test")
     with (
-        mock.patch.object(wandb_thread, "start_wandb") as start,
+        mock.patch.object(weights_and_biases, "start_wandb") as start,
         open_tracker(recipe, folder, 0, start=Progress(), changed={}) as tracker,
     ):
         tracker.step(LINE)
@@ -378,7 +378,7 @@ def test_an_error_in_the_last_call_ends_the_thread(
     run = mock.Mock()
     run.finish.side_effect = RuntimeError("no answer")
     started = (run, WandbStatus("online", "http://page"))
-    with mock.patch.object(wandb_thread, "start_wandb", return_value=started):
+    with mock.patch.object(weights_and_biases, "start_wandb", return_value=started):
         status = train(small, folder)
     assert (status.mode, status.reason) == ("incomplete", "of an error (no answer)")
     printed = capfd.readouterr()
@@ -423,9 +423,9 @@ def test_an_interrupted_wait_for_a_server_leaves_an_offline_run(
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 0.1)
-        monkeypatch.setattr(wandb_thread.WandbThread, "_leave_behind", lambda self: None)
-        thread = wandb_thread.WandbThread(recipe, folder, tell=tell)
+        monkeypatch.setattr(weights_and_biases.WandbThread, "SECONDS_BEFORE_NOTICE", 0.1)
+        monkeypatch.setattr(weights_and_biases.WandbThread, "_leave_behind", lambda self: None)
+        thread = weights_and_biases.WandbThread(recipe, folder, tell=tell)
         thread.send(LINE | {"loss": 7000.125})
         while not told:  # until it waits for the server
             time.sleep(0.02)
@@ -456,14 +456,16 @@ def test_an_interrupted_wait_of_an_online_run_is_announced(
     run = mock.Mock(id="mine", settings=mock.Mock(sync_file=str(file)))
     run.finish.side_effect = lambda: release.wait(20)
     started = (run, WandbStatus("online", "http://page"))
-    monkeypatch.setattr(wandb_thread, "start_wandb", lambda *_, **__: started)
-    monkeypatch.setattr(wandb_thread, "tear_down", lambda: None)
-    monkeypatch.setattr(wandb_thread.WandbThread, "_leave_behind", lambda self: None)
-    monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_BEFORE_NOTICE", 0.01)
+    monkeypatch.setattr(weights_and_biases, "start_wandb", lambda *_, **__: started)
+    monkeypatch.setattr(weights_and_biases, "tear_down", lambda: None)
+    monkeypatch.setattr(weights_and_biases.WandbThread, "_leave_behind", lambda self: None)
+    monkeypatch.setattr(weights_and_biases.WandbThread, "SECONDS_BEFORE_NOTICE", 0.01)
     if not is_written:  # otherwise, the run would finish without a problem after 20 s
-        monkeypatch.setattr(wandb_thread.WandbThread, "SECONDS_TO_KEEP", 0.01)
+        monkeypatch.setattr(weights_and_biases.WandbThread, "SECONDS_TO_KEEP", 0.01)
     recipe = parse_recipe(changed(small, tracking__mode="online"), "test")
-    thread = wandb_thread.WandbThread(recipe, folder, tell=lambda status: told.append(str(status)))
+    thread = weights_and_biases.WandbThread(
+        recipe, folder, tell=lambda status: told.append(str(status))
+    )
     while not told:  # until it is online
         time.sleep(0.02)
     finishes = threading.Event()
@@ -488,7 +490,7 @@ def test_the_status_of_an_earlier_process_is_removed(small: dict, folder: RunFol
     WandbStatus("online", "http://page").write(folder.path)
     assert WandbStatus.read(folder.path)
     recipe = parse_recipe(changed(small, tracking__mode="disabled"), "small")
-    wandb_thread.WandbThread(recipe, folder)
+    weights_and_biases.WandbThread(recipe, folder)
     assert WandbStatus.read(folder.path) is None
 
 
@@ -518,8 +520,8 @@ def test_an_offline_run_whose_process_has_ended_continues_without_a_message(
     started = (ended, WandbStatus("offline", "first", "a reason"))
     restarted = (replacement, WandbStatus("offline", "both", "of an error"))
     with (
-        mock.patch.object(wandb_thread, "start_wandb", return_value=started),
-        mock.patch.object(wandb_thread, "restart_offline", return_value=restarted) as restart,
+        mock.patch.object(weights_and_biases, "start_wandb", return_value=started),
+        mock.patch.object(weights_and_biases, "restart_offline", return_value=restarted) as restart,
     ):
         status = train(small, folder)
     assert restart.call_count == 1

@@ -20,8 +20,7 @@ from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import LineFile
 from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
-from threefold.tracking import wandb_connection as wandb_settings
-from threefold.tracking import weights_and_biases as wandb_thread
+from threefold.tracking import wandb_connection, weights_and_biases
 from threefold.tracking.metrics import Meter
 from threefold.tracking.tracker import Display, open_tracker
 from threefold.tracking.wandb_connection import WandbStatus
@@ -53,8 +52,8 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def test_a_resumed_folder_keeps_the_id_of_its_run(small, folder: RunFolder) -> None:
     auto = recipe_with(small, "auto")
-    first = wandb_settings.wandb_arguments(auto, folder.path)
-    again = wandb_settings.wandb_arguments(auto, folder.path)
+    first = wandb_connection.wandb_arguments(auto, folder.path)
+    again = wandb_connection.wandb_arguments(auto, folder.path)
     assert first["id"] == again["id"] and first["name"] == "tiny" and first["tags"] == ["tiny"]
     assert first["config"]["model"]["layers"] == 2 and "code_version" in first["config"]
 
@@ -104,8 +103,8 @@ def check_a_run_continues(recipe, folder: RunFolder) -> None:
 
 def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolder) -> None:
     with (
-        mock.patch.object(wandb_thread, "start_wandb", side_effect=RuntimeError("no disk")),
-        mock.patch.object(wandb_thread, "tear_down"),  # would wait for runs of other tests
+        mock.patch.object(weights_and_biases, "start_wandb", side_effect=RuntimeError("no disk")),
+        mock.patch.object(weights_and_biases, "tear_down"),  # would wait for runs of other tests
     ):
         thread = WandbThread(recipe_with(small, "offline"), folder)
         thread.send(LINE)
@@ -120,7 +119,7 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with (
-        mock.patch.object(wandb_thread, "start_wandb", side_effect=RuntimeError("no disk")),
+        mock.patch.object(weights_and_biases, "start_wandb", side_effect=RuntimeError("no disk")),
         open_tracker(
             recipe_with(small, "offline"), folder, 0, start=Progress(), changed={}
         ) as tracker,
@@ -162,8 +161,8 @@ def test_a_wait_at_the_end_is_announced(
         release.wait()
 
     with (
-        mock.patch.object(wandb_thread, "start_wandb", side_effect=start),
-        mock.patch.object(wandb_thread, "tear_down"),
+        mock.patch.object(weights_and_biases, "start_wandb", side_effect=start),
+        mock.patch.object(weights_and_biases, "tear_down"),
         mock.patch.multiple(WandbThread, SECONDS_BEFORE_NOTICE=0.01, SECONDS_TO_FINISH=0.05),
         mock.patch("atexit.register"),
     ):
@@ -172,7 +171,7 @@ def test_a_wait_at_the_end_is_announced(
         )
         assert thread._thread and starting.wait(60)
         waits = [False, KeyboardInterrupt, False] if interrupted else [False, False]
-        monkeypatch.setattr(wandb_thread, "end_service", lambda: True)
+        monkeypatch.setattr(weights_and_biases, "end_service", lambda: True)
         with mock.patch.object(thread, "_ends_within", side_effect=waits):
             problem = thread.finish()
         release.set()
@@ -191,7 +190,7 @@ def test_weights_and_biases_gets_the_newest_preflight(small, folder: RunFolder) 
         measures = {"network link": {"median": rate, "lowest": rate / 2, "rank": 3, "host": "a"}}
         folder.event("preflight", 10, seconds=1.0, measures=measures)
     with mock.patch.object(
-        wandb_thread, "start_wandb", return_value=(mock.Mock(), OFFLINE)
+        weights_and_biases, "start_wandb", return_value=(mock.Mock(), OFFLINE)
     ) as start:
         thread = WandbThread(recipe_with(small, "offline"), folder)
         thread.send(LINE)
@@ -255,7 +254,7 @@ def test_settings_of_wandb_are_checked_before_the_engine_is_built(
     small, folder: RunFolder, monkeypatch
 ) -> None:
     def check(mode: str = "auto", *, keeps_id: bool = True) -> None:
-        wandb_settings.check_wandb(recipe_with(small, mode), folder.path, keeps_id=keeps_id)
+        wandb_connection.check_wandb(recipe_with(small, mode), folder.path, keeps_id=keeps_id)
 
     check()  # there is no id yet
     (folder.path / "wandb").mkdir()

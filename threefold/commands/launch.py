@@ -19,7 +19,7 @@ from threefold.launch.replanning import Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
 from threefold.runtime.command_line import override
-from threefold.runtime.exits import BUSY, REJECTED
+from threefold.runtime.exits import BUSY, REJECTED, raise_at_interrupt
 from threefold.runtime.output import use_nonblocking_output
 
 CONNECT_BY_LAUNCHER = {"ssh": over_ssh, "srun": over_srun, "local": on_this_machine}
@@ -27,6 +27,7 @@ CONNECT_BY_LAUNCHER = {"ssh": over_ssh, "srun": over_srun, "local": on_this_mach
 
 def main(description: str | None = None) -> None:
     """Run the command, and exit with the code of the run."""
+    raise_at_interrupt()
     options = parse_command_line(description)
     use_nonblocking_output()
     # Each node needs three open files.

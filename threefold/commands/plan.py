@@ -57,11 +57,13 @@ from threefold.runtime.command_line import (
     seconds,
     share,
 )
+from threefold.runtime.exits import raise_at_interrupt
 from threefold.runtime.output import escape_output, stdout_for_json
 
 
 def main(description: str | None = None) -> None:
     """Run the command; errors of the recipe or the options are printed on stderr."""
+    raise_at_interrupt()
     escape_output()
     options = parse_subcommand("plan.py", description or "", COMMANDS, MOVED_FLAGS)
     try:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
@@ -38,6 +39,8 @@ MAX_SAMPLE = 1_000_000
 
 def main(description: str | None = None) -> None:
     """Run the proof, print the report and exit with 0, 1 or 2."""
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # end the ranks, delete the folders
+        signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))
     escape_output()
     options = parse_command_line(description)
     with tempfile.TemporaryDirectory() as folder:

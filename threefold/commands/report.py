@@ -10,11 +10,13 @@ from threefold.report.charts import MAX_RUNS
 from threefold.report.page import Watcher, Watching, render, serve
 from threefold.report.run_record import names_of, read_run
 from threefold.run_folder.json_lines import write_whole
+from threefold.runtime.exits import raise_at_interrupt
 from threefold.runtime.output import escape_output
 
 
 def main(description: str | None = None) -> None:
     """Run the command; errors of the run folders or the options are printed on stderr."""
+    raise_at_interrupt()
     escape_output()
     options = parse_command_line(description)
     try:

@@ -32,7 +32,7 @@ from threefold.data.dataset import Prefetcher, TrainingData
 from threefold.engine.build import DTYPES
 from threefold.engine.engine import Engine
 from threefold.plan.report import predicted_metrics_of_run
-from threefold.pretrain import experiment as rejection
+from threefold.pretrain import experiment as experiment_module
 from threefold.pretrain.evaluation import Evaluator
 from threefold.pretrain.experiment import Experiment, exit_on_user_error, machine_of
 from threefold.pretrain.run import Run, RunEnd
@@ -92,7 +92,7 @@ def raise_on_all_ranks() -> Iterator[None]:
     for rank, (failed, *_) in enumerate(of_ranks):
         if failed:
             # Launchers end all ranks when the first one exits, so let the failed rank print first.
-            time.sleep(rejection.SECONDS_FOR_RANK_0_TO_SPEAK)
+            time.sleep(experiment_module.SECONDS_FOR_RANK_0_TO_SPEAK)
             print(f"this rank exits because rank {rank} failed", file=sys.stderr)
             exit_now(1)
     for _, in_use, message in of_ranks:

@@ -18,7 +18,7 @@ from models.context_parallel.attention import tiles_of
 from models.context_parallel.collectives import ContextAxis, from_rank_order, to_rank_order
 from models.context_parallel.division import Lengths, divide, rank_work, slice_work
 from models.initialization import initialize
-from models.kernels import attention as partial_attention
+from models.kernels import attention as attention_module
 from models.kernels.attention import attend, attend_backward, merge
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel import micro_batch_info
@@ -285,10 +285,10 @@ def test_tiles_cover_each_visible_pair_once(
                 assert torch.equal(seen[sequence, query], wanted)
 
 
-@pytest.mark.parametrize("kernel", [partial_attention.CPU_FLASH, partial_attention.REFERENCE])
+@pytest.mark.parametrize("kernel", [attention_module.CPU_FLASH, attention_module.REFERENCE])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
 def test_merged_parts_are_the_whole(
-    kernel: partial_attention.Kernel, heads: tuple[int, int]
+    kernel: attention_module.Kernel, heads: tuple[int, int]
 ) -> None:
     torch.manual_seed(0)
     a, g = heads
@@ -300,7 +300,7 @@ def test_merged_parts_are_the_whole(
         *inputs, attn_mask=mask, enable_gqa=True
     )
     expected.backward(grad.double())
-    with mock.patch.object(partial_attention, "kernel_for", lambda q: kernel):
+    with mock.patch.object(attention_module, "kernel_for", lambda q: kernel):
         own, before = (k[:, :, 4:], v[:, :, 4:]), (k[:, :, :4], v[:, :, :4])
         whole = merge(attend(q, *own, causal=True), attend(q, *before, causal=False))
         first = attend_backward(grad, q, *own, whole, causal=True)
@@ -316,12 +316,12 @@ def test_merged_parts_are_the_whole(
 
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
-    [(torch.float32, partial_attention.EFFICIENT), (torch.bfloat16, partial_attention.FLASH)],
+    [(torch.float32, attention_module.EFFICIENT), (torch.bfloat16, attention_module.FLASH)],
 )
 def test_kernels_of_a_gpu_take_these_arguments(
-    dtype: torch.dtype, kernel: partial_attention.Kernel
+    dtype: torch.dtype, kernel: attention_module.Kernel
 ) -> None:
-    with mock.patch.object(partial_attention, "kernel_for", lambda q: kernel):
+    with mock.patch.object(attention_module, "kernel_for", lambda q: kernel):
         q, grad = (torch.empty(2, 4, 6, 16, device="meta", dtype=dtype) for _ in range(2))
         k, v = (torch.empty(2, 2, 6, 16, device="meta", dtype=dtype) for _ in range(2))
         whole = attend(q, k, v, causal=True)
@@ -331,18 +331,18 @@ def test_kernels_of_a_gpu_take_these_arguments(
 
 
 def test_the_kernel_fits_the_device() -> None:
-    def chosen(device: str, dtype: torch.dtype, head_size: int = 64) -> partial_attention.Kernel:
+    def chosen(device: str, dtype: torch.dtype, head_size: int = 64) -> attention_module.Kernel:
         q = mock.Mock(device=torch.device(device), dtype=dtype, shape=(1, 1, 1, head_size))
-        with mock.patch.object(partial_attention, "has_flash_attention", lambda device: recent):
-            return partial_attention.kernel_for(q)
+        with mock.patch.object(attention_module, "has_flash_attention", lambda device: recent):
+            return attention_module.kernel_for(q)
 
     recent = True
 
-    assert chosen("cpu", torch.bfloat16) == partial_attention.CPU_FLASH
-    assert chosen("cuda", torch.bfloat16) == partial_attention.FLASH
-    assert chosen("cuda", torch.float32) == partial_attention.EFFICIENT
-    assert chosen("cuda", torch.bfloat16, head_size=12) == partial_attention.REFERENCE
-    assert chosen("cpu", torch.float64) == partial_attention.REFERENCE
+    assert chosen("cpu", torch.bfloat16) == attention_module.CPU_FLASH
+    assert chosen("cuda", torch.bfloat16) == attention_module.FLASH
+    assert chosen("cuda", torch.float32) == attention_module.EFFICIENT
+    assert chosen("cuda", torch.bfloat16, head_size=12) == attention_module.REFERENCE
+    assert chosen("cpu", torch.float64) == attention_module.REFERENCE
     recent = False
-    assert chosen("cuda", torch.bfloat16) == partial_attention.REFERENCE
-    assert chosen("cuda", torch.float32) == partial_attention.EFFICIENT
+    assert chosen("cuda", torch.bfloat16) == attention_module.REFERENCE
+    assert chosen("cuda", torch.float32) == attention_module.EFFICIENT

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.experts import dispatch
-from models.experts import routing as routes
+from models.experts import dispatch, routing
 from models.experts.dispatch import begin_combine, begin_dispatch
 from models.experts.routing import ExpertAxis, count_tokens, plan_routes
 from tests.ranks import run_ranks
@@ -221,7 +220,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
         ),
     }
     target, broken = faults[fault]
-    module = routes if target == "_by_expert" else dispatch
+    module = routing if target == "_by_expert" else dispatch
     with mock.patch(f"{module.__name__}.{target}", broken):
         yield
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models.config import Experts, ModelConfig
 from models.errors import UserError
 from models.experts import layer
-from models.hugging_face import weights as tensors
+from models.hugging_face import weights as weights_module
 from models.hugging_face.config import hugging_face_config, model_settings
 from models.hugging_face.weights import Counterpart, from_hugging_face, to_hugging_face
 from models.initialization import initialize
@@ -235,7 +235,7 @@ def test_a_recipe_has_the_published_architecture(recipe: str) -> None:
 DEFAULTS = {  # of attributes that transformers leaves open
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2},
 }
-EXPERT_TENSORS = tensors._expert_tensors
+EXPERT_TENSORS = weights_module._expert_tensors
 
 
 def gate_and_up_swapped(config: ModelConfig, *prefixes: str) -> dict[str, Counterpart]:
@@ -267,14 +267,14 @@ def with_biases_in_scores(router: layer.Router, x: Tensor) -> tuple[Tensor, Tens
 
 
 FAULTS: dict[str, tuple[str, Any, str, Callable[..., Any]]] = {
-    "gate and up swapped": ("Mixtral", tensors, "_expert_tensors", gate_and_up_swapped),
+    "gate and up swapped": ("Mixtral", weights_module, "_expert_tensors", gate_and_up_swapped),
     "gate and up swapped, Qwen3-MoE": (
         "Qwen3-MoE",
-        tensors,
+        weights_module,
         "_expert_tensors",
         gate_and_up_swapped,
     ),
-    "weights of the next expert": ("Qwen3-MoE", tensors, "_expert_tensors", next_expert),
+    "weights of the next expert": ("Qwen3-MoE", weights_module, "_expert_tensors", next_expert),
     "not normalized": (
         "Qwen3-MoE, normalized",
         layer,

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from models.config import Experts, ModelConfig
 from models.context_parallel.collectives import ContextAxis
 from models.context_parallel.division import divide
-from models.experts import balance as statistics
+from models.experts import balance as balance_module
 from models.experts import dispatch, grouped_matmul, routing
-from models.experts import dispatch as columns
-from models.experts import layer as source
+from models.experts import layer as layer_module
 from models.experts.layer import MixtureOfExperts, expert_layers
 from models.experts.routing import ExpertAxis, choose_experts
 from models.initialization import initialize
@@ -383,11 +382,11 @@ def seeded_fault(fault: str) -> Iterator[None]:
     """Break the layer in one way."""
     combine, attach, balance_loss = (
         dispatch.begin_combine,
-        statistics._Attach.forward,
-        statistics.balance_loss,
+        balance_module._Attach.forward,
+        balance_module.balance_loss,
     )
-    gather = columns._gather
-    experts_here, with_losses = ExpertAxis.experts_here, statistics.with_router_losses
+    gather = dispatch._gather
+    experts_here, with_losses = ExpertAxis.experts_here, balance_module.with_router_losses
 
     def unpermuted(
         y: Tensor, gates: Tensor, ways: routing.Routes, axis: ExpertAxis
@@ -420,31 +419,31 @@ def seeded_fault(fault: str) -> Iterator[None]:
         return experts_here(replace(axis, rank=axis.size - 1 - axis.rank), experts)
 
     faults: dict[str, tuple[Any, str, Any]] = {
-        "outputs not returned to their tokens": (source, "begin_combine", unpermuted),
+        "outputs not returned to their tokens": (layer_module, "begin_combine", unpermuted),
         "gates not applied in the backward pass": (
             dispatch._WeightedSum,
             "backward",
             staticmethod(unweighted),
         ),
         "counts of this rank only": (
-            statistics,
+            balance_module,
             "dist",
             mock.Mock(all_reduce=lambda counts, group: None),
         ),
         "router's gradient not summed over tensor ranks": (
-            source,
+            layer_module,
             "copy_to_tensor_axis",
             lambda weight, axis: weight,
         ),
         "losses not divided by the number of micro-batches": (
-            source,
+            layer_module,
             "with_router_losses",
             unscaled,
         ),
-        "fractions of the whole micro-batch": (statistics, "balance_loss", pooled),
+        "fractions of the whole micro-batch": (balance_module, "balance_loss", pooled),
         "experts numbered from the last rank": (ExpertAxis, "experts_here", reversed_numbers),
         "each tensor rank routes the first tokens": (
-            source,
+            layer_module,
             "scatter_to_tensor_axis",
             lambda x, axis: scatter_to_tensor_axis(x, replace(axis, rank=0)),
         ),
@@ -459,8 +458,12 @@ def seeded_fault(fault: str) -> Iterator[None]:
             "gather_rows",
             lambda x, rows, axis: conjugate(x, gather, own_rows, rows, axis),
         ),
-        "gathered rows in reverse order of ranks": (columns, "_gather", gathered_in_reverse),
-        "noted in the forward pass too": (statistics._Attach, "forward", staticmethod(noting)),
+        "gathered rows in reverse order of ranks": (
+            dispatch,
+            "_gather",
+            gathered_in_reverse,
+        ),
+        "noted in the forward pass too": (balance_module._Attach, "forward", staticmethod(noting)),
     }
     with mock.patch.object(*faults[fault]):
         yield

@@ -18,7 +18,7 @@ from threefold.prove.shrink import write_corpus
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.sweep.trial import Result
-from threefold.sweep.width_transfer import measure as measuring
+from threefold.sweep.width_transfer import measure as measure_module
 from threefold.sweep.width_transfer.check import check_training
 from threefold.sweep.width_transfer.coordinates import (
     Check,
@@ -142,8 +142,8 @@ def test_sizes_and_changes_are_root_mean_squares(monkeypatch: pytest.MonkeyPatch
     import torch
 
     values = iter([torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0]), torch.zeros(2)])
-    monkeypatch.setattr(measuring, "activations", lambda *_: ({"x": next(values)}, 2.0))
-    monkeypatch.setattr(measuring, "train_step", lambda *_: None)
+    monkeypatch.setattr(measure_module, "activations", lambda *_: ({"x": next(values)}, 2.0))
+    monkeypatch.setattr(measure_module, "train_step", lambda *_: None)
     engine: Any = SimpleNamespace(recipe=SimpleNamespace(training=SimpleNamespace(steps=2)))
     data: Any = None
     measured = activation_sizes(engine, data)
@@ -161,7 +161,7 @@ def logits_twice(folder: str) -> tuple[float, float]:
     (curve,) = curves_on(Path(folder) / "data", (64,))
     (trial,) = coordinate_trials(curve, 1, 1)
     engine, data = start(trial.recipe, world)
-    found, loss = measuring.activations(engine, data)
+    found, loss = measure_module.activations(engine, data)
     labels = torch.cat([each.labels for each in data.step(1)])  # [b, s]
     logits = found["logits"].transpose(0, 1).flatten(0, 1)
     return float(torch.nn.functional.cross_entropy(logits, labels.flatten())), loss
@@ -189,18 +189,18 @@ def test_mup_passes_where_the_standard_parametrization_fails(
 def train(folder: str, diverging_step: int | None) -> dict[str, Any]:
     """Train a small model, whose loss is NaN at one step; return its losses."""
     world = join_world()
-    honest = measuring.train_step
+    honest = measure_module.train_step
 
     def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
         result = honest(engine, data, step)
         return replace(result, loss=math.nan) if step == diverging_step else result
 
-    measuring.train_step = train_step
+    measure_module.train_step = train_step
     write_corpus(Path(folder) / "data", 250)
     (curve,) = curves_on(Path(folder) / "data", (64,), training={"steps": 6, "evaluate_every": 4})
     (trial,) = loss_trials(curve, [1e-3], 1)
     engine, data = start(trial.recipe, world)
-    found, seconds = measuring.losses(engine, data)
+    found, seconds = measure_module.losses(engine, data)
     assert len(seconds) == (found["diverged"] or 6)
     return found
 
@@ -225,7 +225,7 @@ def train_again(folder: str) -> list[list[float]]:
         (curve,) = curves_on(home / "data", (64,), training=run | {"steps": 2} | changes)
         (trial,) = loss_trials(curve, [1e-9], 1)
         check_training(trial.recipe)
-        result = measuring.measure_training(trial.request(lambda *_: home / "data"), world)
+        result = measure_module.measure_training(trial.request(lambda *_: home / "data"), world)
         assert result.training is not None
         found.append(result.training["losses"])
     return found
