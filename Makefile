@@ -81,10 +81,8 @@ soak: $(READY) ## kill and resume small runs hundreds of times, and check that n
 	@$(BIN)/python tests/fault_injection/soak_control.py $(ARGS)
 	@$(BIN)/python tests/fault_injection/soak_data.py $(ARGS)
 
-# Many tests wait for processes, so two test files run at a time. The tests of a file share fixtures
-# and run in order. tests/conftest.py puts the longest files first; xdist would put those with the
-# most tests first.
-PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Two processes run files that compute, and two others files that wait.
+PARALLEL := -p tests.workers --workers 2
 
 # `make test BUDGET=1200` fails if the tests need more core-seconds, whatever the machine's load.
 BUDGET ?=
@@ -92,6 +90,9 @@ LIMIT := $(if $(BUDGET),--budget $(BUDGET))
 
 # Compiled kernels are kept, because compiling them takes half a minute.
 test long: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+
+# So is bytecode: without it, each of the hundreds of processes would compile all modules.
+test long: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## run the fast tests, eight minutes on two cores
 	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)

@@ -14,34 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.core_seconds import seconds_of_tree
+from tests.core_seconds import seconds_of_ranks, seconds_of_tree
+from tests.workers import TIMES
 from threefold.config import loading
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
 from threefold.prove.shrink import write_corpus
 
-# The longest files, longest first. `make test` gives each of its two processes one file at a time:
-# if a long file came last, the other process would be idle meanwhile.
-LONGEST_FILES = (
-    "engine/test_layouts.py",
-    "launch/test_launcher.py",
-    "prove/test_prove.py",
-    "test_pretrain.py",
-    "supervision/test_supervisor.py",
-    "trace/test_trace.py",
-    "convert/test_convert.py",
-    "sweep/test_sweep.py",
-    "pretrain/evaluation/test_evaluator.py",
-    "gpu/test_gpu_checks.py",
-    "plan/test_planning.py",
-    "test_docs.py",
-    "sweep/test_split.py",
-    "pretrain/preflight/test_run.py",
-    "test_phases.py",
-    "pipeline/test_nccl_rules.py",
-    "models/test_transformer.py",
-    "sweep/test_links.py",
-    "sweep/width_transfer/test_transfer_check.py",
-)
 TESTS = Path(__file__).resolve().parent
 USER_FOLDERS = ("recipes", "ds_configs")  # in which users put files of their own
 
@@ -108,14 +86,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the selection by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the longest files first; keep the order of the other files and within files."""
+    """Select the tests of --portion."""
     if portion := config.getoption("portion"):
         first, step = map(int, portion.split("/"))
         kept = items[first::step]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
-    ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 class TimePerFile:
@@ -126,14 +102,16 @@ class TimePerFile:
 
     SHOWN = 10  # files
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_fork_server: bool) -> None:
+        self.shares_fork_server = shares_fork_server
         self.core_seconds: Counter[str] = Counter()
         self.wall_seconds: Counter[str] = Counter()
         self.last = 0.0, 0.0
 
     def now(self) -> tuple[float, float]:
         """Return the processor time so far, and the monotonic time."""
-        return seconds_of_tree(psutil.Process()), time.monotonic()
+        ranks = seconds_of_ranks[0] if self.shares_fork_server else 0.0
+        return seconds_of_tree(psutil.Process()) + ranks, time.monotonic()
 
     def add(self, file: str) -> None:
         """Count the time since the last call for a file."""
@@ -154,21 +132,10 @@ class TimePerFile:
             self.add(str(item.path.relative_to(TESTS)))
         return result
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Give the numbers of a worker to the process that started it."""
-        if hasattr(session.config, "workeroutput"):
-            spent = self.core_seconds, self.wall_seconds
-            session.config.workeroutput["spent"] = [dict(each) for each in spent]
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        """Take the numbers of a worker that has ended."""
-        for own, other in zip(
-            (self.core_seconds, self.wall_seconds),
-            getattr(node, "workeroutput", {}).get("spent", ({}, {})),
-            strict=True,
-        ):
-            own.update(other)
+    def update(self, core_seconds: Counter[str], wall_seconds: Counter[str]) -> None:
+        """Add the times of another process."""
+        self.core_seconds.update(core_seconds)
+        self.wall_seconds.update(wall_seconds)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the files with the most core-seconds."""
@@ -181,7 +148,8 @@ class TimePerFile:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Count the time of the tests."""
-    config.pluginmanager.register(TimePerFile())
+    times = TimePerFile(shares_fork_server=bool(config.getoption("workers", 0)))
+    config.pluginmanager.register(times, TIMES)
 
 
 @pytest.fixture(scope="session")

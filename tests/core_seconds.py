@@ -28,6 +28,7 @@ PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 SECONDS_TO_END = 10.0  # of processes that outlive the command
 KEPT = ("pytest-of-", "torchinductor_")  # prefixes of files that pytest and torch keep
 SHARED_MEMORY = Path("/dev/shm")
+seconds_of_ranks = [0.0]  # processor time of ended ranks that tests/ranks.py has forked
 
 
 def main() -> int:
