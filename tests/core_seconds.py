@@ -26,6 +26,7 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36  # of prctl(2)
 SECONDS_TO_END = 10.0  # of processes that outlive the command
+SHOWN = 20  # names of files
 KEPT = ("pytest-of-", "torchinductor_")  # prefixes of files that pytest and torch keep
 SHARED_MEMORY = Path("/dev/shm")
 seconds_of_ranks = [0.0]  # processor time of ended ranks that tests/ranks.py has forked
@@ -56,7 +57,8 @@ def main() -> int:
         f"the programs and {used.ru_stime:.0f} of the kernel"
     )
     if files:
-        print(f"left behind: {len(files)} temporary files, such as {min(files)}")
+        names = ", ".join(str(path) for path in sorted(files)[:SHOWN])
+        print(f"left behind: {len(files)} temporary files, such as {names}")
     for process in processes:
         print(f"left behind: process {process}")
     too_many = options.budget is not None and seconds > options.budget

@@ -69,7 +69,11 @@ def imported_modules(source: str, *, for_types: bool = True) -> set[str]:
     """
     names, tree = set(), ast.parse(source)
     if not for_types:
-        tree.body = [node for node in tree.body if "TYPE_CHECKING" not in ast.unparse(node)]
+        tree.body = [
+            node
+            for node in tree.body
+            if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}

@@ -195,6 +195,7 @@ def test_a_run_writes_metrics_events_and_checkpoints(
     assert "started in " in output
 
 
+@pytest.mark.long
 def test_the_deepspeed_launcher_starts_a_run(recipe_file: Path, tmp_path: Path) -> None:
     settings = ["layout.pipeline=1", "training.steps=1", "training.evaluate_every=0"]
     options = [word for setting in settings for word in ("--set", setting)]

@@ -136,7 +136,7 @@ MORE_LAYOUTS = {  # (world size, name) -> changes; all are long
     (4, "context 2, expert 2, expert tensor 2"): EXPERTS | COLUMNS2 | EXPERT2 | CONTEXT2
     | {"layout__recompute": "full"},
 }  # fmt: skip
-STEPS, SAVED_AFTER = 4, 3
+STEPS, SAVED_AFTER = 3, 2
 Row = dict[str, str]  # column -> value
 Key = tuple[int, str]  # world size and name of a layout
 
@@ -165,12 +165,19 @@ def changes_of(row: Row, *, only: tuple[str, ...] = tuple(CHANGES)) -> dict[str,
     changes = {"deepspeed": f"ds_configs/{zero}_{row['precision']}.json"}
     for column in only:
         changes |= CHANGES[column][row[column]]
-    return changes | {"model__layers": layers_of(row)}
+    batch = {"batch__micro_sequences": micro_sequences_of(row)}
+    return changes | batch | {"model__layers": layers_of(row)}
 
 
 def layers_of(row: Row) -> int:
     """Return a number of layers: two for each chunk or group of recomputed layers, or seven."""
     return 7 if row["more"] == "three-chunks" else 2 if row["schedule"] == "-" else 4
+
+
+def micro_sequences_of(row: Row) -> int:
+    """Return the largest number for which each of two stages has enough of the 8 sequences."""
+    micro_batches = 4 if row["schedule"] == "dualpipev" else 2
+    return 8 // micro_batches // (1 if row["data"] == "-" else 2)
 
 
 def reference_key(row: Row) -> str:
@@ -190,6 +197,7 @@ def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
     """Return the case of the small recipe with changes, on `world_size` ranks."""
     settings = {
         "model__layers": 4,
+        "training__evaluation_batches": 1,
         "optimizer__schedule__warmup_steps": STEPS - 1,
         "training__steps": STEPS,
         "training__evaluate_every": STEPS,
@@ -396,7 +404,7 @@ def test_the_references_learn_and_clip_and_drop_and_separate(
     for name, reference in references.items():
         if "expert" not in name:  # whose initial weights are larger
             assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
-        assert reference.losses[-2] < 0.985 * reference.losses[0]  # after a warm-up and one step
+        assert reference.losses[-2] < 0.988 * reference.losses[0]  # after a warm-up and one step
         if "gpt" in name:
             assert min(reference.grad_norms) > 0.5
 

@@ -79,13 +79,8 @@ def run(name: str, setting: Setting) -> Outcome:
 # The parts
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "losses" else pytest.mark.long)
-        for name in ("losses", "resume", "export", "environment", "step-2x8")
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["losses", "resume", "export", "environment", "step-2x8"])
 def test_a_part_passes_on_the_cpu(name: str, setting: Setting) -> None:
     outcome = run(name, setting)
     claims = {"environment": 0, "losses": 2, "resume": 3, "export": 1, "step-2x8": 1}

@@ -76,7 +76,7 @@ def train_all(corpus: str, folder: str, layouts: list[str]) -> dict[tuple[str, s
     with many_cases() as begin, fp16_on_cpu():
         for layout in layouts:
             stage, changes = LAYOUTS[layout]
-            table = changed(small_recipe(Path(corpus)), **changes)
+            table = changed(small_recipe(Path(corpus)), batch__micro_sequences=4, **changes)
             for name in ("fp32", *SCALES):
                 begin()
                 config = Path(folder) / f"zero{stage}_{name.replace(' ', '_')}.json"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from tests.conftest import changed, quick_and_long, small_recipe
+from tests.conftest import changed, small_recipe
 from tests.sweep.sweeps import Sweep
 from tests.sweep.test_table import trial_of
 from threefold.plan.calibration.runs_table import read_table
@@ -202,7 +202,8 @@ def test_halving_measures_the_split_in_every_round(recipe: Path, tmp_path: Path)
     assert all(float(row["compute_s"]) > 0 for row in rows)
 
 
-@pytest.mark.parametrize("pipeline", quick_and_long([2], [1, 2]))
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", [1, 2])
 def test_real_ranks_measure_the_split(pipeline: int, recipe: Path, tmp_path: Path) -> None:
     recipe.write_text(tomli_w.dumps(changed(small_recipe(Path("absent")), name="real")))
     layout = ["--layouts", "own", "--set", f"layout.pipeline={pipeline}"]

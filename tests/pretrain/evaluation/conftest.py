@@ -43,9 +43,8 @@ def training_worker(corpus: str, run: str) -> tuple[dict[str, float], np.ndarray
 
 
 def recipe_of(corpus: Path) -> Recipe:
-    table = evaluating_recipe(
-        corpus, layout__tensor=2, training__steps=STEPS, training__evaluate_every=STEPS
-    )
+    steps = {"training__steps": STEPS, "training__evaluate_every": STEPS}
+    table = evaluating_recipe(corpus, layout__tensor=2, batch__micro_sequences=8, **steps)
     return parse_recipe(table, "test")
 
 

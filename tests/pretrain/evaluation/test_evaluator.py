@@ -47,15 +47,16 @@ from threefold.run_folder.folder import RunFolder
 CONTEXT2 = {"layout__context": 2}
 RING = {"layout__context_attention": "ring"}
 ULYSSES = {"layout__context_attention": "ulysses"}
+FEW = {"batch__micro_sequences": 4}  # micro-batches, which take less time than many
 REFERENCES: dict[str, dict[str, Any]] = {
-    "": {},
-    "documents": DOCUMENTS,
-    "gpt": GPT,
-    "experts": EXPERTS,
+    "": FEW,
+    "documents": DOCUMENTS | FEW,
+    "gpt": GPT | FEW,
+    "experts": EXPERTS | FEW,
 }
 QUICK: dict[str, dict[str, Any]] = {  # a layout of 4 ranks for each engine
-    "pipeline 2 context 2": PIPELINE2 | CONTEXT2,
-    "gpt zero3 tensor 2 context 2": GPT | ZERO3 | TENSOR2 | CONTEXT2 | SEQUENCE,
+    "pipeline 2 context 2": PIPELINE2 | CONTEXT2 | FEW,
+    "gpt zero3 tensor 2 context 2": GPT | ZERO3 | TENSOR2 | CONTEXT2 | SEQUENCE | FEW,
 }
 OTHERS: dict[str, dict[str, Any]] = {  # layouts of 8 ranks
     "pipeline 2 tensor 2 context 2": PIPELINE2 | TENSOR2 | CONTEXT2 | SEQUENCE,

@@ -49,12 +49,12 @@ def write_text_corpus(folder: Path) -> None:
     write_lines(folder / "choice.jsonl", [
         {"prompt": "\n".join(lines[n : n + 2]), "delimiter": "\n", "answer": n % 3,
          "choices": [lines[n + 2 + (k - n) % 3 * 40] for k in range(3)]}
-        for n in range(0, 60, 3)
+        for n in range(0, 30, 3)
     ])  # fmt: skip
     # After a few steps of training, the model knows only the answers of the last ten items.
     write_lines(folder / "cloze.jsonl", [
         *({"prompt": line.rpartition(" ")[0], "answer": line.rpartition(" ")[2]}
-          for line in lines[200:230]),
+          for line in lines[200:215]),
         *({"prompt": f"    def {name}(", "answer": "self", "delimiter": ""}
           for name in re.findall(r"def (\w+)\(self", text)[:10]),
     ])  # fmt: skip
