@@ -174,6 +174,8 @@ def _rank(target: Callable[[Path], None], folder: Path, variables: dict[str, str
     os.dup2(log, 2)
     os.environ.clear()
     os.environ.update(variables)
+    # os._exit below skips the removal of temporary files, such as those of W&B's import.
+    tempfile.tempdir = tempfile.mkdtemp(dir=folder)
     os.chdir(REPOSITORY)
     target(folder)
     (folder / f"seconds{variables['RANK']}").write_text(str(sum(os.times()[:4])))
