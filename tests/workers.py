@@ -315,4 +315,4 @@ def keep_fork_server() -> None:
     """Let this process use the fork server of its parent, whose state it cannot wait for."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is not None:
-        server.ensure_running = lambda: None
+        server.ensure_running = forkserver.ensure_running = lambda: None

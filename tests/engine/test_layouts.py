@@ -31,7 +31,7 @@ from threefold.config.parallel_dims import World
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine, StepResult, held_values
 from threefold.prove import training
-from threefold.prove.compare import Outcome, compare
+from threefold.prove.compare import TrainingResult, compare
 from threefold.prove.layouts import ProofCase
 from threefold.prove.relay import load_newest, save
 from threefold.prove.training import many_cases, start, train_cases, train_step
@@ -198,7 +198,7 @@ def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
     settings = {
         "model__layers": 4,
         "training__evaluation_batches": 1,
-        "optimizer__schedule__warmup_steps": STEPS - 1,
+        "optimizer__schedule__warmup_steps": 1,
         "training__steps": STEPS,
         "training__evaluate_every": STEPS,
     }
@@ -223,7 +223,7 @@ class Trained:
     reports: diverged replicas, after the last step and with a flipped bit on rank 1
     """
 
-    outcome: Outcome
+    outcome: TrainingResult
     resumed: list[tuple[float, float]]
     reports: list[list[str]]
 
@@ -297,7 +297,9 @@ DISTURBED: dict[Key, dict[str, list[str]]] = {  # layout -> weight changed on ra
 }
 
 
-def reference_worker(corpus: str, references: dict[str, dict[str, Any]]) -> dict[str, Outcome]:
+def reference_worker(
+    corpus: str, references: dict[str, dict[str, Any]]
+) -> dict[str, TrainingResult]:
     """Return the outcomes on one rank."""
     cases = [case(Path(corpus), 1, changes) for changes in references.values()]
     return dict(zip(references, train_cases(cases), strict=True))
@@ -324,7 +326,9 @@ def selected(request: pytest.FixtureRequest) -> dict[Key, dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def references(layout_corpus: Path, selected: dict[Key, dict[str, Any]]) -> dict[str, Outcome]:
+def references(
+    layout_corpus: Path, selected: dict[Key, dict[str, Any]]
+) -> dict[str, TrainingResult]:
     rows = [ROWS[key] for key in selected if key in ROWS]
     wanted = {reference_key(row): changes_of(row, only=OF_THE_MODEL) for row in rows}
     wanted |= {
@@ -348,7 +352,10 @@ def trained(layout_corpus: Path, selected: dict[Key, dict[str, Any]]) -> dict[Ke
 
 @pytest.mark.parametrize("key", CASES)
 def test_losses_are_those_of_one_rank(
-    key: Key, layout_corpus: Path, trained: dict[Key, Trained], references: dict[str, Outcome]
+    key: Key,
+    layout_corpus: Path,
+    trained: dict[Key, Trained],
+    references: dict[str, TrainingResult],
 ) -> None:
     expected = references[reference_key(ROWS[key]) if key in ROWS else key[1]]
     got = trained[key].outcome
@@ -395,7 +402,7 @@ PLAIN = {  # on one rank: switches that a layout and its reference might both ig
 
 
 def test_the_references_learn_and_clip_and_drop_and_separate(
-    references: dict[str, Outcome],
+    references: dict[str, TrainingResult],
 ) -> None:
     plain, dropout, documents, bf16, throughout = (references[name].losses for name in PLAIN)
     assert max(abs(a / b - 1) for a, b in zip(documents, plain, strict=True)) > 5e-4
@@ -404,7 +411,7 @@ def test_the_references_learn_and_clip_and_drop_and_separate(
     for name, reference in references.items():
         if "expert" not in name:  # whose initial weights are larger
             assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
-        assert reference.losses[-2] < 0.988 * reference.losses[0]  # after a warm-up and one step
+        assert reference.losses[-1] < 0.995 * reference.losses[0]  # the validation loss
         if "gpt" in name:
             assert min(reference.grad_norms) > 0.5
 
