@@ -30,7 +30,7 @@ from models.config import ModelConfig
 from models.layer_specs import run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
-from models.transformer import Block
+from models.transformer import Block, ModelAxes
 from threefold.runtime.output import stdout_for_json
 from threefold.trace.counters import AllocationCounter
 from threefold.trace.fake_cluster import empty_tables
@@ -70,7 +70,7 @@ def peak_bytes(blocks: int, tensor: int, sequence_parallel: bool, recompute: str
     with empty_tables(), FakeTensorMode(), torch.device("cpu"):
         torch.set_default_dtype(torch.bfloat16)
         layers = [
-            Block(MODEL, axis, name=f"blocks.{i}", recompute_core=recompute == "selective")
+            Block(MODEL, ModelAxes(tensor=axis), number=i, recompute_core=recompute == "selective")
             for i in range(blocks)
         ]
         torch.set_default_dtype(torch.float32)

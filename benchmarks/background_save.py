@@ -28,7 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from models.cost import parameter_count
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import DEFAULT_RECIPE, parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.prove.layouts import reference
 from threefold.prove.shrink import write_corpus
@@ -73,15 +73,15 @@ def measure(folder: Path, repeats: int) -> dict[str, list[float]]:
     """Return the seconds of every save and of the steps during it."""
     write_corpus(folder / "corpus", 10_000)
     recipe = build_recipe(folder / "corpus")
-    start_processes(World())
+    start_processes(LaunchEnvironment())
     variant = reference(recipe)
-    engine, data = start(variant.recipe, World())
+    engine, data = start(variant.recipe, LaunchEnvironment())
     (folder / "run").mkdir(exist_ok=True)
     writer = CheckpointWriter(
         engine.state,
         RunFolder(folder / "run"),
         recipe=variant.recipe,
-        topology=variant.topology,
+        dims=variant.dims,
         data=data.fingerprint,
     )
     step = 0

@@ -24,7 +24,7 @@ from models.config import ModelConfig
 from models.kernels.compile import as_written
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
-from models.transformer import Attention
+from models.transformer import Attention, ModelAxes
 from threefold.runtime.output import stdout_for_json
 
 ROUNDS = 15
@@ -59,9 +59,9 @@ def residual(s: int, b: int, h: int) -> float:
     x = torch.randn(s, b, h, requires_grad=True)
     key, axis = MaskKey(seed=0, samples=range(b)), TensorAxis()
     return compare(
-        lambda: dropout(x, 0.1, key=key, layer="blocks.0.mlp", axis=axis, fuse=as_written).backward(
-            x.detach()
-        ),
+        lambda: dropout(
+            x, 0.1, key=key, layer="blocks.0.mlp", tensor=axis, fuse=as_written
+        ).backward(x.detach()),
         lambda: F.dropout(x, 0.1).backward(x.detach()),
     )
 
@@ -84,7 +84,7 @@ def attention(s: int, b: int, h: int) -> float:
         tie_embeddings=False,
         attention_dropout=0.1,
     )
-    core = Attention(config, TensorAxis(), name="blocks.0.attention.core", recompute_core=False)
+    core = Attention(config, ModelAxes(), name="blocks.0.attention.core", recompute_core=False)
     q, k, v = (torch.randn(s, b, heads, 64, requires_grad=True) for _ in range(3))
     info = MicroBatchInfo(dropout=MaskKey(seed=0, samples=range(b)))
 

@@ -67,7 +67,7 @@ def compare(s: int, b: int, h: int) -> dict[str, float]:
         bias=False, tie_embeddings=False,
     )  # fmt: skip
     mixture = MixtureOfExperts(
-        experts, hidden_size=h, activation="swiglu", axis=TensorAxis(), expert_axis=ExpertAxis()
+        experts, hidden_size=h, activation="swiglu", tensor=TensorAxis(), expert=ExpertAxis()
     )
     mlp = MLP(config, TensorAxis())
     for parameter in (*mixture.parameters(), *mlp.parameters()):

@@ -34,7 +34,7 @@ from threefold.checkpoint.snapshots.node_memory import NodeMemory
 from threefold.checkpoint.snapshots.writer import SnapshotWriter
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import DEFAULT_RECIPE, parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
 from threefold.plan.goodput import FaultCosts, best_interval
@@ -106,7 +106,7 @@ def read_tiny() -> dict[str, Any]:
 
 def measure(folder: Path, rounds: int) -> None:
     """Train on this rank, and let rank 0 write the medians."""
-    world = World.from_environment(os.environ)
+    world = LaunchEnvironment.from_environment(os.environ)
     start_processes(world)
     table, corpus = read_tiny(), folder / "corpus"
     table["training"]["evaluate_every"] = 0
@@ -119,10 +119,10 @@ def measure(folder: Path, rounds: int) -> None:
     run.path.mkdir(exist_ok=True)
     own = folder / f"node{world.rank}"
     own.mkdir()
-    topology = recipe.topology(world)
+    dims = recipe.parallel_dims(world)
     blocks: list[Block] = []
     with CheckpointWriter(
-        engine.state, run, recipe=recipe, topology=topology, data=data.fingerprint
+        engine.state, run, recipe=recipe, dims=dims, data=data.fingerprint
     ) as writer:
         snapshots = SnapshotWriter(writer, NodeMemory(own), every=1, step=0, ranks_per_node=1)
         for number in range(2 * rounds + 2):

@@ -28,7 +28,7 @@ from models.initialization import initialize
 from models.layer_specs import logical_parameters
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.engine import build
 from threefold.pipeline.stage import replaced
@@ -61,23 +61,21 @@ class Measurement:
 
 def measure_creation(recipe: Recipe, ranks: int, whole: bool) -> Measurement:
     """Build the model and the engine of rank 0 in this process."""
-    topology = recipe.topology(World(rank=0, size=ranks, local_size=ranks))
-    config = build_deepspeed_config(recipe, topology)
+    dims = recipe.parallel_dims(LaunchEnvironment(rank=0, size=ranks, local_size=ranks))
+    config = build_deepspeed_config(recipe, dims)
     with one_rank_of(ranks, 0):
-        grid = build.build_grid(topology, recipe.optimizer)
+        axes = build.build_axes(recipe, dims)
         before, began = resident("VmRSS"), time.monotonic()
         if whole:
             with replaced(build, "ShardedCreation", lambda *_, **__: lambda *_: None):
-                model = build.build_model(recipe, topology=topology, config=config, grid=grid)
+                model = build.build_model(recipe, axes, config=config)
             parameters = logical_parameters(model, recipe.model)
-            initialize(parameters, recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
+            initialize(parameters, recipe.model, seed=recipe.seed)
         else:
-            model = build.build_model(recipe, topology=topology, config=config, grid=grid)
+            model = build.build_model(recipe, axes, config=config)
         seconds, peak = time.monotonic() - began, resident("VmHWM")
         optimizer = build.build_optimizer(model, recipe, config=config)
-        engine = build.build_engine(
-            recipe, config=config, grid=grid, model=model, optimizer=optimizer
-        )
+        engine = build.build_engine(recipe, axes, config=config, model=model, optimizer=optimizer)
         engine.state.tensors()
         return Measurement(
             shard_bytes=WEIGHT_BYTES * parameter_count(recipe.model) // ranks,

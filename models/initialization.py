@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig
+from models.parallel.collectives import TensorAxis
 from models.sharding import Place, place_of, sharding_of
 
 # Factors by which a parametrization changes initial scale, update and forward pass.
@@ -163,8 +164,7 @@ def initialize(
     config: ModelConfig,
     *,
     seed: int,
-    tensor_rank: int,
-    tensor_size: int,
+    tensor: TensorAxis | None = None,
     elements: range | None = None,
 ) -> None:
     """Fill this rank's parts of the parameters.
@@ -173,10 +173,10 @@ def initialize(
         parameters: pairs of logical name and parameter
         config: the model
         seed: seed of the run
-        tensor_rank: rank along the tensor axis
-        tensor_size: number of ranks along the tensor axis
+        tensor: the tensor axis; None: one rank holds every parameter
         elements: the elements of each flattened part to fill; None: all
     """
+    tensor = tensor or TensorAxis()
     draws: list[Callable[[], None]] = []
     for name, parameter in parameters:
         part = parameter.view(-1)
@@ -190,10 +190,8 @@ def initialize(
             sharding = sharding_of(parameter)
             std = initial_std(config, place_of(name, sharding.role))
             shape = sharding.shape
-            local_elements = partial(
-                sharding.local_elements, tensor_rank=tensor_rank, tensor_size=tensor_size
-            )
-            chunk = max(1, rows_of_chunk(shape) * math.prod(shape[1:]) // tensor_size)
+            local_elements = partial(sharding.local_elements, tensor=tensor)
+            chunk = max(1, rows_of_chunk(shape) * math.prod(shape[1:]) // tensor.size)
             for first in range(0, len(wanted), CHUNKS_PER_THREAD * chunk):
                 of_thread = wanted[first : first + CHUNKS_PER_THREAD * chunk]
                 draws.append(

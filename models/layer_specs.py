@@ -24,8 +24,6 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from models.config import ModelConfig
-from models.context_parallel.collectives import ContextAxis
-from models.experts.routing import ExpertAxis
 from models.initialization import output_multiplier
 from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
@@ -34,38 +32,33 @@ from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.layers import NORMS, VocabParallelEmbedding
 from models.parallel.micro_batch_info import MicroBatchInfo, dropout, positions_in, rows_in
 from models.sharding import Role, Sharding, declared_parameter, sharding_of
-from models.transformer import Block, recomputed
+from models.transformer import Block, ModelAxes, recomputed
 
 TIED_KEY = "embedding"
 
 
 def layer_specs(
-    config: ModelConfig,
-    axis: TensorAxis,
-    *,
-    context: ContextAxis | None = None,
-    experts: ExpertAxis | None = None,
-    recompute_core: bool = False,
+    config: ModelConfig, axes: ModelAxes | None = None, *, recompute_core: bool = False
 ) -> list[LayerSpec]:
     """Return the layers in order, as `layer_names` lists their names.
 
-    context: the context axis; None: each rank has whole sequences
-    experts: the expert axis; None: each rank has all experts
+    axes: the parallel axes; None: one rank has everything
     recompute_core: the backward pass recomputes the attention cores
     """
-    block = partial(LayerSpec, Block, config, axis, context=context, recompute_core=recompute_core)
+    axes = axes or ModelAxes()
+    tensor = axes.tensor
     norm = partial(LayerSpec, NORMS[config.norm], config.hidden_size, config.norm_epsilon)
     specs = {
-        "embedding": TokenEmbedding.spec(config, axis),
-        "positions": LayerSpec(LearnedPositions, config, axis),
-        "final_norm": norm(input_is_split=axis.sequence_parallel, axis=axis),
-        "head": Head.spec(config, axis),
+        "embedding": TokenEmbedding.spec(config, tensor),
+        "positions": LayerSpec(LearnedPositions, config, tensor),
+        "final_norm": norm(input_is_split=tensor.sequence_parallel, tensor=tensor),
+        "head": Head.spec(config, tensor),
     }
-    axes = {
-        f"blocks.{layer}": (experts or ExpertAxis()) if config.has_experts(layer) else None
-        for layer in range(config.layers)
-    }
-    return [specs.get(name) or block(name=name, experts=axes[name]) for name in layer_names(config)]
+    for number in range(config.layers):
+        specs[f"blocks.{number}"] = LayerSpec(
+            Block, config, axes, number=number, recompute_core=recompute_core
+        )
+    return [specs[name] for name in layer_names(config)]
 
 
 def layer_names(config: ModelConfig) -> list[str]:
@@ -87,9 +80,8 @@ def logical_parameters(
 
 def logical_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the logical shape of every parameter by name, without allocating memory."""
-    axis = TensorAxis()
     with torch.device("meta"):
-        model = SequentialModel(layer_specs(config, axis))
+        model = SequentialModel(layer_specs(config))
     return {name: sharding_of(p).shape for name, p in logical_parameters(model, config)}
 
 
@@ -135,12 +127,12 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
     gradient_scale: Callable[[], float] = staticmethod(lambda: 1.0)
     observe: Callable[[Tensor], None] | None = None
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis, *, role: Role = "input"):
+    def __init__(self, config: ModelConfig, tensor: TensorAxis, *, role: Role = "input"):
         super().__init__(
             config.vocab_size,
             config.hidden_size,
-            padded_vocab_size=config.padded_vocab_size(axis.size),
-            axis=axis,
+            padded_vocab_size=config.padded_vocab_size(tensor.size),
+            tensor=tensor,
             role=role,
         )
         self.vocab_size = config.vocab_size
@@ -157,7 +149,7 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
             self.weight,
             labels,
             vocab_size=self.vocab_size,
-            axis=self.axis,
+            tensor=self.tensor,
             fuse=self.fuse,
             gradient_scale=self.gradient_scale(),
             observe=self.observe,
@@ -167,8 +159,8 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
 class TokenEmbedding(VocabularyTable):
     """Tokens [b, s] to [s, b, h], with dropout unless learned positions follow."""
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis):
-        super().__init__(config, axis)
+    def __init__(self, config: ModelConfig, tensor: TensorAxis):
+        super().__init__(config, tensor)
         self.dropout = 0.0 if config.positions == "learned" else config.dropout
 
     def forward(self, tokens: Tensor, info: MicroBatchInfo) -> Tensor:
@@ -179,37 +171,37 @@ class TokenEmbedding(VocabularyTable):
             self.dropout,
             key=info.dropout,
             layer="embedding",
-            axis=self.axis,
+            tensor=self.tensor,
             fuse=self.fuse,
             slices=info.slices,
         )
 
     @classmethod
-    def spec(cls, config: ModelConfig, axis: TensorAxis) -> LayerSpec:
+    def spec(cls, config: ModelConfig, tensor: TensorAxis) -> LayerSpec:
         """Return the layer's spec, tied if the model ties its embeddings."""
         if config.tie_embeddings:
-            return TiedLayerSpec(TIED_KEY, cls, config, axis)
-        return LayerSpec(cls, config, axis)
+            return TiedLayerSpec(TIED_KEY, cls, config, tensor)
+        return LayerSpec(cls, config, tensor)
 
 
 class Head(VocabularyTable):
     """The output layer: [s, b, h] to logits, or to the loss."""
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis):
-        super().__init__(config, axis, role="output")
+    def __init__(self, config: ModelConfig, tensor: TensorAxis):
+        super().__init__(config, tensor, role="output")
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """[s, b, h] to the logits [s, b, v/t]; given labels [b, s], to their mean loss in nats."""
         return self.predict(x, labels)
 
     @classmethod
-    def spec(cls, config: ModelConfig, axis: TensorAxis) -> LayerSpec:
+    def spec(cls, config: ModelConfig, tensor: TensorAxis) -> LayerSpec:
         """Return the layer's spec; if tied, it is the embedding's module with another forward."""
         if config.tie_embeddings:
             return TiedLayerSpec(
-                TIED_KEY, TokenEmbedding, config, axis, forward_fn=TokenEmbedding.predict
+                TIED_KEY, TokenEmbedding, config, tensor, forward_fn=TokenEmbedding.predict
             )
-        return LayerSpec(cls, config, axis)
+        return LayerSpec(cls, config, tensor)
 
 
 def expect_gradient_scale(module: nn.Module, scale: Callable[[], float]) -> None:
@@ -240,32 +232,32 @@ def observed_scores(module: nn.Module) -> Iterator[list[Tensor]]:
 class LearnedPositions(Fusing):
     """Add a learned vector per position in the document to [s, b, h]."""
 
-    def __init__(self, config: ModelConfig, axis: TensorAxis):
+    def __init__(self, config: ModelConfig, tensor: TensorAxis):
         super().__init__()
-        self.dropout, self.axis = config.dropout, axis
+        self.dropout, self.tensor = config.dropout, tensor
         shape = (config.sequence_length, config.hidden_size)
-        self.weight = declared_parameter(Sharding(shape, role="input"), axis.size)
+        self.weight = declared_parameter(Sharding(shape, role="input"), tensor)
 
     def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
-        split = self.axis.sequence_parallel
+        split = self.tensor.sequence_parallel
         if info.documents is not None:
             indices = positions_in(info.documents, x.device, info.slices)
             positions = look_up(indices, self.weight)  # [s, b, h]
         elif info.slices is not None:
             positions = rows_in(info.slices, self.weight).unsqueeze(1)  # [s, 1, h]
         else:
-            length = x.shape[0] * (self.axis.size if split else 1)
+            length = x.shape[0] * (self.tensor.size if split else 1)
             positions = self.weight[:length].unsqueeze(1)  # [s, 1, h]
         if split:
-            positions = scatter_to_tensor_axis(positions, self.axis)  # [s/t, 1 or b, h]
+            positions = scatter_to_tensor_axis(positions, self.tensor)  # [s/t, 1 or b, h]
         x = x + positions
         return dropout(
             x,
             self.dropout,
             key=info.dropout,
             layer="positions",
-            axis=self.axis,
+            tensor=self.tensor,
             fuse=self.fuse,
             slices=info.slices,
         )

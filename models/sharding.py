@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from models.parallel.collectives import TensorAxis
+
 # The role of a parameter, on which its initial scale and its update depend.
 
 Role = Literal["input", "hidden", "output", "vector"]
@@ -118,16 +120,16 @@ class Sharding:
         ends = itertools.accumulate(self.blocks)
         return [range(end - block, end) for end, block in zip(ends, self.blocks, strict=True)]
 
-    def matrix_parts(self, tensor_rank: int, tensor_size: int) -> list[MatrixPart]:
+    def matrix_parts(self, tensor: TensorAxis) -> list[MatrixPart]:
         """Return a rank's part of each of `matrices`."""
         all_rows, all_columns = map(range, self.shape)
         if self.dimension == 1:
-            (columns,) = itertools.starmap(range, self._ranges(tensor_rank, tensor_size))
+            (columns,) = itertools.starmap(range, self._ranges(tensor))
             elements = range(len(all_rows) * len(columns))
             return [MatrixPart((len(all_rows), len(all_columns)), elements, all_rows, columns)]
         held = [(each.start, each.stop) for each in self.matrices]
         if self.dimension == 0:
-            held = self._ranges(tensor_rank, tensor_size)
+            held = self._ranges(tensor)
         parts, first = [], 0  # element of the rank's parameter
         for matrix, (start, stop) in zip(self.matrices, held, strict=True):
             elements = range(first, first + (stop - start) * len(all_columns))
@@ -137,24 +139,24 @@ class Sharding:
             first = elements.stop
         return parts
 
-    def local_shape(self, tensor_size: int) -> tuple[int, ...]:
-        """Return the shape of the part that each of `tensor_size` ranks holds."""
+    def local_shape(self, tensor: TensorAxis) -> tuple[int, ...]:
+        """Return the shape of the part that each tensor rank holds."""
         if self.dimension is None:
             return self.shape
         shape = list(self.shape)
         shape[self.dimension] = sum(
-            stop - start for start, stop in self._ranges(0, tensor_size, padded=True)
+            stop - start for start, stop in self._ranges(tensor, padded=True)
         )
         return tuple(shape)
 
-    def local_part(self, logical: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
+    def local_part(self, logical: Tensor, tensor: TensorAxis) -> Tensor:
         """Return this rank's part of the logical tensor; padding is zero."""
         assert tuple(logical.shape) == self.shape
         if self.dimension is None:
             return logical
-        part = logical.new_zeros(self.local_shape(tensor_size))
+        part = logical.new_zeros(self.local_shape(tensor))
         offset = 0
-        for start, stop in self._ranges(tensor_rank, tensor_size):
+        for start, stop in self._ranges(tensor):
             part.narrow(self.dimension, offset, stop - start).copy_(
                 logical.narrow(self.dimension, start, stop - start)
             )
@@ -166,26 +168,24 @@ class Sharding:
         logical_rows: Callable[[int, int], Tensor],
         elements: range,
         *,
-        tensor_rank: int,
-        tensor_size: int,
+        tensor: TensorAxis,
     ) -> Tensor:
         """Return consecutive elements of a rank's flattened part, reading only the rows needed.
 
         Args:
             logical_rows: function of (start, stop) that returns these rows of the logical tensor
             elements: indices into the flattened part
-            tensor_rank: rank along the tensor axis
-            tensor_size: number of ranks along the tensor axis
+            tensor: the tensor axis from the perspective of the rank
         """
-        local_shape = self.local_shape(tensor_size)
+        local_shape = self.local_shape(tensor)
         width = math.prod(local_shape[1:])  # elements of a row of this rank's part
         rows = range(elements.start // width, -(-elements.stop // width))
         pieces, row = [], 0  # of the rank's part; the next range's first row
-        for start, stop in self._row_ranges(tensor_rank, tensor_size):
+        for start, stop in self._row_ranges(tensor):
             first, last = max(rows.start, row), min(rows.stop, row + stop - start)
             if first < last:
                 piece = logical_rows(start + first - row, start + last - row)
-                pieces.append(self._own_columns(piece, tensor_rank, tensor_size))
+                pieces.append(self._own_columns(piece, tensor))
             row += stop - start
         padding = rows.stop - max(rows.start, row)
         if padding > 0:
@@ -193,17 +193,15 @@ class Sharding:
         flat = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).flatten()
         return flat[elements.start - rows.start * width :][: len(elements)]
 
-    def _row_ranges(self, tensor_rank: int, tensor_size: int) -> list[tuple[int, int]]:
+    def _row_ranges(self, tensor: TensorAxis) -> list[tuple[int, int]]:
         """Return the [start, stop) rows of the logical tensor in a rank's part, in its order."""
-        return (
-            self._ranges(tensor_rank, tensor_size) if self.dimension == 0 else [(0, self.shape[0])]
-        )
+        return self._ranges(tensor) if self.dimension == 0 else [(0, self.shape[0])]
 
-    def _own_columns(self, rows: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
+    def _own_columns(self, rows: Tensor, tensor: TensorAxis) -> Tensor:
         """Return the columns that a rank holds of rows of the logical tensor."""
         if self.dimension in (None, 0):
             return rows
-        ranges = self._ranges(tensor_rank, tensor_size)
+        ranges = self._ranges(tensor)
         return torch.cat([rows.narrow(self.dimension, a, b - a) for a, b in ranges], self.dimension)
 
     def logical_tensor(self, parts: Sequence[Tensor]) -> Tensor:
@@ -211,25 +209,23 @@ class Sharding:
         if self.dimension is None:
             return parts[0]
         logical = parts[0].new_empty(self.shape)
-        for tensor_rank, part in enumerate(parts):
+        for rank, part in enumerate(parts):
             offset = 0
-            for start, stop in self._ranges(tensor_rank, len(parts)):
+            for start, stop in self._ranges(TensorAxis(rank=rank, size=len(parts))):
                 logical.narrow(self.dimension, start, stop - start).copy_(
                     part.narrow(self.dimension, offset, stop - start)
                 )
                 offset += stop - start
         return logical
 
-    def _ranges(
-        self, tensor_rank: int, tensor_size: int, padded: bool = False
-    ) -> list[tuple[int, int]]:
+    def _ranges(self, tensor: TensorAxis, padded: bool = False) -> list[tuple[int, int]]:
         """Return for each block the [start, stop) of the split dimension that a rank holds."""
         ranges, block_start = [], 0
         for block in self.blocks:
             size = self.padded_size or block
-            assert size % tensor_size == 0, (self, tensor_size)
-            share = size // tensor_size
-            start = block_start + tensor_rank * share
+            assert size % tensor.size == 0, (self, tensor.size)
+            share = size // tensor.size
+            start = block_start + tensor.rank * share
             stop = start + share
             if not padded:
                 end = block_start + block
@@ -239,13 +235,13 @@ class Sharding:
         return ranges
 
 
-def declared_parameter(sharding: Sharding, tensor_size: int) -> nn.Parameter:
+def declared_parameter(sharding: Sharding, tensor: TensorAxis) -> nn.Parameter:
     """Return an uninitialised parameter with this rank's shape, declared as `sharding`.
 
     DeepSpeed's gradient norm reads the attribute `model_parallel`: a parameter without it counts on
     tensor rank 0 only.
     """
-    parameter = nn.Parameter(torch.empty(sharding.local_shape(tensor_size)))
+    parameter = nn.Parameter(torch.empty(sharding.local_shape(tensor)))
     declare(parameter, sharding)
     vars(parameter)["model_parallel"] = not sharding.replicated
     return parameter

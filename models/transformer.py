@@ -5,7 +5,7 @@ this rank, d head size. Under sequence parallelism the residual stream is [s/t, 
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
@@ -47,63 +47,64 @@ from models.parallel.micro_batch_info import (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelAxes:
+    """The parallel axes over which layers communicate, from the perspective of one rank.
+
+    The default is one rank that has everything.
+    """
+
+    tensor: TensorAxis = field(default_factory=TensorAxis)
+    context: ContextAxis = field(default_factory=ContextAxis)
+    expert: ExpertAxis = field(default_factory=ExpertAxis)
+
+
 class Block(Fusing):
     """x + m attention(norm(x)), then x + m mlp(norm(x)), with a residual multiplier m, mostly 1.
 
-    name: name of the layer, on which its dropout masks depend
-    context: ranks that hold the other tokens of the same sequences
-    experts: ranks that hold the other experts; None: the layer has a dense MLP
+    number: number of the block in the model; its dropout masks depend on it
     recompute_core: the backward pass recomputes the attention core (arXiv 2205.05198)
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        axis: TensorAxis,
+        axes: ModelAxes,
         *,
-        name: str,
-        context: ContextAxis | None = None,
-        experts: ExpertAxis | None = None,
+        number: int,
         recompute_core: bool = False,
     ):
         super().__init__()
-        norm = NORMS[config.norm]
-        self.name = name
-        self.attention_norm = norm(
+        tensor = axes.tensor
+        norm = partial(
+            NORMS[config.norm],
             config.hidden_size,
             config.norm_epsilon,
-            input_is_split=axis.sequence_parallel,
-            axis=axis,
+            input_is_split=tensor.sequence_parallel,
+            tensor=tensor,
         )
+        self.name = f"blocks.{number}"
+        self.attention_norm = norm()
         self.attention = Attention(
-            config,
-            axis,
-            name=f"{name}.attention.core",
-            context=context,
-            recompute_core=recompute_core,
+            config, axes, name=f"{self.name}.attention.core", recompute_core=recompute_core
         )
-        self.mlp_norm = norm(
-            config.hidden_size,
-            config.norm_epsilon,
-            input_is_split=axis.sequence_parallel,
-            axis=axis,
-        )
+        self.mlp_norm = norm()
         self.mlp: MLP | MixtureOfExperts
-        if experts is None:
-            self.mlp = MLP(config, axis)
-        else:
+        if config.has_experts(number):
             assert config.experts is not None
             size = config.experts.shared_ffn_hidden_size
             self.mlp = MixtureOfExperts(
                 config.experts,
                 hidden_size=config.hidden_size,
                 activation=config.activation,
-                axis=axis,
-                expert_axis=experts,
-                shared=MLP(config, axis, ffn_hidden_size=size) if size else None,
-                number=int(name.removeprefix("blocks.")),
+                tensor=tensor,
+                expert=axes.expert,
+                shared=MLP(config, tensor, ffn_hidden_size=size) if size else None,
+                number=number,
             )
-        self.dropout, self.axis = config.dropout, axis
+        else:
+            self.mlp = MLP(config, tensor)
+        self.dropout, self.tensor = config.dropout, tensor
         self.multiplier = residual_multiplier(config)
 
     def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
@@ -121,7 +122,7 @@ class Block(Fusing):
         if key is not None and self.dropout > 0:
             layer = f"{self.name}.{half}"
             rows = stream_rows(
-                y, key=key, layer=layer, axis=self.axis, fuse=self.fuse, slices=info.slices
+                y, key=key, layer=layer, tensor=self.tensor, fuse=self.fuse, slices=info.slices
             )
         return Branch(y, bias, rows, self.dropout, self.multiplier)
 
@@ -136,29 +137,29 @@ class Attention(Fusing):
     def __init__(
         self,
         config: ModelConfig,
-        axis: TensorAxis,
+        axes: ModelAxes,
         *,
         name: str,
-        context: ContextAxis | None = None,
         recompute_core: bool = False,
     ):
         super().__init__()
-        self.config, self.axis, self.name = config, axis, name
-        self.context = context or ContextAxis()
+        self.config, self.name = config, name
+        self.tensor, self.context = axes.tensor, axes.context
+        tensor = self.tensor
         self.recompute_core = recompute_core
-        self.heads = config.heads // axis.size  # a/t
-        self.kv_heads = config.kv_heads // axis.size  # g/t
+        self.heads = config.heads // tensor.size  # a/t
+        self.kv_heads = config.kv_heads // tensor.size  # g/t
         d = config.attention_head_size
         blocks = (config.heads * d, config.kv_heads * d, config.kv_heads * d)  # q|k|v
-        self.qkv = ColumnParallelLinear(config.hidden_size, blocks, bias=config.bias, axis=axis)
+        self.qkv = ColumnParallelLinear(config.hidden_size, blocks, bias=config.bias, tensor=tensor)
         self.output = RowParallelLinear(
-            config.heads * d, config.hidden_size, bias=config.bias, axis=axis
+            config.heads * d, config.hidden_size, bias=config.bias, tensor=tensor
         )
         self.query_multiplier = query_multiplier(config)
         self.frequencies = Frequencies(d, config.rope_theta, config.rope_scaling)
         if config.qk_norm:
-            self.q_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
-            self.k_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, axis=axis)
+            self.q_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, tensor=tensor)
+            self.k_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, tensor=tensor)
 
     def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
@@ -220,7 +221,7 @@ class Attention(Fusing):
                 probability=self.config.attention_dropout,
                 info=info,
                 layer=self.name,
-                first_head=self.axis.rank * self.heads + head,
+                first_head=self.tensor.rank * self.heads + head,
                 fuse=self.fuse,
             )
         if info.documents is not None:
@@ -256,14 +257,14 @@ class MLP(Fusing):
     """
 
     def __init__(
-        self, config: ModelConfig, axis: TensorAxis, *, ffn_hidden_size: int | None = None
+        self, config: ModelConfig, tensor: TensorAxis, *, ffn_hidden_size: int | None = None
     ):
         super().__init__()
         h, f = config.hidden_size, ffn_hidden_size or config.ffn_hidden_size
         self.activation = config.activation
         blocks = (f, f) if config.activation == "swiglu" else (f,)  # gate|up, or up
-        self.up = ColumnParallelLinear(h, blocks, bias=config.bias, axis=axis)
-        self.down = RowParallelLinear(f, h, bias=config.bias, axis=axis)
+        self.up = ColumnParallelLinear(h, blocks, bias=config.bias, tensor=tensor)
+        self.down = RowParallelLinear(f, h, bias=config.bias, tensor=tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] to [s, b, h]."""

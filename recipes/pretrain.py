@@ -77,7 +77,8 @@ def pretrain(started: float | None = None) -> None:
         deterministic=recipe.training.deterministic,
         pipelined=experiment.plan.is_pipelined,
     )
-    from threefold.engine.build import build_engine, build_grid, build_model, build_optimizer
+    from threefold.engine.axes import build_axes
+    from threefold.engine.build import build_engine, build_model, build_optimizer
     from threefold.pretrain.out_of_memory import out_of_memory_explained
     from threefold.pretrain.preflight.run import check_nodes
     from threefold.pretrain.restart import replace_process
@@ -109,23 +110,23 @@ def pretrain(started: float | None = None) -> None:
         # 4. Start: find the newest undamaged checkpoint, and prepare the run folder.
         start = find_resume_point(experiment, handle, data, options.resume, options.resume_once)
         experiment = experiment.at(start.progress.step + 1)  # in the phase of the next step
-        data.resume(start.progress, experiment.topology)
+        data.resume(start.progress, experiment.dims)
     begin(experiment, handle, data, start, startup)
 
     with out_of_memory_explained(experiment, handle) as account:
         # 5. Model: check the nodes, build the model, its optimizer and DeepSpeed's engine, and load
         # the checkpoint. If memory runs out from here on, a message names a layout that needs less.
-        recipe, topology, config = experiment.recipe, experiment.topology, experiment.config
+        recipe, dims, config = experiment.recipe, experiment.dims, experiment.config
         crumb = handle.supervisor.crumb  # tells the supervisor what this rank is doing
         crumb.note("building the engine")
-        grid = build_grid(topology, recipe.optimizer)
+        axes = build_axes(recipe, dims)
         step = start.progress.step
-        check_nodes(experiment, handle=handle, grid=grid, step=step, startup=startup)
-        model = build_model(recipe, topology=topology, config=config, grid=grid)
+        check_nodes(experiment, handle=handle, axes=axes, step=step, startup=startup)
+        model = build_model(recipe, axes, config=config)
         startup.mark("model")
         optimizer = build_optimizer(model, recipe, config=config)
         engine = account.engine = build_engine(
-            recipe, config=config, grid=grid, model=model, optimizer=optimizer, crumb=crumb
+            recipe, axes, config=config, model=model, optimizer=optimizer, crumb=crumb
         )
         startup.mark("DeepSpeed")
         if start.found.path:

@@ -15,7 +15,7 @@ import argparse
 
 from models.errors import UserError
 from threefold.config.loading import load_recipe, origin
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.runtime.exits import REJECTED
 
 
@@ -62,7 +62,7 @@ def sbatch_options(path: Path, overrides: list[str], *, elastic: bool = False) -
         )
     nodes, gpus = recipe.cluster.nodes, recipe.cluster.gpus_per_node
     try:
-        recipe.topology(World(size=nodes * gpus, local_size=gpus))
+        recipe.parallel_dims(LaunchEnvironment(size=nodes * gpus, local_size=gpus))
     except UserError as problem:
         raise UserError(f"{origin(path, overrides)}: {problem}") from None
     return [

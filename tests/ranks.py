@@ -19,7 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from tests.core_seconds import seconds_of_ranks
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.prove.ranks import (
     PRELOADED_MODULES,
     RANK_ENVIRONMENT,
@@ -214,9 +214,9 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def join_world() -> World:
+def join_world() -> LaunchEnvironment:
     """Join the world of this rank, with one thread, and return it."""
-    world = World.from_environment(os.environ)
+    world = LaunchEnvironment.from_environment(os.environ)
     torch.set_num_threads(1)
     start_processes(world)
     return world

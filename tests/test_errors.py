@@ -360,14 +360,14 @@ def test_a_defect_drops_no_layout_from_a_proof(
     every = layouts.valid_cases(recipe, ranks=2, micro_sequences=[1])
     healthy = layouts.build_deepspeed_config
 
-    def refusing(variant: Recipe, topology: object, kind: type = UserError) -> object:
+    def refusing(variant: Recipe, dims: object, kind: type = UserError) -> object:
         if variant.layout.tensor == 2:
             raise kind("a layout of tensor = 2")
-        return healthy(variant, topology)
+        return healthy(variant, dims)
 
     monkeypatch.setattr(layouts, "build_deepspeed_config", refusing)
     fewer = layouts.valid_cases(recipe, ranks=2, micro_sequences=[1])
-    assert fewer == [each for each in every if each.topology.tensor == 1] != every
+    assert fewer == [each for each in every if each.dims.tensor == 1] != every
     monkeypatch.setattr(
         layouts, "build_deepspeed_config", lambda *pair: refusing(*pair, kind=ValueError)
     )
@@ -383,10 +383,10 @@ from recipes import pretrain
 from threefold.pretrain import experiment
 from threefold.pretrain.setup import raise_on_all_ranks
 from threefold.runtime.processes import start_processes
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 
 def main(started):
-    world = World.from_environment(os.environ)
+    world = LaunchEnvironment.from_environment(os.environ)
     start_processes(world)
     for kinds in {kinds}:
         with experiment.exit_on_user_error(world), raise_on_all_ranks():

@@ -27,7 +27,7 @@ from threefold.checkpoint.resume import ResumePoint, _at
 from threefold.checkpoint.state import CheckpointReader
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.data.corpus import fingerprint
 from threefold.data.dataset import TrainingData
@@ -211,16 +211,16 @@ def replay(file: Path, checkpoint: Path, steps: range) -> list[tuple[float, floa
 
     The learning rate is constant here.
     """
-    world = World()
+    world = LaunchEnvironment()
     start_processes(world)
     whole = load_recipe(file)
     recipe = PhasePlan(whole).at(steps[0]).recipe
-    topology = recipe.topology(world)
-    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
+    dims = recipe.parallel_dims(world)
+    engine = build_from_recipe(recipe, dims, build_deepspeed_config(recipe, dims))
     manifest = Manifest.read(checkpoint)
     engine.load(CheckpointReader(checkpoint, manifest))
-    data = TrainingData(whole, topology, 0)
-    data.resume(manifest.progress, topology)
+    data = TrainingData(whole, dims, 0)
+    data.resume(manifest.progress, dims)
     rate = recipe.optimizer.learning_rate
     results = [engine.train_step(data.step(step), rate) for step in steps]
     return [(result.loss, result.grad_norm) for result in results]

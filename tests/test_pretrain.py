@@ -21,7 +21,7 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
 from threefold.checkpoint.format import Manifest
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.data.token_file import TokenFile
 from threefold.prove.ranks import free_port
@@ -427,13 +427,13 @@ def test_a_recipe_that_this_machine_cannot_run_is_rejected(
     assert "fp16 needs a GPU and none was found" in rejected(recipe_file, *fp16)
     with pytest.raises(UserError, match="MASTER_ADDR is not set"), mock.patch.dict(os.environ):
         os.environ.pop("MASTER_ADDR", None)
-        check_machine(World(size=2), precision="fp32", compile="auto")
+        check_machine(LaunchEnvironment(size=2), precision="fp32", compile="auto")
     with (
         pytest.raises(UserError, match=r"TORCHINDUCTOR_CACHE_DIR = .*File exists"),
         mock.patch("threefold.runtime.processes.has_compiler", return_value=True),
         mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(recipe_file)),
     ):
-        check_machine(World(size=1), precision="fp32", compile=True)
+        check_machine(LaunchEnvironment(size=1), precision="fp32", compile=True)
 
 
 def test_a_run_whose_gradients_are_not_finite_stops(recipe_file: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from threefold.checkpoint.format import REMEDY, Manifest
 from threefold.commands.prepare_data import check_same_options, parse_command_line
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.convert.from_hugging_face import TheirFiles, read_config
 from threefold.data.token_file import TokenFile, write_token_file
 from threefold.gpus.datasheet import FOLDER, read_gpu
@@ -77,15 +77,17 @@ def rejection(call: Callable[..., Any], *arguments: Any) -> str:
 )
 def test_a_variable_of_the_launcher(variables: dict[str, str], named: str) -> None:
     environment = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"} | variables
-    assert rejection(World.from_environment, environment).startswith(named)
+    assert rejection(LaunchEnvironment.from_environment, environment).startswith(named)
 
 
 def test_the_tasks_per_node_of_slurm() -> None:
     slurm = {"SLURM_PROCID": "3", "SLURM_NTASKS": "20", "SLURM_LOCALID": "3"}
     for text, size in (("8(x2),4", 8), ("4,2", 4), ("20", 20)):
-        world = World.from_environment(slurm | {"SLURM_TASKS_PER_NODE": text})
+        world = LaunchEnvironment.from_environment(slurm | {"SLURM_TASKS_PER_NODE": text})
         assert world.local_size == size
-    assert "8x" in rejection(World.from_environment, slurm | {"SLURM_TASKS_PER_NODE": "8x"})
+    assert "8x" in rejection(
+        LaunchEnvironment.from_environment, slurm | {"SLURM_TASKS_PER_NODE": "8x"}
+    )
 
 
 @pytest.mark.parametrize("port", ["abc", "", "-1", "70000", "29500 "])

@@ -32,10 +32,9 @@ from models.initialization import initialize
 from models.kernels.compile import compile_kernels
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import layers
-from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from threefold.config.deepspeed_json import build_deepspeed_config
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.engine.build import build_from_recipe
@@ -148,9 +147,9 @@ class Contestant:
             torch.cuda.synchronize(self.device)
 
 
-def start(*, keeps_memory: bool) -> World:
+def start(*, keeps_memory: bool) -> LaunchEnvironment:
     """Join the world of the environment, or a world of one process."""
-    world = World.from_environment(os.environ)
+    world = LaunchEnvironment.from_environment(os.environ)
     start_processes(world, keeps_memory=keeps_memory)
     return world
 
@@ -197,21 +196,21 @@ def draw_batch(recipe: Recipe, step: int, device: torch.device) -> Batch:
     return batch
 
 
-def build_ours(entry: Entry, recipe: Recipe, world: World) -> Train:
+def build_ours(entry: Entry, recipe: Recipe, world: LaunchEnvironment) -> Train:
     """Build our engine as recipes/pretrain.py does."""
-    topology = recipe.topology(world)
-    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
+    dims = recipe.parallel_dims(world)
+    engine = build_from_recipe(recipe, dims, build_deepspeed_config(recipe, dims))
     rate = recipe.optimizer.learning_rate
     info = MicroBatchInfo()
-    if topology.context > 1:
-        rank = topology.coordinates(world.rank).context
+    if dims.context > 1:
+        rank = dims.coordinates(world.rank).context
         length = recipe.model.sequence_length
-        info = MicroBatchInfo(division=divide(length, rank, topology.context))
+        info = MicroBatchInfo(division=divide(length, rank, dims.context))
 
-    data_rank = topology.coordinates(world.rank).data
+    data_rank = dims.coordinates(world.rank).data
 
     def train(batch: Batch) -> float:
-        mine = batch[data_rank :: topology.data]
+        mine = batch[data_rank :: dims.data]
         here = [MicroBatch(own_part(x, info), own_part(y, info), info) for x, y in mine]
         return engine.train_step(here, rate).loss
 
@@ -225,28 +224,28 @@ def own_part(x: Tensor, info: MicroBatchInfo) -> Tensor:
     return torch.cat([x[:, each.start : each.stop] for each in info.slices], dim=1)
 
 
-def build_ours_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
+def build_ours_bare(entry: Entry, recipe: Recipe, world: LaunchEnvironment) -> Train:
     """Build our model in a bare loop."""
-    model = SequentialModel(layer_specs(recipe.model, TensorAxis()))
+    model = SequentialModel(layer_specs(recipe.model))
     if should_compile(recipe.training.compile):
         compile_kernels(model)
     parameters = logical_parameters(model, recipe.model)
-    initialize(parameters, recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
+    initialize(parameters, recipe.model, seed=recipe.seed)
     loop = BareLoop(
         model.to(get_accelerator().current_device_name()), recipe, autocast=entry.autocast
     )
     return lambda batch: loop.train([(*each, MicroBatchInfo()) for each in batch])
 
 
-def build_theirs(entry: Entry, recipe: Recipe, world: World) -> Train:
+def build_theirs(entry: Entry, recipe: Recipe, world: LaunchEnvironment) -> Train:
     """Build transformers' Llama under DeepSpeed, with the same JSON as ours.
 
     Under autocast it is the JSON of fp32, because DeepSpeed's `torch_autocast` would reduce
     gradients in bf16.
     """
-    topology = recipe.topology(world)
+    dims = recipe.parallel_dims(world)
     model = TransformersLlama(recipe, entry.autocast)
-    config = build_deepspeed_config(json_of(recipe, entry), topology)
+    config = build_deepspeed_config(json_of(recipe, entry), dims)
     with quiet():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=adamw(model, recipe.optimizer), config=config
@@ -273,7 +272,7 @@ def json_of(recipe: Recipe, entry: Entry) -> Recipe:
     return recipe.model_copy(update={"deepspeed": recipe.deepspeed.replace("bf16", "fp32")})
 
 
-def build_theirs_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
+def build_theirs_bare(entry: Entry, recipe: Recipe, world: LaunchEnvironment) -> Train:
     """Build transformers' Llama in a bare loop."""
     model = TransformersLlama(recipe, entry.autocast).to(get_accelerator().current_device_name())
     if entry.compiled:
@@ -281,7 +280,7 @@ def build_theirs_bare(entry: Entry, recipe: Recipe, world: World) -> Train:
     return BareLoop(model, recipe, autocast=entry.autocast).train
 
 
-BUILDERS: dict[tuple[str, bool], Callable[[Entry, Recipe, World], Train]] = {
+BUILDERS: dict[tuple[str, bool], Callable[[Entry, Recipe, LaunchEnvironment], Train]] = {
     ("ours", False): build_ours,
     ("ours", True): build_ours_bare,
     ("transformers", False): build_theirs,

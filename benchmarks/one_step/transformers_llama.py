@@ -8,7 +8,6 @@ from models.hugging_face.config import hugging_face_config
 from models.hugging_face.weights import counterparts
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
-from models.parallel.collectives import TensorAxis
 from models.sharding import declare, sharding_of
 from threefold.config.recipe import Recipe
 
@@ -38,12 +37,12 @@ class TransformersLlama(nn.Module):
 def copy_first_weights(llama: LlamaForCausalLM, recipe: Recipe) -> None:
     """Fill transformers' model with our initial weights, one tensor at a time."""
     with torch.device("meta"):
-        ours = SequentialModel(layer_specs(recipe.model, TensorAxis()))
+        ours = SequentialModel(layer_specs(recipe.model))
     table, theirs = counterparts(recipe.model), dict(llama.named_parameters())
     for name, declared in logical_parameters(ours, recipe.model):
         weight = nn.Parameter(torch.empty(declared.shape))
         declare(weight, sharding_of(declared))
-        initialize([(name, weight)], recipe.model, seed=recipe.seed, tensor_rank=0, tensor_size=1)
+        initialize([(name, weight)], recipe.model, seed=recipe.seed)
         for part, tensor in table[name].split(sharding_of(declared).logical_tensor([weight])):
             theirs.pop(part).copy_(tensor)
     assert not theirs, list(theirs)

@@ -29,12 +29,11 @@ from models.layer_specs import (
     layer_specs,
     logical_parameters,
 )
-from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.transformer import Block
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.engine.build import (
@@ -158,7 +157,7 @@ def plain_specs(recipe: Recipe) -> list[LayerSpec]:
     """Return the model's layers in a form that other engines can call."""
     return [
         LayerSpec(PLAIN.get(spec.typename, spec.typename), *spec.module_args, **spec.module_kwargs)
-        for spec in layer_specs(recipe.model, TensorAxis())
+        for spec in layer_specs(recipe.model)
     ]
 
 
@@ -168,8 +167,6 @@ def with_first_weights(model: nn.Module, recipe: Recipe) -> nn.Module:
         logical_parameters(model, recipe.model),
         recipe.model,
         seed=recipe.seed,
-        tensor_rank=0,
-        tensor_size=1,
     )
     return model
 
@@ -213,8 +210,8 @@ class Sequential:
 
 def build_ours(recipe: Recipe, setting: Setting) -> Contestant:
     """Build our engine as recipes/pretrain.py does."""
-    topology = Topology(pipeline=STAGES, data=1, tensor=1)
-    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
+    dims = ParallelDims(pipeline=STAGES, data=1, tensor=1)
+    engine = build_from_recipe(recipe, dims, build_deepspeed_config(recipe, dims))
     recording = Recording(engine.wrapped)
 
     def step(tokens: Tensor, labels: Tensor) -> Turn:
@@ -230,11 +227,11 @@ def build_ours(recipe: Recipe, setting: Setting) -> Contestant:
 
 def build_stock(recipe: Recipe, setting: Setting) -> Contestant:
     """Build DeepSpeed's engine with the same settings and the same layers on each stage."""
-    topology = Topology(pipeline=STAGES, data=1, tensor=1)
+    dims = ParallelDims(pipeline=STAGES, data=1, tensor=1)
     with quiet():
         model = (DualPipeVModule if recipe.layout.virtual_stages == 2 else PipelineModule)(
             plain_specs(recipe),
-            topology=PipeModelDataParallelTopology(num_pp=STAGES, num_dp=1, num_mp=1),
+            dims=PipeModelDataParallelTopology(num_pp=STAGES, num_dp=1, num_mp=1),
             loss_fn=loss_of_logits(recipe),
             partition_method="type:Block",
         )
@@ -243,7 +240,7 @@ def build_stock(recipe: Recipe, setting: Setting) -> Contestant:
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=adamw(model, recipe.optimizer),
-            config=build_deepspeed_config(recipe, topology),
+            config=build_deepspeed_config(recipe, dims),
         )
 
     def step(tokens: Tensor, labels: Tensor) -> Turn:

@@ -17,19 +17,20 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from benchmarks.pipelines.sleeping_layer import SHAPE, SleepingLayer
 from benchmarks.pipelines.sleeping_stages import deepspeed_config
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.ranks import join_world, run_ranks
+from threefold.config.parallel_dims import ParallelDims
+from threefold.engine.axes import ProcessGrid
 from threefold.engine.parameter_groups import UpdateRule, buckets_of_stage
 from threefold.pipeline import gradients, weight_gathering
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.pipeline.schedules import Pipeline
-from threefold.pipeline.stage import ProcessGrid, Stage
+from threefold.pipeline.stage import Stage
 from threefold.plan.time.update import DataTraffic
 from threefold.runtime.processes import quiet
 
@@ -229,12 +230,11 @@ def build(setting: Setting, way: Way) -> ScheduledEngine:
         reduce_every=way.every or setting.micro_batches,
     )
     layer = LayerSpec(SleepingLayer, setting.forward / setting.layers)
-    topology = PipeModelDataParallelTopology(num_pp=setting.stages, num_dp=DATA_RANKS, num_mp=1)
     with quiet():
         model = Stage(
             [layer] * (setting.stages * setting.layers),
             pipeline=pipeline,
-            grid=ProcessGrid(topology),
+            grid=ProcessGrid(ParallelDims(pipeline=setting.stages, data=DATA_RANKS)),
             layers_of_virtual_stages=[setting.layers // way.virtual_stages]
             * pipeline.total_virtual_stages,
             recompute_interval=0,

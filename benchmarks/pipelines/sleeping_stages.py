@@ -20,12 +20,14 @@ from models.errors import UserError
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.ranks import join_world, run_ranks
+from threefold.config.parallel_dims import ParallelDims
+from threefold.engine.axes import ProcessGrid
 from threefold.engine.parameter_groups import UpdateRule, buckets_of_stage
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import Event, Recording, ScheduledEngine
 from threefold.pipeline.schedules import BACKWARD, Pass, Pipeline
 from threefold.pipeline.simulation import TimedPass, Timeline, pipeline_seconds, simulate
-from threefold.pipeline.stage import ProcessGrid, Stage
+from threefold.pipeline.stage import Stage
 from threefold.runtime.processes import quiet
 
 
@@ -226,7 +228,7 @@ def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEn
         model = Stage(
             layers,
             pipeline=pipeline,
-            grid=ProcessGrid(topology),
+            grid=ProcessGrid(ParallelDims(pipeline=setting.stages)),
             layers_of_virtual_stages=[1] * pipeline.total_virtual_stages,
             recompute_interval=0,
         )

@@ -124,7 +124,7 @@ def balance_loss(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis
     tokens, sequences, experts = probabilities.shape
     counts = sum_over_sequence(counts, axis)
     fractions = counts.float() * (experts / (k * tokens * axis.sequence_size))
-    mean = probabilities.sum(0) / (tokens * axis.tensor_size)  # [b, E]
+    mean = probabilities.sum(0) / (tokens * axis.tensor.size)  # [b, E]
     return (fractions * mean).sum() / sequences
 
 
@@ -141,7 +141,7 @@ def z_loss(logits: Tensor, axis: ExpertAxis) -> Tensor:
 
     Zoph et al. 2022 (arXiv 2202.08906, equation 5). Parts are added as those of the balance loss.
     """
-    tokens = logits.shape[0] * logits.shape[1] * axis.tensor_size
+    tokens = logits.shape[0] * logits.shape[1] * axis.tensor.size
     return logits.logsumexp(dim=-1).square().sum() / tokens
 
 

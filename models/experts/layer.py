@@ -80,23 +80,23 @@ class MixtureOfExperts(nn.Module):
         *,
         hidden_size: int,
         activation: str,
-        axis: TensorAxis,
-        expert_axis: ExpertAxis,
+        tensor: TensorAxis,
+        expert: ExpertAxis,
         shared: SharedExperts | None = None,
         number: int = 0,
     ):
         super().__init__()
         self.settings, self.number = settings, number
-        self.axis, self.expert_axis = axis, expert_axis
-        self.router = Router(settings, hidden_size, axis)
-        self.experts = ExpertMLPs(settings, hidden_size, activation, expert_axis)
+        self.tensor, self.expert = tensor, expert
+        self.router = Router(settings, hidden_size, tensor)
+        self.experts = ExpertMLPs(settings, hidden_size, activation, expert)
         self.shared = shared
         self.statistics = RouterStatistics()
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] to [s, b, h]; s/t under sequence parallelism."""
-        axis, settings = self.axis, self.settings
-        own = x if axis.sequence_parallel else scatter_to_tensor_axis(x, axis)  # [s/t, b, h]
+        tensor, settings = self.tensor, self.settings
+        own = x if tensor.sequence_parallel else scatter_to_tensor_axis(x, tensor)  # [s/t, b, h]
         logits, scores, preferences = self.router(own)  # fp32 [s/t, b, E]
         chosen = choose_experts(preferences.flatten(0, 1), settings.per_token)  # [n, k]
         gates = gates_of(
@@ -105,17 +105,17 @@ class MixtureOfExperts(nn.Module):
             sum_is_one=settings.weights_sum_to_one,
             scale=settings.output_scale,
         )  # fp32 [n, k]
-        routes = plan_routes(chosen, settings.count, self.expert_axis)
+        routes = plan_routes(chosen, settings.count, self.expert)
         deferral = self._deferral_to_exchange()
         arrived = begin_dispatch(
-            own.flatten(0, 1), routes, settings.per_token, self.expert_axis, deferral=deferral
+            own.flatten(0, 1), routes, settings.per_token, self.expert, deferral=deferral
         )
         inner = x if self.shared is None else self.shared.activated(x)
         gates = with_router_losses(
             gates,
             Routing(logits, scores, preferences, chosen.view(*logits.shape[:2], -1)),
             settings=settings,
-            axis=self.expert_axis,
+            axis=self.expert,
             gradient_scale=self.gradient_scale,
             statistics=self.statistics,
             computed=sum(routes.rows),
@@ -123,13 +123,13 @@ class MixtureOfExperts(nn.Module):
         rows = arrived()
         del arrived  # which keeps the rows that were sent
         returned = begin_combine(
-            self.experts(rows, routes.rows, up_deferral=deferral), gates, routes, self.expert_axis
+            self.experts(rows, routes.rows, up_deferral=deferral), gates, routes, self.expert
         )
         shared = None if self.shared is None else self.shared.down(inner)
         y = returned().view_as(own)
         del returned
-        if not axis.sequence_parallel:
-            y = gather_from_tensor_axis(y, axis, dimension=0)
+        if not tensor.sequence_parallel:
+            y = gather_from_tensor_axis(y, tensor, dimension=0)
         return y if shared is None else y + shared
 
     def _deferral_to_exchange(self) -> DeferralToExchange | None:
@@ -140,7 +140,7 @@ class MixtureOfExperts(nn.Module):
         """
         experts = self.experts
         is_deferred = experts.deferral is not None
-        if self.expert_axis.size == 1 or is_deferred or not torch.is_grad_enabled():
+        if self.expert.size == 1 or is_deferred or not torch.is_grad_enabled():
             return None
         return DeferralToExchange([getattr(experts, f"up_{number}") for number in experts.numbers])
 
@@ -155,15 +155,13 @@ class Router(nn.Module):
     the experts (`threefold/engine/experts.py`).
     """
 
-    def __init__(self, settings: Experts, hidden_size: int, axis: TensorAxis):
+    def __init__(self, settings: Experts, hidden_size: int, tensor: TensorAxis):
         super().__init__()
-        self.kind, self.axis = settings.router, axis
+        self.kind, self.tensor = settings.router, tensor
         sharding = Sharding((settings.count, hidden_size), role="output")
-        self.weight = declared_parameter(sharding, axis.size)
+        self.weight = declared_parameter(sharding, tensor)
         self.bias = (
-            declared_parameter(Sharding((settings.count,)), axis.size)
-            if settings.has_bias
-            else None
+            declared_parameter(Sharding((settings.count,)), tensor) if settings.has_bias else None
         )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +171,7 @@ class Router(nn.Module):
             The logits; the scores; and the preferences, without gradient, which are the scores plus
             the biases, or without biases the logits.
         """
-        logits = _RouterLogits.apply(x, copy_to_tensor_axis(self.weight, self.axis), self.bias)
+        logits = _RouterLogits.apply(x, copy_to_tensor_axis(self.weight, self.tensor), self.bias)
         scores = scores_of(logits, self.kind)
         if self.bias is None:
             return logits, scores, logits.detach()
@@ -219,7 +217,7 @@ class ExpertMLPs(Deferring, Fusing):
         for name, split, whole in (("up", up, whole_up), ("down", down, whole_down)):
             sharding = whole if axis.columns.size == 1 else split
             for number in self.numbers:
-                parameter = declared_parameter(sharding, axis.tensor_size)
+                parameter = declared_parameter(sharding, axis.tensor)
                 self.register_parameter(f"{name}_{number}", parameter)
 
     def forward(

@@ -113,7 +113,7 @@ class ExpertAxis:
     sequence_group: the ranks that hold tokens of the same sequences, over the context and the
         tensor axis; None: this rank has whole sequences
     sequence_size: number of ranks in `sequence_group`
-    tensor_size: number of tensor ranks, which divide the tokens of a context rank among them
+    tensor: the tensor axis, whose ranks divide the tokens of a context rank among them
     columns: the tensor ranks that divide the columns of this rank's experts (expert tensor
         parallelism); of size 1: each rank has whole experts
     turns: switches to the paired pass before this rank waits for an exchange
@@ -124,7 +124,7 @@ class ExpertAxis:
     size: int = 1
     sequence_group: dist.ProcessGroup | None = None
     sequence_size: int = 1
-    tensor_size: int = 1
+    tensor: TensorAxis = field(default_factory=TensorAxis)
     columns: TensorAxis = field(default_factory=TensorAxis)
     turns: Turns = field(default_factory=Turns, compare=False)
 

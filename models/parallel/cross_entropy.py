@@ -22,7 +22,7 @@ def vocab_parallel_loss(
     labels: Tensor,
     *,
     vocab_size: int,
-    axis: TensorAxis,
+    tensor: TensorAxis,
     fuse: Function,
     gradient_scale: float = 1.0,
     observe: Callable[[Tensor], None] | None = None,
@@ -51,7 +51,7 @@ def vocab_parallel_loss(
             otherwise 0; None: nothing is kept
     """
     scale = gradient_scale if torch.is_grad_enabled() else None
-    return _VocabParallelLoss.apply(x, weight, labels, vocab_size, axis, fuse, scale, observe)
+    return _VocabParallelLoss.apply(x, weight, labels, vocab_size, tensor, fuse, scale, observe)
 
 
 class _VocabParallelLoss(torch.autograd.Function):
@@ -61,10 +61,10 @@ class _VocabParallelLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, labels, vocab_size, axis, fuse, scale, observe):
-        whole = all_gather(x, axis) if axis.sequence_parallel and axis.size > 1 else x
+    def forward(ctx, x, weight, labels, vocab_size, tensor, fuse, scale, observe):
+        whole = all_gather(x, tensor) if tensor.sequence_parallel and tensor.size > 1 else x
         tokens = whole.flatten(0, 1)  # [s * b, h]
-        first = axis.rank * len(weight)
+        first = tensor.rank * len(weight)
         columns = labels.t().flatten() - first  # of the labels; those of other ranks are outside
         grad_tokens = None if scale is None else torch.empty_like(tokens)
         grad_weight = None
@@ -76,7 +76,7 @@ class _VocabParallelLoss(torch.autograd.Function):
             rows = tokens[chunk]  # [n, h]
             logits = torch.mm(rows, weight.t(), out=room[: len(rows)])  # [n, v/t]
             logits[:, max(0, vocab_size - first) :] = float("-inf")
-            log_sums, label_logits, largest = _reduced(logits, columns[chunk], axis, fuse)
+            log_sums, label_logits, largest = _reduced(logits, columns[chunk], tensor, fuse)
             total += (log_sums - label_logits).sum()
             if scores is not None:
                 torch.sub(log_sums, label_logits, out=scores[0, chunk])
@@ -96,7 +96,7 @@ class _VocabParallelLoss(torch.autograd.Function):
                 grad_weight.addmm_(logits.t(), rows)
         if grad_tokens is not None:
             # Not saved with save_for_backward: the backward pass scales them in place, only once.
-            ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), axis)
+            ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), tensor)
             ctx.grad_weight, ctx.scale = grad_weight, scale
         if scores is not None:
             observe(scores.view(2, *whole.shape[:2]).transpose(1, 2))
@@ -118,15 +118,15 @@ def _chunks(tokens: int, columns: int, device: torch.device) -> list[slice]:
 
 
 def _reduced(
-    logits: Tensor, columns: Tensor, axis: TensorAxis, fuse: Function
+    logits: Tensor, columns: Tensor, tensor: TensorAxis, fuse: Function
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-sum-exp, label's logit and largest logit of each token over all ranks: [n]."""
     largest = fuse(_largest)(logits)
-    if axis.size > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=axis.group)
+    if tensor.size > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tensor.group)
     sums = fuse(_sums)(logits, columns, largest)
-    if axis.size > 1:
-        dist.all_reduce(sums, group=axis.group)
+    if tensor.size > 1:
+        dist.all_reduce(sums, group=tensor.group)
     total, label_logits = sums
     return total.log() + largest, label_logits, largest
 

@@ -74,13 +74,13 @@ class ColumnParallelLinear(Deferring):
     blocks: output columns of each part that is split by itself (q|k|v, gate|up)
     """
 
-    def __init__(self, in_size: int, blocks: tuple[int, ...], *, bias: bool, axis: TensorAxis):
+    def __init__(self, in_size: int, blocks: tuple[int, ...], *, bias: bool, tensor: TensorAxis):
         super().__init__()
-        self.axis = axis
+        self.tensor = tensor
         sharding = Sharding((sum(blocks), in_size), 0, blocks, role="hidden")
-        self.weight = declared_parameter(sharding, axis.size)
+        self.weight = declared_parameter(sharding, tensor)
         self.bias = (
-            declared_parameter(Sharding((sum(blocks),), 0, blocks), axis.size) if bias else None
+            declared_parameter(Sharding((sum(blocks),), 0, blocks), tensor) if bias else None
         )
 
     def forward(self, x: Tensor, *, bias_gradient: bool = True) -> Tensor:
@@ -92,7 +92,9 @@ class ColumnParallelLinear(Deferring):
         bias: Tensor | None = self.bias
         if bias is not None and not bias_gradient:
             bias = bias.detach()
-        return column_parallel_matmul(x, self.weight, bias, axis=self.axis, deferral=self.deferral)
+        return column_parallel_matmul(
+            x, self.weight, bias, tensor=self.tensor, deferral=self.deferral
+        )
 
 
 class RowParallelLinear(Deferring):
@@ -105,16 +107,16 @@ class RowParallelLinear(Deferring):
     reduce-scatter; backward: all-gather.
     """
 
-    def __init__(self, in_size: int, out_size: int, *, bias: bool, axis: TensorAxis):
+    def __init__(self, in_size: int, out_size: int, *, bias: bool, tensor: TensorAxis):
         super().__init__()
-        self.axis = axis
+        self.tensor = tensor
         sharding = Sharding((out_size, in_size), 1, (in_size,), role="hidden")
-        self.weight = declared_parameter(sharding, axis.size)
-        self.bias = declared_parameter(Sharding((out_size,)), axis.size) if bias else None
+        self.weight = declared_parameter(sharding, tensor)
+        self.bias = declared_parameter(Sharding((out_size,)), tensor) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in/t] to [s, b, out] (s/t under sequence parallelism), without the bias."""
-        return leave_tensor_region(matmul(x, self.weight, None, self.deferral), self.axis)
+        return leave_tensor_region(matmul(x, self.weight, None, self.deferral), self.tensor)
 
     def bias_here(self) -> Tensor | None:
         """Return the bias for this rank's positions.
@@ -122,9 +124,9 @@ class RowParallelLinear(Deferring):
         Under sequence parallelism each rank adds it to its own positions only, and its gradient is
         summed over the ranks.
         """
-        if self.bias is None or not self.axis.sequence_parallel:
+        if self.bias is None or not self.tensor.sequence_parallel:
             return self.bias
-        return copy_to_tensor_axis(self.bias, self.axis)
+        return copy_to_tensor_axis(self.bias, self.tensor)
 
 
 def column_parallel_matmul(
@@ -132,12 +134,12 @@ def column_parallel_matmul(
     weight: nn.Parameter,
     bias: Tensor | None,
     *,
-    axis: TensorAxis,
+    tensor: TensorAxis,
     deferral: Deferral | None,
 ) -> Tensor:
     """Return x W^T + bias with this rank's rows of W: [s, b, in] (or s/t) to [s, b, out/t]."""
-    if axis.size > 1:
-        return _ColumnParallelMatmul.apply(x, weight, bias, axis, deferral)
+    if tensor.size > 1:
+        return _ColumnParallelMatmul.apply(x, weight, bias, tensor, deferral)
     return matmul(x, weight, bias, deferral)
 
 
@@ -186,29 +188,29 @@ class _ColumnParallelMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, axis, deferral):
-        ctx.axis, ctx.weight, ctx.deferral = axis, weight, deferral
+    def forward(ctx, x, weight, bias, tensor, deferral):
+        ctx.tensor, ctx.weight, ctx.deferral = tensor, weight, deferral
         ctx.save_for_backward(x)
-        whole = all_gather(x, axis) if axis.sequence_parallel else x
+        whole = all_gather(x, tensor) if tensor.sequence_parallel else x
         return F.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        axis, in_parts = ctx.axis, ctx.axis.sequence_parallel
+        tensor, in_parts = ctx.tensor, ctx.tensor.sequence_parallel
         grad_weight = None
         if ctx.deferral is None:
-            whole = begin_all_gather(x, axis) if in_parts else lambda: x
+            whole = begin_all_gather(x, tensor) if in_parts else lambda: x
             grad_copy = grad @ ctx.weight
             gathered = whole()
-            grad_x = begin_sum_of_copies(grad_copy, axis)
+            grad_x = begin_sum_of_copies(grad_copy, tensor)
             grad_weight = weight_gradient(grad, gathered)
         else:
-            grad_x = begin_sum_of_copies(grad @ ctx.weight, axis)
+            grad_x = begin_sum_of_copies(grad @ ctx.weight, tensor)
             own = x.detach()  # otherwise the graph before x would stay alive
             ctx.deferral.put(
                 ctx.weight,
-                lambda: weight_gradient(grad, all_gather(own, axis) if in_parts else own),
+                lambda: weight_gradient(grad, all_gather(own, tensor) if in_parts else own),
             )
         grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x(), grad_weight, grad_bias, None, None
@@ -233,29 +235,29 @@ class VocabParallelEmbedding(nn.Module):
         hidden_size: int,
         *,
         padded_vocab_size: int,
-        axis: TensorAxis,
+        tensor: TensorAxis,
         role: Role = "input",
     ):
         super().__init__()
-        self.axis = axis
+        self.tensor = tensor
         shape = (vocab_size, hidden_size)
         sharding = Sharding(shape, 0, (vocab_size,), padded_vocab_size, role=role)
-        self.weight = declared_parameter(sharding, axis.size)
+        self.weight = declared_parameter(sharding, tensor)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Look up [b, s] token ids: [s, b, h] (s/t under sequence parallelism)."""
         tokens = tokens.t()  # [s, b]
-        if self.axis.size == 1:
+        if self.tensor.size == 1:
             return look_up(tokens, self.weight)
         rows = self.weight.shape[0]
-        local = tokens - self.axis.rank * rows
+        local = tokens - self.tensor.rank * rows
         elsewhere = (local < 0) | (local >= rows)
         x = look_up(local.masked_fill(elsewhere, 0), self.weight)
-        return leave_tensor_region(x.masked_fill_(elsewhere.unsqueeze(-1), 0), self.axis)
+        return leave_tensor_region(x.masked_fill_(elsewhere.unsqueeze(-1), 0), self.tensor)
 
     def logits(self, x: Tensor) -> Tensor:
         """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
-        return column_parallel_matmul(x, self.weight, None, axis=self.axis, deferral=None)
+        return column_parallel_matmul(x, self.weight, None, tensor=self.tensor, deferral=None)
 
 
 # Norms, whose weights are replicated on every tensor rank.
@@ -272,13 +274,13 @@ class Norm(Fusing):
     """
 
     def __init__(
-        self, size: int, epsilon: float, *, bias: bool, input_is_split: bool, axis: TensorAxis
+        self, size: int, epsilon: float, *, bias: bool, input_is_split: bool, tensor: TensorAxis
     ):
         super().__init__()
-        self.size, self.epsilon, self.axis = size, epsilon, axis
+        self.size, self.epsilon, self.tensor = size, epsilon, tensor
         self.input_is_split = input_is_split
-        self.weight = declared_parameter(Sharding((size,)), axis.size)
-        self.bias = declared_parameter(Sharding((size,)), axis.size) if bias else None
+        self.weight = declared_parameter(Sharding((size,)), tensor)
+        self.bias = declared_parameter(Sharding((size,)), tensor) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
@@ -296,8 +298,8 @@ class Norm(Fusing):
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.input_is_split:
-            weight = copy_to_tensor_axis(weight, self.axis)
-            bias = None if bias is None else copy_to_tensor_axis(bias, self.axis)
+            weight = copy_to_tensor_axis(weight, self.tensor)
+            bias = None if bias is None else copy_to_tensor_axis(bias, self.tensor)
         return weight, bias
 
 

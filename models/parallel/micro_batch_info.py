@@ -45,7 +45,7 @@ def dropout(
     *,
     key: MaskKey | None,
     layer: str,
-    axis: TensorAxis,
+    tensor: TensorAxis,
     fuse: Function,
     slices: Slices | None = None,
 ) -> Tensor:
@@ -58,7 +58,7 @@ def dropout(
     """
     if key is None or probability == 0:
         return x
-    rows = stream_rows(x, key=key, layer=layer, axis=axis, fuse=fuse, slices=slices)
+    rows = stream_rows(x, key=key, layer=layer, tensor=tensor, fuse=fuse, slices=slices)
     return drop_out(x, rows, probability, fuse)
 
 
@@ -67,12 +67,12 @@ def stream_rows(
     *,
     key: MaskKey,
     layer: str,
-    axis: TensorAxis,
+    tensor: TensorAxis,
     fuse: Function,
     slices: Slices | None = None,
 ) -> Tensor:
     """Number the rows of x, [s, b, h] or [s/t, b, h], for its dropout mask: int64 [s, b]."""
-    first = axis.rank * x.shape[0] if axis.sequence_parallel else 0
+    first = tensor.rank * x.shape[0] if tensor.sequence_parallel else 0
     last = first + x.shape[0]
     positions = token_positions(slices or (range(last),), x.device)[first:last]
     return fuse(_stream_rows)(_sample_numbers(key, layer, x.device), positions)

@@ -15,7 +15,7 @@ from threefold.checkpoint import resume
 from threefold.checkpoint.compatibility import check_same_run
 from threefold.checkpoint.resume import ResumePoint, find_damage
 from threefold.checkpoint.state import CheckpointReader
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import fingerprint
 from threefold.data.dataset import TrainingData
@@ -129,7 +129,7 @@ def test_an_edited_deepspeed_json_is_reported(corpus: Path, tmp_path: Path) -> N
     file = tmp_path / "own.json"
     file.write_text(json.dumps(config))
     recipe = recipe_of(corpus, deepspeed=str(file))
-    layout = layout_of(recipe, Topology(pipeline=1, data=1, tensor=1))
+    layout = layout_of(recipe, ParallelDims(pipeline=1, data=1, tensor=1))
     saved = replace(manifest_of(recipe), layout=layout)
     assert ResumePoint(CheckpointReader(HERE, saved)).changes(recipe) == {}
     file.write_text(json.dumps(config | {"bf16": {"enabled": True}}))
@@ -142,7 +142,7 @@ def test_a_new_batch_size_resumes_at_the_next_sample(corpus: Path) -> None:
     def samples(data: TrainingData, step: int) -> list[int]:
         return [sample for each in data.step(step) for sample in each.info.dropout.samples]
 
-    alone = Topology(pipeline=1, data=1, tensor=1)
+    alone = ParallelDims(pipeline=1, data=1, tensor=1)
     before = TrainingData(recipe_of(corpus), alone, 0)
     assert samples(before, 4)[-1] == 31
     after = TrainingData(recipe_of(corpus, batch__global_sequences=16), alone, 0)

@@ -20,7 +20,7 @@ from threefold.checkpoint.format import FileRecord, find_damages
 from threefold.checkpoint.retention import RESERVED_BYTES_AT_THE_END, checkpoint_bytes
 from threefold.checkpoint.writer import CheckpointWriter, Counters, Written, united
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
@@ -201,7 +201,11 @@ def save_on_a_full_disk(
     engine, data = start(recipe, join_world())
     train_step(engine, data, 1)
     train_step(engine, data, 2)
-    facts = {"recipe": recipe, "topology": recipe.topology(World()), "data": data.fingerprint}
+    facts = {
+        "recipe": recipe,
+        "dims": recipe.parallel_dims(LaunchEnvironment()),
+        "data": data.fingerprint,
+    }
     own = RunFolder(folder / "run")
     own.path.mkdir()
     writer_module.SECONDS_BETWEEN_TRIES = 0.02
@@ -293,6 +297,6 @@ def save_into_folders_of_their_own(recipe: Recipe, folder: Path) -> str | None:
     train_step(engine, data, 1)
     own = RunFolder(folder / str(world.rank))
     own.path.mkdir(parents=True)
-    facts = {"recipe": recipe, "topology": recipe.topology(world), "data": data.fingerprint}
+    facts = {"recipe": recipe, "dims": recipe.parallel_dims(world), "data": data.fingerprint}
     writer = CheckpointWriter(engine.state, own, **facts)
     return writer.save(data.progress_after(1)) or writer.wait()

@@ -29,7 +29,7 @@ from threefold.config.deepspeed_schema import (
     WITHOUT_EFFECT,
 )
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
-from threefold.config.parallel_dims import Topology, World
+from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.pretrain.experiment import read_experiment
 from threefold.run_folder.progress import Progress
@@ -148,10 +148,10 @@ def write(folder: Path, content: dict[str, Any] | str) -> Path:
     return file
 
 
-def setting(file: Path, *overrides: str) -> tuple[Recipe, Topology]:
+def setting(file: Path, *overrides: str) -> tuple[Recipe, ParallelDims]:
     """Return tiny with a JSON, and its layout on two processes."""
     recipe = load_recipe(TINY, [f'deepspeed="{file}"', *overrides])
-    return recipe, recipe.topology(World(size=2, local_size=2))
+    return recipe, recipe.parallel_dims(LaunchEnvironment(size=2, local_size=2))
 
 
 def build(folder: Path, content: dict[str, Any] | str, *overrides: str) -> dict[str, Any]:
@@ -305,8 +305,8 @@ def test_a_block_about_wandb_becomes_a_table_of_the_recipe(
     block: Any, overrides: list[str], expected: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     content = {"zero_optimization": {"stage": 1}, "wandb": block}
-    recipe, topology = setting(write(tmp_path, content), *overrides)
-    note, *advice = deepspeed_notes(recipe, topology)
+    recipe, dims = setting(write(tmp_path, content), *overrides)
+    note, *advice = deepspeed_notes(recipe, dims)
     assert note == DECIDES
     if expected is None:
         assert not advice
@@ -318,7 +318,7 @@ def test_a_block_about_wandb_becomes_a_table_of_the_recipe(
     assert {key: getattr(tracking, key) for key in expected} == expected
     accepted = recipe.model_copy(update={"tracking": tracking})
     if block != WANDB | {"project": "a/b", "team": 5}:  # values that no recipe accepts
-        assert deepspeed_notes(accepted, topology) == [DECIDES]
+        assert deepspeed_notes(accepted, dims) == [DECIDES]
     with pytest.raises(UserError) as raised:
         build(tmp_path, content | {"other": 5}, *overrides)
     assert advice[0] in str(raised.value)
@@ -414,13 +414,13 @@ def test_all_kinds_of_findings_come_at_once(tmp_path: Path) -> None:
 
 def test_the_recipes_own_values_are_accepted(tmp_path: Path) -> None:
     overrides = ("optimizer.schedule.decay=linear", "optimizer.schedule.minimum_learning_rate=0.0")
-    recipe, topology = setting(write(tmp_path, {"zero_optimization": {"stage": 1}}), *overrides)
-    expected = build_deepspeed_config(recipe, topology)
+    recipe, dims = setting(write(tmp_path, {"zero_optimization": {"stage": 1}}), *overrides)
+    expected = build_deepspeed_config(recipe, dims)
     optimizer, warmup = recipe.optimizer, recipe.optimizer.schedule.warmup_steps
     content = {
         "train_batch_size": recipe.batch.global_sequences,
         "train_micro_batch_size_per_gpu": recipe.batch.micro_sequences,
-        "gradient_accumulation_steps": recipe.micro_batches(topology.data),
+        "gradient_accumulation_steps": recipe.micro_batches(dims.data),
         "gradient_clipping": optimizer.gradient_clipping,
         "zero_optimization": {"stage": 1},
         "optimizer": {
@@ -467,14 +467,14 @@ def test_keys_without_effect_are_noted_and_do_not_reach_deepspeed(tmp_path: Path
     off += [(path, False) for path in OUTPUTS]
     off += [("zero_optimization.offload_param", {"device": "none", "pin_memory": True})]
     for path, value in [*cases, *off]:
-        recipe, topology = setting(write(tmp_path, nested(path, value)))
+        recipe, dims = setting(write(tmp_path, nested(path, value)))
         config = read_deepspeed_json(recipe.deepspeed)
         config.pop("fp16", None)
         assert config == plain, path
         if (path, value) in off:
-            assert deepspeed_notes(recipe, topology) == []
+            assert deepspeed_notes(recipe, dims) == []
             continue
-        (note,) = deepspeed_notes(recipe, topology)
+        (note,) = deepspeed_notes(recipe, dims)
         assert note.startswith(f"without effect here: {path} (")
         assert path not in WITHOUT_EFFECT or note.endswith(f" ({WITHOUT_EFFECT[path]})")
 
@@ -506,11 +506,11 @@ def test_the_documented_decisions_are_the_real_ones() -> None:
 def test_settings_of_zero_3_are_noted_with_other_stages(stage: int, tmp_path: Path) -> None:
     zero = {key: SETTINGS["zero_optimization"][key].example for key in ONLY_ZERO_3}
     content = {"zero_optimization": {"stage": stage} | zero}
-    recipe, topology = setting(write(tmp_path, content), "layout.pipeline=1")
+    recipe, dims = setting(write(tmp_path, content), "layout.pipeline=1")
     kept = read_deepspeed_json(recipe.deepspeed)["zero_optimization"].keys() & zero.keys()
     names = ", ".join(f"zero_optimization.{key}" for key in ONLY_ZERO_3)
     note = f"without effect here: {names} (only with ZeRO-3)"
-    assert (deepspeed_notes(recipe, topology), kept) == (
+    assert (deepspeed_notes(recipe, dims), kept) == (
         ([], zero.keys()) if stage == 3 else ([note], set())
     )
 
@@ -537,9 +537,9 @@ def test_auto_stands_for_the_default_of_every_setting(tmp_path: Path) -> None:
     ]:
         if isinstance(entry, dict) or path.endswith((".enabled", "zero_optimization.stage")):
             continue
-        recipe, topology = setting(write(tmp_path, nested(path, "auto")))
+        recipe, dims = setting(write(tmp_path, nested(path, "auto")))
         assert path.rpartition(".")[2] not in str(read_deepspeed_json(recipe.deepspeed))
-        (note,) = deepspeed_notes(recipe, topology)
+        (note,) = deepspeed_notes(recipe, dims)
         assert f'{path} ("auto" stands for the default)' in note
 
 
@@ -570,12 +570,12 @@ def test_the_former_name_of_bf16_is_read(tmp_path: Path) -> None:
 def test_any_value_of_the_zero_block_is_read_or_rejected(zero: Any, tmp_path: Path) -> None:
     name = write(tmp_path, {"zero_optimization": zero})
     recipe = load_recipe(DEFAULT_RECIPE, [f"deepspeed={name}"])
-    topology = recipe.topology(World(size=2, local_size=2))
+    dims = recipe.parallel_dims(LaunchEnvironment(size=2, local_size=2))
     if zero == "auto":
-        assert build_deepspeed_config(recipe, topology)["zero_optimization"]["stage"] == 1
+        assert build_deepspeed_config(recipe, dims)["zero_optimization"]["stage"] == 1
         return
     with pytest.raises(UserError, match="zero_optimization"):
-        build_deepspeed_config(recipe, topology)
+        build_deepspeed_config(recipe, dims)
 
 
 @pytest.mark.parametrize("key", ["train_micro_batch_size_per_gpu", "gradient_accumulation_steps"])

@@ -28,7 +28,7 @@ from threefold.config.deepspeed_schema import (
     WITHOUT_EFFECT,
 )
 from threefold.config.loading import REPOSITORY, parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.prove.training import many_cases, start, train_step
 
 STEPS = 2
@@ -106,7 +106,9 @@ def train_with_each(corpus: str, folder: str) -> dict[tuple[str, int], list[floa
 
 def train(table: dict[str, Any]) -> list[float]:
     """Return the losses and gradient norms of some steps."""
-    engine, data = start(parse_recipe(table, "test"), World.from_environment(os.environ))
+    engine, data = start(
+        parse_recipe(table, "test"), LaunchEnvironment.from_environment(os.environ)
+    )
     steps = [train_step(engine, data, step) for step in range(1, STEPS + 1)]
     return [number for step in steps for number in (step.loss, step.grad_norm)]
 

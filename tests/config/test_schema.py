@@ -15,7 +15,7 @@ from tests.ranks import start_ranks
 from threefold.config import loading
 from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"
@@ -307,8 +307,8 @@ def rejection(path: Path, overrides: list[str], ranks: int) -> str:
     """Return the message of the rejected recipe."""
     with pytest.raises(UserError) as rejected:
         recipe = load_recipe(path, overrides)
-        topology = recipe.topology(World(size=ranks, local_size=ranks))
-        build_deepspeed_config(recipe, topology)
+        dims = recipe.parallel_dims(LaunchEnvironment(size=ranks, local_size=ranks))
+        build_deepspeed_config(recipe, dims)
     return str(rejected.value)
 
 
@@ -368,7 +368,9 @@ def test_the_advice_for_an_indivisible_world_works(overrides: str, ranks: int, w
         more = [f"cluster.gpus_per_node={count}"] if "cluster" in overrides else []
         if " with " in layout:
             more.append(layout.partition(" with ")[2].replace(" ", ""))
-        load_recipe(TINY, [*given, *more]).topology(World(size=count, local_size=count))
+        load_recipe(TINY, [*given, *more]).parallel_dims(
+            LaunchEnvironment(size=count, local_size=count)
+        )
 
 
 @pytest.mark.parametrize(
@@ -420,7 +422,7 @@ def test_the_example_of_every_list_has_an_entry() -> None:
 
 def test_the_unmodified_recipe_of_the_table_is_valid() -> None:
     recipe = load_recipe(TINY)
-    build_deepspeed_config(recipe, recipe.topology(World(size=2, local_size=2)))
+    build_deepspeed_config(recipe, recipe.parallel_dims(LaunchEnvironment(size=2, local_size=2)))
     assert len(BAD) >= 25
 
 
@@ -559,8 +561,8 @@ def test_gradients_are_summed_in_fp32_by_default(
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config | named))
     recipe = load_recipe(TINY, [f'deepspeed="{file}"'])
-    topology = recipe.topology(World(size=2, local_size=2))
-    assert build_deepspeed_config(recipe, topology)["communication_data_type"] == expected
+    dims = recipe.parallel_dims(LaunchEnvironment(size=2, local_size=2))
+    assert build_deepspeed_config(recipe, dims)["communication_data_type"] == expected
 
 
 def test_tied_embeddings_are_rejected_if_deepspeed_would_untie_them(tmp_path: Path) -> None:
@@ -576,7 +578,9 @@ def test_tied_embeddings_are_rejected_if_deepspeed_would_untie_them(tmp_path: Pa
         [*tied, "layout.pipeline=1"],
     ):
         recipe = load_recipe(TINY, overrides)
-        build_deepspeed_config(recipe, recipe.topology(World(size=2, local_size=2)))
+        build_deepspeed_config(
+            recipe, recipe.parallel_dims(LaunchEnvironment(size=2, local_size=2))
+        )
 
 
 def test_overrides_have_toml_values_and_bare_words_are_strings() -> None:
@@ -638,15 +642,15 @@ def test_every_shipped_recipe_and_config_is_valid() -> None:
         assert isinstance(recipe, Recipe)
         layout = recipe.layout
         ranks = layout.pipeline * layout.tensor * max(layout.context, layout.expert)
-        world = World(size=ranks, local_size=ranks)
+        world = LaunchEnvironment(size=ranks, local_size=ranks)
         if recipe.cluster:
             local = recipe.cluster.gpus_per_node
-            world = World(size=recipe.cluster.nodes * local, local_size=local)
-        build_deepspeed_config(recipe, recipe.topology(world))
+            world = LaunchEnvironment(size=recipe.cluster.nodes * local, local_size=local)
+        build_deepspeed_config(recipe, recipe.parallel_dims(world))
     for path in shipped_configs():
         overrides = ["layout.pipeline=1", f'deepspeed="{path}"']
         recipe = load_recipe(TINY, overrides)
-        build_deepspeed_config(recipe, recipe.topology(World()))
+        build_deepspeed_config(recipe, recipe.parallel_dims(LaunchEnvironment()))
 
 
 @pytest.mark.parametrize(
@@ -671,8 +675,8 @@ def test_zero_2_on_one_data_rank_is_zero_1(ranks: int, tensor: int, stage: int) 
     recipe = load_recipe(
         REPOSITORY / "recipes" / "tiny.toml", ["deepspeed=ds_configs/zero2_fp32.json", *layout]
     )
-    topology = recipe.topology(World(size=ranks, local_size=ranks))
-    assert zero_stage(build_deepspeed_config(recipe, topology)) == stage
+    dims = recipe.parallel_dims(LaunchEnvironment(size=ranks, local_size=ranks))
+    assert zero_stage(build_deepspeed_config(recipe, dims)) == stage
 
 
 def test_two_ranks_print_one_message_and_no_traceback(tmp_path: Path) -> None:

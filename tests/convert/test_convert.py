@@ -29,6 +29,7 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
+from models.transformer import ModelAxes
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
@@ -42,7 +43,7 @@ from threefold.checkpoint.resume import find_initial_weights
 from threefold.checkpoint.state import CheckpointReader
 from threefold.commands.convert import main, settings, write_text
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.convert.files import (
     IMPORTED,
@@ -175,10 +176,10 @@ def validation(data: TrainingData) -> tuple[torch.Tensor, torch.Tensor]:
 def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits [b, s, v] of a checkpoint's weights, computed in one process."""
     config, axis = model_of(source), TensorAxis()
-    model = SequentialModel(layer_specs(config, axis))
+    model = SequentialModel(layer_specs(config, ModelAxes(tensor=axis)))
     for name, parameter in logical_parameters(model, config):
         logical = source.tensor("weights", name)
-        parameter.copy_(parameter.sharding.local_part(logical, 0, 1))
+        parameter.copy_(parameter.sharding.local_part(logical, TensorAxis()))
     logits = run_layers(model.layers, tokens, info=MicroBatchInfo())  # [s, b, v]
     return logits.transpose(0, 1)[..., : config.vocab_size]
 
@@ -193,7 +194,7 @@ def test_transformers_opens_the_checkpoint_of_a_parallel_run(
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(theirs).__name__.lower().startswith(shape.split()[-1].replace("_", ""))
     tokens, labels = validation(
-        TrainingData(recipe, recipe.topology(World(size=4, local_size=4)), 0)
+        TrainingData(recipe, recipe.parallel_dims(LaunchEnvironment(size=4, local_size=4)), 0)
     )
     got, expected = theirs(tokens).logits, our_logits(source, tokens)
     assert float((got - expected).abs().max() / expected.abs().max()) <= 1e-5
@@ -397,7 +398,7 @@ def test_a_run_in_any_layout_starts_from_their_weights(
     )
     loss = run_ranks(2, start_from_weights, recipe)[0]
     tokens, labels = validation(
-        TrainingData(recipe, recipe.topology(World(size=2, local_size=2)), 0)
+        TrainingData(recipe, recipe.parallel_dims(LaunchEnvironment(size=2, local_size=2)), 0)
     )
     expected = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
     assert loss == pytest.approx(float(expected), 1e-5)

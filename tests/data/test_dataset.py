@@ -16,7 +16,7 @@ from models.errors import UserError
 from models.parallel.micro_batch_info import MaskKey
 from tests.conftest import VOCAB_SIZE, changed
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.config.sections import check_weights, whole_shares
 from threefold.data.corpus import document_starts, fingerprint
@@ -31,7 +31,7 @@ from threefold.tracking.messages import announce
 
 def build(table: dict[str, Any], data_size: int = 1, data_rank: int = 0) -> TrainingData:
     recipe: Recipe = parse_recipe(table, "test.toml")
-    return TrainingData(recipe, Topology(pipeline=1, data=data_size, tensor=1), data_rank)
+    return TrainingData(recipe, ParallelDims(pipeline=1, data=data_size, tensor=1), data_rank)
 
 
 def window(data: TrainingData, sample: int) -> np.ndarray:
@@ -239,11 +239,11 @@ def test_all_stages_know_the_documents_and_only_the_end_stages_read_tokens(
         batch__global_sequences=24,
         data__separate_documents=True,
     )
-    recipe, topology = parse_recipe(table, "test.toml"), Topology(pipeline=3, data=2, tensor=2)
+    recipe, dims = parse_recipe(table, "test.toml"), ParallelDims(pipeline=3, data=2, tensor=2)
     found = set()
     for rank in range(12):
-        data = TrainingData(recipe, topology, rank)
-        coordinates = topology.coordinates(rank)
+        data = TrainingData(recipe, dims, rank)
+        coordinates = dims.coordinates(rank)
         data.resume(Progress(5, 77))
         for each, first in zip(
             data.step(6), range(77 + 2 * coordinates.data, 77 + 24, 4), strict=True
@@ -471,9 +471,9 @@ def test_context_ranks_divide_the_sequences_of_a_data_rank(
     recipe = parse_recipe(changed(small, **changes), "test.toml")
     length = recipe.model.sequence_length
     for data_rank in range(2):
-        topology = Topology(pipeline=1, data=2, tensor=1)
-        whole = TrainingData(recipe, topology, data_rank)
-        divided = Topology(pipeline=1, data=2, tensor=1, context=context)
+        dims = ParallelDims(pipeline=1, data=2, tensor=1)
+        whole = TrainingData(recipe, dims, data_rank)
+        divided = ParallelDims(pipeline=1, data=2, tensor=1, context=context)
         parts = [
             TrainingData(recipe, divided, data_rank * context + rank) for rank in range(context)
         ]
@@ -495,9 +495,9 @@ def test_context_ranks_divide_the_sequences_of_a_data_rank(
 def test_the_imbalance_of_context_ranks_is_the_busiest_ranks_share(small: dict[str, Any]) -> None:
     changes = {"data__separate_documents": True, "model__sequence_length": 128}
     recipe = parse_recipe(changed(small, **changes), "test.toml")
-    topology = Topology(pipeline=1, data=2, tensor=1, context=2)
+    dims = ParallelDims(pipeline=1, data=2, tensor=1, context=2)
     most = total = 0
-    for each in TrainingData(recipe, topology, 0).step(1):
+    for each in TrainingData(recipe, dims, 0).step(1):
         assert each.info.documents is not None and each.info.division is not None
         lengths = each.info.documents.lengths
         tokens = [[n + 1 for document in one for n in range(document)] for one in lengths]
@@ -506,13 +506,13 @@ def test_the_imbalance_of_context_ranks_is_the_busiest_ranks_share(small: dict[s
             slices = each.info.division.slices_of(rank)
             work.append(sum(row[p] for row in tokens for part in slices for p in part))
         most, total = most + max(work), total + sum(work)
-    imbalance = TrainingData(recipe, topology, 0).context_imbalance()
+    imbalance = TrainingData(recipe, dims, 0).context_imbalance()
     assert imbalance == pytest.approx(2 * most / total) and imbalance > 1
     whole = recipe.model_copy(update={"data": recipe.data.model_copy(
         update={"separate_documents": False}
     )})  # fmt: skip
-    assert TrainingData(whole, topology, 0).context_imbalance() == 1
-    alone = Topology(pipeline=1, data=2, tensor=1)
+    assert TrainingData(whole, dims, 0).context_imbalance() == 1
+    alone = ParallelDims(pipeline=1, data=2, tensor=1)
     assert TrainingData(recipe, alone, 0).context_imbalance() == 1
 
 
@@ -520,8 +520,8 @@ def test_a_run_prints_the_imbalance_of_context_ranks(
     small: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = parse_recipe(changed(small, layout__context=2), "test.toml")
-    topology = Topology(pipeline=1, data=1, tensor=1, context=2)
+    dims = ParallelDims(pipeline=1, data=1, tensor=1, context=2)
     found = mock.Mock(progress=Progress(), weights_only=False)
     for imbalance, said in ((1.34, True), (1.05, False)):
-        announce(recipe, topology, ["a", "a"], mock.Mock(path=tmp_path), found, imbalance)
+        announce(recipe, dims, ["a", "a"], mock.Mock(path=tmp_path), found, imbalance)
         assert ("context 2: " in capsys.readouterr().out.replace("x context 2", "")) == said

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.data import sample_order
 from threefold.data.dataset import TrainingData
 from threefold.data.sample_order import CorpusOrder, permuted, place_of
 from threefold.data.token_file import TokenFile
 from threefold.run_folder.progress import Progress
 
-ALONE = Topology(pipeline=1, data=1, tensor=1)
+ALONE = ParallelDims(pipeline=1, data=1, tensor=1)
 
 
 def test_place_of_inverts_the_permutation() -> None:

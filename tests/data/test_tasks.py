@@ -16,7 +16,7 @@ from tests.pretrain.evaluation.text_corpus import (
     write_text_corpus,
 )
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.data.dataset import TrainingData
 from threefold.data.task_file import TaskTokenizer, pack
 from threefold.data.tasks import UNCOUNTED, Tasks, open_tasks
@@ -103,11 +103,11 @@ def test_all_context_ranks_together_have_every_window(folder: Path) -> None:
     recipe = parse_recipe(
         evaluating_recipe(folder, layout__context=2, batch__micro_sequences=1), "test"
     )
-    topology = Topology(pipeline=1, data=2, tensor=1, context=2)
+    dims = ParallelDims(pipeline=1, data=2, tensor=1, context=2)
     seen: dict[int, int] = {}
     tasks = open_tasks(recipe)
     for rank in range(4):
-        data = TrainingData(recipe, topology, rank)
+        data = TrainingData(recipe, dims, rank)
         rows_of_rank = list(data.evaluation_samples(len(tasks.windows)))
         for rows, micro_batch in zip(rows_of_rank, data.task_windows(), strict=True):
             requests = tasks.requests_at(rows, micro_batch.info.slices)

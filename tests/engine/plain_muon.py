@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
-from models.parallel.collectives import TensorAxis
 from threefold.config.optimization import learning_rate
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
 
@@ -41,9 +40,9 @@ class PlainRun:
 
     def __post_init__(self) -> None:
         model = self.recipe.model
-        self.model = SequentialModel(layer_specs(model, TensorAxis()))
+        self.model = SequentialModel(layer_specs(model))
         parameters = list(logical_parameters(self.model, model))
-        initialize(parameters, model, seed=self.recipe.seed, tensor_rank=0, tensor_size=1)
+        initialize(parameters, model, seed=self.recipe.seed)
         self.parameters: dict[str, nn.Parameter] = dict(parameters)
         self.states = {
             name: State(torch.zeros_like(each), torch.zeros_like(each))
@@ -52,7 +51,7 @@ class PlainRun:
 
     def train(self, steps: int) -> None:
         """Run steps, and record losses and norms."""
-        data = TrainingData(self.recipe, self.recipe.topology(World()), 0)
+        data = TrainingData(self.recipe, self.recipe.parallel_dims(LaunchEnvironment()), 0)
         for step in range(1, steps + 1):
             micro_batches = list(data.step(step))
             total = 0.0

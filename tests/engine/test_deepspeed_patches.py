@@ -13,7 +13,7 @@ from deepspeed.utils.timer import NoopTimer
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.prove.training import many_cases, start, train_step
 
 CONFIGS = ("zero1_fp32", "zero1_bf16", "zero2_fp32", "zero3_fp32")
@@ -27,7 +27,7 @@ def worker(corpus: str, timed: str) -> dict[str, tuple[int, str, int]]:
         for config in (*(f"ds_configs/{name}.json" for name in CONFIGS), timed):
             begin()
             recipe = parse_recipe(changed(small_recipe(Path(corpus)), deepspeed=config), "test")
-            engine, data = start(recipe, World.from_environment(os.environ))
+            engine, data = start(recipe, LaunchEnvironment.from_environment(os.environ))
             accelerator = type(get_accelerator())
             with mock.patch.object(accelerator, "synchronize") as synchronize:
                 for step in range(1, STEPS + 1):
@@ -57,7 +57,7 @@ def reports_of_start(corpus: str) -> tuple[int, int]:
     recipe = changed(small_recipe(Path(corpus)), deepspeed="ds_configs/zero1_bf16.json")
     with mock.patch.object(bf16_optimizer, "see_memory_usage") as report, many_cases() as begin:
         begin()
-        start(parse_recipe(recipe, "test"), World.from_environment(os.environ))
+        start(parse_recipe(recipe, "test"), LaunchEnvironment.from_environment(os.environ))
         during = report.call_count
         bf16_optimizer.see_memory_usage("afterwards")
         return during, report.call_count

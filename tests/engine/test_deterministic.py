@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.config import ModelConfig
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
-from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.conftest import GPT_SWITCHES, changed
 from tests.ranks import start_ranks
@@ -98,8 +97,8 @@ def deterministic() -> Iterator[None]:
 
 def step(config: ModelConfig, dtype: torch.dtype) -> list[torch.Tensor]:
     """Return the loss and all gradients of a micro-batch."""
-    model = SequentialModel(layer_specs(config, TensorAxis()))
-    initialize(logical_parameters(model, config), config, seed=0, tensor_rank=0, tensor_size=1)
+    model = SequentialModel(layer_specs(config))
+    initialize(logical_parameters(model, config), config, seed=0)
     model.to(dtype)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (2, config.sequence_length), generator=generator)

@@ -27,7 +27,7 @@ from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine, StepResult, held_values
 from threefold.prove import training
@@ -205,8 +205,8 @@ def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
     if changes.get("deepspeed") == ACCUMULATING:
         changes = changes | {"deepspeed": str(corpus / ACCUMULATING)}
     recipe = parse_recipe(changed(small_recipe(corpus), **(settings | changes)), "test")
-    topology = recipe.topology(World(size=world_size, local_size=world_size))
-    return ProofCase(recipe, topology, zero_stage(build_deepspeed_config(recipe, topology)))
+    dims = recipe.parallel_dims(LaunchEnvironment(size=world_size, local_size=world_size))
+    return ProofCase(recipe, dims, zero_stage(build_deepspeed_config(recipe, dims)))
 
 
 def layout_of(key: Key) -> tuple[int, dict[str, Any]]:
@@ -238,7 +238,7 @@ def step_and_save(folder: RunFolder, engine: Engine, data: TrainingData, step: i
 
 def train_worker(corpus: str, layouts: dict[Key, dict[str, Any]]) -> dict[Key, Trained]:
     """Train every layout, resume it, and change a replica; return the results on rank 0."""
-    world, results = World.from_environment(os.environ), {}
+    world, results = LaunchEnvironment.from_environment(os.environ), {}
     with many_cases() as begin_case:
         for key, changes in layouts.items():
             begin_case()

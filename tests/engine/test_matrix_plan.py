@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 
+from models.parallel.collectives import TensorAxis
 from models.sharding import Sharding
 from threefold.checkpoint.state import Fragment
 from threefold.engine import muon_exchange
@@ -48,7 +49,7 @@ def divided(tensor: int, data: int, *, expert: bool = False) -> list[list[Shard]
             if expert:
                 whole = Sharding((2 * FFN, HIDDEN), None, (FFN, FFN), of_expert=True, role="hidden")
                 own |= {f"expert.{tensor_rank}": whole}
-            shapes = {name: each.local_shape(tensor) for name, each in own.items()}
+            shapes = {name: each.local_shape(TensorAxis(size=tensor)) for name, each in own.items()}
             counts = {name: rows * columns for name, (rows, columns) in shapes.items()}
             share = -(-sum(counts.values()) // data)
             first, shards = 0, []

@@ -15,11 +15,13 @@ from models.initialization import NormalRows, initial_std, initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.sharding import place_of, sharding_of
+from models.transformer import ModelAxes
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, parse_recipe
-from threefold.engine.build import build_grid, build_model, tensor_axis
+from threefold.engine.axes import build_axes
+from threefold.engine.build import build_model
 
 CORPUS = Path("no corpus is read")
 SMALL_CHUNK = 300  # elements; most weights have several chunks
@@ -36,17 +38,17 @@ def parts_of_rank(settings: dict[str, Any]) -> tuple[int, dict[str, tuple[int, T
     world = join_world()
     initialization.CHUNK_ELEMENTS = SMALL_CHUNK
     recipe = parse_recipe(settings, "test")
-    topology = recipe.topology(world)
-    config = build_deepspeed_config(recipe, topology)
-    grid = build_grid(topology, recipe.optimizer)
-    model = build_model(recipe, topology=topology, config=config, grid=grid)
-    axis = tensor_axis(grid, recipe.layout.sequence_parallel)
+    dims = recipe.parallel_dims(world)
+    config = build_deepspeed_config(recipe, dims)
+    axes = build_axes(recipe, dims)
+    model = build_model(recipe, axes, config=config)
+    axis = axes.tensor
     parts = {}
     for name, parameter in logical_parameters(model, recipe.model):
         partitioned: Any = parameter
         assert parameter.numel() == 0  # nothing but the part is left
         share = partitioned.ds_tensor
-        parts[name] = (topology.coordinates(world.rank).data * share.numel(), share.clone())
+        parts[name] = (dims.coordinates(world.rank).data * share.numel(), share.clone())
     return axis.rank, parts
 
 
@@ -60,14 +62,13 @@ def test_each_rank_has_its_part_of_the_same_values(
     recipe = parse_recipe(settings, "test")
     for tensor_rank in range(2):
         axis = TensorAxis(rank=tensor_rank, size=2)
-        model = SequentialModel(layer_specs(recipe.model, axis))
+        model = SequentialModel(layer_specs(recipe.model, ModelAxes(tensor=axis)))
         parameters = dict(logical_parameters(model, recipe.model))
         initialize(
             parameters.items(),
             recipe.model,
             seed=recipe.seed,
-            tensor_rank=tensor_rank,
-            tensor_size=2,
+            tensor=TensorAxis(rank=tensor_rank, size=2),
         )
         holders = [parts for rank, parts in found if rank == tensor_rank]
         assert len(holders) == 2
@@ -88,8 +89,10 @@ def test_threads_draw_the_rows_of_the_logical_tensor(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     config = parse_recipe(table(layout__tensor=2), "test").model
     axis = TensorAxis(rank=tensor_rank, size=2)
-    parameters = dict(logical_parameters(SequentialModel(layer_specs(config, axis)), config))
-    initialize(parameters.items(), config, seed=5, tensor_rank=tensor_rank, tensor_size=2)
+    parameters = dict(
+        logical_parameters(SequentialModel(layer_specs(config, ModelAxes(tensor=axis))), config)
+    )
+    initialize(parameters.items(), config, seed=5, tensor=TensorAxis(rank=tensor_rank, size=2))
     drawn = 0
     for name, parameter in parameters.items():
         if name.endswith("norm.weight"):
@@ -97,7 +100,9 @@ def test_threads_draw_the_rows_of_the_logical_tensor(
         sharding = sharding_of(parameter)
         rows = NormalRows(sharding.shape, name=name, seed=5)
         std = initial_std(config, place_of(name, sharding.role))
-        part = sharding.local_part(std * rows(0, sharding.shape[0]), tensor_rank, 2)
+        part = sharding.local_part(
+            std * rows(0, sharding.shape[0]), TensorAxis(rank=tensor_rank, size=2)
+        )
         assert torch.equal(parameter, part), name
         drawn += parameter.numel() > 4 * SMALL_CHUNK  # by three threads or more
     assert drawn == 10

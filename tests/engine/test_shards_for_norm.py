@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import changed, small_recipe
 from tests.ranks import fp16_on_cpu, run_ranks
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.pipeline.gradients import FlatGradients
 from threefold.prove.training import many_cases, start, train_step
 
@@ -28,7 +28,7 @@ def worker(corpus: str) -> dict[tuple[str, bool], Steps]:
                 config = f"ds_configs/zero1_{precision}.json"
                 table = changed(small_recipe(Path(corpus)), deepspeed=config)
                 table = changed(table, optimizer__gradient_clipping=0.5)
-                world = World.from_environment(os.environ)
+                world = LaunchEnvironment.from_environment(os.environ)
                 engine, data = start(parse_recipe(table, "test"), world)
                 if poisoned:
                     poison(engine.wrapped.gradients)

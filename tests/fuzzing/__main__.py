@@ -41,7 +41,7 @@ from threefold.checkpoint.compatibility import check_initial_weights, check_same
 from threefold.checkpoint.format import Manifest
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import check_document_starts, document_starts, fingerprint, open_corpus
@@ -283,8 +283,8 @@ def use_recipe(recipe: Recipe) -> None:
             size = segment.recipe.cluster.nodes * segment.recipe.cluster.gpus_per_node
         if size <= 2**20:
             local = segment.recipe.cluster.gpus_per_node if segment.recipe.cluster else size
-            topology = segment.recipe.topology(World(size=size, local_size=local))
-            build_deepspeed_config(segment.recipe, topology)
+            dims = segment.recipe.parallel_dims(LaunchEnvironment(size=size, local_size=local))
+            build_deepspeed_config(segment.recipe, dims)
     Progress().after(min(plan.recipe.training.steps, 10**6), plan).tokens(plan)
 
 
@@ -326,7 +326,9 @@ class _DeepSpeed:
         self.file.write_bytes(content)
         for recipe in self.recipes:
             stages = recipe.layout.pipeline
-            build_deepspeed_config(recipe, recipe.topology(World(size=stages, local_size=stages)))
+            build_deepspeed_config(
+                recipe, recipe.parallel_dims(LaunchEnvironment(size=stages, local_size=stages))
+            )
 
 
 def small_corpus(folder: Path) -> Recipe:

@@ -58,9 +58,9 @@ def export(setting: Setting) -> Result:
 def our_logits(source: CheckpointReader, tokens: torch.Tensor, device: str) -> torch.Tensor:
     """Return the logits [b, s, v] of a checkpoint's weights; tokens [b, s]."""
     config = model_of(source)
-    model = SequentialModel(layer_specs(config, TensorAxis()))
+    model = SequentialModel(layer_specs(config))
     for name, parameter in logical_parameters(model, config):
-        parameter.copy_(parameter.sharding.local_part(source.tensor("weights", name), 0, 1))
+        parameter.copy_(parameter.sharding.local_part(source.tensor("weights", name), TensorAxis()))
     logits = run_layers(model.to(device).layers, tokens, info=MicroBatchInfo())  # [s, b, v]
     return logits.transpose(0, 1)[..., : config.vocab_size]
 

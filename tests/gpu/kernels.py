@@ -147,7 +147,7 @@ def loss_in_parts(device: torch.device) -> float:
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         return LOSS_SCALE * vocab_parallel_loss(
-            x, weight, labels, vocab_size=vocab_size, axis=TensorAxis(), fuse=fuse,
+            x, weight, labels, vocab_size=vocab_size, tensor=TensorAxis(), fuse=fuse,
             gradient_scale=LOSS_SCALE,
         )  # fmt: skip
 

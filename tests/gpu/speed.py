@@ -27,7 +27,7 @@ from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.gpu.environment import device_name, synchronize
 from tests.gpu.setting import Result, Setting
 from threefold.config.deepspeed_json import build_deepspeed_config
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.engine.build import build_from_recipe
@@ -61,13 +61,13 @@ def step(setting: Setting, batch_shape: str) -> Result:
     shape = shape_of(setting, *map(int, batch_shape.split("x")))
     compile = "false" if setting.small else "auto"  # auto: not without a compiler
     recipe = shape.recipe(precision, more=(f"training.compile={compile}",))
-    start_processes(World())
-    topology = recipe.topology(World())
+    start_processes(LaunchEnvironment())
+    dims = recipe.parallel_dims(LaunchEnvironment())
     result = Result()
     result.say(f"{shape.name}, {precision}, {recipe.micro_batches(1)} micro-batches of "
                f"{recipe.batch.micro_sequences}, one GPU, ZeRO-1.")  # fmt: skip
     started = time.perf_counter()
-    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
+    engine = build_from_recipe(recipe, dims, build_deepspeed_config(recipe, dims))
     built = time.perf_counter() - started
     batch = draw_batch(recipe)
 

@@ -53,7 +53,7 @@ from tests.gpu.runs import (
 from tests.gpu.setting import FAILED, PASSED, SKIPPED, Result, Setting
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.data.token_file import TokenFile
 from threefold.gpus.datasheet import load_gpu, read_gpu
 from threefold.pipeline.schedules import SCHEDULES
@@ -424,7 +424,7 @@ LAUNCHED = {  # the environment of a rank of another job
 def test_parts_do_not_wait_for_the_ranks_of_a_job_around_them(device: str) -> None:
     with mock.patch.dict(os.environ, LAUNCHED):
         environment = device_environment(device)
-    assert World.from_environment(environment) == World()
+    assert LaunchEnvironment.from_environment(environment) == LaunchEnvironment()
     assert not environment.keys() & LAUNCHED.keys() and "PATH" in environment
 
 
@@ -459,8 +459,8 @@ def test_every_layout_is_valid(small: bool, tmp_path: Path) -> None:
         for changes in training.layout_variants(ranks).values():
             settings = overrides(setting, **training.LAYOUT_SIZES | changes)
             recipe = load_recipe(REPOSITORY / "recipes" / "tiny.toml", settings)
-            topology = recipe.topology(World(size=ranks, local_size=ranks))
-            build_deepspeed_config(recipe, topology)
+            dims = recipe.parallel_dims(LaunchEnvironment(size=ranks, local_size=ranks))
+            build_deepspeed_config(recipe, dims)
             schedules.add(recipe.layout.schedule)
             contexts.add((recipe.layout.context, recipe.layout.context_attention))
         assert set(training.SMALL_LAYOUTS[ranks]) <= training.layout_variants(ranks).keys()

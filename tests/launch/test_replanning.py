@@ -3,7 +3,7 @@
 import pytest
 
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.launch.replanning import Replanner
 from threefold.plan.memory.peak import limit_after_shortage
 
@@ -42,8 +42,8 @@ def test_every_placement_is_a_valid_recipe(file: str) -> None:
         recipe = load_recipe(REPOSITORY / "recipes" / file, [*SMALL_NODES, *placement.overrides])
         assert recipe.cluster is not None
         assert recipe.cluster.nodes == placement.nodes <= available
-        topology = recipe.topology(World(size=placement.nodes * size, local_size=size))
-        assert f"data {topology.data}" in placement.layout
+        dims = recipe.parallel_dims(LaunchEnvironment(size=placement.nodes * size, local_size=size))
+        assert f"data {dims.data}" in placement.layout
         assert recipe.batch.global_sequences == replanner.recipe.batch.global_sequences
     assert found > len(numbers) // 2
 

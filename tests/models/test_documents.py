@@ -23,7 +23,6 @@ from models.kernels.compile import as_written
 from models.kernels.elementwise import heads_first
 from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
-from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo, positions_in
 from models.transformer import rotary_table
 from tests.models.test_transformer import GROUPED_WITH_DROPOUT, KEY, LLAMA, SHAPES, WITH_DROPOUT
@@ -49,9 +48,9 @@ def run(
     where: slice,
 ) -> Seen:
     """Return the losses of the tokens of one document, each as its own label, and the gradients."""
-    model = SequentialModel(layer_specs(config, TensorAxis()))
+    model = SequentialModel(layer_specs(config))
     parameters = dict(logical_parameters(model, config))
-    initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
+    initialize(parameters.items(), config, seed=3)
     tokens = torch.stack(rows)
     info = MicroBatchInfo(key, Documents(lengths) if lengths else None)
     logits = run_layers(model.layers, tokens, info=info)[:, row]  # [s, v]

@@ -21,7 +21,6 @@ from models.kernels import norms
 from models.kernels.compile import as_written
 from models.kernels.norms import Branch
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
-from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.conftest import changed, small_recipe
 from tests.models.experts.test_hugging_face import DOTS
@@ -51,7 +50,7 @@ EVERY_PART = replace(
 
 
 def parameters_of(config: ModelConfig) -> dict[str, torch.nn.Parameter]:
-    return dict(logical_parameters(SequentialModel(layer_specs(config, TensorAxis())), config))
+    return dict(logical_parameters(SequentialModel(layer_specs(config)), config))
 
 
 def rules(config: ModelConfig, kind: str) -> dict[str, UpdateRule]:
@@ -160,7 +159,7 @@ def test_the_factors_are_those_of_the_papers(
 def drawn(config: ModelConfig) -> dict[str, Tensor]:
     """Return the initial values of all parameters."""
     parameters = parameters_of(config)
-    initialize(parameters.items(), config, seed=1, tensor_rank=0, tensor_size=1)
+    initialize(parameters.items(), config, seed=1)
     return {name: each.detach() for name, each in parameters.items()}
 
 

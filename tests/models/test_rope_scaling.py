@@ -20,7 +20,6 @@ from models.initialization import initialize
 from models.kernels import rotary
 from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
-from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
 from tests.models.test_transformer import SHAPES, relative
@@ -48,9 +47,9 @@ def config_of(scaling: RopeScaling | None, **changes: Any) -> ModelConfig:
 
 
 def weights_of(config: ModelConfig) -> tuple[SequentialModel, dict[str, torch.nn.Parameter]]:
-    model = SequentialModel(layer_specs(config, TensorAxis()))
+    model = SequentialModel(layer_specs(config))
     parameters = dict(logical_parameters(model, config))
-    initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
+    initialize(parameters.items(), config, seed=3)
     return model, parameters
 
 

@@ -19,7 +19,7 @@ from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.transformer import rotary_table
+from models.transformer import ModelAxes, rotary_table
 from tests.models.test_transformer import SHAPES, example_tokens, gathered, labels_of
 from tests.ranks import join_world, run_ranks
 
@@ -35,9 +35,9 @@ MOST = 1.2  # error of two ranks relative to that of one process
 def gradients(name: str, axis: TensorAxis, *, exact: bool = False) -> dict[str, Tensor]:
     """Return the logical gradients of one micro-batch, in fp64 if they are to be exact."""
     config = CONFIGS[name]
-    model = SequentialModel(layer_specs(config, axis))
+    model = SequentialModel(layer_specs(config, ModelAxes(tensor=axis)))
     parameters = dict(logical_parameters(model, config))
-    initialize(parameters.items(), config, seed=3, tensor_rank=axis.rank, tensor_size=axis.size)
+    initialize(parameters.items(), config, seed=3, tensor=axis)
     tokens = example_tokens(config)
     with in_fp64() if exact else nullcontext():
         model.to(torch.get_default_dtype())

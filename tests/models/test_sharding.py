@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from models.parallel.collectives import TensorAxis
 from models.sharding import Sharding
 
 SHARDINGS = {
@@ -20,8 +21,13 @@ SHARDINGS = {
 @pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS.keys())
 def test_parts_join_to_the_logical_tensor(sharding: Sharding, tensor_size: int) -> None:
     logical = torch.arange(1.0, 1 + torch.Size(sharding.shape).numel()).view(sharding.shape)
-    parts = [sharding.local_part(logical, rank, tensor_size) for rank in range(tensor_size)]
-    assert {tuple(part.shape) for part in parts} == {sharding.local_shape(tensor_size)}
+    parts = [
+        sharding.local_part(logical, TensorAxis(rank=rank, size=tensor_size))
+        for rank in range(tensor_size)
+    ]
+    assert {tuple(part.shape) for part in parts} == {
+        sharding.local_shape(TensorAxis(size=tensor_size))
+    }
     assert torch.equal(sharding.logical_tensor(parts), logical)
     if sharding.dimension is not None:  # nothing twice, padding zero
         assert sum(part.sum() for part in parts) == logical.sum()
@@ -40,13 +46,13 @@ def test_any_elements_of_a_part_are_read_from_the_rows_they_need(
         return logical[start:stop]
 
     for rank in range(tensor_size):
-        part = sharding.local_part(logical, rank, tensor_size)
+        part = sharding.local_part(logical, TensorAxis(rank=rank, size=tensor_size))
         width = part[0].numel()
         for start in range(part.numel()):
             for stop in range(start + 1, part.numel() + 1):
                 read.clear()
                 elements = sharding.local_elements(
-                    rows, range(start, stop), tensor_rank=rank, tensor_size=tensor_size
+                    rows, range(start, stop), tensor=TensorAxis(rank=rank, size=tensor_size)
                 )
                 assert torch.equal(elements, part.flatten()[start:stop])
                 assert sum(read) <= (stop - 1) // width - start // width + 1
@@ -54,7 +60,7 @@ def test_any_elements_of_a_part_are_read_from_the_rows_they_need(
 
 def test_blocks_are_split_one_by_one() -> None:
     logical = torch.arange(16.0).view(16, 1)
-    part = SHARDINGS["q|k|v"].local_part(logical.expand(16, 3), 1, 2)
+    part = SHARDINGS["q|k|v"].local_part(logical.expand(16, 3), TensorAxis(rank=1, size=2))
     assert part[:, 0].tolist() == [4, 5, 6, 7, 10, 11, 14, 15]
 
 

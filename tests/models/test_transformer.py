@@ -28,6 +28,7 @@ from models.layer_specs import (
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
 from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
+from models.transformer import ModelAxes
 from tests.ranks import run_ranks
 
 LLAMA = ModelConfig(
@@ -117,10 +118,11 @@ def run_model(
     axis = axis or TensorAxis()
     cores, interval = RECOMPUTE[recompute]
     model = SequentialModel(
-        layer_specs(config, axis, recompute_core=cores), recompute_interval=interval
+        layer_specs(config, ModelAxes(tensor=axis), recompute_core=cores),
+        recompute_interval=interval,
     )
     parameters = dict(logical_parameters(model, config))
-    initialize(parameters.items(), config, seed=3, tensor_rank=axis.rank, tensor_size=axis.size)
+    initialize(parameters.items(), config, seed=3, tensor=axis)
     tokens = example_tokens(config)
     loss = model(tokens, labels_of(tokens), info)
     loss.backward()
@@ -224,9 +226,9 @@ def reference(config: ModelConfig, documents: Documents | None = None) -> Outcom
     ).eval()
     for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         assert keywords.get(key, 0) == 0
-    ours = SequentialModel(layer_specs(config, TensorAxis()))
+    ours = SequentialModel(layer_specs(config))
     parameters = dict(logical_parameters(ours, config))
-    initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
+    initialize(parameters.items(), config, seed=3)
     weights = {
         name: p.sharding.logical_tensor([p.detach()]).clone() for name, p in parameters.items()
     }
@@ -349,9 +351,9 @@ def test_masks_depend_on_seed_and_samples_and_are_optional() -> None:
 
 def test_the_first_weights_have_the_stated_spread() -> None:
     config = replace(LLAMA, hidden_size=480, ffn_hidden_size=800, initial_std=0.02)
-    model = SequentialModel(layer_specs(config, TensorAxis()))
+    model = SequentialModel(layer_specs(config))
     parameters = dict(logical_parameters(model, config))
-    initialize(parameters.items(), config, seed=1, tensor_rank=0, tensor_size=1)
+    initialize(parameters.items(), config, seed=1)
     scaled = 0.02 / 6**0.5  # GPT-2: over the square root of the residual layers
     for name, std in {
         "blocks.0.attention.qkv.weight": 0.02,

@@ -11,7 +11,7 @@ from torch import nn
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.engine.engine import Engine, PipelinedEngine
 from threefold.prove.training import many_cases, start, train_step
 
@@ -33,7 +33,7 @@ Outcome = tuple[float, float, bool]
 
 def worker(corpus: str, cases: dict) -> dict[str, Outcome]:
     """Return the norms of a sound and a broken step, and whether the weights stayed the same."""
-    world, found = World.from_environment(os.environ), {}
+    world, found = LaunchEnvironment.from_environment(os.environ), {}
     with many_cases() as begin:
         for name, (_, config, changes, weight) in cases.items():
             begin()

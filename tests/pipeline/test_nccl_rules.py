@@ -18,7 +18,7 @@ from tests.nccl_rules.device import Rules
 from tests.nccl_rules.slots import LaunchRule
 from tests.ranks import REPOSITORY, join_world, run_ranks
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.prove.layouts import SCHEDULES
 
@@ -54,7 +54,7 @@ EXHAUSTIVE = [
 ]
 
 
-def join_with_rules(rules: Rules) -> World:
+def join_with_rules(rules: Rules) -> LaunchEnvironment:
     """Join the world with the backend that enforces the rules."""
     os.environ.update(rules.environment())
     from tests.nccl_rules import install  # noqa: F401
@@ -74,7 +74,7 @@ def recipe_of(corpus: str, layout: dict[str, Any], **changes: Any) -> Recipe:
     return parse_recipe(changed(small_recipe(Path(corpus)), **(defaults | changes)), "test")
 
 
-def train(recipe: Recipe, world: World, *, watched: bool = False) -> list[float]:
+def train(recipe: Recipe, world: LaunchEnvironment, *, watched: bool = False) -> list[float]:
     """Train three steps with a validation in between; return losses and gradient norms.
 
     watched: fail if an operation runs for the first time while a receive is outstanding

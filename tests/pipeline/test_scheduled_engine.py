@@ -87,7 +87,7 @@ def schedules_worker(corpus: str, folder: str, schedules: list[str]) -> dict[str
         def show(*each: Any, shown: list[Any] = shown) -> None:
             shown.append(each)
 
-        recorder = TimelineRecorder(engine, recipe, recipe.topology(world), run, show=show)
+        recorder = TimelineRecorder(engine, recipe, recipe.parallel_dims(world), run, show=show)
         waiting = Waiting(engine)
         for step, mode in ((1, nullcontext()), (2, nullcontext()), (3, waiting)):
             with recorder.recorded(step), mode:

@@ -27,7 +27,7 @@ from threefold.config.loading import (
     REPOSITORY,
     load_recipe,
 )
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.plan import catalogue
 from threefold.plan.job import Machine, job_of, job_without_layout
@@ -192,10 +192,12 @@ def test_recipes_are_the_published_models_and_fit_their_clusters() -> None:
         assert recipe.optimizer.schedule.warmup_steps < recipe.training.steps / 20, name
         # It fits its own cluster.
         local = recipe.cluster.gpus_per_node
-        topology = recipe.topology(World(size=recipe.cluster.nodes * local, local_size=local))
-        config = build_deepspeed_config(recipe, topology)
+        dims = recipe.parallel_dims(
+            LaunchEnvironment(size=recipe.cluster.nodes * local, local_size=local)
+        )
+        config = build_deepspeed_config(recipe, dims)
         # No stage idles throughout.
-        assert config["gradient_accumulation_steps"] >= topology.pipeline, name
+        assert config["gradient_accumulation_steps"] >= dims.pipeline, name
         assert recipe.cluster.gpu in GPUS, name
         assert ("bf16" in config) == (
             recipe.cluster.gpu[:4] != "V100" and "megatron" not in name

@@ -8,7 +8,6 @@ import torch
 
 from models.cost import checkpoint_elements, hidden_matrices, parameter_count
 from models.layer_specs import SequentialModel, layer_specs
-from models.parallel.collectives import TensorAxis
 from models.sharding import sharding_of
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.engine.muon_exchange import Matrix, owners_by_round
@@ -44,7 +43,7 @@ def test_the_matrices_are_those_that_the_model_declares(name: str) -> None:
     config = load_recipe(path_of(name)).model
     config = replace(config, layers=min(config.layers, 3))
     with torch.device("meta"):
-        model = SequentialModel(layer_specs(config, TensorAxis()))
+        model = SequentialModel(layer_specs(config))
     declared: dict[tuple[int, int], int] = {}
     for parameter in model.parameters():
         sharding = sharding_of(parameter)

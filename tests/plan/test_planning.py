@@ -48,7 +48,7 @@ from threefold.plan.calibration.runs_table import (
     read_row,
     read_table,
 )
-from threefold.plan.job import Job, JobLayout, Machine, job_of
+from threefold.plan.job import Job, Machine, PlannedLayout, job_of
 from threefold.plan.memory.activations import activation_bytes, block_bytes, micro_batches_in_flight
 from threefold.plan.memory.model_states import state_bytes
 from threefold.plan.memory.peak import (
@@ -144,7 +144,7 @@ def test_published_steps_are_predicted(name: str) -> None:
 def test_published_memory_is_predicted() -> None:
     """Figure 1 of Rajbhandari et al. 2020: GB of 7.5 B parameters on 64 ranks by ZeRO stage."""
     for stage, published in enumerate((120.0, 31.41, 16.64, 1.88)):
-        layout = JobLayout(data=64, zero_stage=stage)
+        layout = PlannedLayout(data=64, zero_stage=stage)
         held = sum(state_bytes(replace(MEGATRON, gradient=2), layout, 7.5e9))
         assert held / 1e9 == pytest.approx(published, rel=0.005)
 
@@ -164,7 +164,7 @@ def test_korthikantis_memory_is_predicted(
         layers=layers, hidden_size=hidden, heads=heads, kv_heads=heads, vocab_size=51200,
         ffn_hidden_size=4 * hidden, sequence_length=2048, **architecture_switches("gpt"),
     )  # fmt: skip
-    base = JobLayout(
+    base = PlannedLayout(
         tensor=8, pipeline=pipeline, virtual_stages=virtual_stages, schedule="interleaved",
         zero_stage=0, micro_sequences=micro_sequences, **layout,
     )  # fmt: skip
@@ -466,17 +466,19 @@ def test_stage_parameters_are_the_models() -> None:
     for name in ("gpt/125m", "llama/7b"):
         job = planned(name, "model.vocab_size=32768")[1]
         model = job.model
-        whole = held_by_all(job, JobLayout())
+        whole = held_by_all(job, PlannedLayout())
         assert whole == parameter_count(model)
         tied = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
-        interleaved = JobLayout(pipeline=4, virtual_stages=3, schedule="interleaved")
-        assert held_by_all(job, JobLayout(pipeline=4)) == whole + tied
+        interleaved = PlannedLayout(pipeline=4, virtual_stages=3, schedule="interleaved")
+        assert held_by_all(job, PlannedLayout(pipeline=4)) == whole + tied
         assert held_by_all(job, interleaved) == whole + tied
-        assert held_by_all(job, JobLayout(pipeline=4, virtual_stages=2, schedule="zb-v")) == whole
-        assert held_by_all(job, JobLayout(tensor=2)) * 2 > whole
+        assert (
+            held_by_all(job, PlannedLayout(pipeline=4, virtual_stages=2, schedule="zb-v")) == whole
+        )
+        assert held_by_all(job, PlannedLayout(tensor=2)) * 2 > whole
 
 
-def held_by_all(job: Job, layout: JobLayout) -> int:
+def held_by_all(job: Job, layout: PlannedLayout) -> int:
     """Return the parameters of one rank of each stage, summed over the stages."""
     return sum(stage_parameters(replace(job, layout=layout)))
 
@@ -502,22 +504,22 @@ def test_our_stages_are_balanced_and_published_stages_are_unchanged() -> None:
 @pytest.mark.parametrize(
     ("layout", "stage", "micro_batches", "expected"),
     [
-        (JobLayout(), 0, 8, 1),
-        (JobLayout(pipeline=4), 0, 8, 4),
-        (JobLayout(pipeline=4), 3, 8, 1),
-        (JobLayout(pipeline=4), 0, 2, 2),
+        (PlannedLayout(), 0, 8, 1),
+        (PlannedLayout(pipeline=4), 0, 8, 4),
+        (PlannedLayout(pipeline=4), 3, 8, 1),
+        (PlannedLayout(pipeline=4), 0, 2, 2),
         # Korthikanti et al. 2022, section 4.2.3: p (1 + (p - 1) / (p m)) of a stage's layers
         (
-            JobLayout(pipeline=8, virtual_stages=3, schedule="interleaved"),
+            PlannedLayout(pipeline=8, virtual_stages=3, schedule="interleaved"),
             0,
             64,
             8 * (1 + 7 / (8 * 3)),
         ),
-        (JobLayout(pipeline=4, virtual_stages=2, schedule="dualpipev"), 2, 8, 4.5),
+        (PlannedLayout(pipeline=4, virtual_stages=2, schedule="dualpipev"), 2, 8, 4.5),
     ],
 )
 def test_micro_batches_in_flight(
-    layout: JobLayout, stage: int, micro_batches: int, expected: float
+    layout: PlannedLayout, stage: int, micro_batches: int, expected: float
 ) -> None:
     assert micro_batches_in_flight(layout, stage, micro_batches) == pytest.approx(expected)
 
@@ -532,7 +534,7 @@ def test_micro_batches_in_flight_match_the_orders(schedule: str) -> None:
             pipeline = Pipeline(
                 stages=p, virtual_stages=virtual_stages, micro_batches=m, schedule=schedule
             )
-            layout = JobLayout(pipeline=p, virtual_stages=virtual_stages, schedule=schedule)
+            layout = PlannedLayout(pipeline=p, virtual_stages=virtual_stages, schedule=schedule)
             held = [most_in_flight(order) / virtual_stages for order in pipeline.orders]
             assert [micro_batches_in_flight(layout, i, m) for i in range(p)] == held, (p, m)
 
@@ -575,7 +577,7 @@ def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
         (8, False, 10 + (24 + scores) / 8),
         (8, True, (34 + scores) / 8),
     ):
-        layout = JobLayout(tensor=t, sequence_parallel=split, micro_sequences=4)
+        layout = PlannedLayout(tensor=t, sequence_parallel=split, micro_sequences=4)
         assert block_bytes(model, layout, MEGATRON, False) == pytest.approx(
             row * expected, rel=1e-3
         )
@@ -584,7 +586,7 @@ def test_a_gpt_block_keeps_what_korthikanti_counts() -> None:
 def test_each_zero_stage_shards_the_documented_state() -> None:
     """Rajbhandari et al. 2020, section 5: optimizer, then gradients, then weights."""
     held = {
-        stage: state_bytes(DEEPSPEED["bf16"], JobLayout(data=10, zero_stage=stage), 10**9)
+        stage: state_bytes(DEEPSPEED["bf16"], PlannedLayout(data=10, zero_stage=stage), 10**9)
         for stage in (1, 2, 3)
     }
     assert held[1] == (2e9, 4e9, 1.2e9)
@@ -744,8 +746,8 @@ def test_skipping_layouts_with_too_much_state_changes_nothing(
 def test_a_layout_is_skipped_only_if_its_state_is_too_large_with_any_recomputation() -> None:
     """Full recomputation may leave fewer blocks, or more, on the first stage."""
     _, job = planned("qwen3/30b-a3b")
-    fewer = JobLayout(pipeline=2, schedule="interleaved", virtual_stages=8, context=2, data=2)
-    more = JobLayout(pipeline=2, schedule="zb-v", virtual_stages=2, data=4)
+    fewer = PlannedLayout(pipeline=2, schedule="interleaved", virtual_stages=8, context=2, data=2)
+    more = PlannedLayout(pipeline=2, schedule="zb-v", virtual_stages=2, data=4)
     for sizes in (fewer, more):
         plain = replace(job, layout=sizes)
         full = replace(job, layout=replace(sizes, recompute="full"))
@@ -779,9 +781,9 @@ def test_layouts_too_large_for_the_host_are_rejected() -> None:
     """Each process builds its stage with 4 bytes per parameter, but only its shard with ZeRO-3."""
     _, job = planned("llama/70b")
     gpus = job.machine.gpus
-    whole = replace(job, layout=JobLayout(data=gpus, zero_stage=2))
+    whole = replace(job, layout=PlannedLayout(data=gpus, zero_stage=2))
     assert host_bytes(whole) == pytest.approx(8 * 4 * parameter_count(job.model), rel=0.01)
-    sharded = replace(job, layout=JobLayout(data=gpus // 2, context=2, zero_stage=3))
+    sharded = replace(job, layout=PlannedLayout(data=gpus // 2, context=2, zero_stage=3))
     shard = 2 * parameter_count(job.model) / gpus  # bf16
     assert host_bytes(sharded) == pytest.approx(8 * shard, rel=0.01)
     job = replace(job, machine=Machine.of(job.machine.gpu, gpus=16))

@@ -11,7 +11,7 @@ from threefold.gpus.datasheet import load_gpu
 from threefold.plan.calibration import fit
 from threefold.plan.calibration.fit import Calibration
 from threefold.plan.calibration.runs_table import Row, read_row
-from threefold.plan.job import JobLayout, Machine, job_of
+from threefold.plan.job import Machine, PlannedLayout, job_of
 from threefold.plan.memory.peak import GIB, context_gib, fullest_stage
 from threefold.plan.report import rates
 from threefold.plan.software import load_software
@@ -135,7 +135,7 @@ def test_zero3_gathers_released_weights_again() -> None:
     """With full recomputation, blocks above the reuse distance are gathered a third time."""
     job = row(framework="Megatron-DeepSpeed").job
     assert job is not None
-    layout = JobLayout(data=32, zero_stage=3, recompute="full", micro_sequences=1)
+    layout = PlannedLayout(data=32, zero_stage=3, recompute="full", micro_sequences=1)
     software = replace(load_software("deepspeed-zero3-2022"), shard_overlap=0.0)
     kept, released = (
         step_time(replace(job, layout=layout, software=replace(software, kept_elements=elements)))
@@ -148,8 +148,8 @@ def test_zero3_gathers_released_weights_again() -> None:
 def test_a_small_group_of_optimizer_ranks_gathers_within_itself() -> None:
     job = row(framework="InternEvo", zero_stage="1").job
     assert job is not None
-    job = replace(job, layout=JobLayout(data=1024))
-    with_group = replace(job, layout=JobLayout(data=1024, dp_shard=8))
+    job = replace(job, layout=PlannedLayout(data=1024))
+    with_group = replace(job, layout=PlannedLayout(data=1024, dp_shard=8))
     whole, grouped = data_time(job, 0.0), data_time(with_group, 0.0)
     plain = replace(job.software, broadcasts_weights=False)
     assert grouped < whole

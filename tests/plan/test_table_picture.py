@@ -14,7 +14,7 @@ from threefold.config.loading import REPOSITORY
 from threefold.plan import pictures
 from threefold.plan.calibration.fit import Calibration, compare
 from threefold.plan.calibration.runs_table import read_cells
-from threefold.plan.job import JobLayout
+from threefold.plan.job import PlannedLayout
 
 PUBLISHED = REPOSITORY / "benchmarks" / "planner_accuracy"
 SIZES = ("layers", "hidden", "seq", "vocab", "gbs", "gpus", "tp", "pp")
@@ -69,7 +69,7 @@ def run(
         "gpus_per_node": 8,
         "precision": "bf16",
         "software": "threefold",
-        "layout": asdict(JobLayout(**layout, data=data)),
+        "layout": asdict(PlannedLayout(**layout, data=data)),
         "micro_batches": 16,
         "measured_mfu_percent": measured,
         "predicted_mfu_percent": predicted,

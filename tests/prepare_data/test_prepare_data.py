@@ -23,7 +23,7 @@ from tests.conftest import changed, small_recipe
 from tests.fault_injection.soak_data import soak
 from threefold.commands import prepare_data
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.data.dataset import TrainingData
 from threefold.data.manifest import few_tokens, tokenizer_hash
 from threefold.data.token_file import TokenFile
@@ -372,9 +372,9 @@ def test_a_corpus_without_a_validation_part(prepared: Path, tmp_path: Path) -> N
     )
     reason = "the corpus was prepared without a validation part (--validation-fraction 0)"
     with pytest.raises(UserError, match=re.escape(reason)):
-        TrainingData(parse_recipe(table, "test"), Topology(pipeline=1, data=1, tensor=1), 0)
+        TrainingData(parse_recipe(table, "test"), ParallelDims(pipeline=1, data=1, tensor=1), 0)
     without = parse_recipe(changed(table, data__validation=None), "test")
-    assert TrainingData(without, Topology(pipeline=1, data=1, tensor=1), 0).validation == {}
+    assert TrainingData(without, ParallelDims(pipeline=1, data=1, tensor=1), 0).validation == {}
     tasks = prepare("tasks", "next-line", tmp_path / "out", "--output", tmp_path / "task.jsonl")
     assert tasks.returncode == 2 and reason in tasks.stderr
 
@@ -534,7 +534,7 @@ def test_a_part_that_is_shorter_than_a_window_is_announced(prepared: Path, tmp_p
     remedy = f"use model.sequence_length = {tokens - 1} or less, or prepare the corpus again"
     assert f"with {tokens} tokens, the train part" in done.stdout and remedy in done.stdout
     table = changed(small_recipe(output), model__vocab_size=300)
-    one = Topology(pipeline=1, data=1, tensor=1)
+    one = ParallelDims(pipeline=1, data=1, tensor=1)
     fitting = parse_recipe(changed(table, model__sequence_length=tokens - 1), "test")
     assert TrainingData(fitting, one, 0).sources(1)[0].count == 1
     longer = parse_recipe(changed(table, model__sequence_length=tokens), "test")
@@ -733,7 +733,7 @@ def test_the_ledger_lists_the_samples_of_a_step(prepared: Path, tmp_path: Path) 
     arguments = ["show", tmp_path / "recipe.toml", "--step", 3, "--text", "--run-dir", run]
     lines = prepare(*arguments).stdout.splitlines()
     assert lines[0] == "step 3 reads samples 16 .. 23, windows of 32 + 1 tokens"
-    data = TrainingData(parse_recipe(table, "small"), Topology(1, 1, 1), 0)
+    data = TrainingData(parse_recipe(table, "small"), ParallelDims(), 0)
     batches = [micro_batch.tokens for micro_batch in data.step(3)]
     tokenizer = AutoTokenizer.from_pretrained(prepared / "out" / "tokenizer")
     for number, row in enumerate(np.concatenate(batches)):

@@ -13,7 +13,7 @@ from tests.conftest import changed
 from threefold.checkpoint.resume import Request, ResumePoint, Start
 from threefold.checkpoint.retention import RESERVED_DISK_BYTES, checkpoint_bytes
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.pretrain import setup
@@ -30,7 +30,7 @@ def experiment(small: dict[str, Any]) -> Experiment:
     """Return an experiment of two phases, in its second one."""
     table = changed(small, checkpoint__every=20) | {"phase": [LATE]}
     plan = PhasePlan(parse_recipe(table, "small"))
-    return check_phases(World(), plan, "small").at(11)
+    return check_phases(LaunchEnvironment(), plan, "small").at(11)
 
 
 def begin(
@@ -113,7 +113,7 @@ def test_saves_after_the_last_step_are_a_warning(
 ) -> None:
     recipe = parse_recipe(changed(small, checkpoint__also_at=also_at), "small")
     folder = RunFolder(tmp_path)
-    begin(check_phases(World(), PhasePlan(recipe), "small"), folder, 0)
+    begin(check_phases(LaunchEnvironment(), PhasePlan(recipe), "small"), folder, 0)
     warnings = [line["message"] for line in folder.read_events() if line["event"] == "warning"]
     expected = [f"checkpoint.also_at: no checkpoint is saved {named}"] if named else []
     assert warnings == expected
@@ -171,7 +171,7 @@ def test_a_run_beyond_the_requested_steps_is_not_called_finished(
     earlier = parse_recipe(changed(small, **changes), "small") if changes else None
     plan = PhasePlan(parse_recipe(small, "small"))
     with pytest.raises(SystemExit):
-        begin(check_phases(World(), plan, "small"), RunFolder(tmp_path), 25, earlier)
+        begin(check_phases(LaunchEnvironment(), plan, "small"), RunFolder(tmp_path), 25, earlier)
     output = capsys.readouterr().out
     title = "tiny is at step 25, beyond the requested training.steps = 20; nothing is left to train"
     assert output.splitlines()[0] == title and advice in output

@@ -26,7 +26,6 @@ from models.context_parallel.attention import tiles_of
 from models.errors import UserError
 from models.initialization import depth_ratio, query_multiplier, width_ratio
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
-from models.parallel.collectives import TensorAxis
 from models.parallel.layers import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
 from models.sharding import MatrixPart, Sharding
@@ -204,7 +203,7 @@ def test_only_some_layouts_are_chosen(of_four_ranks: list[ProofCase]) -> None:
     ]
     assert {case.recipe.layout.schedule for case in some} == {"zb-v", "zb-h1"}
     assert only(cases, {}) == cases
-    assert chosen("schedule=none") == [case for case in cases if case.topology.pipeline == 1]
+    assert chosen("schedule=none") == [case for case in cases if case.dims.pipeline == 1]
     for texts, message in {
         ("foo=1",): "a layout has no setting foo; use one of tensor, pipeline, context, data",
         ("context=2,9",): "--only context=9: no layout has it; use 1, 2, 4",
@@ -302,7 +301,7 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
     for changes, noise in ((GPT_SWITCHES, True), ({"model__bias": True}, False)):
         config = recipe_of(corpus, changes).model
         torch.manual_seed(0)
-        model = SequentialModel(layer_specs(config, TensorAxis()))
+        model = SequentialModel(layer_specs(config))
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         model.double()
@@ -765,7 +764,7 @@ def test_a_layout_that_fails_is_a_finding_and_the_others_continue(
     small = made_small(recipe_of(corpus, {}), corpus, steps=1)
     good = [v for v in valid_cases(small, ranks=2, micro_sequences=(1,)) if v.world_size == 2][:2]
     lost = changed(small.model_dump(mode="json", exclude_none=True), data__validation="nowhere")
-    bad = ProofCase(parse_recipe(lost, "test"), good[0].topology, 1)
+    bad = ProofCase(parse_recipe(lost, "test"), good[0].dims, 1)
     results = dict(run_cases([good[0], bad, good[1]], ranks=2, seconds=60))
     assert isinstance(results[good[0]], TrainingResult) and isinstance(
         results[good[1]], TrainingResult

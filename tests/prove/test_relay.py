@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from threefold.checkpoint.state import CheckpointReader, SharedState, TrainingState
 from threefold.commands.prove import run_relay
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.prove import layouts
 from threefold.prove.compare import ResumeResult
 from threefold.prove.layouts import ProofCase, sample, valid_cases
@@ -127,7 +127,7 @@ def relay_with_faults(
     bf16: legs for the faults that fp32 cannot have, as its model and optimizer share the weights
     """
     found: dict[str | None, list[ResumeResult]] = {}
-    world = World(rank=int(os.environ["RANK"]), size=2, local_size=2)
+    world = LaunchEnvironment(rank=int(os.environ["RANK"]), size=2, local_size=2)
     with many_cases() as begin:
         for number, fault in enumerate((None, *FAULTS)):
             found[fault] = []

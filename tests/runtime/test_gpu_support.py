@@ -10,7 +10,7 @@ import torch
 
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.gpus.datasheet import device_names_of_machine, load_gpu, machine_has_gpu
 from threefold.runtime.processes import check_architecture, check_gpus, check_machine, runs_on
 
@@ -33,7 +33,7 @@ def machine(name: str, capability: tuple[int, int], *, hip: str | None = None) -
 
 
 def check(gpu: str | None) -> None:
-    check_machine(World(), precision="fp16", compile=False, gpu=gpu)
+    check_machine(LaunchEnvironment(), precision="fp16", compile=False, gpu=gpu)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,12 @@ def test_each_rank_checks_its_own_gpu() -> None:
         mock.patch.object(torch.cuda, "get_device_capability", capabilities.__getitem__),
     ):
         for local_rank in (0, 2):
-            check_machine(World(local_rank=local_rank), precision="fp16", compile=False)
+            check_machine(LaunchEnvironment(local_rank=local_rank), precision="fp16", compile=False)
         for local_rank in (1, 3):
             with pytest.raises(UserError, match="a GPU is sm_70"):
-                check_machine(World(local_rank=local_rank), precision="fp16", compile=False)
+                check_machine(
+                    LaunchEnvironment(local_rank=local_rank), precision="fp16", compile=False
+                )
 
 
 def test_a_request_for_cuda_without_gpus_is_rejected() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.runtime.environment import (
     check_workspace,
     cores_of_rank,
@@ -94,9 +94,9 @@ def test_a_workspace_that_is_not_deterministic_is_rejected() -> None:
     with pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG = :0:0 .* use :4096:8"):
         check_workspace({"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
     with mock.patch.dict("os.environ", CUBLAS_WORKSPACE_CONFIG=":0:0"):
-        check_machine(World(), precision="fp32", compile=False)
+        check_machine(LaunchEnvironment(), precision="fp32", compile=False)
         with pytest.raises(UserError, match="CUBLAS_WORKSPACE_CONFIG"):
-            check_machine(World(), precision="fp32", compile=False, deterministic=True)
+            check_machine(LaunchEnvironment(), precision="fp32", compile=False, deterministic=True)
 
 
 WATCHED = """
@@ -137,9 +137,11 @@ def test_a_run_sets_the_variables_before_it_imports_torch() -> None:
 def test_the_cores_are_divided_over_the_ranks_of_a_node() -> None:
     with mock.patch("os.sched_getaffinity", return_value=set(range(9))):
         for ranks, threads in ((1, "9"), (2, "4"), (9, "1"), (20, "1")):
-            set_thread_count(environment := {}, World(size=ranks, local_size=ranks))
+            set_thread_count(environment := {}, LaunchEnvironment(size=ranks, local_size=ranks))
             assert environment == {"OMP_NUM_THREADS": threads}
-        set_thread_count(environment := {"OMP_NUM_THREADS": "7"}, World(size=2, local_size=2))
+        set_thread_count(
+            environment := {"OMP_NUM_THREADS": "7"}, LaunchEnvironment(size=2, local_size=2)
+        )
         assert environment["OMP_NUM_THREADS"] == "7"  # set by the user
 
 
@@ -161,7 +163,7 @@ def test_the_cores_of_a_slurm_task_are_not_divided_again(
 ) -> None:
     variables = {f"SLURM_{name}": value for name, value in slurm.items()}
     with mock.patch("os.sched_getaffinity", return_value=set(range(affinity))):
-        assert cores_of_rank(variables, World(size=16, local_size=8)) == threads
+        assert cores_of_rank(variables, LaunchEnvironment(size=16, local_size=8)) == threads
 
 
 def test_pipelined_runs_load_kernels_early_and_use_all_queues() -> None:

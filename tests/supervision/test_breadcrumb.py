@@ -10,6 +10,7 @@ import torch
 from models.config import ModelConfig
 from models.layer_specs import VocabularyTable
 from models.parallel.collectives import TensorAxis
+from models.transformer import ModelAxes
 from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine
 from threefold.supervision.hang_report import Breadcrumb
 
@@ -60,7 +61,7 @@ def test_a_sequential_engine_notes_each_micro_batch_that_it_validates() -> None:
         SequentialEngine,
         crumb,
         wrapped=wrapped,
-        axis=TensorAxis(),
+        axes=ModelAxes(),
         sum_over_ranks=lambda sums: sums,
     )
     assert engine.evaluate(crumb.data()) == 1.0
@@ -81,7 +82,7 @@ def test_a_pipelined_engine_waits_for_the_disk_before_it_validates() -> None:
         PipelinedEngine,
         crumb,
         wrapped=wrapped,
-        axis=TensorAxis(),
+        axes=ModelAxes(),
         sum_over_ranks=lambda sums: sums,
         _run=run,
     )
@@ -118,7 +119,6 @@ def test_a_checkpoint_is_loaded_with_a_note_for_each_tensor(weights_only: bool) 
         restore=restore,
         parameters={each.name: SimpleNamespace(sharding=sharding) for each in fragments},
     )
-    axis = SimpleNamespace(rank=0, size=1)
-    engine = engine_of(SequentialEngine, crumb, state=state, axis=axis)
+    engine = engine_of(SequentialEngine, crumb, state=state, axes=ModelAxes())
     engine.load(mock.Mock(), weights_only=weights_only)
     assert crumb.activities == ["loading weight of head", "loading weight of blocks.0"]

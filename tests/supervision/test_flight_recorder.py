@@ -166,12 +166,12 @@ from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.supervisor import Supervisor
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 
 folder, *cases = sys.argv[1:]
 pair_number, rank = divmod(int(os.environ["RANK"]), 2)
 recorder, port = cases[pair_number].split(":")
-world = World(rank=rank, size=2, local_rank=rank, local_size=2)
+world = LaunchEnvironment(rank=rank, size=2, local_rank=rank, local_size=2)
 os.environ["MASTER_PORT"] = port
 if recorder != "off":
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"

@@ -1,6 +1,6 @@
 import pytest
 
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.supervision.stragglers import (
     StragglerHistory,
     describe,
@@ -12,24 +12,25 @@ HOSTS = [f"node{1 + rank // 4}" for rank in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("topology", "slow", "said"),
+    ("dims", "slow", "said"),
     [
-        (Topology(1, 8, 1), {5: 3.0}, ["rank 5 (node2) took 3.0 times as long as similar ranks"]),
-        (Topology(2, 4, 1), {5: 3.0, 1: 1.2},
+        (ParallelDims(data=8), {5: 3.0},
          ["rank 5 (node2) took 3.0 times as long as similar ranks"]),
-        (Topology(2, 2, 2), {6: 2.0, 7: 2.0},
+        (ParallelDims(pipeline=2, data=4), {5: 3.0, 1: 1.2},
+         ["rank 5 (node2) took 3.0 times as long as similar ranks"]),
+        (ParallelDims(pipeline=2, data=2, tensor=2), {6: 2.0, 7: 2.0},
          ["ranks 6 .. 7 (node2) took 2.0 times as long as similar ranks"]),
-        (Topology(1, 2, 2, 2), dict.fromkeys(range(4, 8), 2.0),
+        (ParallelDims(data=2, tensor=2, context=2), dict.fromkeys(range(4, 8), 2.0),
          ["ranks 4 .. 7 (node2) took 2.0 times as long as similar ranks"]),
-        (Topology(1, 1, 1, 8), {5: 3.0}, []),  # context ranks wait for each other
-        (Topology(2, 4, 1), dict.fromkeys(range(4), 3.0), []),  # a stage with more work
-        (Topology(8, 1, 1), {5: 3.0}, []),  # no ranks to compare with
+        (ParallelDims(context=8), {5: 3.0}, []),  # context ranks wait for each other
+        (ParallelDims(pipeline=2, data=4), dict.fromkeys(range(4), 3.0), []),  # more work
+        (ParallelDims(pipeline=8), {5: 3.0}, []),  # no ranks to compare with
     ],
 )  # fmt: skip
-def test_slow_ranks_are_named(topology: Topology, slow: dict[int, float], said: list[str]) -> None:
+def test_slow_ranks_are_named(dims: ParallelDims, slow: dict[int, float], said: list[str]) -> None:
     seconds = [slow.get(rank, 1.0) for rank in range(8)]
-    relative = relative_times(seconds, topology)
-    groups = slow_groups(relative, topology, limit=1.5)
+    relative = relative_times(seconds, dims)
+    groups = slow_groups(relative, dims, limit=1.5)
     assert [describe(group, relative, HOSTS) for group in groups] == said
 
 

@@ -109,14 +109,14 @@ from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.loss_watch import Severity
 from threefold.supervision.supervisor import Supervisor
 from threefold.run_folder.folder import RunFolder
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from pathlib import Path
 
 def supervise(path, what):
     use_nonblocking_output()
     supervisor.SECONDS_BEFORE_WATCHDOG, supervisor.REPORT_SECONDS = 3, 2
     os.environ.pop("MASTER_PORT", None)  # another process of the test uses it
-    start_processes(World())
+    start_processes(LaunchEnvironment())
     path.mkdir()
     crumb, folder = Breadcrumb(), RunFolder(path)
     if what == "hang, and no folder":
@@ -244,9 +244,9 @@ from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.supervisor import Supervisor
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 
-world = World.from_environment(os.environ)
+world = LaunchEnvironment.from_environment(os.environ)
 start_processes(world, patience_seconds=5000)
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
 assert backend.options._timeout > timedelta(seconds=5000), backend.options._timeout

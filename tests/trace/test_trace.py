@@ -41,7 +41,7 @@ def traced_as_on_a_cpu(recipe: Recipe, world_size: int, rank: int) -> Trace:
 def real_measure(recipe: Recipe) -> Trace:
     """Return the measurement of a rank, with real tensors and real collectives."""
     world = join_world()
-    return measure(recipe, recipe.topology(world), world.rank, at_most=ALL)
+    return measure(recipe, recipe.parallel_dims(world), world.rank, at_most=ALL)
 
 
 def traffic(found: Trace) -> dict[tuple[str, str], tuple[int, int]]:

@@ -25,7 +25,7 @@ from wandb.sdk.lib import wb_logging
 
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
 from threefold.tracking import weights_and_biases
@@ -155,7 +155,7 @@ def train(table: dict[str, Any], folder: RunFolder) -> WandbStatus:
     with open_tracker(recipe, folder, 0, start=Progress(), changed={}) as tracker:
         tracker.step(LINE)
         tracker.end()
-    summarize(recipe, folder, World(rank=0, local_rank=0, size=1, local_size=1))
+    summarize(recipe, folder, LaunchEnvironment(rank=0, local_rank=0, size=1, local_size=1))
     status = WandbStatus.read(folder.path)
     assert status
     return status
@@ -326,7 +326,7 @@ def test_a_run_without_wandb_says_so_if_a_variable_is_involved(
     ):
         tracker.step(LINE)
         tracker.end()
-    summarize(recipe, folder, World(rank=0, local_rank=0, size=1, local_size=1))
+    summarize(recipe, folder, LaunchEnvironment(rank=0, local_rank=0, size=1, local_size=1))
     assert not start.called
     told, summed = about_wandb(capsys.readouterr().out)
     assert len(told) == len(lines)

@@ -12,7 +12,7 @@ from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from threefold.commands import plan
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
-from threefold.config.parallel_dims import Topology, World
+from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.phases import PhasePlan
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
@@ -73,9 +73,9 @@ def test_a_run_prints_its_nodes_and_ranks(
 ) -> None:
     settings = ["layout.pipeline=1", "batch.global_sequences=40", "batch.micro_sequences=1"]
     recipe = load_recipe(DEFAULT_RECIPE, settings)
-    topology = recipe.topology(World(size=len(hosts), local_size=len(hosts)))
+    dims = recipe.parallel_dims(LaunchEnvironment(size=len(hosts), local_size=len(hosts)))
     found = mock.Mock(progress=Progress(), weights_only=False)
-    announce(recipe, topology, hosts, mock.Mock(path=tmp_path), found)
+    announce(recipe, dims, hosts, mock.Mock(path=tmp_path), found)
     assert line == capsys.readouterr().out.splitlines()[1]
 
 
@@ -110,8 +110,8 @@ def test_a_model_that_cannot_be_exported_is_named_at_the_start(
 ) -> None:
     table = changed(small, **changes)
     found = mock.Mock(progress=Progress(), weights_only=False, path=None, in_memory=False)
-    topology = Topology(pipeline=1, data=1, tensor=1)
-    announce(parse_recipe(table, "test"), topology, ["a"], mock.Mock(path=tmp_path), found)
+    dims = ParallelDims(pipeline=1, data=1, tensor=1)
+    announce(parse_recipe(table, "test"), dims, ["a"], mock.Mock(path=tmp_path), found)
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
     printed = capsys.readouterr().out
     options = ("--nodes", 1, "--gpus-per-node", 1, "--gpu", "H100", "--top", 0)
@@ -162,7 +162,7 @@ def test_a_vocabulary_with_unused_rows_has_a_note(
     (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": tokens}))
     table = changed(small_recipe(tmp_path), model__vocab_size=rows)
     recipe = parse_recipe(table, "test")
-    one = Topology(pipeline=1, data=1, tensor=1)
+    one = ParallelDims(pipeline=1, data=1, tensor=1)
     found = mock.Mock(progress=Progress(), weights_only=False, path=None, in_memory=False)
     announce(recipe, one, ["a"], mock.Mock(path=tmp_path), found)
     started = capsys.readouterr().out
@@ -209,7 +209,7 @@ def test_the_summary_names_the_steps_of_its_validations(
     folder.metric(line | {"step": 19, "validation/code/loss": 1.5})
     folder.metric(line | {"step": 20})
     recipe = parse_recipe(small, "test")
-    summarize(recipe, folder, World(rank=0, local_rank=0, size=1, local_size=1))
+    summarize(recipe, folder, LaunchEnvironment(rank=0, local_rank=0, size=1, local_size=1))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert {
         "validation 3.2500 at step 18",

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.errors import FULL_DISK_ERRORS
+from models.parallel.collectives import TensorAxis
 from models.parallel.process_groups import create_host_groups
 from models.sharding import Sharding, sharding_of
 from threefold.checkpoint.format import FileRecord, Manifest, TensorFileWriter, tensor_key
@@ -42,7 +43,7 @@ from threefold.checkpoint.retention import (
     retain,
 )
 from threefold.checkpoint.state import KINDS, WEIGHTS, Fragment, TrainingState
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.plan.goodput import duration
@@ -83,8 +84,7 @@ class Assembly:
     Args:
         state: this rank's share of weights and moments
         group: the ranks of this stage, communicating through host memory
-        tensor_rank: this rank's index in its tensor group
-        tensor_size: number of tensor ranks
+        tensor: the tensor axis
         copy: which copy of its shards this rank holds
         copies: number of copies of each shard (hybrid sharding); they share the sending
     """
@@ -94,12 +94,11 @@ class Assembly:
         state: TrainingState,
         group: dist.ProcessGroup,
         *,
-        tensor_rank: int,
-        tensor_size: int,
+        tensor: TensorAxis,
         copy: int = 0,
         copies: int = 1,
     ):
-        self.group, self.tensor_size = group, tensor_size
+        self.group, self.tensor = group, tensor
         self.rank = dist.get_rank(group)
         self.shardings: dict[str, Sharding] = {
             name: sharding_of(parameter)
@@ -109,10 +108,10 @@ class Assembly:
         }
         sent = {n for number, n in enumerate(self.shardings) if number % copies == copy}
         own = [
-            Piece(self.rank, tensor_rank, fragment)
+            Piece(self.rank, tensor.rank, fragment)
             for fragment in state.fragments
             if fragment.name in sent
-            and (tensor_rank == 0 or not self.shardings[fragment.name].replicated)
+            and (tensor.rank == 0 or not self.shardings[fragment.name].replicated)
         ]
         everyones: list[Any] = [None] * dist.get_world_size(group)
         kinds = {name: state.kinds(name) for name in self.shardings}
@@ -170,8 +169,8 @@ class Assembly:
 
     def _put_together(self, kind: str, name: str, flats: Flats) -> Tensor:
         sharding = self.shardings[name]
-        holders = 1 if sharding.dimension is None else self.tensor_size
-        parts = [torch.empty(sharding.local_shape(self.tensor_size)) for _ in range(holders)]
+        holders = 1 if sharding.dimension is None else self.tensor.size
+        parts = [torch.empty(sharding.local_shape(self.tensor)) for _ in range(holders)]
         receiving = []
         for piece in self.pieces[name]:
             elements = piece.fragment.elements
@@ -355,7 +354,7 @@ class CheckpointWriter:
         state: this rank's share of weights and moments
         folder: the run folder
         recipe: the recipe of the run
-        topology: the layout of the ranks
+        dims: the layout of the ranks
         data: fingerprints of corpora and tokenizer, for the manifest
         step: a step of the phase that the ranks train
         damaged: checkpoints that retention neither deletes nor counts
@@ -378,7 +377,7 @@ class CheckpointWriter:
         folder: RunFolder,
         *,
         recipe: Recipe,
-        topology: Topology,
+        dims: ParallelDims,
         data: dict[str, Any],
         step: int = 1,
         damaged: Collection[Path] = (),
@@ -387,19 +386,18 @@ class CheckpointWriter:
         self.state, self.folder, self.recipe, self.damaged = state, folder, recipe, damaged
         self.rank = dist.get_rank()
         self.plan, self.data, self.parent = PhasePlan(recipe), data, parent
-        self.layout = layout_of(self.plan.at(step).recipe, topology)
+        self.layout = layout_of(self.plan.at(step).recipe, dims)
         # Only rank 0 writes the manifest, so only rank 0 runs git.
         self.versions = versions() if self.rank == 0 else {}
         self.tree = RankTree(EXCHANGE_TIMEOUT)
-        coordinates = topology.coordinates(self.rank)
-        group = create_host_groups(topology.stage_groups(), EXCHANGE_TIMEOUT)
+        coordinates = dims.coordinates(self.rank)
+        group = create_host_groups(dims.groups("data", "context", "tensor"), EXCHANGE_TIMEOUT)
         assert group is not None  # every rank belongs to a stage
-        copy, copies = topology.copy_of_shards(self.rank)
+        copy, copies = dims.copy_of_shards(self.rank)
         self.assembly = Assembly(
             state,
             group,
-            tensor_rank=coordinates.tensor,
-            tensor_size=topology.tensor,
+            tensor=TensorAxis(rank=coordinates.tensor, size=dims.tensor),
             copy=copy,
             copies=copies,
         )

@@ -91,12 +91,12 @@ def reshape_command(options: argparse.Namespace) -> None:
     from threefold.convert.reshape import new_recipe, reshape
 
     source = open_checkpoint(options.checkpoint)
-    recipe, topology = new_recipe(source, options.set, ranks=options.ranks)
+    recipe, dims = new_recipe(source, options.set, ranks=options.ranks)
     with output(options, source.path, RESHAPED) as folder:
-        reshape(source, folder, recipe=recipe, topology=topology)
+        reshape(source, folder, recipe=recipe, dims=dims)
     print(
         f"converted {source.path} to {options.output}: "
-        f"{' x '.join(f'{axis} {size}' for axis, size in topology.axes.items())}; resume it with "
+        f"{dims}; resume it with "
         f"--resume {options.output}"
     )
 

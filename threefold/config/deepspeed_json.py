@@ -23,7 +23,7 @@ from threefold.config.deepspeed_schema import (
 )
 from threefold.config.json_repair import repair_json
 from threefold.config.loading import REPOSITORY, value_text
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.config.sections import Tracking, repository_path
 
@@ -40,29 +40,29 @@ SHIPPED = ", ".join(
 
 
 def build_deepspeed_config(
-    recipe: Recipe, topology: Topology, *, has_gpu: bool = True
+    recipe: Recipe, dims: ParallelDims, *, has_gpu: bool = True
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`, with every "auto" filled in.
 
     Args:
         recipe: the recipe, which names the JSON
-        topology: the layout of the ranks
+        dims: the layout of the ranks
         has_gpu: False to reject fp16, which DeepSpeed does not support on CPUs
 
     Raises:
         UserError: the JSON is missing or not valid, contradicts the recipe, or does not suit it.
     """
-    config, _ = _read(recipe.deepspeed, recipe, topology, has_gpu=has_gpu)
-    if problem := next(_combinations(recipe, config, topology), None):
+    config, _ = _read(recipe.deepspeed, recipe, dims, has_gpu=has_gpu)
+    if problem := next(_combinations(recipe, config, dims), None):
         raise UserError(problem.finding)
-    every, micro_batches = recipe.layout.reduce_every, recipe.micro_batches(topology.data)
+    every, micro_batches = recipe.layout.reduce_every, recipe.micro_batches(dims.data)
     if every > micro_batches:
         raise UserError(
             f"layout.reduce_every = {every} is more than the {micro_batches} micro-batches of a "
             f"step; use layout.reduce_every = {micro_batches}"
         )
     zero = config["zero_optimization"]
-    if zero["stage"] == 2 and topology.replicas == 1:
+    if zero["stage"] == 2 and dims.dp_cp_size == 1:
         # Nobody to share gradients with: shards would be copies.
         config["zero_optimization"] = zero | {"stage": 1, "overlap_comm": False}
     if config["zero_optimization"]["stage"] <= 2:
@@ -70,7 +70,7 @@ def build_deepspeed_config(
         config["zero_optimization"] = bucket | config["zero_optimization"]
     return config | {
         "train_micro_batch_size_per_gpu": recipe.batch.micro_sequences,
-        "gradient_accumulation_steps": recipe.micro_batches(topology.data),
+        "gradient_accumulation_steps": recipe.micro_batches(dims.data),
         "gradient_clipping": recipe.optimizer.gradient_clipping,
         "communication_data_type": communication_precision(config),
         # Off, since this timer synchronises the device for every micro-batch; `tracking/meter.py`
@@ -95,9 +95,9 @@ def read_deepspeed_json(name: str, recipe: Recipe | None = None) -> dict[str, An
     return _read(name, recipe)[0]
 
 
-def deepspeed_notes(recipe: Recipe, topology: Topology) -> list[str]:
+def deepspeed_notes(recipe: Recipe, dims: ParallelDims) -> list[str]:
     """Return a line about each setting of the JSON that is read differently or has no effect."""
-    return _read(recipe.deepspeed, recipe, topology)[1].notes()
+    return _read(recipe.deepspeed, recipe, dims)[1].notes()
 
 
 def require_auto(recipe: Recipe, reason: str) -> None:
@@ -122,7 +122,7 @@ def require_auto(recipe: Recipe, reason: str) -> None:
 def _read(
     name: str,
     recipe: Recipe | None = None,
-    topology: Topology | None = None,
+    dims: ParallelDims | None = None,
     *,
     has_gpu: bool = True,
 ) -> tuple[dict[str, Any], Review]:
@@ -133,7 +133,7 @@ def _read(
     """
     review = Review()
     content = _parse(name, review)
-    owned = _review_owned(content, review, owned_values(recipe, topology) if recipe else {})
+    owned = _review_owned(content, review, owned_values(recipe, dims) if recipe else {})
     settings = {key: value for key, value in content.items() if key not in RECIPE_KEYS}
     if recipe and (table := tracking_of_wandb(settings.get("wandb"), recipe.tracking)):
         review.advice.append(
@@ -148,8 +148,8 @@ def _read(
     config = dict.fromkeys(AUTO_KEYS, "auto") | accepted
     config["zero_optimization"] = {"stage": 1} | accepted.get("zero_optimization", {})
     if review.findings:
-        if recipe and topology:  # so that no finding is left for the next start
-            for problem in _combinations(recipe, config, topology):
+        if recipe and dims:  # so that no finding is left for the next start
+            for problem in _combinations(recipe, config, dims):
                 review.reject(problem.finding)
                 problem.correct(config)
         _leave_zero_3_out(config, review)
@@ -157,7 +157,7 @@ def _read(
         order = list(content)
         keys = sorted(proposal, key=lambda key: order.index(key) if key in order else len(order))
         proposal = {key: proposal[key] for key in keys}
-        raise UserError(_rejection(name, review, proposal, is_complete=topology is not None))
+        raise UserError(_rejection(name, review, proposal, is_complete=dims is not None))
     _leave_zero_3_out(config, review)
     return config, review
 
@@ -293,10 +293,10 @@ def _owned(key: str, value: Any, *spellings: Any) -> Owned:
     return Owned(spellings or (value,), f"{key} = {value_text(value)}")
 
 
-def owned_values(recipe: Recipe, topology: Topology | None) -> dict[str, Owned]:
+def owned_values(recipe: Recipe, dims: ParallelDims | None) -> dict[str, Owned]:
     """Return the settings of DeepSpeed that follow from a recipe, by path.
 
-    Without a topology, the accumulation steps are left out.
+    Without the sizes of the axes, the accumulation steps are left out.
     """
     batch, optimizer, schedule = recipe.batch, recipe.optimizer, recipe.optimizer.schedule
     kinds = {"adamw": ("AdamW", "Adam", "adamw", "adam"), "muon": ("Muon", "muon")}
@@ -306,9 +306,9 @@ def owned_values(recipe: Recipe, topology: Topology | None) -> dict[str, Owned]:
     rate = _owned("optimizer.learning_rate", optimizer.learning_rate)
     off = Owned((False,))
     steps: dict[str, Owned] = {}
-    if topology:
+    if dims:
         key = "batch.global_sequences / batch.micro_sequences / data ranks"
-        steps["gradient_accumulation_steps"] = _owned(key, recipe.micro_batches(topology.data))
+        steps["gradient_accumulation_steps"] = _owned(key, recipe.micro_batches(dims.data))
     return steps | {
         "train_batch_size": _owned("batch.global_sequences", batch.global_sequences),
         "train_micro_batch_size_per_gpu": _owned("batch.micro_sequences", batch.micro_sequences),
@@ -526,12 +526,12 @@ class Problem:
         config[self.block] = {key: value for key, value in block.items() if value is not None}
 
 
-def _combinations(recipe: Recipe, config: dict[str, Any], topology: Topology) -> Iterator[Problem]:
+def _combinations(recipe: Recipe, config: dict[str, Any], dims: ParallelDims) -> Iterator[Problem]:
     """Yield the settings of a checked JSON that do not suit the recipe.
 
     The caller may correct the config after each of them.
     """
-    for problem in _unsuitable_stages(recipe, config, topology):
+    for problem in _unsuitable_stages(recipe, config, dims):
         yield Problem(problem, "zero_optimization", "stage", 2)
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     untied = gradients not in (None, precision(config)) and (
@@ -546,7 +546,7 @@ def _combinations(recipe: Recipe, config: dict[str, Any], topology: Topology) ->
         yield Problem(problem, "data_types", "grad_accum_dtype")
 
 
-def _unsuitable_stages(recipe: Recipe, config: dict[str, Any], topology: Topology) -> Iterator[str]:
+def _unsuitable_stages(recipe: Recipe, config: dict[str, Any], dims: ParallelDims) -> Iterator[str]:
     """Yield the reasons why a ZeRO stage does not suit the recipe; ZeRO-2 suits in all cases."""
     stage, layout, named = zero_stage(config), recipe.layout, f'deepspeed = "{recipe.deepspeed}"'
     at_stage_2 = shipped_json(2, precision(config))
@@ -556,9 +556,9 @@ def _unsuitable_stages(recipe: Recipe, config: dict[str, Any], topology: Topolog
             f"DeepSpeed's ZeRO-{stage} would average the gradients of different experts; use "
             f'deepspeed = "{at_stage_2}", or layout.expert = 1'
         )
-    if topology.is_hybrid and stage > 2:
+    if dims.is_hsdp and stage > 2:
         yield (
-            f"layout.dp_shard = {topology.dp_shard} with ZeRO-{stage} ({named}), "
+            f"layout.dp_shard = {dims.dp_shard} with ZeRO-{stage} ({named}), "
             f'which shards over all data ranks; use deepspeed = "{at_stage_2}", or '
             f"layout.dp_shard = 0"
         )

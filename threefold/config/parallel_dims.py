@@ -1,15 +1,17 @@
-"""Rank <-> (pipeline, data, context, tensor), and the rank that the launcher gave this process."""
+"""The sizes and ranks of the parallel axes, and the rank that the launcher gave this process."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 
 from models.errors import UserError
+from threefold.config.layout import Layout
 
 
 @dataclass(frozen=True)
-class World:
+class LaunchEnvironment:
     """The processes of a run, as one of them sees it."""
 
     rank: int = 0
@@ -18,7 +20,7 @@ class World:
     local_size: int = 1
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> "World":
+    def from_environment(cls, environment: Mapping[str, str]) -> "LaunchEnvironment":
         """Read the variables of `deepspeed`, `torchrun` or a plain `srun` (one task per GPU).
 
         If none are set, the world is this one process.
@@ -55,170 +57,199 @@ class World:
         return cls()
 
 
-@dataclass(frozen=True)
+# The axes that number the ranks, from the outermost in: the ranks of a tensor group are neighbours.
+AXES = ("pipeline", "data", "context", "tensor")
+ALWAYS_SHOWN = ("pipeline", "data", "tensor")  # in texts; other axes only if they divide something
+# The order of the axes in the texts about layouts.
+IN_TEXTS = ("tensor", "pipeline", "context", "data")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """A rank's index on each axis."""
+    """A rank's index on each axis of AXES."""
 
-    pipeline: int
-    data: int
-    tensor: int
+    pipeline: int = 0
+    data: int = 0
     context: int = 0
+    tensor: int = 0
 
 
-@dataclass(frozen=True)
-class Topology:
-    """Sizes of the axes, from the outermost in: pipeline, data, context, tensor (inside a node).
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """Sizes of the parallel axes, and the ranks of their groups.
 
-    To DeepSpeed, context ranks are data ranks: its PipeModelDataParallelTopology has the same order
-    with `replicas` data ranks. `expert` is the number of neighbouring replicas that divide the
-    experts; all their other weights are the same. `expert_tensor` is the number of tensor ranks
-    that divide each expert: 1, or all of them. `dp_shard` is the number of neighbouring replicas
-    that divide the optimizer state; 0: all of them.
+    With pipeline = data = tensor = 2, the eight ranks are
+
+        rank      0  1  2  3  4  5  6  7
+        pipeline  0  0  0  0  1  1  1  1
+        data      0  0  1  1  0  0  1  1
+        tensor    0  1  0  1  0  1  0  1
+
+    To DeepSpeed, context ranks are data ranks.
+
+    Attributes:
+        expert: neighbouring data and context ranks that divide the experts; they have the same
+            other weights
+        expert_tensor: tensor ranks that divide the columns of each expert: 1, or all of them
+        dp_shard: neighbouring data and context ranks that divide the optimizer state; 0: all
     """
 
-    pipeline: int
-    data: int
-    tensor: int
+    pipeline: int = 1
+    data: int = 1
     context: int = 1
+    tensor: int = 1
     expert: int = 1
-    dp_shard: int = 0
     expert_tensor: int = 1
+    dp_shard: int = 0
 
     @classmethod
-    def for_world(
-        cls,
-        world_size: int,
-        *,
-        pipeline: int,
-        tensor: int,
-        context: int = 1,
-        expert: int = 1,
-        dp_shard: int = 0,
-        expert_tensor: int = 1,
-    ) -> "Topology":
-        """Return a topology whose data axis takes what the other axes, a divisor, leave.
+    def of_layout(cls, layout: Layout, world_size: int) -> "ParallelDims":
+        """Return the sizes of a layout, whose data axis takes what the other axes leave.
 
-        `Recipe.topology` checks that the axes divide the world, and the shard group the replicas.
+        `Recipe.parallel_dims` has checked that the other axes divide the world.
         """
-        given = pipeline * tensor * context
-        assert world_size % given == 0 == world_size // (pipeline * tensor) % expert
-        return cls(
-            pipeline=pipeline,
-            data=world_size // given,
-            tensor=tensor,
-            context=context,
-            expert=expert,
-            dp_shard=dp_shard,
-            expert_tensor=expert_tensor,
-        )
+        sizes = {name: getattr(layout, name) for name in SIZES if name != "data"}
+        others = cls(**sizes).world_size
+        assert world_size % others == 0 == world_size // others * layout.context % layout.expert
+        return cls(data=world_size // others, **sizes)
 
     @property
     def world_size(self) -> int:
         """All ranks."""
-        return self.pipeline * self.replicas * self.tensor
+        return self.pipeline * self.dp_cp_size * self.tensor
 
     @property
-    def replicas(self) -> int:
+    def dp_cp_size(self) -> int:
         """Ranks with the same part of the model, over which ZeRO divides: data x context."""
         return self.data * self.context
 
     @property
-    def exchanging_ranks(self) -> int:
+    def ep_size(self) -> int:
         """Ranks that have different experts and exchange tokens."""
         return self.expert * self.tensor // self.expert_tensor
 
     @property
-    def is_hybrid(self) -> bool:
-        """True if several groups of replicas hold the same shards (hybrid sharding)."""
-        return 0 < self.dp_shard < self.replicas
+    def dp_shard_size(self) -> int:
+        """Ranks that divide the optimizer state."""
+        return self.dp_shard or self.dp_cp_size
+
+    @property
+    def is_hsdp(self) -> bool:
+        """True if several groups of ranks hold the same shards (hybrid sharding)."""
+        return self.dp_shard_size < self.dp_cp_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of every axis by name, also of those that divide only experts or shards."""
+        return {name: getattr(self, name) for name in SIZES}
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the axes by name, without a context axis of size 1."""
-        sizes = {"pipeline": self.pipeline, "data": self.data, "context": self.context}
-        return {name: n for name, n in sizes.items() if name != "context" or n > 1} | {
-            "tensor": self.tensor
-        }
+        """Sizes of the axes of AXES by name, without those of size 1 that few recipes have."""
+        sizes = {name: getattr(self, name) for name in AXES}
+        return {name: size for name, size in sizes.items() if name in ALWAYS_SHOWN or size > 1}
 
-    def rank(self, place: Coordinates) -> int:
-        """The global rank at a place."""
-        replica = (place.pipeline * self.data + place.data) * self.context + place.context
-        return replica * self.tensor + place.tensor
+    @property
+    def optional_sizes(self) -> list[str]:
+        """The sizes above 1 of axes that few recipes have: ["context 2", "expert 4"]."""
+        names = [name for name in SIZES if name not in (*ALWAYS_SHOWN, "dp_shard")]
+        sizes = {name.replace("_", " "): getattr(self, name) for name in names}
+        return [f"{name} {size}" for name, size in sizes.items() if size > 1]
+
+    @property
+    def text(self) -> str:
+        """The sizes for a report: "tensor 2 x pipeline 1 x data 4, expert 2"."""
+        axes = [f"{axis} {self.axes[axis]}" for axis in IN_TEXTS if axis in self.axes]
+        experts = [size for size in self.optional_sizes if size not in axes]
+        return ", ".join([" x ".join(axes), *experts])
+
+    @property
+    def layout_keys(self) -> dict[str, int]:
+        """The keys of [layout] that result in these sizes."""
+        keys = {name: size for name, size in self.sizes.items() if name in Layout.model_fields}
+        return keys | {"expert_tensor_parallel": self.expert_tensor > 1}
+
+    @property
+    def lockstep_size(self) -> int:
+        """Number of neighbouring ranks that wait for each other in every layer."""
+        return math.lcm(self.context, self.expert) * self.tensor
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
+
+    def rank(self, coordinates: Coordinates) -> int:
+        """Return the global rank at some coordinates."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self, axis) + getattr(coordinates, axis)
+        return rank
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of a global rank."""
-        outer, tensor = divmod(rank, self.tensor)
-        outer, context = divmod(outer, self.context)
-        pipeline, data = divmod(outer, self.data)
-        return Coordinates(pipeline=pipeline, data=data, tensor=tensor, context=context)
+        """Return the coordinates of a global rank."""
+        indices = {}
+        for axis in reversed(AXES):
+            rank, indices[axis] = divmod(rank, getattr(self, axis))
+        return Coordinates(**indices)
 
-    def tensor_groups(self) -> list[list[int]]:
-        """The global ranks of every tensor group."""
-        return self._neighbours(self.tensor)
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Return the global ranks of every group whose ranks differ only in these axes.
 
-    def context_groups(self) -> list[list[int]]:
-        """The global ranks of every context group, which share their samples."""
-        span = self.context * self.tensor
-        return [
-            list(range(first + tensor, first + span, self.tensor))
-            for first in range(0, self.world_size, span)
-            for tensor in range(self.tensor)
-        ]
+        Groups are in the order of their first ranks. groups("context") are the ranks that share
+        their samples, groups("data", "context", "tensor") the stages.
+        """
+        groups = [[0]]
+        stride = self.world_size
+        for axis in AXES:
+            size = getattr(self, axis)
+            stride //= size
+            steps = range(0, stride * size, stride)
+            if axis in axes:
+                groups = [[rank + step for rank in ranks for step in steps] for ranks in groups]
+            else:
+                groups = [[rank + step for rank in ranks] for ranks in groups for step in steps]
+        return groups
 
     def expert_groups(self) -> list[list[int]]:
-        """The global ranks of every group whose ranks have different experts of the same layers.
+        """Return the global ranks of every group whose ranks have different experts of a layer.
 
         With expert tensor parallelism these are ranks with the same tensor rank.
         """
-        groups = self._neighbours(self.expert * self.tensor)
-        if self.expert_tensor == 1:
-            return groups
-        return [ranks[tensor :: self.tensor] for ranks in groups for tensor in range(self.tensor)]
+        neighbours = self._neighbours(self.expert * self.tensor)
+        parts = range(self.expert_tensor)
+        return [ranks[n :: self.expert_tensor] for ranks in neighbours for n in parts]
 
     def expert_data_groups(self) -> list[list[int]]:
-        """The global ranks of every group that has the same experts, or the same parts of them."""
-        span = self.expert * self.tensor
-        return [
-            list(range(ranks[0] + place, ranks[-1] + 1, span))
-            for ranks in self.stage_groups()
-            for place in range(span)
-        ]
+        """Return the ranks of every group that has the same experts, or the same parts of them."""
+        return self._strided(self.expert * self.tensor)
 
     def dp_shard_groups(self) -> list[list[int]]:
-        """The global ranks of every group that divides optimizer state, in the order of shards."""
-        span = (self.dp_shard or self.replicas) * self.tensor
-        return [
-            ranks[first + tensor : first + span : self.tensor]
-            for ranks in self.stage_groups()
-            for first in range(0, len(ranks), span)
-            for tensor in range(self.tensor)
-        ]
+        """Return the ranks of every group that divides optimizer state, in the order of shards."""
+        copies = self.optimizer_groups()
+        return [ranks[n :: self.tensor] for ranks in copies for n in range(self.tensor)]
 
     def optimizer_groups(self) -> list[list[int]]:
-        """The global ranks of every group that holds one copy of a stage's optimizer state."""
-        return self._neighbours((self.dp_shard or self.replicas) * self.tensor)
+        """Return the ranks of every group that holds one copy of a stage's optimizer state."""
+        return self._neighbours(self.dp_shard_size * self.tensor)
 
     def dp_replicate_groups(self) -> list[list[int]]:
-        """The global ranks of every group that holds the same shard."""
-        span = (self.dp_shard or self.replicas) * self.tensor
-        return [ranks[place::span] for ranks in self.stage_groups() for place in range(span)]
+        """Return the global ranks of every group that holds the same shard."""
+        return self._strided(self.dp_shard_size * self.tensor)
 
     def copy_of_shards(self, rank: int) -> tuple[int, int]:
         """Return which copy of its shard a rank holds, and the number of copies."""
-        ranks = self.dp_shard or self.replicas
-        place = self.coordinates(rank)
-        return (place.data * self.context + place.context) // ranks, self.replicas // ranks
-
-    def sequence_groups(self) -> list[list[int]]:
-        """The global ranks of every group that holds tokens of the same sequences."""
-        return self._neighbours(self.context * self.tensor)
+        copy = rank // self.tensor % self.dp_cp_size // self.dp_shard_size
+        return copy, self.dp_cp_size // self.dp_shard_size
 
     def _neighbours(self, size: int) -> list[list[int]]:
         return [list(range(first, first + size)) for first in range(0, self.world_size, size)]
 
-    def stage_groups(self) -> list[list[int]]:
-        """The global ranks of every stage."""
-        return self._neighbours(self.replicas * self.tensor)
+    def _strided(self, stride: int) -> list[list[int]]:
+        """Return the ranks of a stage that are a multiple of `stride` apart, for every stage."""
+        stages = self.groups("data", "context", "tensor")
+        return [ranks[first::stride] for ranks in stages for first in range(stride)]
+
+
+SIZES = tuple(dict.fromkeys((*IN_TEXTS, *(field.name for field in fields(ParallelDims)))))
 
 
 def nearest_data_sizes(size: int, *, micro_batches: int, least: int) -> list[int]:
@@ -235,37 +266,37 @@ def nearest_data_sizes(size: int, *, micro_batches: int, least: int) -> list[int
     return [n for n in (next(below, 0), next(above, 0)) if n]
 
 
-def check_placement(topology: Topology, hosts: Sequence[str]) -> None:
-    """Refuse tensor groups that cross nodes.
+def check_placement(dims: ParallelDims, hosts: Sequence[str]) -> None:
+    """Reject tensor groups that cross nodes.
 
     hosts: of all ranks, by rank
 
     Raises:
         UserError: the launcher has not put neighbouring ranks on the same node.
     """
-    for ranks in topology.tensor_groups():
-        there = sorted({hosts[rank] for rank in ranks})
-        if len(there) > 1:
+    for ranks in dims.groups("tensor"):
+        nodes = sorted({hosts[rank] for rank in ranks})
+        if len(nodes) > 1:
             raise UserError(
                 f"the tensor group of the ranks {ranks[0]} .. {ranks[-1]} is spread over "
-                f"{' and '.join(there)}; start neighbouring ranks on one node (srun "
+                f"{' and '.join(nodes)}; start neighbouring ranks on one node (srun "
                 f"--distribution=block), or use a smaller layout.tensor"
             )
 
 
-def rank_map(topology: Topology, hosts: Sequence[str]) -> list[str]:
-    """Who has which part, a line for each node.
+def rank_map(dims: ParallelDims, hosts: Sequence[str]) -> list[str]:
+    """Return the ranks of each node and their coordinates, a line for each node.
 
     hosts: of all ranks, by rank
     """
     lines = []
     for host, group in groupby(range(len(hosts)), key=hosts.__getitem__):
         ranks = list(group)
-        places = [topology.coordinates(rank) for rank in ranks]
-        parts = [
-            f"{axis} {_span([getattr(place, axis) for place in places])}" for axis in topology.axes
+        places = [dims.coordinates(rank) for rank in ranks]
+        spans = [
+            f"{axis} {_span([getattr(place, axis) for place in places])}" for axis in dims.axes
         ]
-        lines.append(f"{host}: rank {_span(ranks)}: {', '.join(parts)}")
+        lines.append(f"{host}: rank {_span(ranks)}: {', '.join(spans)}")
     return lines
 
 

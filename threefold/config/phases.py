@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from models.errors import UserError
 from threefold.config.optimization import learning_rate
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.config.sections import CHANGEABLE, FIRST_PHASE, Phase, with_current_keys
 
@@ -371,7 +371,7 @@ class PhasePlan:
                 last = segment.last
         return last
 
-    def check_world(self, world: World) -> None:
+    def check_world(self, world: LaunchEnvironment) -> None:
         """Check that every phase can run on a world.
 
         Raises:
@@ -379,7 +379,7 @@ class PhasePlan:
         """
         for segment in self.segments:
             with self.naming(segment):
-                segment.recipe.topology(world)
+                segment.recipe.parallel_dims(world)
 
     @contextmanager
     def naming(self, segment: Segment) -> Iterator[None]:

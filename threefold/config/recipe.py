@@ -16,7 +16,7 @@ from threefold.config.layout import (
     check_experts,
 )
 from threefold.config.optimization import Batch, Optimizer, Training
-from threefold.config.parallel_dims import Topology, World, nearest_data_sizes
+from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims, nearest_data_sizes
 from threefold.config.sections import (
     MAX_COUNT,
     Checkpoint,
@@ -273,7 +273,7 @@ class Recipe(Section):
         """Return the micro-batches per step of each of `data_size` data ranks."""
         return self.batch.global_sequences // (self.batch.micro_sequences * data_size)
 
-    def topology(self, world: World) -> Topology:
+    def parallel_dims(self, world: LaunchEnvironment) -> ParallelDims:
         """Return the axes of this recipe on a world.
 
         Raises:
@@ -282,25 +282,17 @@ class Recipe(Section):
         if self.cluster is not None:
             self._check_cluster(self.cluster, world)
         self._check_world(world)
-        topology = Topology.for_world(
-            world.size,
-            pipeline=self.layout.pipeline,
-            tensor=self.layout.tensor,
-            context=self.layout.context,
-            expert=self.layout.expert,
-            dp_shard=self.layout.dp_shard,
-            expert_tensor=self.layout.expert_tensor,
-        )
-        if world.local_size % topology.tensor:
+        dims = ParallelDims.of_layout(self.layout, world.size)
+        if world.local_size % dims.tensor:
             raise UserError(
-                f"layout.tensor = {topology.tensor} does not divide the {world.local_size} ranks "
+                f"layout.tensor = {dims.tensor} does not divide the {world.local_size} ranks "
                 f"of a node, and every tensor group must be inside one node; use layout.tensor = "
-                f"{nearest_divisors(world.local_size, topology.tensor)}"
+                f"{nearest_divisors(world.local_size, dims.tensor)}"
             )
-        self._check_batch(topology)
-        return topology
+        self._check_batch(dims)
+        return dims
 
-    def _check_cluster(self, cluster: Cluster, world: World) -> None:
+    def _check_cluster(self, cluster: Cluster, world: LaunchEnvironment) -> None:
         expected = cluster.nodes * cluster.gpus_per_node
         if (expected, cluster.gpus_per_node) == (world.size, world.local_size):
             return
@@ -312,7 +304,7 @@ class Recipe(Section):
             f"--set cluster.nodes={nodes} --set cluster.gpus_per_node={world.local_size}"
         )
 
-    def _check_world(self, world: World) -> None:
+    def _check_world(self, world: LaunchEnvironment) -> None:
         layout = self.layout
         ranks = layout.tensor * layout.pipeline * layout.context
         if world.size % ranks == 0:
@@ -326,7 +318,7 @@ class Recipe(Section):
             f"{self._working_ranks(ranks, world)}"
         )
 
-    def _working_ranks(self, ranks: int, world: World) -> str:
+    def _working_ranks(self, ranks: int, world: LaunchEnvironment) -> str:
         """Return the numbers of ranks around the world's, for `ranks` ranks per data rank."""
         micro_sequences = self.batch.micro_sequences
         micro_batches = self.batch.global_sequences // micro_sequences
@@ -337,23 +329,23 @@ class Recipe(Section):
         cluster = " (cluster.nodes x cluster.gpus_per_node)" if self.cluster else ""
         return f"{' or '.join(str(size * ranks) for size in sizes)} ranks{cluster}"
 
-    def _check_batch(self, topology: Topology) -> None:
-        together = self.batch.micro_sequences * topology.data
+    def _check_batch(self, dims: ParallelDims) -> None:
+        together = self.batch.micro_sequences * dims.data
         if self.batch.global_sequences % together:
             raise UserError(
                 f"batch.global_sequences = {self.batch.global_sequences} is not divisible by "
-                f"batch.micro_sequences = {self.batch.micro_sequences} x {topology.data} data "
+                f"batch.micro_sequences = {self.batch.micro_sequences} x {dims.data} data "
                 f"ranks; use batch.global_sequences = "
                 f"{nearest_multiples(self.batch.global_sequences, together, most=MAX_COUNT)}"
             )
         least = self.layout.min_micro_batches
         overlap = " with layout.expert_overlap = true" if self.layout.expert_overlap else ""
-        if self.micro_batches(topology.data) < least:
+        if self.micro_batches(dims.data) < least:
             raise UserError(
                 f'layout.schedule = "{self.layout.schedule}"{overlap} needs {least} micro-batches '
-                f"or more for layout.pipeline = {topology.pipeline}, and batch.global_sequences = "
-                f"{self.batch.global_sequences} makes {self.micro_batches(topology.data)} on each "
-                f"of {topology.data} data ranks; use batch.global_sequences = {least * together}"
+                f"or more for layout.pipeline = {dims.pipeline}, and batch.global_sequences = "
+                f"{self.batch.global_sequences} makes {self.micro_batches(dims.data)} on each "
+                f"of {dims.data} data ranks; use batch.global_sequences = {least * together}"
             )
 
     def toml(self) -> str:

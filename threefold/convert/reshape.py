@@ -25,7 +25,7 @@ from threefold.checkpoint.state import WEIGHTS, CheckpointReader
 from threefold.checkpoint.writer import KINDS_OF_FILE, assign_owners
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import apply_overrides, parse_recipe, value_text
-from threefold.config.parallel_dims import Topology, World
+from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.phases import recipe_at, table_at
 from threefold.config.recipe import Recipe
 from threefold.convert.files import (
@@ -44,8 +44,8 @@ FIXED_KEYS = ("model.", "seed", "data.", "optimizer.kind")
 
 def new_recipe(
     source: CheckpointReader, overrides: list[str], *, ranks: int
-) -> tuple[Recipe, Topology]:
-    """Return the checkpoint's recipe with the overrides, and its topology on the new ranks.
+) -> tuple[Recipe, ParallelDims]:
+    """Return the checkpoint's recipe with the overrides, and its parallel axes on the new ranks.
 
     Raises:
         UserError: The new recipe describes another run, or its layout is not valid.
@@ -67,18 +67,18 @@ def new_recipe(
             f"changing {changed[0]} would make it another run; keep the value in {source.path}"
         )
     phase = recipe_at(recipe, source.manifest.step + 1)  # in which the run resumes
-    topology = phase.topology(World(size=ranks, local_size=ranks))
-    build_deepspeed_config(phase, topology)
-    return recipe, topology
+    dims = phase.parallel_dims(LaunchEnvironment(size=ranks, local_size=ranks))
+    build_deepspeed_config(phase, dims)
+    return recipe, dims
 
 
-def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, topology: Topology) -> None:
+def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, dims: ParallelDims) -> None:
     """Write the tensors into files of the new ranks, with one tensor in memory at a time."""
     shapes = logical_shapes(model_of(source))
     files: dict[str, FileRecord] = {}
     tensors: dict[str, str] = {}
-    owners = assign_owners(shapes, topology.world_size)
-    for rank in range(topology.world_size):
+    owners = assign_owners(shapes, dims.world_size)
+    for rank in range(dims.world_size):
         names = [name for name in shapes if owners[name] == rank]
         for label, kinds in KINDS_OF_FILE.items():
             keys = {
@@ -99,7 +99,7 @@ def reshape(source: CheckpointReader, output: Path, *, recipe: Recipe, topology:
     replace(
         source.manifest,
         recipe=recipe.model_dump(mode="json"),
-        layout=layout_of(recipe_at(recipe, source.manifest.step + 1), topology)
+        layout=layout_of(recipe_at(recipe, source.manifest.step + 1), dims)
         | {RESHAPED_FROM: str(source.path)},
         versions=versions(),
         tensors=tensors,

@@ -26,7 +26,7 @@ from torch import Tensor
 from models.context_parallel.division import Division, Lengths, Slices, divide, rank_work
 from models.errors import UserError, counted
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
@@ -106,7 +106,7 @@ class TrainingData:
         UserError: token files, manifest, tokenizer and recipe do not fit each other.
     """
 
-    def __init__(self, recipe: Recipe, topology: Topology, rank: int):
+    def __init__(self, recipe: Recipe, dims: ParallelDims, rank: int):
         self.recipe, self.rank = recipe, rank
         self.plan = PhasePlan(recipe)
         self._opened: dict[tuple[str, int], Windows] = {}
@@ -117,7 +117,7 @@ class TrainingData:
             with self.plan.naming(segment):
                 self._open(segment)
         self.seed, self.vocab_size = recipe.seed, recipe.model.vocab_size
-        self.resume(Progress(), topology)
+        self.resume(Progress(), dims)
 
     def _open(self, segment: Segment) -> None:
         """Open and check the corpora of a segment."""
@@ -174,21 +174,21 @@ class TrainingData:
         """The fingerprint of the data that the run reads; hashes the files on first use."""
         return fingerprint(self.recipe)
 
-    def resume(self, progress: Progress, topology: Topology | None = None) -> None:
+    def resume(self, progress: Progress, dims: ParallelDims | None = None) -> None:
         """Continue from where a run stopped; the next step reads the next sample.
 
         Args:
             progress: the progress of the run
-            topology: the layout of the next steps; None if it stays the same
+            dims: the layout of the next steps; None if it stays the same
         """
         self.progress = progress
         self.evaluate_after(progress.step + 1)
         self._mixtures: dict[tuple[LeftParts, int], Mixture] = {}
-        if topology is None:
+        if dims is None:
             return
-        coordinates = topology.coordinates(self.rank)
-        self.data_rank, self.data_size = coordinates.data, topology.data
-        self.context_rank, self.context_size = coordinates.context, topology.context
+        coordinates = dims.coordinates(self.rank)
+        self.data_rank, self.data_size = coordinates.data, dims.data
+        self.context_rank, self.context_size = coordinates.context, dims.context
         layout = self.plan.at(progress.step + 1).recipe.layout
         self.takes_tokens = coordinates.pipeline in layout.ends
 

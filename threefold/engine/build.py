@@ -1,9 +1,9 @@
 """Build the model of a rank, in shards for ZeRO-3, its optimizer and its engine.
 
-    grid = build_grid(topology, recipe.optimizer)
-    model = build_model(recipe, topology=topology, config=config, grid=grid)
+    axes = build_axes(recipe, dims)
+    model = build_model(recipe, axes, config=config)
     optimizer = build_optimizer(model, recipe, config=config)
-    engine = build_engine(recipe, config=config, grid=grid, model=model, optimizer=optimizer)
+    engine = build_engine(recipe, axes, config=config, model=model, optimizer=optimizer)
 
 `build_from_recipe` makes these four calls.
 """
@@ -15,13 +15,9 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
-from models.context_parallel.collectives import ContextAxis
 from models.experts.layer import expert_layers
-from models.experts.routing import ExpertAxis
 from models.initialization import initialize
 from models.kernels.compile import compile_kernels
 from models.layer_specs import (
@@ -32,10 +28,10 @@ from models.layer_specs import (
     logical_parameters,
 )
 from models.parallel.collectives import TensorAxis
-from models.parallel.process_groups import NcclSettings, create_groups
 from threefold.config.deepspeed_json import precision, zero_stage
-from threefold.config.parallel_dims import Topology
-from threefold.config.recipe import Optimizer, Recipe
+from threefold.config.parallel_dims import ParallelDims
+from threefold.config.recipe import Recipe
+from threefold.engine.axes import ParallelAxes, build_axes
 from threefold.engine.deepspeed_overrides import (
     allow_muon,
     import_muon,
@@ -52,7 +48,7 @@ from threefold.pipeline.balance import pass_proportions
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.pipeline.schedules import Pipeline
-from threefold.pipeline.stage import ProcessGrid, Stage
+from threefold.pipeline.stage import Stage
 from threefold.runtime.processes import quiet, should_compile
 from threefold.supervision.supervisor import Breadcrumb
 
@@ -69,8 +65,7 @@ class ShardedCreation:
     Args:
         recipe: the recipe
         config: the DeepSpeed configuration of `build_deepspeed_config`
-        grid: the process groups; a weight is divided among the data ranks
-        axis: the tensor axis
+        axes: the parallel axes; a weight is divided among the data ranks
         dtype: type of the weights
     """
 
@@ -79,16 +74,15 @@ class ShardedCreation:
         recipe: Recipe,
         *,
         config: dict[str, Any],
-        grid: ProcessGrid,
-        axis: TensorAxis,
+        axes: ParallelAxes,
         dtype: torch.dtype,
     ):
-        self.recipe, self.axis, self.dtype = recipe, axis, dtype
+        self.recipe, self.tensor, self.dtype = recipe, axes.tensor, dtype
         self.names = layer_names(recipe.model)
         self.zero = deepspeed.zero.Init(
-            data_parallel_group=grid.get_data_parallel_group(),
+            data_parallel_group=axes.data_group,
             config_dict_or_path=config,
-            mpu=grid,
+            mpu=axes.grid,
         )
         # torch's F.linear would keep every gathered weight until the backward pass.
         self.zero._enable_mem_efficient_linear()
@@ -115,8 +109,7 @@ class ShardedCreation:
             [(name, parameter)],
             self.recipe.model,
             seed=self.recipe.seed,
-            tensor_rank=self.axis.rank,
-            tensor_size=self.axis.size,
+            tensor=self.tensor,
             elements=own,
         )
         partitioned.partition()
@@ -128,7 +121,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def build_from_recipe(
     recipe: Recipe,
-    topology: Topology,
+    dims: ParallelDims,
     config: dict[str, Any],
     crumb: Breadcrumb | None = None,
     lap: Callable[[str], None] = lambda part: None,
@@ -137,35 +130,20 @@ def build_from_recipe(
 
     Args:
         recipe: the recipe
-        topology: the sizes of the parallel axes
+        dims: the sizes of the parallel axes
         config: the DeepSpeed configuration of `build_deepspeed_config`
         crumb: records the engine's current activity for hang reports
         lap: called with "model" when the model is built
     """
-    grid = build_grid(topology, recipe.optimizer)
-    model = build_model(recipe, topology=topology, config=config, grid=grid)
+    axes = build_axes(recipe, dims)
+    model = build_model(recipe, axes, config=config)
     lap("model")
     optimizer = build_optimizer(model, recipe, config=config)
-    return build_engine(
-        recipe, config=config, grid=grid, model=model, optimizer=optimizer, crumb=crumb
-    )
-
-
-def build_grid(topology: Topology, settings: Optimizer) -> ProcessGrid:
-    """Create the process groups of the parallel axes; collective."""
-    optimizer_groups = topology.optimizer_groups() if settings.kind == "muon" else [[0]]
-    return ProcessGrid(
-        PipeModelDataParallelTopology(
-            num_pp=topology.pipeline, num_dp=topology.replicas, num_mp=topology.tensor
-        ),
-        dp_shard_groups=topology.dp_shard_groups() if topology.is_hybrid else None,
-        dp_replicate_groups=topology.dp_replicate_groups() if topology.is_hybrid else None,
-        optimizer_groups=optimizer_groups if len(optimizer_groups[0]) > 1 else None,
-    )
+    return build_engine(recipe, axes, config=config, model=model, optimizer=optimizer, crumb=crumb)
 
 
 def build_model(
-    recipe: Recipe, *, topology: Topology, config: dict[str, Any], grid: ProcessGrid
+    recipe: Recipe, axes: ParallelAxes, *, config: dict[str, Any]
 ) -> Stage | SequentialModel:
     """Build and initialize this rank's part of the model.
 
@@ -173,24 +151,16 @@ def build_model(
         A stage of the pipeline under ZeRO-1 and 2; all layers, partitioned, under ZeRO-3. This
         choice decides the kind of engine, too.
     """
-    axis = tensor_axis(grid, recipe.layout.sequence_parallel)
     recompute = recipe.layout.recompute
     interval = recipe.layout.recompute_interval if recompute == "full" else 0
-    experts = expert_axis(recipe, topology, axis)
-    specs = layer_specs(
-        recipe.model,
-        axis,
-        context=context_axis(recipe, topology),
-        experts=experts,
-        recompute_core=recompute == "selective",
-    )
+    specs = layer_specs(recipe.model, axes, recompute_core=recompute == "selective")
     model: Stage | SequentialModel
     with quiet():
         if zero_stage(config) <= 2:
             model = Stage(
                 specs,
-                pipeline=pipeline_of(recipe, topology, zero_stage(config)),
-                grid=grid,
+                pipeline=pipeline_of(recipe, axes.dims, zero_stage(config)),
+                grid=axes.grid,
                 layers_of_virtual_stages=layers_of_virtual_stages(recipe),
                 recompute_interval=interval,
             )
@@ -198,17 +168,16 @@ def build_model(
                 logical_parameters(model, recipe.model),
                 recipe.model,
                 seed=recipe.seed,
-                tensor_rank=axis.rank,
-                tensor_size=axis.size,
+                tensor=axes.tensor,
             )
         else:
             dtype = DTYPES[precision(config)]
             model = SequentialModel(
                 specs,
                 recompute_interval=interval,
-                created=ShardedCreation(recipe, config=config, grid=grid, axis=axis, dtype=dtype),
+                created=ShardedCreation(recipe, config=config, axes=axes, dtype=dtype),
             )
-    mark_experts(model, topology, experts)
+    mark_experts(model, axes)
     if should_compile(recipe.training.compile):
         compile_kernels(model)
     return model
@@ -240,9 +209,9 @@ def bucket_elements(config: dict[str, Any]) -> int:
 
 def build_engine(
     recipe: Recipe,
+    axes: ParallelAxes,
     *,
     config: dict[str, Any],
-    grid: ProcessGrid,
     model: Stage | SequentialModel,
     optimizer: torch.optim.Optimizer,
     crumb: Breadcrumb | None = None,
@@ -251,13 +220,12 @@ def build_engine(
 
     Args:
         recipe: the recipe
+        axes: the parallel axes
         config: the DeepSpeed configuration of `build_deepspeed_config`
-        grid: the process groups
         model: the result of `build_model`
         optimizer: the result of `build_optimizer`
         crumb: records the engine's current activity for hang reports
     """
-    axis = tensor_axis(grid, recipe.layout.sequence_parallel)
     import_muon()
     allow_muon()
     kind: type[Engine]
@@ -268,13 +236,13 @@ def build_engine(
                 model,
                 optimizer,
                 config_of_stage(config),
-                boundary=boundary(recipe, axis, config),
+                boundary=boundary(recipe, axes.tensor, config),
                 shard_gradients=zero_stage(config) == 2,
             )
         else:
             kind = SequentialEngine
             wrapped, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=config, mpu=grid
+                model=model, optimizer=optimizer, config=config, mpu=axes.grid
             )
     without_needless_copies(wrapped.optimizer)
     replace_timers(wrapped)
@@ -282,13 +250,12 @@ def build_engine(
         expect_gradient_scale(wrapped.module, partial(loss_gradient, wrapped))
     for layer in expert_layers(wrapped.module):
         layer.gradient_scale = partial(loss_gradient, wrapped)
-    engine = kind(wrapped, recipe, axis, crumb or Breadcrumb())
+    engine = kind(wrapped, recipe, axes, crumb or Breadcrumb())
     if isinstance(optimizer, Muon):
         optimizer.exchange = MatrixExchange(
             engine.state,
-            grid.optimizer_group,
-            tensor_rank=axis.rank,
-            tensor_size=axis.size,
+            axes.grid.optimizer_group,
+            tensor=axes.tensor,
             dtype=torch.bfloat16 if precision(config) == "bf16" else torch.float32,
         )
     return engine
@@ -309,12 +276,12 @@ def loss_gradient(wrapped: deepspeed.DeepSpeedEngine) -> float:
     return loss_scale / wrapped.gradient_accumulation_steps()
 
 
-def pipeline_of(recipe: Recipe, topology: Topology, zero_stage: int = 1) -> Pipeline:
+def pipeline_of(recipe: Recipe, dims: ParallelDims, zero_stage: int = 1) -> Pipeline:
     """Return the pipeline of a recipe, which orders the passes of each stage."""
     return Pipeline(
-        stages=topology.pipeline,
+        stages=dims.pipeline,
         virtual_stages=recipe.layout.virtual_stages,
-        micro_batches=recipe.micro_batches(topology.data),
+        micro_batches=recipe.micro_batches(dims.data),
         schedule=recipe.layout.schedule,
         proportions=pass_proportions(recipe.model, recipe.layout.recompute),
         reduce_every=recipe.layout.micro_batches_per_reduction(zero_stage),
@@ -334,53 +301,8 @@ def layers_of_virtual_stages(recipe: Recipe) -> list[int]:
     return layers
 
 
-def boundary(recipe: Recipe, axis: TensorAxis, config: dict[str, Any]) -> Boundary:
+def boundary(recipe: Recipe, tensor: TensorAxis, config: dict[str, Any]) -> Boundary:
     """Return the shape and type of the activations between virtual stages."""
-    length = recipe.tokens_per_rank // (axis.size if axis.sequence_parallel else 1)
+    length = recipe.tokens_per_rank // (tensor.size if tensor.sequence_parallel else 1)
     shape = (length, recipe.batch.micro_sequences, recipe.model.hidden_size)
-    return Boundary(shape, DTYPES[precision(config)], axis)
-
-
-def context_axis(recipe: Recipe, topology: Topology) -> ContextAxis:
-    """Create the groups of the context axis, and return it from this rank's perspective."""
-    if topology.context == 1:
-        return ContextAxis()
-    return ContextAxis(
-        group=create_groups(topology.context_groups(), NcclSettings(high_priority=True)),
-        rank=topology.coordinates(dist.get_rank()).context,
-        size=topology.context,
-        attention=recipe.layout.context_attention,
-    )
-
-
-def expert_axis(recipe: Recipe, topology: Topology, tensor: TensorAxis) -> ExpertAxis:
-    """Create the groups of the expert axis, and return it from this rank's perspective."""
-    if recipe.model.experts is None:
-        return ExpertAxis()
-    size = topology.exchanging_ranks
-    sharing = topology.context * topology.tensor
-    settings = NcclSettings(high_priority=True)
-    return ExpertAxis(
-        group=create_groups(topology.expert_groups(), settings) if size > 1 else None,
-        rank=dist.get_rank() // topology.expert_tensor % size,
-        size=size,
-        sequence_group=(
-            create_groups(topology.sequence_groups(), settings) if sharing > 1 else None
-        ),
-        sequence_size=sharing,
-        tensor_size=topology.tensor,
-        columns=tensor if topology.expert_tensor > 1 else TensorAxis(),
-    )
-
-
-def tensor_axis(grid: ProcessGrid, sequence_parallel: bool) -> TensorAxis:
-    """Return the tensor axis from this rank's perspective."""
-    size = grid.slice_parallel_size
-    if size == 1:
-        return TensorAxis()
-    return TensorAxis(
-        group=grid.get_slice_parallel_group(),
-        rank=grid.get_slice_parallel_rank(),
-        size=size,
-        sequence_parallel=sequence_parallel,
-    )
+    return Boundary(shape, DTYPES[precision(config)], tensor)

@@ -90,10 +90,10 @@ upstream change that would make the override removable.
   into `deepspeed.utils.groups`. Reason: our experts are modules of our own. Gain: ZeRO-1 divides
   experts among the ranks that have the same ones. Removable if DeepSpeed decides by the weights'
   attributes.
-- `stage.py` (`ProcessGrid`, `_index_tied_modules`). Upstream: one call per group creates the
-  groups of the axes and of tied weights, thousands of calls on 1,000 ranks. Ours: one call per
-  axis. Reason: each call is a collective over all ranks. Gain: start-up time on many ranks.
-  Removable if PipelineParallelGrid creates the groups of an axis together.
+- `axes.py` (`ProcessGrid`) and `stage.py` (`_index_tied_modules`). Upstream: one call per group
+  creates the groups of the axes and of tied weights, thousands of calls on 1,000 ranks. Ours: one
+  call per axis. Reason: each call is a collective over all ranks. Gain: start-up time on many
+  ranks. Removable if PipelineParallelGrid creates the groups of an axis together.
 - `stage.py` (`PipelineParallelGrid`). Upstream: PipelineModule's constructor builds a grid itself.
   Ours: the class is replaced in DeepSpeed's module during that constructor by a function that
   returns our grid. Reason: no argument changes the class. Gain: as for `ProcessGrid`. Removable

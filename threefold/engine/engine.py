@@ -21,21 +21,18 @@ from models.experts.layer import expert_layers
 from models.kernels.attention import cumulative_lengths
 from models.kernels.compile import are_compiled
 from models.layer_specs import logical_parameters, observed_scores
-from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
-from models.transformer import Attention
 from threefold.checkpoint.state import CheckpointReader, Fragment, TrainingState, training_state
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
+from threefold.engine.axes import ParallelAxes
 from threefold.engine.experts import (
     ExpertReport,
-    expert_data_group,
     expert_report,
     is_marked,
     update_biases,
 )
-from threefold.engine.muon import Muon
 from threefold.engine.parameter_groups import rules_of
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.supervision.hang_report import Breadcrumb
@@ -106,10 +103,10 @@ class Engine(ABC):
         self,
         wrapped: deepspeed.DeepSpeedEngine,
         recipe: Recipe,
-        axis: TensorAxis,
+        axes: ParallelAxes,
         crumb: Breadcrumb,
     ):
-        self.wrapped, self.recipe, self.axis, self.crumb = wrapped, recipe, axis, crumb
+        self.wrapped, self.recipe, self.axes, self.crumb = wrapped, recipe, axes, crumb
         self.stopwatch = Stopwatch(self.device, off=not recipe.supervision.compare_speed_every)
         self.expert_layers = expert_layers(wrapped.module)
         parameters = dict(self.parameters())
@@ -225,7 +222,7 @@ class Engine(ABC):
 
     def _on_host(self, scores: torch.Tensor) -> torch.Tensor | None:
         """Return the scores of a micro-batch on the host, on one tensor rank only."""
-        return scores.cpu() if self.axis.rank == 0 else None
+        return scores.cpu() if self.axes.tensor.rank == 0 else None
 
     @abstractmethod
     def expect(self, micro_batch: MicroBatch) -> None:
@@ -272,60 +269,31 @@ class Engine(ABC):
             yield micro_batch
 
     def _copies(self) -> list[ReplicaGroup]:
-        data_rank = dist.get_rank(self.data_group)
+        tensor, group, expert_group = (
+            self.axes.tensor,
+            self.data_group,
+            self.axes.expert_data_group,
+        )
+        data_rank = dist.get_rank(group)
         held = [(n, held_values(p, data_rank), p) for n, p in self.parameters()]
         copies = []
-        if self.axis.size > 1:
+        if tensor.group is not None:
             replicated = [(n, values) for n, values, p in held if sharding_of(p).replicated]
-            assert self.axis.group is not None
-            copies.append(ReplicaGroup("tensor ranks", self.axis.group, replicated))
-        group = self.data_group
+            copies.append(ReplicaGroup("tensor ranks", tensor.group, replicated))
         if dist.get_world_size(group) > 1:
             whole = [(n, values, p) for n, values, p in held if not is_partitioned(p)]
             shared = [(n, values) for n, values, p in whole if not is_marked(p)]
             copies.append(ReplicaGroup("data ranks", group, shared))
             experts = [(n, values) for n, values, p in whole if is_marked(p)]
-            if experts and dist.get_world_size(expert_data_group()) > 1:
+            if expert_group is not None and dist.get_world_size(expert_group) > 1:
                 kind = "data ranks with the same experts"
-                copies.append(ReplicaGroup(kind, expert_data_group(), experts))
+                copies.append(ReplicaGroup(kind, expert_group, experts))
         return copies
 
     @property
-    @abstractmethod
     def data_group(self) -> dist.ProcessGroup:
-        """This rank's group of replicas: along the data and the context axis."""
-
-    @property
-    def context_group(self) -> dist.ProcessGroup | None:
-        """This rank's group along the context axis; None if it has one rank."""
-        layers = (each for each in self.wrapped.module.modules() if isinstance(each, Attention))
-        return next((layer.context.group for layer in layers), None)
-
-    @property
-    def axes_by_group(self) -> dict[str, str]:
-        """The axis of each of this rank's context and expert groups, by the name of the group.
-
-        Other groups may have the same ranks: with one data rank, all replicas are context ranks.
-        """
-        found: dict[str, str] = {}
-        if self.context_group is not None:
-            found[self.context_group.group_name] = "context"
-        for layer in self.expert_layers:
-            for group in (layer.expert_axis.group, layer.expert_axis.sequence_group):
-                if group is not None:
-                    found[group.group_name] = "expert"
-        if any(is_marked(parameter) for _, parameter in self.parameters()):
-            found[expert_data_group().group_name] = "data"
-        for group in self._dp_groups():
-            found[group.group_name] = "data"
-        optimizer = self.wrapped.optimizer.optimizer
-        if isinstance(optimizer, Muon) and optimizer.exchange and optimizer.exchange.group:
-            found[optimizer.exchange.group.group_name] = "optimizer"
-        return found
-
-    def _dp_groups(self) -> list[dist.ProcessGroup]:
-        """Return this rank's two groups of hybrid sharding, if there are any."""
-        return []
+        """This rank's group of ranks with the same part of the model."""
+        return self.axes.data_group
 
     def load(self, reader: CheckpointReader, *, weights_only: bool = False) -> None:
         """Read this rank's share of a checkpoint, whichever layout wrote it.
@@ -338,8 +306,7 @@ class Engine(ABC):
             return sharding_of(self.state.parameters[fragment.name]).local_elements(
                 partial(reader.rows, kind, fragment.name),
                 fragment.elements,
-                tensor_rank=self.axis.rank,
-                tensor_size=self.axis.size,
+                tensor=self.axes.tensor,
             )
 
         self.finish_communication()
@@ -398,16 +365,6 @@ class PipelinedEngine(Engine):
             for key, comm in self.wrapped.module.tied_comms.items()
         ]
         return super()._copies() + tied
-
-    @property
-    @override
-    def data_group(self) -> dist.ProcessGroup:
-        return self.wrapped.grid.get_data_parallel_group()
-
-    @override
-    def _dp_groups(self) -> list[dist.ProcessGroup]:
-        grid = self.wrapped.grid
-        return [each for each in (grid.dp_shard_group, grid.dp_replicate_group) if each is not None]
 
     @override
     def token_scores(
@@ -501,11 +458,6 @@ class SequentialEngine(Engine):
         total = torch.stack(losses).mean()
         dist.all_reduce(total, group=self.data_group)
         return total / dist.get_world_size(self.data_group)
-
-    @property
-    @override
-    def data_group(self) -> dist.ProcessGroup:
-        return self.wrapped.mpu.get_data_parallel_group()
 
 
 def prepare_documents(micro_batch_infos: Iterable[MicroBatchInfo], device: torch.device) -> None:

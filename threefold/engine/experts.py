@@ -12,10 +12,8 @@ from torch import nn
 
 from models.config import ModelConfig
 from models.experts.layer import MixtureOfExperts, expert_layers
-from models.experts.routing import ExpertAxis
-from models.parallel.process_groups import create_groups
 from threefold.checkpoint.state import TrainingState
-from threefold.config.parallel_dims import Topology
+from threefold.engine.axes import ParallelAxes
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def expert_report(
         found, row = layer.statistics, sums[layer.number - first]
         assert found.counts is not None
         row[:-3] = found.counts
-        row[-3] = found.computed / layer.expert_axis.columns.size
+        row[-3] = found.computed / layer.expert.columns.size
         row[-2] = found.balance / (replicas * micro_batches)
         row[-1] = found.z / (replicas * micro_batches)
     dist.all_reduce(sums)
@@ -102,16 +100,16 @@ def smallest_margin(layers: Sequence[MixtureOfExperts], device: torch.device) ->
 EXPERTS = "experts"  # DeepSpeed's name of the group
 
 
-def mark_experts(model: nn.Module, topology: Topology, axis: ExpertAxis) -> None:
-    """Mark the weights of experts if data ranks hold different ones; collective.
+def mark_experts(model: nn.Module, axes: ParallelAxes) -> None:
+    """Mark the weights of experts if data ranks hold different ones.
 
     DeepSpeed reads the attributes `allreduce` and `group_name` of a parameter. Without expert
     ranks, the experts of a tensor rank are like any other weight that tensor ranks divide.
     """
-    if topology.expert == 1:
+    copies = axes.expert_data_group
+    if copies is None:
         return
-    copies = create_groups(topology.expert_data_groups())
-    groups._EXPERT_PARALLEL_GROUP[EXPERTS] = axis.group
+    groups._EXPERT_PARALLEL_GROUP[EXPERTS] = axes.expert.group
     groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS] = copies
     groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[EXPERTS] = dist.get_process_group_ranks(copies)
     for layer in expert_layers(model):
@@ -122,11 +120,6 @@ def mark_experts(model: nn.Module, topology: Topology, axis: ExpertAxis) -> None
 def is_marked(weight: nn.Parameter) -> bool:
     """Return True if `mark_experts` has marked a weight."""
     return not vars(weight).get("allreduce", True)
-
-
-def expert_data_group() -> dist.ProcessGroup:
-    """Return this rank's group of ranks that hold the same experts, after `mark_experts`."""
-    return groups._EXPERT_DATA_PARALLEL_GROUP[EXPERTS]
 
 
 # Update of the routers' biases, which balances the experts without a loss.

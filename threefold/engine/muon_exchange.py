@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.cost import MUON_BATCH_ELEMENTS, MUON_ROUND_ELEMENTS
-from models.parallel.collectives import wait_for
+from models.parallel.collectives import TensorAxis, wait_for
 from models.sharding import MatrixPart, Sharding, sharding_of
 from threefold.checkpoint.state import Fragment, TrainingState
 from threefold.engine.muon import orthogonalize
@@ -127,7 +127,8 @@ def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Mat
     found: dict[tuple[str, int], Matrix] = {}
     for rank, own in enumerate(shards):
         for shard in own:
-            parts = shard.sharding.matrix_parts(shard.tensor_rank, tensor_size)
+            tensor = TensorAxis(rank=shard.tensor_rank, size=tensor_size)
+            parts = shard.sharding.matrix_parts(tensor)
             for number, part in enumerate(parts):
                 piece = _piece(rank, shard.fragment, part)
                 if piece.length <= 0:
@@ -223,8 +224,7 @@ class MatrixExchange:
     Args:
         state: this rank's share of the training state
         group: the ranks that hold one copy of the optimizer state of a stage; None: only this rank
-        tensor_rank: rank along the tensor axis
-        tensor_size: number of tensor ranks
+        tensor: the tensor axis
         dtype: type in which matrices are sent and orthogonalized
     """
 
@@ -233,13 +233,12 @@ class MatrixExchange:
         state: TrainingState,
         group: dist.ProcessGroup | None,
         *,
-        tensor_rank: int,
-        tensor_size: int,
+        tensor: TensorAxis,
         dtype: torch.dtype,
     ):
         self.group, self.dtype = group, dtype
         own = [
-            Shard(fragment, sharding_of(state.parameters[fragment.name]), tensor_rank)
+            Shard(fragment, sharding_of(state.parameters[fragment.name]), tensor.rank)
             for fragment in state.fragments
             if sharding_of(state.parameters[fragment.name]).role == "hidden"
         ]
@@ -247,7 +246,7 @@ class MatrixExchange:
         self.ranks = len(shards)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.flats = {id(flat): number for number, flat in enumerate(state.weights)}
-        self.matrices = matrices_of(shards, tensor_size)
+        self.matrices = matrices_of(shards, tensor.size)
         self.rounds: dict[tuple[int, ...], list[Round]] = {}
 
     @torch.no_grad()

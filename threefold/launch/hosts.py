@@ -14,7 +14,7 @@ from models.errors import UserError, counted
 from threefold.config.deepspeed_json import require_auto
 from threefold.config.layout import Cluster, Layout
 from threefold.config.loading import load_recipe, origin, short
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import device_names_of_machine, gpu_of_device, machine_has_gpu
@@ -206,7 +206,7 @@ def _check(
         not_used = unused(recipe.cluster, slots) if slots else []
     with _collected(mistakes, name):
         size = recipe.cluster.gpus_per_node
-        world = World(size=recipe.cluster.nodes * size, local_size=size)
+        world = LaunchEnvironment(size=recipe.cluster.nodes * size, local_size=size)
         has_gpu = not shares_machine or machine_has_gpu(os.environ)
         check_phases(world, PhasePlan(recipe), name, has_gpu=has_gpu)
         require_auto(recipe, "launch.py chooses the layout anew if a node is lost")

@@ -36,7 +36,7 @@ class Boundary:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    axis: TensorAxis
+    tensor: TensorAxis
 
     @property
     def is_parted(self) -> bool:
@@ -44,7 +44,7 @@ class Boundary:
 
         Narayanan et al. 2021 (arXiv 2104.04473), section 4.1.
         """
-        return self.axis.size > 1 and not self.axis.sequence_parallel
+        return self.tensor.size > 1 and not self.tensor.sequence_parallel
 
 
 class Channels:
@@ -129,19 +129,19 @@ class Channels:
         """Return the part of a pass's result that this rank sends, flat."""
         part = result.detach().contiguous().view(-1)
         if self.boundary.is_parted:
-            part = part.chunk(self.boundary.axis.size)[self.boundary.axis.rank]
+            part = part.chunk(self.boundary.tensor.size)[self.boundary.tensor.rank]
         return part
 
     def _buffer(self) -> Tensor:
         size = torch.Size(self.boundary.shape).numel()
         if self.boundary.is_parted:
-            size //= self.boundary.axis.size
+            size //= self.boundary.tensor.size
         return torch.empty(size, dtype=self.boundary.dtype, device=self.device)
 
     def _whole(self, buffer: Tensor) -> Tensor:
         """Return the whole message; each tensor rank's buffer may hold only a part of it."""
         if self.boundary.is_parted:
-            buffer = all_gather(buffer, self.boundary.axis)
+            buffer = all_gather(buffer, self.boundary.tensor)
         return buffer.view(self.boundary.shape)
 
     def send(self, work: Pass, result: Tensor) -> None:

@@ -366,7 +366,7 @@ class ScheduledEngine(PipelineEngine):
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
         experts = expert_layers(self.module)
-        self.turns = experts[0].expert_axis.turns if experts else Turns()
+        self.turns = experts[0].expert.turns if experts else Turns()
         self.schedules: dict[tuple[Pipeline, bool], PassSchedule] = {}
         self.needs_warm_up = matches_by_order() and self.pipeline.stages > 1
         self._begin_step()

@@ -22,9 +22,9 @@ from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import schedule_name
 from threefold.plan.job import (
     Job,
-    JobLayout,
     LinkOverrides,
     Machine,
+    PlannedLayout,
     job_of,
     job_without_layout,
     links_text,
@@ -91,12 +91,10 @@ def recipe_row(path: Path, recipe: Recipe, machine: Machine) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def layout_text(layout: JobLayout) -> str:
+def layout_text(layout: PlannedLayout) -> str:
     """Return the sizes of the axes, and every setting that is not the default."""
     extras = [
-        *([f"context {layout.context}"] if layout.context > 1 else []),
-        *([f"expert {layout.expert}"] if layout.expert > 1 else []),
-        *([f"expert tensor {layout.expert_tensor}"] if layout.expert_tensor > 1 else []),
+        *layout.optional_sizes,
         *(["expert overlap"] if layout.expert_overlap else []),
         *(["sequence parallel"] if layout.sequence_parallel else []),
         *([f"recompute {layout.recompute}"] if layout.recompute != "none" else []),

@@ -17,9 +17,9 @@ from threefold.config.deepspeed_json import (
     read_deepspeed_json,
     zero_stage,
 )
-from threefold.config.layout import Cluster
+from threefold.config.layout import Cluster, Layout
 from threefold.config.loading import load_recipe, parse_recipe
-from threefold.config.parallel_dims import Topology, World
+from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 from threefold.pipeline.balance import divide_blocks, divide_evenly, head_in_blocks
@@ -83,7 +83,9 @@ class Machine:
         )
 
     @classmethod
-    def of_run(cls, cluster: Cluster | None, world: World, device: str) -> "Machine | None":
+    def of_run(
+        cls, cluster: Cluster | None, world: LaunchEnvironment, device: str
+    ) -> "Machine | None":
         """Return the machine of a run; None if its GPU has no datasheet.
 
         Args:
@@ -116,21 +118,17 @@ def links_text(machine: Machine) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobLayout:
-    """The division of a model and its batch over the machine, which the planner chooses."""
+class PlannedLayout(ParallelDims):
+    """The sizes of the axes and all other settings that the planner chooses.
 
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_stages: int = 1  # of each pipeline stage
-    context: int = 1  # ranks that share a sequence
-    context_attention: str = "gather"  # or "ring" or "ulysses"
-    expert: int = 1  # replicas that divide the experts
-    expert_tensor: int = 1  # tensor ranks that divide the columns of each expert
-    expert_overlap: bool = False  # exchanges of tokens overlap with other micro-batches' passes
-    data: int = 1
+    Settings have the names and defaults of the [layout] section.
+    """
+
+    virtual_stages: int = 1
+    context_attention: str = "gather"
+    expert_overlap: bool = False
     zero_stage: int = 1
-    reduce_every: int = 0  # micro-batches per reduction of ZeRO-2; 0: the default
-    dp_shard: int = 0  # replicas that shard the optimizer state; 0: all
+    reduce_every: int = 0
     schedule: str = "1f1b"
     layers_per_stage: tuple[int, ...] | None = None  # blocks per virtual stage; None: automatic
     sequence_parallel: bool = False
@@ -144,24 +142,9 @@ class JobLayout:
         return self.tensor if self.sequence_parallel else 1
 
     @property
-    def exchanging_ranks(self) -> int:
-        """Ranks that have different experts and exchange tokens."""
-        return self.expert * self.tensor // self.expert_tensor
-
-    @property
-    def replicas(self) -> int:
-        """Ranks with the same part of the model: data x context."""
-        return self.data * self.context
-
-    @property
     def optimizer_ranks(self) -> int:
         """Ranks that shard the optimizer state, from ZeRO-1 on."""
-        return (self.dp_shard or self.replicas) if self.zero_stage else 1
-
-    @property
-    def gpus(self) -> int:
-        """The total number of ranks."""
-        return self.tensor * self.pipeline * self.replicas
+        return self.dp_shard_size if self.zero_stage else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,14 +159,14 @@ class Job:
 
     model: ModelConfig
     machine: Machine
-    layout: JobLayout
+    layout: PlannedLayout
     global_sequences: int
     precision: str
     software: Software
     expert_imbalance: float = 1.0
     optimizer: str = "adamw"
 
-    def with_layout(self, layout: JobLayout) -> "Job":
+    def with_layout(self, layout: PlannedLayout) -> "Job":
         """Return the same job in another layout; `dataclasses.replace` takes much longer."""
         return Job(
             model=self.model,
@@ -279,35 +262,24 @@ def job_of(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> 
     Raises:
         UserError: the recipe cannot run on this machine.
     """
-    topology = recipe.topology(World(size=machine.gpus, local_size=machine.gpus_per_node))
-    config = build_deepspeed_config(recipe, topology)
-    layout = layout_of(recipe, topology, zero_stage(config))
+    dims = recipe.parallel_dims(
+        LaunchEnvironment(size=machine.gpus, local_size=machine.gpus_per_node)
+    )
+    config = build_deepspeed_config(recipe, dims)
+    layout = layout_of(recipe, dims, zero_stage(config))
     return replace(job_without_layout(recipe, machine, software), layout=layout)
 
 
-def layout_of(recipe: Recipe, topology: Topology, stage: int) -> JobLayout:
-    """Return a recipe's layout with the sizes of a topology and a ZeRO stage."""
+def layout_of(recipe: Recipe, dims: ParallelDims, stage: int) -> PlannedLayout:
+    """Return a recipe's layout with the sizes of the axes and a ZeRO stage."""
     section = recipe.layout
-    return JobLayout(
-        tensor=topology.tensor,
-        pipeline=topology.pipeline,
-        virtual_stages=section.virtual_stages,
-        context=topology.context,
-        context_attention=section.context_attention,
-        expert=topology.expert,
-        expert_tensor=topology.expert_tensor,
-        expert_overlap=section.expert_overlap,
-        data=topology.data,
-        zero_stage=stage,
-        reduce_every=section.reduce_every,
-        dp_shard=topology.dp_shard if topology.is_hybrid else 0,
-        schedule=section.schedule,
-        layers_per_stage=tuple(section.layers_per_stage) if section.layers_per_stage else None,
-        sequence_parallel=section.sequence_parallel,
-        recompute=section.recompute,
-        recompute_interval=section.recompute_interval,
-        micro_sequences=recipe.batch.micro_sequences,
-    )
+    names = PlannedLayout.__annotations__.keys() & Layout.model_fields.keys()  # without the axes
+    settings = {name: getattr(section, name) for name in names} | dims.sizes
+    if section.layers_per_stage:
+        settings["layers_per_stage"] = tuple(section.layers_per_stage)
+    settings["dp_shard"] = dims.dp_shard if dims.is_hsdp else 0
+    micro_sequences = recipe.batch.micro_sequences
+    return PlannedLayout(**settings, zero_stage=stage, micro_sequences=micro_sequences)
 
 
 def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job | None, str]:
@@ -350,7 +322,7 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
     return Job(
         model=recipe.model,
         machine=machine,
-        layout=JobLayout(),
+        layout=PlannedLayout(),
         global_sequences=recipe.batch.global_sequences,
         precision=kind,
         software=replace(software, footprint={**software.footprint, kind: footprint}),

@@ -36,7 +36,7 @@ from threefold.pipeline.picture import (
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.simulation import Timeline, idle_share, pipeline_seconds
 from threefold.plan.catalogue import layout_text
-from threefold.plan.job import Job, JobLayout, job_without_layout
+from threefold.plan.job import Job, PlannedLayout, job_without_layout
 from threefold.plan.memory.peak import GIB, StageMemory, stage_memory
 from threefold.plan.report import MEMORY_PARTS, rates, short_count
 from threefold.plan.search import DEFAULT_HEADROOM, Plan, best_plan, relatives
@@ -472,7 +472,7 @@ def fastest(runs: Sequence[Run], kind: Kind) -> Run:
 
 def cell_text(run: Run, kind: Kind) -> str:
     """Return the text of a cell: layout, micro-batches, settings other than the usual, and MFU."""
-    layout = JobLayout(**run["layout"])
+    layout = PlannedLayout(**run["layout"])
     sizes, *settings = layout_text(layout).split(", ")
     batch = f"{layout.micro_sequences} x {run['micro_batches']}"
     share = f"{run[f'{kind}_mfu_percent']:.1f}%"

@@ -8,6 +8,7 @@ import tomli_w
 
 from models.errors import FULL_DISK_ERRORS, UserError
 from threefold.config.deepspeed_json import read_deepspeed_json, shipped_json, zero_stage
+from threefold.config.layout import Layout
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import SCHEDULES
@@ -23,36 +24,26 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     deepspeed = recipe.deepspeed
     if zero_stage(read_deepspeed_json(deepspeed)) != layout.zero_stage:
         deepspeed = shipped_json(layout.zero_stage, plan.job.precision)
-    others: dict[str, Any] = {}
-    if (
-        SCHEDULES[layout.schedule].virtual_stages is None
-        or "virtual_stages" in section.model_fields_set
-    ):
-        others["layout.virtual_stages"] = layout.virtual_stages
-    if section.layers_per_stage is not None:  # an option can change this key, but not remove it
-        others["layout.layers_per_stage"] = list(plan.job.blocks_of_virtual_stages)
-    if layout.context > 1:
-        others["layout.context_attention"] = layout.context_attention
-    elif section.context_attention != "gather":  # other values are invalid without context ranks
-        others["layout.context_attention"] = "gather"
-    if section.reduce_every:  # plans have the default, unless the layout is the recipe's own
-        others["layout.reduce_every"] = layout.reduce_every
-    if section.dp_shard or layout.dp_shard:
-        others["layout.dp_shard"] = layout.dp_shard
+    optional = {
+        "virtual_stages": SCHEDULES[layout.schedule].virtual_stages is None
+        or "virtual_stages" in section.model_fields_set,
+        # An option can change this key, but not remove it.
+        "layers_per_stage": section.layers_per_stage is not None,
+        # Other values are invalid without context ranks.
+        "context_attention": layout.context > 1 or section.context_attention != "gather",
+        # Plans have the default, unless the layout is the recipe's own.
+        "reduce_every": section.reduce_every,
+        "dp_shard": section.dp_shard or layout.dp_shard,
+    }
+    values = vars(layout) | layout.layout_keys
+    values["layers_per_stage"] = list(plan.job.blocks_of_virtual_stages)
+    if layout.context == 1:
+        values["context_attention"] = "gather"
+    names = [name for name in Layout.model_fields if optional.get(name, True)]
     return {
         "deepspeed": deepspeed,
-        "layout.tensor": layout.tensor,
-        "layout.pipeline": layout.pipeline,
-        "layout.context": layout.context,
-        "layout.expert": layout.expert,
-        "layout.expert_tensor_parallel": layout.expert_tensor > 1,
-        "layout.expert_overlap": layout.expert_overlap,
-        "layout.schedule": layout.schedule,
-        "layout.sequence_parallel": layout.sequence_parallel,
-        "layout.recompute": layout.recompute,
-        "layout.recompute_interval": layout.recompute_interval,
+        **{f"layout.{name}": values[name] for name in names},
         "batch.micro_sequences": layout.micro_sequences,
-        **others,
     }
 
 

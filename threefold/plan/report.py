@@ -18,7 +18,7 @@ from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import schedule_name
 from threefold.plan.calibration.fit import Fit, Quality
-from threefold.plan.job import Job, JobLayout, Machine, job_of, links_text, own_job
+from threefold.plan.job import Job, Machine, PlannedLayout, job_of, links_text, own_job
 from threefold.plan.memory.peak import (
     GIB,
     StageMemory,
@@ -110,17 +110,13 @@ def short_count(count: float) -> str:
     return f"{count:.3g}"
 
 
-def layout_line(layout: JobLayout) -> str:
+def layout_line(layout: PlannedLayout) -> str:
     """Describe a layout in one line."""
     recompute = layout.recompute
     if layout.recompute_interval > 1:
         recompute += f" by {layout.recompute_interval}"
     return (
-        f"tensor {layout.tensor} x pipeline {layout.pipeline}"
-        + (f" x context {layout.context}" if layout.context > 1 else "")
-        + f" x data {layout.data}, "
-        + (f"expert {layout.expert}, " if layout.expert > 1 else "")
-        + (f"expert tensor {layout.expert_tensor}, " if layout.expert_tensor > 1 else "")
+        f"{layout.text}, "
         + ("expert overlap, " if layout.expert_overlap else "")
         + f"ZeRO-{layout.zero_stage}"
         + (f" in groups of {layout.dp_shard}" if layout.dp_shard else "")

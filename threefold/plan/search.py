@@ -19,9 +19,9 @@ from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import SCHEDULES, min_micro_batches
 from threefold.plan.job import (
     Job,
-    JobLayout,
     LinkOverrides,
     Machine,
+    PlannedLayout,
     job_without_layout,
     recipe_on_cluster,
 )
@@ -75,7 +75,7 @@ class SearchResult:
     plans: list[Plan] = field(default_factory=list)
     tried: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    nearest: tuple[JobLayout, float] | None = None
+    nearest: tuple[PlannedLayout, float] | None = None
 
 
 def search(
@@ -167,7 +167,7 @@ def is_near_tie(seconds: float, fastest: float) -> bool:
     return seconds <= fastest * (1 + NEAR_TIE)
 
 
-def simplicity(layout: JobLayout) -> tuple[int, ...]:
+def simplicity(layout: PlannedLayout) -> tuple[int, ...]:
     """Return the sort key of a layout's simplicity: fewer axes, then plainer settings, first."""
     return (
         (layout.tensor > 1) + (layout.pipeline > 1) + (layout.context > 1) + (layout.expert > 1),
@@ -211,7 +211,7 @@ def memory_within(job: Job, limit: float) -> StageMemory:
     return memory if memory.total > limit else fullest_stage(job, first=memory)
 
 
-def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
+def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[PlannedLayout]:
     """Yield all valid layouts of a job on its machine, and count the rejected sizes by reason."""
     gpus, sequences = job.machine.gpus, job.global_sequences
     for tensor in divisors(gpus):
@@ -240,7 +240,7 @@ def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
                         # A smaller context and micro-batch have the same tokens per rank and
                         # communicate less.
                         continue
-                    sizes = JobLayout(
+                    sizes = PlannedLayout(
                         tensor=tensor,
                         pipeline=pipeline,
                         context=context,
@@ -252,7 +252,7 @@ def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[JobLayout]:
                         yield from layout_variants(job, divided, rejected)
 
 
-def expert_divisions(job: Job, sizes: JobLayout) -> Iterator[JobLayout]:
+def expert_divisions(job: Job, sizes: PlannedLayout) -> Iterator[PlannedLayout]:
     """Yield `sizes` with every valid division of the experts.
 
     Tensor ranks have whole experts where that is possible, because dividing the columns of each
@@ -262,7 +262,7 @@ def expert_divisions(job: Job, sizes: JobLayout) -> Iterator[JobLayout]:
     if experts is None:
         yield sizes
         return
-    for expert in divisors(sizes.replicas):
+    for expert in divisors(sizes.dp_cp_size):
         if experts.count % (expert * sizes.tensor) == 0:
             yield replace(sizes, expert=expert)
         elif experts.count % expert == 0 and experts.ffn_hidden_size % sizes.tensor == 0:
@@ -279,7 +279,7 @@ def context_rejection(job: Job, context: int) -> str:
     return ""
 
 
-def with_context_attention(job: Job, sizes: JobLayout) -> JobLayout:
+def with_context_attention(job: Job, sizes: PlannedLayout) -> PlannedLayout:
     """Return the sizes with the way to reach other ranks' keys that exposes the least time."""
     if sizes.context == 1:
         return replace(sizes, context_attention="gather")
@@ -288,7 +288,7 @@ def with_context_attention(job: Job, sizes: JobLayout) -> JobLayout:
     return min(layouts, key=lambda layout: sum(context_seconds(job.with_layout(layout))))
 
 
-def context_attention_is_valid(job: Job, sizes: JobLayout, kind: str) -> bool:
+def context_attention_is_valid(job: Job, sizes: PlannedLayout, kind: str) -> bool:
     """Return True unless a context rank would get a fraction of a key-value head."""
     return kind != "ulysses" or job.model.kv_heads // sizes.tensor % sizes.context == 0
 
@@ -311,7 +311,9 @@ def tensor_rejection(job: Job, tensor: int) -> str:
     return ""
 
 
-def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Iterator[JobLayout]:
+def layout_variants(
+    job: Job, sizes: PlannedLayout, rejected: Counter[str]
+) -> Iterator[PlannedLayout]:
     """Yield layouts of these sizes with every other setting.
 
     The other settings are schedule, ZeRO stage, sequence parallelism and recomputation.
@@ -327,7 +329,7 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
         else:
             rejected["dualpipev with fewer than two micro-batches per stage"] += 1
     stages = [1]
-    if sizes.replicas > 1:
+    if sizes.dp_cp_size > 1:
         possible = {2} if job.software.reduces_in_groups else set()
         if sizes.pipeline == 1 and sizes.expert == 1:
             possible = {2, 3}
@@ -355,12 +357,12 @@ def layout_variants(job: Job, sizes: JobLayout, rejected: Counter[str]) -> Itera
                 "sequence_parallel": split,
                 "recompute": recompute,
             }
-            yield JobLayout(**(vars(sizes) | settings))  # faster than `replace`
+            yield PlannedLayout(**(vars(sizes) | settings))  # faster than `replace`
 
 
-def overlaps(job: Job, sizes: JobLayout, schedule: str, virtual_stages: int) -> list[bool]:
+def overlaps(job: Job, sizes: PlannedLayout, schedule: str, virtual_stages: int) -> list[bool]:
     """Return the settings of `expert_overlap` that are possible with a schedule."""
-    exchanges = job.model.experts and sizes.exchanging_ranks > 1
+    exchanges = job.model.experts and sizes.ep_size > 1
     hides = job.software.expert_overlap > 0 and job.machine.gpu.device != "cpu"
     if not (exchanges and hides and schedule in PAIRED_SCHEDULES):
         return [False]
@@ -369,7 +371,7 @@ def overlaps(job: Job, sizes: JobLayout, schedule: str, virtual_stages: int) -> 
     return [False, True] if job.with_layout(layout).micro_batches >= least else [False]
 
 
-def dp_shard_of_node(job: Job, sizes: JobLayout) -> int:
+def dp_shard_of_node(job: Job, sizes: PlannedLayout) -> int:
     """Return the replicas of a node if they can be a shard group of several, otherwise 0.
 
     It is tried with ZeRO-2, which may reduce gradients several times per step. ZeRO-1 reduces them
@@ -377,7 +379,7 @@ def dp_shard_of_node(job: Job, sizes: JobLayout) -> int:
     """
     group = job.machine.gpus_per_node // sizes.tensor
     possible = job.software.reduces_in_groups and sizes.expert == 1 and group > 1
-    return group if possible and sizes.replicas > group and sizes.replicas % group == 0 else 0
+    return group if possible and sizes.dp_cp_size > group and sizes.dp_cp_size % group == 0 else 0
 
 
 @cache

@@ -14,7 +14,7 @@ from models.cost import (
 from threefold.pipeline import schedules
 from threefold.pipeline.balance import balance_text, head_in_blocks, imbalance
 from threefold.pipeline.schedules import virtual_stage_of
-from threefold.plan.job import Job, JobLayout, once_per_job
+from threefold.plan.job import Job, PlannedLayout, once_per_job
 
 
 @once_per_job
@@ -130,7 +130,7 @@ def table_parameters(model: ModelConfig, tensor: int) -> int:
     return model.padded_vocab_size(tensor) // tensor * model.hidden_size
 
 
-def last_stage(layout: JobLayout) -> int:
+def last_stage(layout: PlannedLayout) -> int:
     """Return the stage that computes the logits."""
     return schedules.last_stage(layout.schedule, layout.pipeline, layout.virtual_stages)
 
@@ -153,16 +153,16 @@ def exchanged_rows(job: Job) -> float:
     return own * model.experts.per_token * load_factor(layout, job.expert_imbalance)
 
 
-def load_factor(layout: JobLayout, imbalance: float) -> float:
+def load_factor(layout: PlannedLayout, imbalance: float) -> float:
     """Return the busiest rank's rows relative to the mean of all ranks.
 
     It is `imbalance` if ranks have different experts. Tensor ranks that divide the columns of the
     same experts compute the same rows.
     """
-    return imbalance if layout.exchanging_ranks > 1 else 1.0
+    return imbalance if layout.ep_size > 1 else 1.0
 
 
-def tokens_per_micro_batch(model: ModelConfig, layout: JobLayout) -> int:
+def tokens_per_micro_batch(model: ModelConfig, layout: PlannedLayout) -> int:
     """Return the tokens of a micro-batch on one rank."""
     return layout.micro_sequences * model.sequence_length // layout.context
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
@@ -36,7 +36,7 @@ def sample_lines(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterato
     Raises:
         UserError: The corpora and the recipe do not match.
     """
-    data = TrainingData(recipe, Topology(pipeline=1, data=1, tensor=1), 0)
+    data = TrainingData(recipe, ParallelDims(pipeline=1, data=1, tensor=1), 0)
     before, samples = reading_of(data.plan, RunFolder(run), step)
     data.resume(before)
     segment = data.plan.at(step)

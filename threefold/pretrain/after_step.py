@@ -117,11 +117,11 @@ def compare_speed(run: Run, step: int) -> dict[str, Any]:
         The slowest rank and its time relative to its peers, for the metrics; nothing if no rank has
         peers.
     """
-    relative = relative_times(run.engine.stopwatch.take_of_all_ranks(), run.topology)
+    relative = relative_times(run.engine.stopwatch.take_of_all_ranks(), run.dims)
     if not relative:
         return {}
     limits, hosts = run.recipe.supervision, run.supervisor.hosts
-    slow = slow_groups(relative, run.topology, limits.slow_rank)
+    slow = slow_groups(relative, run.dims, limits.slow_rank)
     for group in slow:
         run.tracker.warn(f"slow: {describe(group, relative, hosts)}")
     for group in run.straggler_history.update(slow, limits.slow_comparisons):

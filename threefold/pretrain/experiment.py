@@ -17,7 +17,7 @@ from typing import Any
 from models.errors import UserError
 from threefold.config.deepspeed_json import build_deepspeed_config, precision
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, origin
-from threefold.config.parallel_dims import Topology, World
+from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
@@ -33,7 +33,7 @@ SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
 
 @contextmanager
-def exit_on_user_error(world: World, origin: str = "") -> Iterator[None]:
+def exit_on_user_error(world: LaunchEnvironment, origin: str = "") -> Iterator[None]:
     """Turn a UserError into one message and an exit code: 6 if folder or port is in use, else 2.
 
     Launchers end all ranks when the first one exits. The other ranks therefore wait for rank 0 to
@@ -63,16 +63,16 @@ class Experiment:
         plan: the phases of the whole recipe, with the overrides of the command line
         recipe: the plain recipe of the phase that the ranks train
         origin: the recipe's file and the overrides, for messages
-        topology: the layout of the ranks in this phase
+        dims: the layout of the ranks in this phase
         config: the configuration of DeepSpeed
         precision: "fp32", "bf16" or "fp16"
     """
 
-    world: World
+    world: LaunchEnvironment
     plan: PhasePlan
     recipe: Recipe
     origin: str
-    topology: Topology
+    dims: ParallelDims
     config: dict[str, Any]
     precision: str
 
@@ -88,17 +88,15 @@ class Experiment:
             UserError: the phase cannot run on the ranks.
         """
         recipe = self.plan.at(step).recipe
-        topology = recipe.topology(self.world)
-        config = build_deepspeed_config(recipe, topology)
-        return replace(
-            self, recipe=recipe, topology=topology, config=config, precision=precision(config)
-        )
+        dims = recipe.parallel_dims(self.world)
+        config = build_deepspeed_config(recipe, dims)
+        return replace(self, recipe=recipe, dims=dims, config=config, precision=precision(config))
 
 
 def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
     """Read and check a recipe; end this process if it or the launcher's settings are rejected."""
-    with exit_on_user_error(World()):
-        world = World.from_environment(os.environ)
+    with exit_on_user_error(LaunchEnvironment()):
+        world = LaunchEnvironment.from_environment(os.environ)
         check_accelerator(os.environ)
     with exit_on_user_error(world):
         recipe = load_recipe(file, overrides)
@@ -116,7 +114,9 @@ def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
             raise UserError(f"{problem}; {ranks} ranks start with: {command}") from None
 
 
-def check_phases(world: World, plan: PhasePlan, name: str, *, has_gpu: bool = True) -> Experiment:
+def check_phases(
+    world: LaunchEnvironment, plan: PhasePlan, name: str, *, has_gpu: bool = True
+) -> Experiment:
     """Check every phase of a recipe on the ranks of the launcher, and return the first one.
 
     Args:
@@ -132,10 +132,10 @@ def check_phases(world: World, plan: PhasePlan, name: str, *, has_gpu: bool = Tr
     for segment in plan.segments:
         with plan.naming(segment):
             recipe = segment.recipe
-            topology = recipe.topology(world)
-            config = build_deepspeed_config(recipe, topology, has_gpu=has_gpu)
+            dims = recipe.parallel_dims(world)
+            config = build_deepspeed_config(recipe, dims, has_gpu=has_gpu)
             number_format = precision(config)
-        experiments.append(Experiment(world, plan, recipe, name, topology, config, number_format))
+        experiments.append(Experiment(world, plan, recipe, name, dims, config, number_format))
     return experiments[0]
 
 

@@ -240,9 +240,9 @@ def append(file: Path, text: str) -> None:
 
 def first_line(experiment: Experiment, handle: RunHandle, error: Exception) -> str:
     """Return where memory ran out, and the first line of the error."""
-    topology, rank = experiment.topology, experiment.world.rank
-    place = topology.coordinates(rank)
-    where = ", ".join(f"{axis} {getattr(place, axis)}" for axis in topology.axes)
+    dims, rank = experiment.dims, experiment.world.rank
+    place = dims.coordinates(rank)
+    where = ", ".join(f"{axis} {getattr(place, axis)}" for axis in dims.axes)
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return (
         f"out of memory on {handle.supervisor.names[rank]} ({where}) in {handle.supervisor.crumb}: "
@@ -254,7 +254,7 @@ def details(experiment: Experiment, engine: Engine | None) -> list[str]:
     """Return the lines about allocated and predicted memory, and about a layout that needs less."""
     recipe = experiment.recipe
     lines = [f"  allocated: {allocated_text(allocated(engine, on_gpu=on_gpu()))}"]
-    stage = experiment.topology.coordinates(experiment.world.rank).pipeline
+    stage = experiment.dims.coordinates(experiment.world.rank).pipeline
     try:
         machine = machine_of(experiment, driver_name())
         if machine is None:

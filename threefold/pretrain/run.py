@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
@@ -41,7 +41,7 @@ class Run:
     recipe: Recipe
     plan: PhasePlan
     last_step_of_engine: int
-    topology: Topology
+    dims: ParallelDims
     folder: RunFolder
     data: "TrainingData"
     prefetcher: "Prefetcher"

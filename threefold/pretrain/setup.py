@@ -127,7 +127,7 @@ def open_data(experiment: Experiment) -> TrainingData:
         deterministic=recipe.training.deterministic,
         gpu=recipe.cluster.gpu if recipe.cluster else None,
     )
-    data = TrainingData(experiment.whole_recipe, experiment.topology, experiment.world.rank)
+    data = TrainingData(experiment.whole_recipe, experiment.dims, experiment.world.rank)
     data.open_evaluation()
     return data
 
@@ -181,7 +181,7 @@ def join(
         raise FolderInUse(in_use, alive=True)
     hosts = hosts_of_ranks()
     supervisor.name_hosts(hosts)
-    check_placement(experiment.topology, hosts)
+    check_placement(experiment.dims, hosts)
     return RunHandle(folder, supervisor, memory_of_all_nodes(recipe))
 
 
@@ -278,7 +278,7 @@ def begin(
     if world.rank == 0:
         hosts = list(handle.supervisor.hosts)
         imbalance = data.context_imbalance()
-        announce(recipe, experiment.topology, hosts, folder, start.found, imbalance)
+        announce(recipe, experiment.dims, hosts, folder, start.found, imbalance)
         if excess:
             print(f"  {excess}", flush=True)
         tell_unsaved_attempt(folder, start.found)
@@ -311,7 +311,7 @@ def open_run(
         start: the point at which the run starts or resumes
         startup: the stopwatch of the start-up
     """
-    recipe, topology, folder = experiment.whole_recipe, experiment.topology, handle.folder
+    recipe, dims, folder = experiment.whole_recipe, experiment.dims, handle.folder
     found, rank, size = start.found, experiment.world.rank, experiment.world.size
     changed, next_step = found.changes(recipe), start.progress.step + 1
     last_step = experiment.plan.last_step_of_engine(next_step)
@@ -319,7 +319,7 @@ def open_run(
         engine.state,
         folder,
         recipe=recipe,
-        topology=topology,
+        dims=dims,
         data=data.fingerprint,
         step=next_step,
         damaged=found.skipped,
@@ -356,7 +356,7 @@ def open_run(
             recipe=experiment.recipe,
             plan=experiment.plan,
             last_step_of_engine=last_step,
-            topology=topology,
+            dims=dims,
             folder=folder,
             data=data,
             prefetcher=Prefetcher(data.step, last_step=last_step, pinned=engine.on_gpu),
@@ -372,7 +372,7 @@ def open_run(
             timeline=TimelineRecorder(
                 engine,
                 experiment.recipe,
-                topology,
+                dims,
                 folder,
                 last_step=last_step,
                 show=tracker.show,

@@ -1,7 +1,7 @@
 """All layouts of a recipe on up to N ranks that pass its validation."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -9,7 +9,7 @@ from models.errors import UserError
 from threefold.config.deepspeed_json import build_deepspeed_config, read_deepspeed_json
 from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import Topology, World
+from threefold.config.parallel_dims import IN_TEXTS, LaunchEnvironment, ParallelDims
 from threefold.config.recipe import Recipe
 
 ZERO_STAGES = (1, 2, 3)
@@ -30,25 +30,18 @@ class ProofCase:
     """A recipe with one layout, to be compared with the reference."""
 
     recipe: Recipe
-    topology: Topology
+    dims: ParallelDims
     zero_stage: int
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.topology.world_size
+        return self.dims.world_size
 
     @property
     def axes(self) -> str:
         """Sizes of the axes: "tensor 2 x pipeline 2 x data 2", context and expert only above 1."""
-        sizes = self.topology
-        context = f" x context {sizes.context}" if sizes.context > 1 else ""
-        expert = f", expert {sizes.expert}" if sizes.expert > 1 else ""
-        parts = f", expert tensor {sizes.expert_tensor}" if sizes.expert_tensor > 1 else ""
-        return (
-            f"tensor {sizes.tensor} x pipeline {sizes.pipeline}{context} x data {sizes.data}"
-            f"{expert}{parts}"
-        )
+        return self.dims.text
 
     @property
     def method(self) -> str:
@@ -75,18 +68,12 @@ class ProofCase:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings of the layout by name."""
-        layout, sizes = self.recipe.layout, self.topology
+        layout, sizes = self.recipe.layout, self.dims
         return {
-            "tensor": sizes.tensor,
-            "pipeline": sizes.pipeline,
-            "context": sizes.context,
-            "data": sizes.data,
-            "expert": sizes.expert,
-            "expert_tensor": sizes.expert_tensor,
+            **sizes.sizes,
             "expert_overlap": layout.expert_overlap,
             "zero": self.zero_stage,
             "reduce_every": layout.reduce_every,
-            "dp_shard": layout.dp_shard,
             "schedule": layout.schedule_name if sizes.pipeline > 1 else "",
             "sequence_parallel": layout.sequence_parallel,
             "context_attention": layout.context_attention if sizes.context > 1 else "",
@@ -97,7 +84,7 @@ class ProofCase:
 
 def reference(recipe: Recipe) -> ProofCase:
     """Return the reference: one process, ZeRO-1, fp32, without recomputation."""
-    return _case(recipe, Topology(1, 1, 1))
+    return _case(recipe, ParallelDims())
 
 
 def valid_cases(
@@ -114,17 +101,17 @@ def valid_cases(
     for stage in ZERO_STAGES:
         read_deepspeed_json(CONFIG.format(stage))  # raises here if the file is missing
     found = []
-    for topology in topologies(ranks, experts=recipe.model.experts is not None):
-        variants = layouts(topology, recomputes, experts=recipe.model.experts is not None)
+    for dims in all_dims(ranks, experts=recipe.model.experts is not None):
+        variants = layouts(dims, recomputes, experts=recipe.model.experts is not None)
         ways = product(ZERO_STAGES, variants, micro_sequences)
         for zero, layout, micro in ways:
-            micro_batches = recipe.batch.global_sequences // (micro * topology.data)
-            for reduction in reductions(zero, topology, layout, micro_batches):
+            micro_batches = recipe.batch.global_sequences // (micro * dims.data)
+            for reduction in reductions(zero, dims, layout, micro_batches):
                 try:
                     found.append(
                         _case(
                             recipe,
-                            topology,
+                            dims,
                             zero_stage=zero,
                             layout=layout | reduction,
                             micro_sequences=micro,
@@ -136,7 +123,7 @@ def valid_cases(
 
 
 def reductions(
-    zero_stage: int, topology: Topology, layout: dict[str, Any], micro_batches: int
+    zero_stage: int, dims: ParallelDims, layout: dict[str, Any], micro_batches: int
 ) -> list[dict[str, int]]:
     """Return the keys of the [layout] section about the reduction of gradients.
 
@@ -145,15 +132,15 @@ def reductions(
     parallelism have no influence on that, so these numbers are tried with one of each. With one
     data rank ZeRO-2 is the same as ZeRO-1, so there are none.
     """
-    if topology.replicas == 1 and zero_stage == 2:
+    if dims.dp_cp_size == 1 and zero_stage == 2:
         return []
     if zero_stage == 3 or layout["recompute"] != "none":
         return [{}]
     if layout.get("context_attention", "gather") != "gather":
         return [{}]
-    possible = topology.expert == 1 and not layout["sequence_parallel"]
-    sizes = range(1, topology.replicas // 2 + 1 if possible else 1)
-    groups = [{}, *({"dp_shard": n} for n in sizes if topology.replicas % n == 0)]
+    possible = dims.expert == 1 and not layout["sequence_parallel"]
+    sizes = range(1, dims.dp_cp_size // 2 + 1 if possible else 1)
+    groups = [{}, *({"dp_shard": n} for n in sizes if dims.dp_cp_size % n == 0)]
     if zero_stage == 1:
         return groups
     numbers = sorted({1, min(2, micro_batches), micro_batches})
@@ -221,7 +208,7 @@ def sample(cases: Sequence[ProofCase], count: int) -> list[ProofCase]:
     return [cases[i] for i in sorted(chosen)]
 
 
-def topologies(ranks: int, *, experts: bool = False) -> Iterator[Topology]:
+def all_dims(ranks: int, *, experts: bool = False) -> Iterator[ParallelDims]:
     """Yield all sizes of the axes with up to `ranks` ranks, smallest worlds first.
 
     Args:
@@ -229,56 +216,56 @@ def topologies(ranks: int, *, experts: bool = False) -> Iterator[Topology]:
         experts: the model has experts, which ranks can divide
     """
     every = [
-        Topology(pipeline, data, tensor, context, expert, expert_tensor=parts)
-        for tensor in range(1, ranks + 1)
-        for pipeline in range(1, ranks // tensor + 1)
-        for context in range(1, ranks // (tensor * pipeline) + 1)
-        for data in range(1, ranks // (tensor * pipeline * context) + 1)
-        for expert in range(1, data * context + 1 if experts else 2)
-        if data * context % expert == 0
-        for parts in sorted({1, tensor} if experts else {1})
+        replace(dims, expert=expert, expert_tensor=columns)
+        for dims in _grids(IN_TEXTS, ranks)
+        for expert in range(1, dims.dp_cp_size + 1 if experts else 2)
+        if dims.dp_cp_size % expert == 0
+        for columns in sorted({1, dims.tensor} if experts else {1})
     ]
-    return iter(sorted(every, key=lambda topology: topology.world_size))
+    return iter(sorted(every, key=lambda dims: dims.world_size))
+
+
+def _grids(axes: Sequence[str], ranks: int) -> Iterator[ParallelDims]:
+    """Yield all sizes of some axes with up to `ranks` ranks."""
+    if not axes:
+        yield ParallelDims()
+        return
+    for size in range(1, ranks + 1):
+        for others in _grids(axes[1:], ranks // size):
+            yield replace(others, **{axes[0]: size})
 
 
 def layouts(
-    topology: Topology, recomputes: list[dict[str, Any]], *, experts: bool = False
+    dims: ParallelDims, recomputes: list[dict[str, Any]], *, experts: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Yield the [layout] sections for a topology, without those that would have equal effects."""
-    schedules = SCHEDULES.values() if topology.pipeline > 1 else [SCHEDULES["1f1b"]]
-    splits = (False, True) if topology.tensor > 1 else (False,)
+    """Yield the [layout] sections for some axes, without those that would have equal effects."""
+    schedules = SCHEDULES.values() if dims.pipeline > 1 else [SCHEDULES["1f1b"]]
+    splits = (False, True) if dims.tensor > 1 else (False,)
     contexts = [{"context_attention": name} for name in CONTEXT_ATTENTIONS]
     for schedule, split, context, recompute in product(
-        schedules, splits, contexts if topology.context > 1 else [{}], recomputes
+        schedules, splits, contexts if dims.context > 1 else [{}], recomputes
     ):
         layout = {**schedule, "sequence_parallel": split, **context, **recompute}
         yield layout
-        exchanges = topology.exchanging_ranks > 1
+        exchanges = dims.ep_size > 1
         if experts and exchanges and schedule.get("schedule") in PAIRED_SCHEDULES:
             yield layout | {"expert_overlap": True}
 
 
 def _case(
     recipe: Recipe,
-    topology: Topology,
+    dims: ParallelDims,
     *,
     zero_stage: int = 1,
     layout: dict[str, Any] | None = None,
     micro_sequences: int | None = None,
 ) -> ProofCase:
     table = recipe.model_dump(mode="json", exclude_none=True)
-    sizes = {
-        "tensor": topology.tensor,
-        "pipeline": topology.pipeline,
-        "context": topology.context,
-        "expert": topology.expert,
-        "expert_tensor_parallel": topology.expert_tensor > 1,
-    }
-    table["layout"] = (layout or {}) | sizes
+    table["layout"] = dims.layout_keys | (layout or {})
     table["batch"]["micro_sequences"] = micro_sequences or recipe.batch.micro_sequences
     table["deepspeed"] = CONFIG.format(zero_stage)
     case = parse_recipe(table, recipe.name)
-    world = World(size=topology.world_size, local_size=topology.world_size)
-    topology = case.topology(world)
-    build_deepspeed_config(case, topology)
-    return ProofCase(case, topology, zero_stage)
+    world = LaunchEnvironment(size=dims.world_size, local_size=dims.world_size)
+    dims = case.parallel_dims(world)
+    build_deepspeed_config(case, dims)
+    return ProofCase(case, dims, zero_stage)

@@ -12,6 +12,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from models.errors import counted
+from threefold.config.parallel_dims import IN_TEXTS
 from threefold.pipeline.picture import save_figure
 from threefold.prove.compare import (
     GRAD_NORM_TOLERANCE,
@@ -80,8 +81,9 @@ def curves(findings: Sequence[CaseResult], title: str) -> Figure:
 def draw_heatmap(findings: Sequence[CaseResult], *, title: str, file: Path) -> None:
     """Write the picture, in the format of the file's extension (.svg, .png, .pdf).
 
-    Rows are topologies, with the attention over context ranks. Column groups are schedules or ZeRO
-    stages, with and without sequence parallelism; their columns are recomputation and micro-batch.
+    Rows are sizes of the axes, with the attention over context ranks. Column groups are
+    schedules or ZeRO stages, with and without sequence parallelism; their columns are recomputation
+    and micro-batch.
     Blank: not valid; black: failed.
     """
     within = sorted({_within(finding.case) for finding in findings})
@@ -96,7 +98,7 @@ def draw_heatmap(findings: Sequence[CaseResult], *, title: str, file: Path) -> N
     image = axes.imshow(cells, cmap=colours, vmin=MIN_COLOUR, vmax=0, aspect="auto")
     names = [f"{' x '.join(map(str, sizes))} {kind}".strip() for _, *sizes, kind in rows]
     axes.set_yticks(range(len(rows)), names, fontsize=7)
-    axes.set_ylabel("tensor x pipeline x context x data", fontsize=8)
+    axes.set_ylabel(" x ".join(IN_TEXTS), fontsize=8)
     middles = [(group + 0.5) * len(within) - 0.5 for group in range(len(COLUMN_GROUPS))]
     labels = [f"{kind}\nsequence-\nparallel" if split else kind for kind, split in COLUMN_GROUPS]
     axes.set_xticks(middles, labels, fontsize=7)
@@ -116,9 +118,9 @@ def draw_heatmap(findings: Sequence[CaseResult], *, title: str, file: Path) -> N
 
 def _sizes(finding: CaseResult) -> tuple[Any, ...]:
     """Return the key of a row: the number of ranks, the axes, and the attention over context."""
-    sizes, layout = finding.case.topology, finding.case.recipe.layout
-    kind = layout.context_attention if sizes.context > 1 else ""
-    return sizes.world_size, sizes.tensor, sizes.pipeline, sizes.context, sizes.data, kind
+    dims, layout = finding.case.dims, finding.case.recipe.layout
+    kind = layout.context_attention if dims.context > 1 else ""
+    return dims.world_size, *(getattr(dims, axis) for axis in IN_TEXTS), kind
 
 
 def _within(case: ProofCase) -> tuple[int, int, int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from threefold.checkpoint import resume
 from threefold.checkpoint.state import KINDS
 from threefold.checkpoint.writer import CheckpointWriter
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
 from threefold.prove.compare import ResumeResult, relative
@@ -41,10 +41,14 @@ def run_relay(cases: Iterable[ProofCase], folder: Path) -> Iterator[ResumeResult
     with many_cases(deterministic=deterministic) as begin_case:
         for case in cases:
             begin_case()
-            yield resume_in_layout(case, World.from_environment(os.environ), RunFolder(folder))
+            yield resume_in_layout(
+                case, LaunchEnvironment.from_environment(os.environ), RunFolder(folder)
+            )
 
 
-def resume_in_layout(case: ProofCase, world: World, folder: RunFolder) -> ResumeResult | None:
+def resume_in_layout(
+    case: ProofCase, world: LaunchEnvironment, folder: RunFolder
+) -> ResumeResult | None:
     """Load and compare, run a step, save, and run the steps that the next layout repeats."""
     engine, data = start(case.recipe, world)
     done = load_newest(engine, data, folder)
@@ -74,13 +78,13 @@ def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
 
 def save(engine: Engine, data: TrainingData, folder: RunFolder, *, step: int) -> None:
     """Save after a step and wait until the checkpoint is written; collective."""
-    topology = engine.recipe.topology(World.from_environment(os.environ))
+    dims = engine.recipe.parallel_dims(LaunchEnvironment.from_environment(os.environ))
     folder.path.mkdir(parents=True, exist_ok=True)
     writer = CheckpointWriter(
         engine.state,
         folder,
         recipe=engine.recipe,
-        topology=topology,
+        dims=dims,
         data=data.fingerprint,
     )
     problem = writer.save(data.progress_after(step)) or writer.wait()

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+from threefold.config.parallel_dims import IN_TEXTS
 from threefold.prove.compare import (
     EVALUATION_TOLERANCE,
     GRAD_NORM_TOLERANCE,
@@ -18,7 +19,7 @@ from threefold.prove.compare import (
 )
 from threefold.prove.layouts import ProofCase
 
-AXES = "tensor x pipeline x context x data"  # followed by the expert ranks, if there are any
+AXES = " x ".join(IN_TEXTS)  # followed by the expert ranks, if there are any
 COLUMNS = f"| {AXES} | ranks | layouts | loss | gradient norm | weights | moments |"
 
 
@@ -48,7 +49,7 @@ def as_text(findings: Sequence[CaseResult], *, every_layout: bool) -> str:
 
 
 def table(findings: Sequence[CaseResult]) -> str:
-    """Return a Markdown table with the largest differences per topology."""
+    """Return a Markdown table with the largest differences for each set of axes."""
     lines = [COLUMNS, "|---|---|---|---|---|---|---|"]
     by_axes = groupby(sorted(findings, key=_axes), key=_axes)
     lines += [_row(list(group)) for _, group in by_axes]
@@ -160,20 +161,14 @@ def as_json(
 
 def _row_of_json(finding: CaseResult) -> dict[str, Any]:
     case, result = finding.case, finding.result
-    layout, sizes = case.recipe.layout, case.topology
+    layout = case.recipe.layout
     numbers = {"error": result} if isinstance(result, str) else asdict(result)
     return {
-        "tensor": sizes.tensor,
-        "pipeline": sizes.pipeline,
-        "context": sizes.context,
-        "context_attention": layout.context_attention if sizes.context > 1 else None,
-        "data": sizes.data,
-        "expert": sizes.expert,
-        "expert_tensor": sizes.expert_tensor,
+        **case.dims.sizes,
+        "context_attention": layout.context_attention if layout.context > 1 else None,
         "expert_overlap": layout.expert_overlap,
         "zero": case.zero_stage,
         "reduce_every": layout.reduce_every,
-        "dp_shard": layout.dp_shard,
         "schedule": layout.schedule,
         "virtual_stages": layout.virtual_stages,
         "sequence_parallel": layout.sequence_parallel,
@@ -187,9 +182,9 @@ def _row_of_json(finding: CaseResult) -> dict[str, Any]:
 
 
 def _axes(finding: CaseResult) -> tuple[int, ...]:
-    sizes = finding.case.topology
-    grid = sizes.tensor, sizes.pipeline, sizes.context, sizes.data
-    return sizes.world_size, *grid, sizes.expert, sizes.expert_tensor
+    dims = finding.case.dims
+    grid = (getattr(dims, axis) for axis in IN_TEXTS)
+    return dims.world_size, *grid, dims.expert, dims.expert_tensor
 
 
 def _axes_text(sizes: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from models.sharding import Sharding, sharding_of
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.optimization import learning_rate
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
 from threefold.data.task_file import Request
@@ -42,7 +42,7 @@ def train_cases(cases: Iterable[ProofCase]) -> Iterator[TrainingResult | None]:
     with many_cases(deterministic=deterministic) as begin_case:
         for case in cases:
             begin_case()
-            yield train(case, World.from_environment(os.environ))
+            yield train(case, LaunchEnvironment.from_environment(os.environ))
 
 
 @contextlib.contextmanager
@@ -56,7 +56,7 @@ def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
         The function to call before each case.
     """
     torch.set_num_threads(1)
-    start_processes(World.from_environment(os.environ), deterministic=deterministic)
+    start_processes(LaunchEnvironment.from_environment(os.environ), deterministic=deterministic)
     with shared_groups() as forget_asked:
 
         def begin() -> None:
@@ -69,7 +69,7 @@ def many_cases(*, deterministic: bool = False) -> Iterator[Callable[[], None]]:
         yield begin
 
 
-def train(case: ProofCase, world: World) -> TrainingResult | None:
+def train(case: ProofCase, world: LaunchEnvironment) -> TrainingResult | None:
     """Run all steps of a case and return its outcome on rank 0."""
     engine, data = start(case.recipe, world)
     evaluator = Evaluator(engine, data)
@@ -120,11 +120,11 @@ def margin_of(engine: Engine) -> float:
     return smallest_margin(engine.expert_layers, engine.device)
 
 
-def start(recipe: Recipe, world: World) -> tuple[Engine, TrainingData]:
+def start(recipe: Recipe, world: LaunchEnvironment) -> tuple[Engine, TrainingData]:
     """Build the recipe's engine and open this rank's data; collective."""
-    topology = recipe.topology(world)
-    engine = build_from_recipe(recipe, topology, build_deepspeed_config(recipe, topology))
-    return engine, TrainingData(recipe, topology, world.rank)
+    dims = recipe.parallel_dims(world)
+    engine = build_from_recipe(recipe, dims, build_deepspeed_config(recipe, dims))
+    return engine, TrainingData(recipe, dims, world.rank)
 
 
 def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
@@ -176,7 +176,7 @@ def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
 def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the logical tensors on rank 0, an empty dict on other ranks; collective."""
     shardings = {name: sharding_of(parameter) for name, parameter in engine.parameters()}
-    parts = [(name, engine.axis.rank, shardings[name], part) for name, part in held.items()]
+    parts = [(name, engine.axes.tensor.rank, shardings[name], part) for name, part in held.items()]
     of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(parts, of_ranks)
     found: dict[str, tuple[Sharding, dict[int, Tensor]]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 from models.errors import FULL_DISK_ERRORS, UserError, counted
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import REPOSITORY
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.run_folder.history import (
@@ -351,9 +351,9 @@ def versions() -> dict[str, str | None]:
     return {"threefold": code_version(), "python": platform.python_version()} | libraries
 
 
-def layout_of(recipe: Recipe, topology: Topology) -> dict[str, Any]:
+def layout_of(recipe: Recipe, dims: ParallelDims) -> dict[str, Any]:
     """Return the layout of a run, with the content of the DeepSpeed JSON."""
-    return topology.axes | {
+    return dims.axes | {
         "schedule": recipe.layout.schedule,
         "deepspeed": recipe.deepspeed,
         "deepspeed_json": read_deepspeed_json(recipe.deepspeed),

@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping
 from importlib.metadata import PackageNotFoundError, version
 
 from models.errors import UserError
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 
 RENAMED_IN = (2, 9)  # version of torch that renamed the allocator's and the recorder's variables
 ACCELERATORS = ("cuda", "cpu")
@@ -100,7 +100,7 @@ def _set_renamed(
         environment[names[0 if is_new else 1]] = value
 
 
-def set_thread_count(environment: MutableMapping[str, str], world: World) -> None:
+def set_thread_count(environment: MutableMapping[str, str], world: LaunchEnvironment) -> None:
     """Set OMP_NUM_THREADS to the rank's share of the cores, unless the user has set it.
 
     By default, every rank would start as many threads as there are cores. `torchrun` sets one
@@ -111,7 +111,7 @@ def set_thread_count(environment: MutableMapping[str, str], world: World) -> Non
     environment.setdefault("OMP_NUM_THREADS", str(cores_of_rank(environment, world)))
 
 
-def cores_of_rank(environment: Mapping[str, str], world: World) -> int:
+def cores_of_rank(environment: Mapping[str, str], world: LaunchEnvironment) -> int:
     """Return the number of cores for the threads of a rank.
 
     The ranks of a node divide the cores that this process may use. That is already done if Slurm

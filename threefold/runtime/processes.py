@@ -26,7 +26,7 @@ from deepspeed.constants import default_pg_timeout
 
 from models.errors import UserError
 from models.parallel.process_groups import create_host_groups
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.gpus.datasheet import is_cpu
 from threefold.runtime.environment import (
     check_workspace,
@@ -182,7 +182,7 @@ def compiler() -> str:
 
 
 def check_machine(
-    world: World,
+    world: LaunchEnvironment,
     *,
     precision: str,
     compile: bool | Literal["auto"],
@@ -263,7 +263,7 @@ def check_compile_cache() -> None:
 
 
 def start_processes(
-    world: World,
+    world: LaunchEnvironment,
     *,
     deterministic: bool = False,
     patience_seconds: int | None = 0,

@@ -1,18 +1,12 @@
 """Detection of slow ranks by their time in forward passes, relative to ranks with equal layers."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 
 
-def group_size(topology: Topology) -> int:
-    """Return the number of neighbouring ranks that wait for each other in every layer."""
-    return math.lcm(topology.context, topology.expert) * topology.tensor
-
-
-def relative_times(seconds: Sequence[float], topology: Topology) -> dict[int, float]:
+def relative_times(seconds: Sequence[float], dims: ParallelDims) -> dict[int, float]:
     """Return the time of each group relative to the other groups of its stage.
 
     A group consists of all tensor and context ranks that work on the same sequences, and of all
@@ -21,14 +15,14 @@ def relative_times(seconds: Sequence[float], topology: Topology) -> dict[int, fl
 
     Args:
         seconds: time in forward passes, by rank
-        topology: the layout of the ranks
+        dims: the layout of the ranks
 
     Returns:
         The relative times, by the first rank of each group.
     """
     found = {}
-    size = group_size(topology)
-    for ranks in topology.stage_groups():
+    size = dims.lockstep_size
+    for ranks in dims.groups("data", "context", "tensor"):
         group_seconds = {
             first: median(seconds[first : first + size])
             for first in range(ranks[0], ranks[-1] + 1, size)
@@ -42,15 +36,15 @@ def relative_times(seconds: Sequence[float], topology: Topology) -> dict[int, fl
     return found
 
 
-def slow_groups(relative: Mapping[int, float], topology: Topology, limit: float) -> list[range]:
+def slow_groups(relative: Mapping[int, float], dims: ParallelDims, limit: float) -> list[range]:
     """Return the ranks of each group that took more than `limit` times the usual time.
 
     Args:
         relative: the result of `relative_times`
-        topology: the layout of the ranks
+        dims: the layout of the ranks
         limit: the relative time above which a group is slow
     """
-    size = group_size(topology)
+    size = dims.lockstep_size
     return [range(first, first + size) for first, ratio in relative.items() if ratio > limit]
 
 

@@ -119,7 +119,7 @@ class CountedCollectives:
     def __init__(self, engine: Engine, clock: PartClock):
         self.engine, self.clock = engine, clock
         self.stage_ranks = ranks_of_stage(engine)
-        self.axes_by_group = engine.axes_by_group  # some groups have the ranks of other ones
+        self.axes_by_group = engine.axes.names  # some groups have the ranks of other ones
         self._kinds: dict[dist.ProcessGroup, GroupKind] = {}
         self._running: WeakKeyDictionary[dist.Work, GroupKind] = WeakKeyDictionary()
         self._all_reduce = dist.ProcessGroup.allreduce
@@ -192,7 +192,7 @@ class CountedCollectives:
             return "stages"
         if ranks == set(dist.get_process_group_ranks(self.engine.data_group)):
             return "data"
-        tensor_group = self.engine.axis.group
+        tensor_group = self.engine.axes.tensor.group
         if tensor_group and ranks == set(dist.get_process_group_ranks(tensor_group)):
             return "tensor"
         return "other"

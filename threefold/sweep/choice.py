@@ -11,7 +11,7 @@ from typing import Any, Literal
 from models.errors import UserError
 from threefold.config.deepspeed_json import build_deepspeed_config, require_auto
 from threefold.config.loading import load_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import short
@@ -150,8 +150,8 @@ def add(choice: Choice, trial: Trial, settings: str) -> None:
         UserError: the recipe cannot run on its cluster.
     """
     cluster = trial.cluster
-    world = World(size=trial.world.size, local_size=cluster.gpus_per_node)
-    build_deepspeed_config(trial.recipe, trial.recipe.topology(world))
+    world = LaunchEnvironment(size=trial.world.size, local_size=cluster.gpus_per_node)
+    build_deepspeed_config(trial.recipe, trial.recipe.parallel_dims(world))
     if fits(trial.job):
         choice.trials.append(trial)
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 from models.config import ModelConfig
 from threefold.plan.calibration.runs_table import EXPERT_COLUMNS
-from threefold.plan.job import JobLayout
+from threefold.plan.job import PlannedLayout
 from threefold.plan.report import rates
 from threefold.sweep.breakdown_parts import PARTS, PLANNED_PARTS, Split, planned_parts
 from threefold.sweep.trial import Rejection, Result, Trial
@@ -77,7 +77,7 @@ def row_of_trial(trial: Trial) -> Row:
     }
 
 
-def zero_cell(layout: JobLayout) -> str:
+def zero_cell(layout: PlannedLayout) -> str:
     """Return the ZeRO stage; with shard groups also their size, as "zero1=8"."""
     stage, group = layout.zero_stage, layout.dp_shard
     return f"zero{stage}={group}" if group else str(stage)

@@ -29,7 +29,7 @@ from models.errors import UserError
 from models.layer_specs import logical_parameters
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
-from threefold.config.parallel_dims import Coordinates, Topology, World
+from threefold.config.parallel_dims import AXES, Coordinates, LaunchEnvironment, ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.engine.build import build_from_recipe, pipeline_of
@@ -49,14 +49,14 @@ PHASES_ONCE_PER_STEP = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
 BACKWARD_PHASES = ("BackwardPass", "WeightPass")
 
 
-def enough_micro_batches(recipe: Recipe, topology: Topology, rank: int) -> int:
+def enough_micro_batches(recipe: Recipe, dims: ParallelDims, rank: int) -> int:
     """Return the number of micro-batches with which this rank reaches its peak memory.
 
     With this number the stage passes through all states that may be the fullest, each with and
     without gradients of an earlier micro-batch. A larger number adds only one loss per micro-batch.
     """
-    pipeline = pipeline_of(recipe, topology)
-    stage = topology.coordinates(rank).pipeline
+    pipeline = pipeline_of(recipe, dims)
+    stage = dims.coordinates(rank).pipeline
     wanted = fullest_moments(pipeline.orders[stage])
     least = pipeline.min_micro_batches
     for fewer in range(least, pipeline.micro_batches):
@@ -90,9 +90,9 @@ def fullest_moments(order: Order) -> set[tuple[int, ...]]:
     }
 
 
-def with_micro_batches(recipe: Recipe, topology: Topology, count: int) -> Recipe:
+def with_micro_batches(recipe: Recipe, dims: ParallelDims, count: int) -> Recipe:
     """Return the recipe with `count` micro-batches per step."""
-    sequences = count * recipe.batch.micro_sequences * topology.data
+    sequences = count * recipe.batch.micro_sequences * dims.data
     batch = recipe.batch.model_copy(update={"global_sequences": sequences})
     every = recipe.layout.reduce_every
     layout = recipe.layout.model_copy(update={"reduce_every": min(every, count)})
@@ -247,7 +247,7 @@ class Trace:
     name: str
     rank: int
     coordinates: Coordinates
-    topology: Topology
+    dims: ParallelDims
     micro_batches: int
     traced: int
     between_steps: Categories
@@ -273,38 +273,40 @@ def trace(recipe: Recipe, world_size: int, gpus_per_node: int, rank: int) -> Tra
     """
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank} is not in 0 .. {world_size - 1}; use 0")
-    topology = recipe.topology(World(rank=rank, size=world_size, local_size=gpus_per_node))
+    dims = recipe.parallel_dims(
+        LaunchEnvironment(rank=rank, size=world_size, local_size=gpus_per_node)
+    )
     compiled = recipe.training.compile is not False
     with one_rank_of(world_size, rank), fake_tensors(), kernels_of_a_gpu(compiled):
-        return measure(recipe, topology, rank, at_most=enough_micro_batches(recipe, topology, rank))
+        return measure(recipe, dims, rank, at_most=enough_micro_batches(recipe, dims, rank))
 
 
-def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> Trace:
+def measure(recipe: Recipe, dims: ParallelDims, rank: int, *, at_most: int) -> Trace:
     """Build the engine in the current process group and count its second step.
 
     The tensors may be fake or real; the tests compare the two.
 
     at_most: maximum number of micro-batches to run
     """
-    coordinates = topology.coordinates(rank)
-    micro_batches = recipe.micro_batches(topology.data)
+    coordinates = dims.coordinates(rank)
+    micro_batches = recipe.micro_batches(dims.data)
     traced = min(micro_batches, at_most)
-    stage = zero_stage(build_deepspeed_config(recipe, topology))
+    stage = zero_stage(build_deepspeed_config(recipe, dims))
     every = recipe.layout.micro_batches_per_reduction(stage)
-    recipe = as_written(with_micro_batches(recipe, topology, traced))
-    config = build_deepspeed_config(recipe, topology)
+    recipe = as_written(with_micro_batches(recipe, dims, traced))
+    config = build_deepspeed_config(recipe, dims)
     division = None
-    if topology.context > 1:
-        division = divide(recipe.model.sequence_length, coordinates.context, topology.context)
+    if dims.context > 1:
+        division = divide(recipe.model.sequence_length, coordinates.context, dims.context)
     batch = [micro_batch(recipe, number, division) for number in range(traced)]
     counter = AllocationCounter(granularity=ALLOCATOR_BYTES)
     counter.ignore(t for each in batch for t in (each.tokens, each.labels) if t is not None)
-    collectives = CollectiveCounter(axes_of(topology, coordinates))
+    collectives = CollectiveCounter(axes_of(dims, coordinates))
     with counter, collectives:
         observer = Observer(counter, collectives)
-        engine = build_from_recipe(recipe, topology, config, observer)
+        engine = build_from_recipe(recipe, dims, config, observer)
         observer.watch(engine)
-        collectives.named = engine.axes_by_group
+        collectives.named = engine.axes.names
         first_step(engine, batch)
         before = counter.alive()
         counter.restart()
@@ -320,7 +322,7 @@ def measure(recipe: Recipe, topology: Topology, rank: int, *, at_most: int) -> T
         name=recipe.name,
         rank=rank,
         coordinates=coordinates,
-        topology=topology,
+        dims=dims,
         micro_batches=micro_batches,
         traced=traced,
         between_steps=categories(after, roles, counter),
@@ -383,37 +385,24 @@ def most_in_phases(counter: AllocationCounter) -> tuple[tuple[str, int], ...]:
     return tuple(most.items())
 
 
-def axes_of(topology: Topology, coordinates: Coordinates) -> dict[frozenset[int], str]:
+def axes_of(dims: ParallelDims, coordinates: Coordinates) -> dict[frozenset[int], str]:
     """Return the axis of each of this rank's groups; of several names the narrowest wins."""
-
-    def ranks(**free: range) -> frozenset[int]:
-        group = [coordinates]
-        for axis, indices in free.items():
-            group = [replace(each, **{axis: index}) for each in group for index in indices]
-        return frozenset(topology.rank(each) for each in group)
-
-    pipeline, data, tensor = (range(n) for n in (topology.pipeline, topology.data, topology.tensor))
-    context = range(topology.context)
-    ends = range(0, topology.pipeline, max(1, topology.pipeline - 1))
-    rank = topology.rank(coordinates)
-    groups = {"expert": topology.expert_groups(), "data": topology.expert_data_groups()}
-    of_experts = {
-        frozenset(ranks): axis for axis, lists in groups.items() for ranks in lists if rank in ranks
-    }
-    shards = [*topology.dp_shard_groups(), *topology.dp_replicate_groups()]
-    of_shards = {frozenset(ranks): "data" for ranks in shards if rank in ranks}
-    return (
-        of_experts
-        | of_shards
-        | {
-            ranks(pipeline=ends): "tied",  # the two replicas of a tied embedding
-            ranks(pipeline=pipeline, data=data, context=context, tensor=tensor): "world",
-            ranks(pipeline=pipeline, tensor=tensor): "model",
-            ranks(pipeline=pipeline): "pipeline",
-            ranks(data=data, context=context): "data",
-            ranks(tensor=tensor): "tensor",
-        }
-    )
+    rank = dims.rank(coordinates)
+    last = dims.pipeline - 1
+    ends = [dims.rank(replace(coordinates, pipeline=stage)) for stage in (0, last)]
+    groups = [
+        ("expert", dims.expert_groups()),
+        ("data", dims.expert_data_groups()),
+        ("data", dims.dp_shard_groups()),
+        ("data", dims.dp_replicate_groups()),
+        ("tied", [ends]),  # the two replicas of a tied embedding
+        ("world", dims.groups(*AXES)),
+        ("model", dims.groups("pipeline", "tensor")),
+        *((axis, dims.groups(axis)) for axis in ("pipeline", "context")),
+        ("data", dims.groups("data", "context")),
+        ("tensor", dims.groups("tensor")),
+    ]
+    return {frozenset(ranks): axis for axis, lists in groups for ranks in lists if rank in ranks}
 
 
 # Reports of a trace: text for a terminal and a dict for --json.
@@ -421,7 +410,7 @@ def axes_of(topology: Topology, coordinates: Coordinates) -> dict[frozenset[int]
 
 def text(trace: Trace) -> str:
     """Return the report for a terminal: categories, largest allocations and communication."""
-    sizes, own = trace.topology, trace.coordinates
+    sizes, own = trace.dims, trace.coordinates
     lines = [
         f"{trace.name}, rank {trace.rank} of {sizes.world_size}: "
         + ", ".join(f"{axis} {getattr(own, axis)} of {n}" for axis, n in sizes.axes.items()),
@@ -459,8 +448,8 @@ def table(trace: Trace) -> dict[str, Any]:
     return {
         "name": trace.name,
         "rank": trace.rank,
-        "world_size": trace.topology.world_size,
-        "topology": asdict(trace.topology),
+        "world_size": trace.dims.world_size,
+        "dims": asdict(trace.dims),
         "coordinates": asdict(trace.coordinates),
         "micro_batches": trace.micro_batches,
         "traced_micro_batches": trace.traced,

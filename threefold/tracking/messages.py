@@ -11,7 +11,7 @@ from threefold.checkpoint.compatibility import changed_positions
 from threefold.config.deepspeed_json import deepspeed_notes
 from threefold.config.loading import value_text
 from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
-from threefold.config.parallel_dims import Topology, World, rank_map
+from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims, rank_map
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.data.manifest import unchecked_tokenizer, unused_rows
@@ -69,7 +69,7 @@ MAX_IMBALANCE = 1.1  # of context ranks; above it, the run prints a message
 
 def announce(
     recipe: Recipe,
-    topology: Topology,
+    dims: ParallelDims,
     hosts: list[str],
     folder: RunFolder,
     found: "ResumePoint",
@@ -81,7 +81,7 @@ def announce(
     """
     print(
         f"{recipe.name}: {parameter_count(recipe.model) / 1e6:,.1f} M parameters, "
-        f"{' x '.join(f'{axis} {size}' for axis, size in topology.axes.items())}, "
+        f"{dims}, "
         f"{recipe.deepspeed}, into {folder.path}"
         + (f", resumed after step {found.progress.step}" if found.progress.step else "")
         + (", from a snapshot in memory" if found.in_memory else "")
@@ -90,7 +90,7 @@ def announce(
     )
     nodes = list(dict.fromkeys(hosts))
     print(f"  {nodes_and_ranks(nodes, len(hosts))}", flush=True)
-    for note in deepspeed_notes(recipe, topology):
+    for note in deepspeed_notes(recipe, dims):
         print(f"  {recipe.deepspeed}: {note}", flush=True)
     if found.weights_only and (changed := changed_positions(found.reader().manifest, recipe)):
         print(f"  positions differ from those of the weights: {changed}", flush=True)
@@ -109,13 +109,13 @@ def announce(
         print(f"  convert.py to-hf cannot export this model: {problem}", flush=True)
     if imbalance > MAX_IMBALANCE:
         print(
-            f"  context {topology.context}: documents of different lengths are divided unevenly: "
+            f"  context {dims.context}: documents of different lengths are divided unevenly: "
             f"the busiest rank has {imbalance:.2f} times the mean work in attention, and the "
             f"others wait for it; a smaller layout.context is more even",
             flush=True,
         )
     if len(set(hosts)) > 1:
-        print("\n".join(f"  {line}" for line in rank_map(topology, hosts)), flush=True)
+        print("\n".join(f"  {line}" for line in rank_map(dims, hosts)), flush=True)
 
 
 def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
@@ -184,7 +184,7 @@ SUMMARIZED = {
 
 
 def summarize(
-    recipe: Recipe, folder: RunFolder, world: World, found: "ResumePoint | None" = None
+    recipe: Recipe, folder: RunFolder, world: LaunchEnvironment, found: "ResumePoint | None" = None
 ) -> None:
     """Print the results of a finished run, from its metrics; on rank 0.
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from models.errors import UserError
-from threefold.config.parallel_dims import Coordinates, Topology
+from threefold.config.parallel_dims import Coordinates, ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.engine.engine import Engine, PipelinedEngine
 from threefold.pipeline.engine import Event, Recording, passes_of
@@ -34,7 +34,7 @@ class TimelineRecorder:
     Args:
         engine: the engine of this rank
         recipe: the recipe of the run
-        topology: the layout of the ranks
+        dims: the layout of the ranks
         folder: the run folder
         show: function that gets the step, the name and the file of the picture; called on rank 0
         last_step: the last step that the engine runs; None: the last step of the recipe
@@ -44,13 +44,13 @@ class TimelineRecorder:
         self,
         engine: Engine,
         recipe: Recipe,
-        topology: Topology,
+        dims: ParallelDims,
         folder: RunFolder,
         *,
         show: Show,
         last_step: int | None = None,
     ):
-        self.engine, self.topology, self.folder, self.show = engine, topology, folder, show
+        self.engine, self.dims, self.folder, self.show = engine, dims, folder, show
         first = recipe.tracking.timeline_step
         self.wanted = range(first, first + recipe.tracking.timeline_steps) if first else range(0)
         self.last = min(self.wanted[-1], last_step or recipe.training.steps) if first else 0
@@ -94,8 +94,8 @@ class TimelineRecorder:
         # Imported here, because a run without a timeline should not wait a second for matplotlib.
         from threefold.pipeline.picture import draw_comparison
 
-        trace = perfetto_trace(of_ranks, self.topology)
-        measured = measured_passes(of_ranks, self.topology, step)
+        trace = perfetto_trace(of_ranks, self.dims)
+        measured = measured_passes(of_ranks, self.dims, step)
         pipeline = self.engine.wrapped.pipeline
         picture = self.folder.path / "timeline.svg"
         try:
@@ -115,12 +115,12 @@ class TimelineRecorder:
             print(f"warning: no timeline: {problem}", file=sys.stderr)
 
 
-def perfetto_trace(of_ranks: Sequence[Steps], topology: Topology) -> dict[str, Any]:
+def perfetto_trace(of_ranks: Sequence[Steps], dims: ParallelDims) -> dict[str, Any]:
     """Return Chrome's trace events: a process for each rank, times in microseconds."""
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(of_ranks):
-        coordinates = topology.coordinates(rank)
-        places = [f"{axis} {getattr(coordinates, axis)}" for axis in topology.axes]
+        coordinates = dims.coordinates(rank)
+        places = [f"{axis} {getattr(coordinates, axis)}" for axis in dims.axes]
         name = f"rank {rank}: {', '.join(places)}"
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events += [
@@ -144,11 +144,11 @@ def trace_event(event: Event, rank: int, step: int) -> dict[str, Any]:
     }
 
 
-def measured_passes(of_ranks: Sequence[Steps], topology: Topology, step: int) -> Timeline:
+def measured_passes(of_ranks: Sequence[Steps], dims: ParallelDims, step: int) -> Timeline:
     """Return the passes of a step on the first pipeline, with times from its first pass on."""
     stages = []
-    for stage in range(topology.pipeline):
-        rank = topology.rank(Coordinates(pipeline=stage, data=0, tensor=0))
+    for stage in range(dims.pipeline):
+        rank = dims.rank(Coordinates(pipeline=stage, data=0, tensor=0))
         stages.append(passes_of(of_ranks[rank][step], stage))
     start = min(passes[0].start for passes in stages)
     return [

@@ -64,7 +64,7 @@ def train(recipe: Recipe, run: Path, memories: list[Path], steps: int, **setting
     if world.rank == 0:
         run.mkdir(exist_ok=True)
         folder.event("start", 0)
-    facts = {"recipe": recipe, "topology": recipe.topology(world), "data": data.fingerprint}
+    facts = {"recipe": recipe, "dims": recipe.parallel_dims(world), "data": data.fingerprint}
     memory, messages = NodeMemory(memories[world.rank]), []
     if settings.get("full") == world.rank:
         memory.lack_of_room = lambda size: "no memory"  # type: ignore[method-assign]

@@ -22,8 +22,8 @@ from models.kernels import attention as attention_module
 from models.kernels.attention import attend, attend_backward, merge
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel import micro_batch_info
-from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
+from models.transformer import ModelAxes
 from tests.conftest import quick_and_long, selected
 from tests.models.test_transformer import (
     DOCUMENTS,
@@ -81,11 +81,11 @@ def run_on_context_ranks(case: str, attention: str) -> Outcome:
     division = divide(config.sequence_length, rank, size, documents)
     cores, interval = RECOMPUTE[recompute]
     model = SequentialModel(
-        layer_specs(config, TensorAxis(), context=context, recompute_core=cores),
+        layer_specs(config, ModelAxes(context=context), recompute_core=cores),
         recompute_interval=interval,
     )
     parameters = dict(logical_parameters(model, config))
-    initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
+    initialize(parameters.items(), config, seed=3)
     tokens = example_tokens(config)
     mine, labels = (
         torch.cat([x[:, each.start : each.stop] for each in division.slices], dim=1)

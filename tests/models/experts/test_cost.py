@@ -20,6 +20,7 @@ from models.cost import (
 from models.experts.routing import ExpertAxis
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, logical_shapes
 from models.parallel.collectives import TensorAxis
+from models.transformer import ModelAxes
 from threefold.config.loading import REPOSITORY, load_recipe
 
 PUBLISHED = {  # recipe -> parameters, parameters that compute a token
@@ -118,11 +119,11 @@ def parameters_of_a_rank(
     columns: tensor ranks divide the columns of each expert
     """
     axis = TensorAxis(size=tensor)
-    experts = ExpertAxis(size=tensor * expert, tensor_size=tensor)
+    experts = ExpertAxis(size=tensor * expert, tensor=TensorAxis(size=tensor))
     if columns:
-        experts = ExpertAxis(size=expert, tensor_size=tensor, columns=axis)
+        experts = ExpertAxis(size=expert, tensor=TensorAxis(size=tensor), columns=axis)
     with torch.device("meta"):
-        model = SequentialModel(layer_specs(config, axis, experts=experts))
+        model = SequentialModel(layer_specs(config, ModelAxes(tensor=axis, expert=experts)))
     totals = [0] * config.layers
     for name, parameter in logical_parameters(model, config):
         if name.startswith("blocks."):

@@ -20,7 +20,6 @@ from models.hugging_face.config import hugging_face_config, model_settings
 from models.hugging_face.weights import Counterpart, from_hugging_face, to_hugging_face
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
-from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
 from tests.models.test_transformer import (
@@ -82,9 +81,9 @@ def largest_difference(one: Outcome, other: Outcome) -> float:
 
 def run_ours(config: ModelConfig) -> tuple[Outcome, dict[str, Tensor]]:
     """Return logits, loss and gradients, and the weights, by logical name."""
-    model = SequentialModel(layer_specs(config, TensorAxis()))
+    model = SequentialModel(layer_specs(config))
     parameters = dict(logical_parameters(model, config))
-    initialize(parameters.items(), config, seed=3, tensor_rank=0, tensor_size=1)
+    initialize(parameters.items(), config, seed=3)
     for name, parameter in parameters.items():
         if name.endswith("router.bias"):  # as after many updates: other experts are chosen
             parameter.data.uniform_(-0.3, 0.3, generator=torch.Generator().manual_seed(4))

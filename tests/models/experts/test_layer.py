@@ -27,11 +27,11 @@ from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
 from models.sharding import Sharding, sharding_of
-from models.transformer import MLP
+from models.transformer import MLP, ModelAxes
 from tests.conftest import quick_and_long, selected
 from tests.models.test_transformer import LLAMA, RECOMPUTE, labels_of, relative
 from tests.ranks import run_ranks
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 
 SEQUENCES = 4  # of the global batch
 MODELS = {
@@ -67,7 +67,7 @@ MODEL = "softmax, normalized"  # runs in every layout
 class Layout:
     """A layout of ranks; data ranks are those that remain."""
 
-    topology: Topology
+    dims: ParallelDims
     sequence_parallel: bool = False
     recompute: str = "none"
     micro_batches: int = 1
@@ -83,7 +83,7 @@ def layout_of(
     **rest: Any,
 ) -> Layout:
     sizes = {"data": data, "tensor": tensor, "context": context, "expert": expert}
-    return Layout(Topology(pipeline=1, **sizes, expert_tensor=expert_tensor), **rest)
+    return Layout(ParallelDims(pipeline=1, **sizes, expert_tensor=expert_tensor), **rest)
 
 
 LAYOUTS = {
@@ -208,19 +208,21 @@ class Outcome:
 
 def run_on_a_rank(config: ModelConfig, layout: Layout, rank: int) -> Outcome:
     """Run forward and backward on this rank's part of the global batch."""
-    topology = layout.topology
-    place = topology.coordinates(rank)
+    dims = layout.dims
+    place = dims.coordinates(rank)
     tensor, context, experts = axes(layout, rank)
     cores, interval = RECOMPUTE[layout.recompute]
-    specs = layer_specs(config, tensor, context=context, experts=experts, recompute_core=cores)
+    specs = layer_specs(
+        config, ModelAxes(tensor=tensor, context=context, expert=experts), recompute_core=cores
+    )
     model = SequentialModel(specs, recompute_interval=interval)
     parameters = dict(logical_parameters(model, config))
-    initialize(parameters.items(), config, seed=3, tensor_rank=tensor.rank, tensor_size=tensor.size)
+    initialize(parameters.items(), config, seed=3, tensor=tensor)
     micro_batches = layout.micro_batches
     for layer in expert_layers(model):
         layer.gradient_scale = lambda: 1 / micro_batches
     info = MicroBatchInfo()
-    own = example_tokens(config).chunk(topology.data)[place.data]
+    own = example_tokens(config).chunk(dims.data)[place.data]
     labels = labels_of(own)
     if context.size > 1:
         division = divide(config.sequence_length, context.rank, context.size, None)
@@ -246,25 +248,25 @@ def run_on_a_rank(config: ModelConfig, layout: Layout, rank: int) -> Outcome:
 
 def axes(layout: Layout, rank: int) -> tuple[TensorAxis, ContextAxis, ExpertAxis]:
     """Create the groups of a layout, and return the axes from this rank's perspective."""
-    topology = layout.topology
-    place = topology.coordinates(rank)
-    size = topology.expert * topology.tensor // topology.expert_tensor
-    sharing = topology.context * topology.tensor
+    dims = layout.dims
+    place = dims.coordinates(rank)
+    size = dims.expert * dims.tensor // dims.expert_tensor
+    sharing = dims.context * dims.tensor
     tensor, context = TensorAxis(), ContextAxis()
-    if topology.tensor > 1:
-        group = create_groups(topology.tensor_groups())
-        tensor = TensorAxis(group, place.tensor, topology.tensor, layout.sequence_parallel)
-    if topology.context > 1:
-        group = create_groups(topology.context_groups())
-        context = ContextAxis(group, place.context, topology.context, "gather")
+    if dims.tensor > 1:
+        group = create_groups(dims.groups("tensor"))
+        tensor = TensorAxis(group, place.tensor, dims.tensor, layout.sequence_parallel)
+    if dims.context > 1:
+        group = create_groups(dims.groups("context"))
+        context = ContextAxis(group, place.context, dims.context, "gather")
     experts = ExpertAxis(
-        group=create_groups(topology.expert_groups()) if size > 1 else None,
-        rank=rank // topology.expert_tensor % size,
+        group=create_groups(dims.expert_groups()) if size > 1 else None,
+        rank=rank // dims.expert_tensor % size,
         size=size,
-        sequence_group=create_groups(topology.sequence_groups()) if sharing > 1 else None,
+        sequence_group=create_groups(dims.groups("context", "tensor")) if sharing > 1 else None,
         sequence_size=sharing,
-        tensor_size=topology.tensor,
-        columns=tensor if topology.expert_tensor > 1 else TensorAxis(),
+        tensor=tensor,
+        columns=tensor if dims.expert_tensor > 1 else TensorAxis(),
     )
     return tensor, context, experts
 
@@ -295,16 +297,16 @@ def joined(config: ModelConfig, layout: Layout, parts: list[Outcome]) -> Outcome
     Gradients are averaged over data and context ranks. Those of an expert are already sums over the
     ranks of its expert group.
     """
-    topology = layout.topology
-    replicas, tensor = topology.replicas, topology.tensor
-    shardings = shardings_of(config, topology)
+    dims = layout.dims
+    replicas, tensor = dims.dp_cp_size, dims.tensor
+    shardings = shardings_of(config, dims)
     assert {name for part in parts for name in part.gradients} == shardings.keys()
     gradients = {}
     for name, sharding in shardings.items():
         held = [part.gradients[name][0] for part in parts if name in part.gradients]
         if sharding.of_expert:
-            assert len(held) == replicas // topology.expert * topology.expert_tensor
-            ranks = topology.expert_tensor
+            assert len(held) == replicas // dims.expert * dims.expert_tensor
+            ranks = dims.expert_tensor
             sums = [torch.stack(held[rank::ranks]).sum(0) for rank in range(ranks)]
             gradients[name] = [sharding.logical_tensor(sums) / replicas]
             continue
@@ -328,14 +330,14 @@ def joined(config: ModelConfig, layout: Layout, parts: list[Outcome]) -> Outcome
     return Outcome(loss, evaluated, gradients, layers)
 
 
-def shardings_of(config: ModelConfig, topology: Topology) -> dict[str, Sharding]:
+def shardings_of(config: ModelConfig, dims: ParallelDims) -> dict[str, Sharding]:
     """Return the declaration of every parameter by logical name."""
-    axis = TensorAxis(size=topology.tensor)
+    axis = TensorAxis(size=dims.tensor)
     experts = ExpertAxis(
-        tensor_size=topology.tensor, columns=TensorAxis(size=topology.expert_tensor)
+        tensor=TensorAxis(size=dims.tensor), columns=TensorAxis(size=dims.expert_tensor)
     )
     with torch.device("meta"):
-        model = SequentialModel(layer_specs(config, axis, experts=experts))
+        model = SequentialModel(layer_specs(config, ModelAxes(tensor=axis, expert=experts)))
     return {name: sharding_of(each) for name, each in logical_parameters(model, config)}
 
 
@@ -527,7 +529,7 @@ def test_the_example_uses_every_expert_and_has_no_near_tie(
 
 def layer_of(config: ModelConfig) -> MixtureOfExperts:
     """Return a layer with experts on one rank, with random weights."""
-    layer = expert_layers(SequentialModel(layer_specs(config, TensorAxis())))[0]
+    layer = expert_layers(SequentialModel(layer_specs(config)))[0]
     generator = torch.Generator().manual_seed(8)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -644,7 +646,7 @@ def test_a_rank_has_an_equal_share_of_the_experts_in_their_order() -> None:
     names = []
     for rank in range(4):
         axis = ExpertAxis(rank=rank, size=4)
-        model = SequentialModel(layer_specs(config, TensorAxis(), experts=axis))
+        model = SequentialModel(layer_specs(config, ModelAxes(expert=axis)))
         names.append([name for name, _ in expert_layers(model)[0].experts.named_parameters()])
     expected = [
         [f"{kind}_{number}" for kind in ("up", "down") for number in (2 * rank, 2 * rank + 1)]
@@ -688,7 +690,7 @@ def overlap_worker() -> list[str]:
 
     layout = LAYOUTS[2]["expert 2"]
     model = SequentialModel(
-        layer_specs(MODELS[MODEL], TensorAxis(), experts=axes(layout, dist.get_rank())[2])
+        layer_specs(MODELS[MODEL], ModelAxes(expert=axes(layout, dist.get_rank())[2]))
     )
     layer = expert_layers(model)[0]
     generator = torch.Generator().manual_seed(8)

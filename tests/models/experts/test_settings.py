@@ -12,7 +12,7 @@ from tests.conftest import changed
 from threefold.config import layout
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 
 TABLE = tomllib.loads((REPOSITORY / "recipes" / "tiny-moe.toml").read_text())
 DENSE = tomllib.loads(DEFAULT_RECIPE.read_text()) | {"layout": {}}
@@ -167,9 +167,9 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
         {"layout__expert": 2},
     ),
     (
-        {"layout__expert": 2, "layout__shard_group": 2}, 4,
-        "layout.shard_group = 2 with layout.expert = 2", "layout.shard_group = 0",
-        {"layout__expert": 2, "layout__shard_group": 0},
+        {"layout__expert": 2, "layout__dp_shard": 2}, 4,
+        "layout.dp_shard = 2 with layout.expert = 2", "layout.dp_shard = 0",
+        {"layout__expert": 2, "layout__dp_shard": 0},
     ),
     (
         {E + "shared": 1, E + "ffn_hidden_size": 127, **TWO_TENSOR_RANKS}, 2,
@@ -198,8 +198,8 @@ def rejection(table: dict[str, Any], ranks: int) -> str | None:
     """Return the message of a recipe that a run on `ranks` ranks rejects; None if it is valid."""
     try:
         recipe = parse_recipe(table, "recipe")
-        topology = recipe.topology(World(size=ranks, local_size=ranks))
-        build_deepspeed_config(recipe, topology)
+        dims = recipe.parallel_dims(LaunchEnvironment(size=ranks, local_size=ranks))
+        build_deepspeed_config(recipe, dims)
     except UserError as error:
         return str(error)
     return None

@@ -29,6 +29,7 @@ from models.experts.routing import (
     scores_of,
     smallest_margin,
 )
+from models.parallel.collectives import TensorAxis
 from models.transformer import recomputed
 from tests.ranks import run_ranks
 
@@ -142,7 +143,7 @@ def run_on_a_rank(
     axis = ExpertAxis(
         sequence_group=dist.group.WORLD if size > 1 else None,
         sequence_size=size,
-        tensor_size=tensor,
+        tensor=TensorAxis(size=tensor),
     )
     found, gradients = RouterStatistics(), []
     parts = (each.chunk(size)[rank].chunk(micro_batches, dim=1) for each in example())
@@ -235,7 +236,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
     attach = balance_module._Attach.forward
 
     def of_a_rank(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
-        return balance_loss(probabilities, counts, k, replace(axis, tensor_size=1))
+        return balance_loss(probabilities, counts, k, replace(axis, tensor=TensorAxis()))
 
     def pooled(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
         probabilities = probabilities.flatten(0, 1)[:, None]

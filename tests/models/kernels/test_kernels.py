@@ -233,7 +233,7 @@ def test_the_loss_in_chunks_is_cross_entropy(most: int, dtype: torch.dtype) -> N
 
     def ours(x: Tensor, table: Tensor) -> Tensor:
         return cross_entropy.vocab_parallel_loss(
-            x, table, labels, vocab_size=17, axis=TensorAxis(), fuse=as_written
+            x, table, labels, vocab_size=17, tensor=TensorAxis(), fuse=as_written
         )
 
     def formula(x: Tensor, table: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ def test_a_nearly_certain_token_keeps_its_gradient_in_bf16() -> None:
     table.requires_grad_()
     labels = torch.zeros(1, 1, dtype=torch.long)
     cross_entropy.vocab_parallel_loss(
-        x, table, labels, vocab_size=3, axis=TensorAxis(), fuse=as_written
+        x, table, labels, vocab_size=3, tensor=TensorAxis(), fuse=as_written
     ).backward()
     expected = float(logits.softmax(-1)[0, 0]) - 1  # -2.5e-4: the softmax in bf16 would be 1
     assert float(table.grad[0, 0]) == pytest.approx(expected, rel=1e-2)
@@ -274,7 +274,7 @@ def test_gradients_of_rare_tokens_survive_in_fp16(scale: float, is_exact: bool) 
             *inputs,
             labels,
             vocab_size=columns,
-            axis=TensorAxis(),
+            tensor=TensorAxis(),
             fuse=as_written,
             gradient_scale=scale,
         )
@@ -299,7 +299,7 @@ def test_only_the_logits_of_one_part_exist_at_a_time(dtype: torch.dtype) -> None
             AllocationCounter() as counter,
         ):
             cross_entropy.vocab_parallel_loss(
-                x, table, labels, vocab_size=columns, axis=TensorAxis(), fuse=one_kernel
+                x, table, labels, vocab_size=columns, tensor=TensorAxis(), fuse=one_kernel
             )
         peaks.append(counter.peak)
     logits = dtype.itemsize * tokens * columns
@@ -319,7 +319,7 @@ COMPILED = {
 def model_outcome(config: ModelConfig, info: MicroBatchInfo, *, compile: bool) -> list[Tensor]:
     config = replace(config, vocab_size=96)
     torch.manual_seed(0)
-    model = SequentialModel(layer_specs(config, TensorAxis()))
+    model = SequentialModel(layer_specs(config))
     for _, parameter in logical_parameters(model, config):
         torch.nn.init.normal_(parameter, std=0.3)
     if compile:
@@ -373,7 +373,7 @@ def test_compiled_masks_are_the_same_bit_for_bit(compiled_everywhere: None) -> N
     for step in range(4):
         key = MaskKey(1, range(2 * step, 2 * step + 2))
         kept = [
-            dropout(x, 0.3, key=key, layer=f"blocks.{step}.mlp", axis=axis, fuse=fuse) != 0
+            dropout(x, 0.3, key=key, layer=f"blocks.{step}.mlp", tensor=axis, fuse=fuse) != 0
             for fuse in (as_written, compiled)
         ]
         assert torch.equal(*kept) and 0.6 < float(kept[0].float().mean()) < 0.8

@@ -17,7 +17,7 @@ from models.parallel.layers import (
     defer_weights,
 )
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.transformer import recomputed
+from models.transformer import ModelAxes, recomputed
 from tests.models.test_transformer import SHAPES
 from tests.ranks import join_world, run_ranks
 
@@ -27,9 +27,9 @@ IN, OUT = 8, 12
 def linears(axis: TensorAxis, *, bias: bool) -> nn.Sequential:
     torch.manual_seed(1 + axis.rank)
     layers = nn.Sequential(
-        ColumnParallelLinear(IN, (OUT,), bias=bias, axis=axis),
+        ColumnParallelLinear(IN, (OUT,), bias=bias, tensor=axis),
         nn.GELU(),
-        RowParallelLinear(OUT, IN, bias=False, axis=axis),
+        RowParallelLinear(OUT, IN, bias=False, tensor=axis),
     )
     with torch.no_grad():
         for parameter in layers.parameters():
@@ -89,7 +89,7 @@ def test_two_parts_are_the_whole_on_two_tensor_ranks() -> None:
 
 
 def test_neither_lookup_nor_head_defers() -> None:
-    table = VocabParallelEmbedding(10, IN, padded_vocab_size=10, axis=TensorAxis())
+    table = VocabParallelEmbedding(10, IN, padded_vocab_size=10, tensor=TensorAxis())
     with torch.no_grad():
         table.weight.normal_()
     deferral = Deferral()
@@ -103,7 +103,7 @@ def test_neither_lookup_nor_head_defers() -> None:
 def test_all_matrices_of_a_model_defer() -> None:
     """A matrix that does not defer would compute its weight gradient in the backward pass."""
     axis, deferral = TensorAxis(), Deferral()
-    model = SequentialModel(layer_specs(SHAPES["qwen3"], axis))
+    model = SequentialModel(layer_specs(SHAPES["qwen3"], ModelAxes(tensor=axis)))
     defer_weights(model, deferral)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     model(tokens, tokens, MicroBatchInfo()).backward()

@@ -20,7 +20,7 @@ dropout = partial(fused_dropout, fuse=as_written)
 def mask(probability: float, *, layer: str = "blocks.0.mlp", key: MaskKey = KEY) -> Tensor:
     """Return 1 for each element that is kept, else 0: [256, 8, 512]."""
     x = torch.ones(256, 8, 512)
-    return (dropout(x, probability, key=key, layer=layer, axis=TensorAxis()) != 0).double()
+    return (dropout(x, probability, key=key, layer=layer, tensor=TensorAxis()) != 0).double()
 
 
 def deviations(a: Tensor, b: Tensor) -> float:
@@ -38,7 +38,7 @@ def test_the_share_dropped_is_the_probability(probability: float) -> None:
 
 def test_kept_elements_are_scaled_to_preserve_the_mean() -> None:
     x = torch.ones(64, 8, 512)
-    y = dropout(x, 0.25, key=KEY, layer="embedding", axis=TensorAxis())
+    y = dropout(x, 0.25, key=KEY, layer="embedding", tensor=TensorAxis())
     assert y.unique().tolist() == pytest.approx([0, 4 / 3])
 
 
@@ -60,18 +60,18 @@ def test_neighbours_layers_and_seeds_are_unrelated() -> None:
 
 def test_a_sequence_has_its_mask_in_any_micro_batch_and_on_any_rank() -> None:
     x = torch.randn(16, 8, 12)
-    whole = dropout(x, 0.3, key=KEY, layer="blocks.2.mlp", axis=TensorAxis())
+    whole = dropout(x, 0.3, key=KEY, layer="blocks.2.mlp", tensor=TensorAxis())
     for first in range(8):
         alone = MaskKey(1, range(1000 + first, 1001 + first))
         part = x[:, first : first + 1]
-        got = dropout(part, 0.3, key=alone, layer="blocks.2.mlp", axis=TensorAxis())
+        got = dropout(part, 0.3, key=alone, layer="blocks.2.mlp", tensor=TensorAxis())
         assert torch.equal(got, whole[:, first : first + 1])
     for rank in range(4):
         axis = TensorAxis(rank=rank, size=4, sequence_parallel=True)
-        part = dropout(x.chunk(4)[rank], 0.3, key=KEY, layer="blocks.2.mlp", axis=axis)
+        part = dropout(x.chunk(4)[rank], 0.3, key=KEY, layer="blocks.2.mlp", tensor=axis)
         assert torch.equal(part, whole.chunk(4)[rank])
         replicated = TensorAxis(rank=rank, size=4)
-        got = dropout(x, 0.3, key=KEY, layer="blocks.2.mlp", axis=replicated)
+        got = dropout(x, 0.3, key=KEY, layer="blocks.2.mlp", tensor=replicated)
         assert torch.equal(got, whole)
 
 
@@ -95,6 +95,6 @@ def test_a_head_has_its_mask_on_any_rank() -> None:
 def test_the_hash_is_unchanged() -> None:
     """Another hash would change every resumed run."""
     x = torch.ones(2, 8, 16)
-    kept = dropout(x, 0.5, key=KEY, layer="blocks.0.mlp", axis=TensorAxis()) != 0
+    kept = dropout(x, 0.5, key=KEY, layer="blocks.0.mlp", tensor=TensorAxis()) != 0
     rows = ["".join(str(int(bit)) for bit in kept[0, sample]) for sample in range(3)]
     assert rows == ["1100100011100000", "0011100010100101", "1101001011010110"]

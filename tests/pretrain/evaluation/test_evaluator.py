@@ -35,7 +35,7 @@ from tests.pretrain.evaluation.conftest import STEPS, TrainedRun
 from tests.pretrain.evaluation.text_corpus import SEQUENCE_LENGTH, evaluating_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import Topology, World
+from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.data.dataset import TrainingData
 from threefold.data.tasks import Tasks, open_tasks
 from threefold.engine.engine import Engine
@@ -100,7 +100,7 @@ def evaluate_worker(folder: str, layouts: dict[str, dict[str, Any]]) -> dict[str
 
 def evaluation(folder: str, changes: dict[str, Any]) -> tuple[Any, ...]:
     recipe = parse_recipe(evaluating_recipe(Path(folder), **changes), "test")
-    evaluator = Evaluator(*start(recipe, World.from_environment(os.environ)))
+    evaluator = Evaluator(*start(recipe, LaunchEnvironment.from_environment(os.environ)))
     metrics = evaluator.validate() | evaluator.score_tasks()
     return metrics, *evaluator.score_requests()
 
@@ -235,7 +235,7 @@ def test_validation_equals_a_plain_forward_pass_of_the_export(
     model = AutoModelForCausalLM.from_pretrained(trained.export).eval()
     tokenizer = AutoTokenizer.from_pretrained(trained.export)
     (metrics,) = run_ranks(1, validate_worker, str(text_corpus), str(trained.folder))
-    data = TrainingData(trained.recipe, Topology(pipeline=1, data=1, tensor=1), 0)
+    data = TrainingData(trained.recipe, ParallelDims(pipeline=1, data=1, tensor=1), 0)
     for name in ("long", "short"):
         windows = [data.validation[name].read(n) for n in data.validation_windows(name)]
         tokens = torch.from_numpy(np.stack(windows).astype(np.int64))

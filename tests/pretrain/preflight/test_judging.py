@@ -2,11 +2,12 @@
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from threefold.config.parallel_dims import ParallelDims
 from threefold.pretrain.preflight.judge import (
     DATA,
     MATMUL,
@@ -46,17 +47,9 @@ class Cluster:
         self.size, self.per_node, self.stages = nodes * per_node, per_node, stages
         self.devices = [HEALTHY] * self.size
         self.slowdowns: dict[str, dict[int, float]] = {}  # measure -> rank -> factor
-        every = range(self.size)
-        span = self.size // stages
-        groups = {
-            TENSOR: [list(every[first : first + per_node]) for first in every[::per_node]],
-            DATA: [
-                list(range(first + place, first + span, per_node))
-                for first in range(0, self.size, span)
-                for place in range(per_node)
-            ],
-        }
-        self.groups = {axis: ranks for axis, ranks in groups.items() if len(ranks[0]) > 1}
+        data = self.size // per_node // stages
+        dims = ParallelDims(pipeline=stages, data=data, tensor=per_node)
+        self.layout = RankLayout(per_node, dims)
 
     def slow(self, measure: str, ranks: range, factor: float = 3.0) -> "Cluster":
         """Make some ranks slow."""
@@ -85,7 +78,7 @@ class Cluster:
                         rates[partner] = rate(scope.measure, rank, partner)
             groups = {
                 axis: rate(axis, *ranks)
-                for axis, every in self.groups.items()
+                for axis, every in self.layout.groups.items()
                 for ranks in every
                 if rank in ranks
             }
@@ -106,9 +99,10 @@ class Cluster:
             for rank, each in enumerate(self.devices)
         ]
         broken = any(each.problem for each in devices)
-        layout = RankLayout(self.per_node, self.stages, self.groups)
         links = [] if broken else self.links()
-        return judge(devices, links=links, layout=layout, planned=planned, ratio=1.5, spares=spares)
+        return judge(
+            devices, links=links, layout=self.layout, planned=planned, ratio=1.5, spares=spares
+        )
 
 
 def named(verdict: Verdict, severity: Severity | None = None) -> list[tuple[str, tuple[int, ...]]]:
@@ -281,11 +275,10 @@ def test_the_median_of_the_others(values: list[float]) -> None:
 
 
 def test_groups_may_be_missing() -> None:
-    groups: Mapping[str, list[list[int]]] = {}
     verdict = judge(
         [HEALTHY],
         links=[LinkReport()],
-        layout=RankLayout(1, 1, groups),
+        layout=RankLayout(1),
         planned=Planned(),
         ratio=1.5,
     )

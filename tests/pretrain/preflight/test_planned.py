@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.gpus.datasheet import load_gpu
 from threefold.plan.job import Machine
 from threefold.pretrain.preflight.judge import (
@@ -30,7 +30,7 @@ def numbers(table: dict[str, Any], gpu: str) -> Planned:
     machine = Machine.of(load_gpu(gpu), gpus=16, gpus_per_node=8)
     return planned(
         recipe,
-        recipe.topology(World(size=16, local_size=8)),
+        recipe.parallel_dims(LaunchEnvironment(size=16, local_size=8)),
         machine,
         precision="bf16",
         matmul_size=8192,
@@ -54,8 +54,8 @@ def test_the_numbers_are_close_to_the_datasheet(small: dict[str, Any]) -> None:
 def test_cpus_and_unknown_gpus_have_no_numbers(small: dict[str, Any]) -> None:
     assert numbers(small, "cpu") == Planned()
     recipe = parse_recipe(small, "small")
-    topology = recipe.topology(World())
+    dims = recipe.parallel_dims(LaunchEnvironment())
     links = LinkReport(bytes=BYTES)
     assert planned(
-        recipe, topology, None, precision="bf16", matmul_size=8192, links=links
+        recipe, dims, None, precision="bf16", matmul_size=8192, links=links
     ) == Planned()  # fmt: skip

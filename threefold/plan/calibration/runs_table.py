@@ -14,7 +14,7 @@ from models.errors import UserError, reason_of
 from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
 from threefold.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
 from threefold.pipeline.schedules import SCHEDULES
-from threefold.plan.job import Job, JobLayout, Machine
+from threefold.plan.job import Job, Machine, PlannedLayout
 from threefold.plan.memory.peak import GIB, fullest_stage
 from threefold.plan.software import Software, stacks
 
@@ -252,7 +252,7 @@ class RowReader:
                 raise UserError(f"{key} is {text}")
         return {key: is_yes(text) for key, text in stated.items()}
 
-    def layout(self, model: ModelConfig, count: int) -> JobLayout:
+    def layout(self, model: ModelConfig, count: int) -> PlannedLayout:
         """Return the layout, without recomputation."""
         tensor, pipeline = self.whole("tp"), self.whole("pp")
         context = self.whole("cp", 1, "none") if self.cell("cp") else 1
@@ -294,7 +294,7 @@ class RowReader:
         exchanges = model.experts is not None and expert * tensor > parts
         if is_yes(overlap) and not (exchanges and schedule in PAIRED_SCHEDULES):
             raise UserError(f"ep_overlap = {overlap} with ep = {expert} and schedule = {schedule}")
-        return JobLayout(
+        return PlannedLayout(
             tensor=tensor,
             pipeline=pipeline,
             virtual_stages=virtual_stages,

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from operator import mul, sub
 
 from models.config import ModelConfig
-from threefold.plan.job import Job, JobLayout, once_per_job
+from threefold.plan.job import Job, PlannedLayout, once_per_job
 from threefold.plan.software import Footprint
 from threefold.plan.stage_contents import (
     blocks_of_stages,
@@ -41,7 +41,7 @@ class InFlight:
         return (sum(self.whole) + sum(self.left)) / len(self.whole)
 
 
-def micro_batches_in_flight(layout: JobLayout, stage: int, micro_batches: int) -> float:
+def micro_batches_in_flight(layout: PlannedLayout, stage: int, micro_batches: int) -> float:
     """Return the largest number of micro-batches in flight on a stage."""
     full = layout.recompute == "full"
     schedule, p, v = layout.schedule, layout.pipeline, layout.virtual_stages
@@ -53,7 +53,7 @@ def _most_in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -
     return max(each.count for each in _in_flight(schedule, p, v, i, m, full))
 
 
-def in_flight(layout: JobLayout, stage: int, micro_batches: int) -> tuple[InFlight, ...]:
+def in_flight(layout: PlannedLayout, stage: int, micro_batches: int) -> tuple[InFlight, ...]:
     """Return the moments at which the activations of a stage may peak.
 
     For stage i of p stages with v chunks:
@@ -104,7 +104,7 @@ def _in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -> tup
     return (InFlight(tuple(held), (0,) * v),)
 
 
-def in_flight_at_the_end(layout: JobLayout, stage: int, micro_batches: int) -> InFlight:
+def in_flight_at_the_end(layout: PlannedLayout, stage: int, micro_batches: int) -> InFlight:
     """Return the micro-batches in flight when only the first chunk has backward passes left.
 
     An interleaved stage then holds a round of micro-batches. In a folded schedule, a stage holds
@@ -176,7 +176,7 @@ def bytes_of_blocks(job: Job) -> tuple[tuple[float, float], tuple[float, float]]
 
 def block_bytes(
     model: ModelConfig,
-    layout: JobLayout,
+    layout: PlannedLayout,
     footprint: Footprint,
     fused_attention: bool,
     imbalance: float = 1.0,
@@ -210,7 +210,7 @@ def block_bytes(
 
 
 def routed_bytes(
-    model: ModelConfig, layout: JobLayout, footprint: Footprint, imbalance: float
+    model: ModelConfig, layout: PlannedLayout, footprint: Footprint, imbalance: float
 ) -> float:
     """Return the bytes that the router and the experts keep per token of a tensor rank.
 
@@ -233,7 +233,7 @@ def routed_bytes(
 
 def activation_bytes(
     model: ModelConfig,
-    layout: JobLayout,
+    layout: PlannedLayout,
     footprint: Footprint,
     fused_attention: bool,
     imbalance: float = 1.0,
@@ -252,7 +252,7 @@ def activation_bytes(
 
 
 def core_bytes(
-    model: ModelConfig, layout: JobLayout, footprint: Footprint, fused_attention: bool
+    model: ModelConfig, layout: PlannedLayout, footprint: Footprint, fused_attention: bool
 ) -> float:
     """Return the bytes that the attention core keeps per token.
 
@@ -269,7 +269,7 @@ def core_bytes(
     return scores
 
 
-def deferred_bytes(model: ModelConfig, layout: JobLayout, footprint: Footprint) -> float:
+def deferred_bytes(model: ModelConfig, layout: PlannedLayout, footprint: Footprint) -> float:
     """Return the bytes that a block keeps for deferred weight gradients of its four linears.
 
     They are the inputs and the gradients of the outputs. Under sequence parallelism the inputs of

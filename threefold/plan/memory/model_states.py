@@ -6,7 +6,7 @@ The model states are weights, gradients and optimizer state.
 from typing import NamedTuple
 
 from models.config import ModelConfig
-from threefold.plan.job import Job, JobLayout, once_per_job
+from threefold.plan.job import Job, PlannedLayout, once_per_job
 from threefold.plan.software import RUNNING_BUCKETS, Footprint
 from threefold.plan.stage_contents import last_stage, stage_parameters, table_parameters
 
@@ -15,7 +15,7 @@ MOMENT_BYTES = 4  # of a parameter in one state of the optimizer
 
 def state_bytes(
     footprint: Footprint,
-    layout: JobLayout,
+    layout: PlannedLayout,
     parameters: float,
     routed: float = 0.0,
     with_momentum: float = 0.0,
@@ -30,7 +30,7 @@ def state_bytes(
     Rajbhandari et al. 2020 (arXiv 1910.02054), section 5: stage 1 shards the optimizer state over
     the data ranks, or those of a shard group, stage 2 also gradients, stage 3 also weights.
     """
-    ranks = layout.replicas
+    ranks = layout.dp_cp_size
     stage = layout.zero_stage
     weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
     sharded = parameters + (routed * (layout.expert - 1) if layout.zero_stage else 0.0)
@@ -57,11 +57,11 @@ class TransientBytes(NamedTuple):
     reducing_buffers: float
 
 
-def transient_bytes(footprint: Footprint, layout: JobLayout, parameters: int) -> TransientBytes:
+def transient_bytes(footprint: Footprint, layout: PlannedLayout, parameters: int) -> TransientBytes:
     """Return the gradients and buffers that exist only within a step, for `parameters` weights."""
     if layout.zero_stage < 2:
         whole, bucket = footprint.reducing, footprint.reducing_bucket
-        if layout.replicas == 1 and not footprint.stock_pipeline:
+        if layout.dp_cp_size == 1 and not footprint.stock_pipeline:
             whole = bucket = 0.0  # a single data rank does not reduce gradients
         if parameters <= footprint.bucket_elements:
             whole = max(whole, footprint.reducing_one_bucket)
@@ -130,7 +130,7 @@ def is_aligned(job: Job, every: int) -> bool:
     return job.micro_batches % stages == 0 and stages % every == 0
 
 
-def bucket_sizes(model: ModelConfig, layout: JobLayout, elements: float) -> list[float]:
+def bucket_sizes(model: ModelConfig, layout: PlannedLayout, elements: float) -> list[float]:
     """Return the elements of the buckets of a few blocks' matrices, in the order of the layers.
 
     elements: maximum size of a bucket, unless a single matrix is larger

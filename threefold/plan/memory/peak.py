@@ -128,7 +128,7 @@ def host_bytes(job: Job) -> float:
     together = min(job.machine.gpus, job.machine.gpus_per_node)
     parameters = max(stage_parameters(job)) * together
     if job.layout.zero_stage == 3:
-        return BYTES[job.precision] * parameters / job.layout.replicas
+        return BYTES[job.precision] * parameters / job.layout.dp_cp_size
     return BYTES["fp32"] * parameters
 
 
@@ -245,7 +245,7 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
         found.append(Moment(left, working, reduced, passing.reducing_buffers))
         if layout.zero_stage == 2:
             found.append(head_reduction(job, activations, passing.buffers))
-    if not footprint.stock_pipeline and layout.virtual_stages > 1 and layout.replicas > 1:
+    if not footprint.stock_pipeline and layout.virtual_stages > 1 and layout.dp_cp_size > 1:
         # The other chunks' gradients are already being reduced during the first chunk's backward
         # pass.
         early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))

@@ -13,7 +13,7 @@ from models.cost import block_parameters, tokens_at_a_time
 from threefold.config.deepspeed_json import BYTES
 from threefold.gpus.datasheet import Gpu
 from threefold.pipeline.schedules import SCHEDULES
-from threefold.plan.job import Job, JobLayout, Machine
+from threefold.plan.job import Job, Machine, PlannedLayout
 from threefold.plan.stage_contents import (
     exchanged_rows,
     routed_rows,
@@ -277,7 +277,7 @@ def block_job(job: Job) -> Job:
     return replace(
         job,
         global_sequences=1,
-        layout=JobLayout(
+        layout=PlannedLayout(
             tensor=layout.tensor,
             context=layout.context,
             context_attention=layout.context_attention,
@@ -490,7 +490,7 @@ def _expert_collectives(job: Job) -> tuple[float, float]:
     of the experts' first matrices run during the last one, unless the schedule defers them.
     """
     layout, model, software = job.layout, job.model, job.software
-    ranks = layout.exchanging_ranks
+    ranks = layout.ep_size
     if model.experts is None or ranks == 1:
         return 0.0, 0.0
     moved = exchanged_rows(job) * model.hidden_size * BYTES[job.precision]
@@ -582,7 +582,7 @@ def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, P
     """
     layout, software = job.layout, job.software
     parameters = block_parameters(job.model, layout.tensor, layout.expert)
-    ranks, stride, messages = layout.replicas, layout.tensor, software.messages_per_block
+    ranks, stride, messages = layout.dp_cp_size, layout.tensor, software.messages_per_block
     gathers = again = 0.0
     if layout.zero_stage == 3:
         weights = parameters * BYTES[job.precision]

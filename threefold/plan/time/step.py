@@ -239,7 +239,7 @@ def transfer_time(job: Job) -> float:
     if layout.pipeline == 1:
         return 0.0
     row = tokens_per_micro_batch(job.model, layout) * job.model.hidden_size * BYTES[job.precision]
-    stride = layout.tensor * layout.replicas
+    stride = layout.tensor * layout.dp_cp_size
     if not (job.software.split_transfers or layout.sequence_parallel):
         return transfer_seconds(job.machine, row, stride=stride)
     part = transfer_seconds(job.machine, row / layout.tensor, stride=stride)

@@ -132,7 +132,7 @@ def data_time(job: Job, last_backward: float) -> float:
     the times of the passes include that.
     """
     layout, software = job.layout, job.software
-    if layout.replicas == 1 or layout.zero_stage == 3:
+    if layout.dp_cp_size == 1 or layout.zero_stage == 3:
         return 0.0
     traffic = data_traffic(job)
     if not software.reduces_in_groups:
@@ -156,7 +156,7 @@ def data_traffic(job: Job) -> DataTraffic:
     layout, software = job.layout, job.software
     if layout.expert > 1:
         return _traffic_with_experts(job)
-    ranks, stride = layout.replicas, layout.tensor
+    ranks, stride = layout.dp_cp_size, layout.tensor
     parameters = max(stage_parameters(job))
     weights = parameters * BYTES[job.precision]
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
@@ -198,8 +198,8 @@ def _traffic_with_experts(job: Job) -> DataTraffic:
     stage = max(range(layout.pipeline), key=stage_parameters(job).__getitem__)
     routed = routed_stage_parameters(job)[stage]
     spans = (
-        (stage_parameters(job)[stage] - routed, layout.replicas, layout.tensor),
-        (routed, layout.replicas // layout.expert, layout.tensor * layout.expert),
+        (stage_parameters(job)[stage] - routed, layout.dp_cp_size, layout.tensor),
+        (routed, layout.dp_cp_size // layout.expert, layout.tensor * layout.expert),
     )
     reduced, gathered = (
         sum(
@@ -273,7 +273,7 @@ def optimizer_time(job: Job) -> float:
         tied = 2 * transfer_seconds(
             job.machine,
             table * job.software.bytes_of_gradients(BYTES[job.precision]),
-            stride=layout.tensor * layout.replicas,
+            stride=layout.tensor * layout.dp_cp_size,
         )
     muon = muon_time(job) if job.optimizer == "muon" else 0.0
     return update + tied + muon + job.software.step_seconds

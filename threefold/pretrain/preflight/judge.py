@@ -12,7 +12,7 @@ from enum import IntEnum
 from statistics import median
 
 from models.errors import UserError
-from threefold.config.parallel_dims import Topology
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Machine, job_of
 from threefold.plan.memory.peak import GIB, stage_memory
@@ -105,13 +105,18 @@ class RankLayout:
 
     Attributes:
         per_node: ranks of each node
-        stages: pipeline stages
-        groups: axis -> the global ranks of every group
+        dims: the sizes of the parallel axes
     """
 
     per_node: int
-    stages: int = 1
-    groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
+    dims: ParallelDims = field(default_factory=ParallelDims)
+
+    @property
+    def groups(self) -> dict[str, list[list[int]]]:
+        """The global ranks of every group whose all-reduces are measured, by measure."""
+        axes = {TENSOR: ("tensor",), DATA: ("data", "context")}
+        groups = {measure: self.dims.groups(*names) for measure, names in axes.items()}
+        return {measure: ranks for measure, ranks in groups.items() if len(ranks[0]) > 1}
 
     def node(self, rank: int) -> int:
         """Return the index of a rank's node."""
@@ -304,7 +309,7 @@ class Planned:
 
 def planned(
     recipe: Recipe,
-    topology: Topology,
+    dims: ParallelDims,
     machine: Machine | None,
     *,
     precision: str,
@@ -315,7 +320,7 @@ def planned(
 
     Args:
         recipe: the recipe of the run
-        topology: the layout of the ranks
+        dims: the layout of the ranks
         machine: the GPUs of the run; None if they have no datasheet
         precision: precision of the matmuls
         matmul_size: rows, columns and inner dimension of the measured matmul
@@ -324,8 +329,7 @@ def planned(
     if machine is None or machine.gpu.device == "cpu":  # CPUs differ too much
         return Planned()
     rates = {
-        measure: _link_rate(measure, machine, topology, size)
-        for measure, size in links.bytes.items()
+        measure: _link_rate(measure, machine, dims, size) for measure, size in links.bytes.items()
     }
     if precision in machine.gpu.peak_tflops:
         size = matmul_size
@@ -339,14 +343,14 @@ def planned(
     return Planned(rates, tuple(stage.total / GIB - context for stage in stages))
 
 
-def _link_rate(measure: str, machine: Machine, topology: Topology, size: int) -> float:
+def _link_rate(measure: str, machine: Machine, dims: ParallelDims, size: int) -> float:
     """Return the rate of messages of `size` bytes in GB/s, as in `LinkReport`."""
     strides = {NODE_LINK: 1, NETWORK: machine.gpus_per_node, PIPELINE: machine.gpus_per_node}
     if measure in strides:
         return 1e-9 * size / transfer_seconds(machine, size, stride=strides[measure])
     ranks, stride = {
-        TENSOR: (topology.tensor, 1),
-        DATA: (topology.replicas, topology.tensor),
+        TENSOR: (dims.tensor, 1),
+        DATA: (dims.dp_cp_size, dims.tensor),
     }[measure]
     seconds = all_reduce_seconds(machine, size, ranks=ranks, stride=stride)
     return 1e-9 * size * 2 * (ranks - 1) / ranks / seconds
@@ -517,7 +521,7 @@ def predicted_memory_gib(
     """Return the memory that the planner predicts for a rank, in GiB."""
     if not planned.memory_gib:
         return None
-    return planned.memory_gib[rank * layout.stages // ranks]
+    return planned.memory_gib[rank * layout.dims.pipeline // ranks]
 
 
 def _summary(values: Values, planned: float | None) -> Summary:

@@ -9,11 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from models.errors import UserError
-from threefold.pipeline.stage import ProcessGrid
+from threefold.engine.axes import ParallelAxes
 from threefold.pretrain.experiment import Experiment, machine_of
 from threefold.pretrain.preflight.judge import (
     DATA,
@@ -188,7 +187,7 @@ Measured = tuple[list[DeviceReport], list[LinkReport]]
 
 
 def check_nodes(
-    experiment: Experiment, *, handle: RunHandle, grid: ProcessGrid, step: int, startup: Startup
+    experiment: Experiment, *, handle: RunHandle, axes: ParallelAxes, step: int, startup: Startup
 ) -> None:
     """Measure the devices and links of all ranks, and name slow or broken nodes; collective.
 
@@ -198,7 +197,7 @@ def check_nodes(
     Args:
         experiment: the experiment of the run
         handle: the run folder and the supervision of this rank
-        grid: the process groups of the run
+        axes: the parallel axes of the run
         step: the last step that is done
         startup: the stopwatch of the start-up
     """
@@ -206,7 +205,7 @@ def check_nodes(
     if not is_wanted(recipe.supervision.preflight):
         return
     with hang_limit(handle.supervisor):
-        test = Preflight(experiment, handle, grid)
+        test = Preflight(experiment, handle, axes)
         verdict = test.run()
         if world.rank == 0:
             with handle.supervisor.crumb.waiting_for_disk("writing the result of the preflight"):
@@ -241,7 +240,7 @@ class Preflight:
     Args:
         experiment: the experiment of the run
         handle: the run folder and the supervision of this rank
-        grid: the process groups of the run
+        axes: the parallel axes of the run
 
     Attributes:
         layout: the ranks of the run
@@ -249,18 +248,16 @@ class Preflight:
         seconds: duration of the preflight
     """
 
-    def __init__(self, experiment: Experiment, handle: RunHandle, grid: ProcessGrid):
+    def __init__(self, experiment: Experiment, handle: RunHandle, axes: ParallelAxes):
         self.experiment, self.hosts = experiment, handle.supervisor.hosts
         self.note = handle.supervisor.crumb.note
         self.device = torch.device(get_accelerator().current_device_name())
         self.tree = RankTree(EXCHANGE_TIMEOUT)
-        world, topology = experiment.world, experiment.topology
+        world = experiment.world
         per_node = world.local_size if world.size % world.local_size == 0 else world.size
-        self.groups = groups_of(grid)
-        ranks = {TENSOR: grid.model_groups, DATA: grid.dp_groups}
-        self.layout = RankLayout(
-            per_node, topology.pipeline, {axis: ranks[axis] for axis in self.groups}
-        )
+        self.layout = RankLayout(per_node, axes.dims)
+        groups = {TENSOR: axes.tensor.group, DATA: axes.data_group}
+        self.groups = {measure: groups[measure] for measure in self.layout.groups}
         self.seconds = 0.0
 
     def run(self) -> Verdict:
@@ -287,9 +284,9 @@ class Preflight:
         devices = list(self.tree.gather(measure_device(precision, self.device)).values())
         if self.tree.broadcast(any(device.problem for device in devices)):
             return devices, []
-        size, topology = self.experiment.world.size, self.experiment.topology
+        size, dims = self.experiment.world.size, self.experiment.dims
         test = LinkTest(self.experiment.world.rank, self.device, self.note)
-        measured = test.measure(scopes(size, self.layout.per_node, topology.pipeline), self.groups)
+        measured = test.measure(scopes(size, self.layout.per_node, dims.pipeline), self.groups)
         return devices, list(self.tree.gather(measured).values())
 
     def _judge(self, measured: Measured) -> Verdict:
@@ -314,19 +311,12 @@ class Preflight:
             machine = None
         return planned(
             self.experiment.recipe,
-            self.experiment.topology,
+            self.experiment.dims,
             machine,
             precision=self.experiment.precision,
             matmul_size=matmul_size(self.device, self.experiment.precision),
             links=links,
         )
-
-
-def groups_of(grid: ProcessGrid) -> Mapping[str, dist.ProcessGroup | None]:
-    """Return this rank's groups of several ranks, by axis."""
-    sizes = {TENSOR: grid.model_parallel_size, DATA: grid.data_parallel_size}
-    groups = {TENSOR: grid.slice_proc_group, DATA: grid.dp_proc_group}
-    return {axis: group for axis, group in groups.items() if sizes[axis] > 1}
 
 
 def report(handle: RunHandle, verdict: Verdict, test: Preflight, step: int) -> None:

@@ -17,7 +17,12 @@ from threefold.sweep.folder import SweepStopped
 from threefold.sweep.links import fit
 from threefold.sweep.links.fit import FitFailed, LinkFit, Links, fitted_gpu
 from threefold.sweep.links.measurements import MATMUL_SIZE, SIZES, LinkTime, Measurements
-from threefold.sweep.ranks.controller import World, WorldAbandoned, WorldFailed, WorldsFolder
+from threefold.sweep.ranks.controller import (
+    World,
+    WorldAbandoned,
+    WorldFailed,
+    WorldsFolder,
+)
 from threefold.sweep.ranks.launchers import Launcher
 from threefold.sweep.trial import WorldKind
 

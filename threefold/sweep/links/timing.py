@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from models.errors import UserError
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.gpus.datasheet import processor_name
 from threefold.pretrain.preflight.measure import all_reduce, matmul_tflops, timed, transfer
 from threefold.runtime.processes import check_machine, on_gpu
@@ -26,7 +26,9 @@ MAX_CALLS = 20  # of one repetition, timed together so that reading the clock do
 BYTES_PER_REPETITION = {"cpu": 2**26, "cuda": 2**30}
 
 
-def measure_links(request: dict[str, Any], world: World, control: dist.ProcessGroup) -> Result:
+def measure_links(
+    request: dict[str, Any], world: LaunchEnvironment, control: dist.ProcessGroup
+) -> Result:
     """Measure the device and the links of this world; collective.
 
     Args:
@@ -114,7 +116,11 @@ class LinkTimer:
     """
 
     def __init__(
-        self, world: World, control: dist.ProcessGroup, device: torch.device, gpus_per_node: int
+        self,
+        world: LaunchEnvironment,
+        control: dist.ProcessGroup,
+        device: torch.device,
+        gpus_per_node: int,
     ):
         self.world, self.control, self.device = world, control, device
         self.gpus_per_node = gpus_per_node

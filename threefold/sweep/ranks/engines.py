@@ -9,13 +9,13 @@ import torch._dynamo
 
 from threefold.config.deepspeed_json import precision, read_deepspeed_json
 from threefold.config.loading import parse_recipe
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.engine.engine import Engine, is_partitioned
 from threefold.runtime.processes import check_machine, quiet
 
 
-def checked_recipe(request: dict[str, Any], world: World) -> Recipe:
+def checked_recipe(request: dict[str, Any], world: LaunchEnvironment) -> Recipe:
     """Return the recipe of a request.
 
     Raises:

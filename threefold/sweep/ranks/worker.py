@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.config.optimization import learning_rate
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
 from threefold.prove.training import shared_groups, start
@@ -33,7 +33,9 @@ POLL_SECONDS = 0.05
 SECONDS_BETWEEN_TRIALS = timedelta(days=1)  # RankWatch ends abandoned ranks much earlier
 
 
-def serve(files: WorldFiles, world: World, watch: RankWatch, *, deterministic: bool) -> None:
+def serve(
+    files: WorldFiles, world: LaunchEnvironment, watch: RankWatch, *, deterministic: bool
+) -> None:
     """Measure trials until this process is ended.
 
     Args:
@@ -66,7 +68,7 @@ def serve(files: WorldFiles, world: World, watch: RankWatch, *, deterministic: b
 
 
 def next_request(
-    files: WorldFiles, world: World, control: dist.ProcessGroup, number: int
+    files: WorldFiles, world: LaunchEnvironment, control: dist.ProcessGroup, number: int
 ) -> dict[str, Any]:
     """Return the next request on all ranks; only rank 0 reads files."""
     box: list[dict[str, Any] | None] = [None]
@@ -83,7 +85,7 @@ def write_result(files: WorldFiles, number: int, result: Result) -> None:
 
 
 def measure(
-    request: dict[str, Any], world: World, control: dist.ProcessGroup, memory: "Memory"
+    request: dict[str, Any], world: LaunchEnvironment, control: dist.ProcessGroup, memory: "Memory"
 ) -> Result:
     """Build the engine of a recipe, run its steps, and return their times; collective.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from models.errors import UserError
 from threefold.checkpoint.compatibility import check_initial_weights
 from threefold.config.deepspeed_json import build_deepspeed_config
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import check_document_starts, open_corpus
 from threefold.runtime.output import printer, stdout_for_json
@@ -152,8 +152,10 @@ def check_trials(trials: Sequence[TrainingTrial], launcher: Launcher) -> None:
         launcher.check(kind)
     for trial in trials:
         local = trial.cluster.gpus_per_node
-        topology = trial.recipe.topology(World(size=trial.world.size, local_size=local))
-        build_deepspeed_config(trial.recipe, topology)
+        dims = trial.recipe.parallel_dims(
+            LaunchEnvironment(size=trial.world.size, local_size=local)
+        )
+        build_deepspeed_config(trial.recipe, dims)
 
 
 def check_training(recipe: Recipe) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from models.layer_specs import VocabularyTable, layer_names
 from models.transformer import Block
 from threefold.checkpoint.resume import find_initial_weights
-from threefold.config.parallel_dims import World
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
 from threefold.pretrain.evaluation import Evaluator
@@ -122,7 +122,7 @@ def layers_by_name(module: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     return found
 
 
-def measure_training(request: dict[str, Any], world: World) -> Result:
+def measure_training(request: dict[str, Any], world: LaunchEnvironment) -> Result:
     """Build the engine of a recipe, train it, and return what the request asks for; collective.
 
     Args:
