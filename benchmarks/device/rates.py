@@ -1,6 +1,5 @@
 """Measured speed of one device at the operations of a step, in a separate process."""
 
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 from benchmarks.taking_turns import serve
 from models.kernels.attention import causal_attention
 from threefold.engine.build import DTYPES
+from threefold.pretrain.preflight.measure import timed
 from threefold.runtime.processes import keep_memory, on_gpu
 
 REPEATS = 5
@@ -113,21 +113,7 @@ class Rates:
 
     def _fastest(self, call: Callable[[], object]) -> float:
         """Return the fastest of several timings of a call, which other processes disturb least."""
-        calls, found = 1, []
-        self._timed(call, 2)
-        while (seconds := self._timed(call, calls)) < MIN_SECONDS:
+        calls = 1
+        while calls * timed(call, calls, self.device, repetitions=1) < MIN_SECONDS:
             calls *= 2
-        found = [seconds] + [self._timed(call, calls) for _ in range(REPEATS - 1)]
-        return min(found) / calls
-
-    def _timed(self, call: Callable[[], object], calls: int) -> float:
-        self._synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            call()
-        self._synchronize()
-        return time.perf_counter() - started
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return timed(call, calls, self.device, repetitions=REPEATS, choose=min)

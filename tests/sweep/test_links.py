@@ -351,7 +351,7 @@ OPERATIONS_OF_TWO_CORES = [
 ]
 
 
-def measure_here(request: dict[str, Any]) -> dict[str, Any]:
+def measure_here(request: dict[str, Any]) -> Measurements:
     """Measure this rank and its links to the others."""
     result = timing.measure_links(request, join_world(), dist.new_group(backend="gloo"))
     assert result.links is not None
@@ -368,15 +368,14 @@ def test_two_real_ranks_write_a_datasheet_that_plans_use(
         patched.setattr(datasheet, "FOLDER", tmp_path)
         clear_caches()
         preflight = Preflight.of("two-cores", **size, seconds=None)
-        table, _ = run_ranks(2, measure_here, preflight._request()["links"])
-        measured = Measurements.from_json(table)
+        measured, _ = run_ranks(2, measure_here, preflight._request()["links"])
         patched.setattr(Preflight, "_measure", lambda self, launcher: measured)
         _, gpu = preflight.run(LocalLauncher(Path("absent")))
         clear_caches()
         planned = run_here(plan.main, "--gpu", "two-cores", "--json", "--top", "0")
         assert datasheet.is_cpu("two-cores") and not datasheet.is_cpu("H100")
     clear_caches()
-    assert operations_of(table["links"]) == OPERATIONS_OF_TWO_CORES
+    assert operations_of([vars(time) for time in measured.links]) == OPERATIONS_OF_TWO_CORES
     assert all(time.seconds > 0 for time in measured.links) and len(measured.rates) == 2
     reached = gpu.node_link_gigabytes_per_second * gpu.node_link_efficiency
     fastest = max(time.bus_gigabytes_per_second for time in measured.links)

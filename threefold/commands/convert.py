@@ -11,7 +11,7 @@ import tomli_w
 
 from models.config import Experts, ModelConfig, RopeScaling
 from models.errors import UserError
-from threefold.runtime.command_line import count, override
+from threefold.runtime.command_line import add_overrides, count
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output, progress_lines
 
@@ -192,10 +192,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     reshape_parser = commands.add_parser("reshape", help="checkpoint -> another layout")
     reshape_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
     reshape_parser.add_argument("--ranks", type=count, required=True, help="in the new layout")
-    reshape_parser.add_argument(
-        "--set", type=override, action="append", default=[], metavar="SECTION.KEY=VALUE",
-        help="as for pretrain.py",
-    )  # fmt: skip
+    add_overrides(reshape_parser)
     reshape_parser.set_defaults(command=reshape_command)
     for subparser in (export_parser, import_parser, average_parser, reshape_parser):
         if subparser is not average_parser:  # which takes several folders to read

@@ -18,7 +18,7 @@ from threefold.launch.rank_command import rank_command
 from threefold.launch.replanning import Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
-from threefold.runtime.command_line import override
+from threefold.runtime.command_line import add_overrides
 from threefold.runtime.exits import BUSY, REJECTED, raise_at_interrupt
 from threefold.runtime.output import use_nonblocking_output
 
@@ -124,14 +124,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         help="how nodes are reached; local starts all ranks on this machine, to try out a recipe; "
         "default: ssh with a hostfile, otherwise srun",
     )
-    parser.add_argument(
-        "--set",
-        type=override,
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a key for this run, as for pretrain.py; repeatable",
-    )
+    add_overrides(parser, "override a key for this run, as for pretrain.py; repeatable")
     parser.add_argument(
         "--resume",
         default="auto",

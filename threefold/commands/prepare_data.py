@@ -19,7 +19,7 @@ from threefold.data.manifest import few_tokens, lost_manifest, read_manifest
 from threefold.prepare_data.documents import BLANK, PROBLEM_KINDS
 from threefold.prepare_data.workspace import clear_workspace, full_disk_explained, lock_workspace
 from threefold.run_folder.json_lines import flush
-from threefold.runtime.command_line import override
+from threefold.runtime.command_line import add_overrides
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output
 
@@ -214,10 +214,7 @@ def show(arguments: list[str]) -> None:
         "--text", action="store_true", help="also print the beginning of each window's text"
     )
     parser.add_argument("--run-dir", type=Path, help="run folder (default: runs/NAME)")
-    parser.add_argument(
-        "--set", type=override, action="append", default=[], metavar="SECTION.KEY=VALUE",
-        help="as for pretrain.py",
-    )  # fmt: skip
+    add_overrides(parser)
     options = parser.parse_args(arguments)
     recipe = load_recipe(options.recipe, options.set)
     if not 1 <= options.step <= recipe.training.steps:

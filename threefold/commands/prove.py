@@ -23,7 +23,7 @@ from threefold.prove.layouts import ProofCase, only, reference, sample, valid_ca
 from threefold.prove.ranks import run_cases
 from threefold.prove.report import CaseResult, as_json, as_text, describe, relay_as_text, summary
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
-from threefold.runtime.command_line import count, override, picture_file
+from threefold.runtime.command_line import add_json, add_overrides, count, picture_file
 from threefold.runtime.output import escape_output, stdout_for_json
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
@@ -274,15 +274,8 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--heatmap", type=picture_file, metavar="FILE", help="draw a heat map: .png, .svg, .pdf"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    parser.add_argument(
-        "--set",
-        type=override,
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="as in pretrain.py",
-    )
+    add_json(parser)
+    add_overrides(parser)
     options = parser.parse_args()
     for name in ("heatmap", "curves"):
         if options.relay and getattr(options, name):

@@ -23,7 +23,7 @@ from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
 from threefold.plan.job import Machine
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
-from threefold.runtime.command_line import override
+from threefold.runtime.command_line import add_overrides
 from threefold.runtime.environment import check_accelerator
 from threefold.runtime.exits import BUSY, REJECTED, PortInUse, exit_now
 
@@ -164,13 +164,8 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
         default=DEFAULT_RECIPE,
         help="recipe to train; default: recipes/tiny.toml",
     )
-    parser.add_argument(
-        "--set",
-        type=override,
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override a key for this run, with a TOML value or an unquoted string; repeatable",
+    add_overrides(
+        parser, "override a key for this run, with a TOML value or an unquoted string; repeatable"
     )
     parser.add_argument(
         "--resume",

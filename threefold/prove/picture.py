@@ -112,7 +112,7 @@ def draw_heatmap(findings: Sequence[CaseResult], *, title: str, file: Path) -> N
     )
     bar = figure.colorbar(image, ax=axes, pad=0.01)
     bar.set_label("largest difference / tolerance, log10", fontsize=7)
-    figure.savefig(file)
+    save_figure(figure, file)
     pyplot.close(figure)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
+from pydantic import TypeAdapter
+
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.layout import Cluster
 from threefold.config.phases import RENAMED
@@ -19,6 +21,7 @@ from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import GIB, fullest_stage
 from threefold.plan.time.step import StepTime, step_time
 from threefold.sweep.breakdown_parts import SPLIT_STEPS, Split
+from threefold.sweep.links.measurements import Measurements
 
 Outcome = Literal["ok", "out_of_memory", "hung", "crashed", "rejected", "too_large"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -234,7 +237,7 @@ class Result:
     device: str = ""
     split: Split | None = None
     seconds: float = 0.0
-    links: dict[str, Any] | None = None
+    links: Measurements | None = None
     training: dict[str, Any] | None = None
 
     @property
@@ -255,8 +258,7 @@ class Result:
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> "Result":
         """Return the result of a table, which may lack the attributes of newer versions."""
-        split = table.get("split")
-        return cls(**{**table, "split": Split(**split) if split else None})
+        return TypeAdapter(cls).validate_python(table)
 
     def answers(self, trial: Trial) -> bool:
         """Return True unless the trial asks for a split, which a measurement did not include."""

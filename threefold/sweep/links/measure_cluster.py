@@ -130,7 +130,7 @@ class Preflight:
                 f"the measurement {VERBS[result.outcome]}: {result.reason}; no datasheet was "
                 f"written\n{result.log}".rstrip()
             )
-        return Measurements.from_json(result.links)
+        return result.links
 
     def _request(self) -> dict[str, Any]:
         """Return the request that the ranks read."""

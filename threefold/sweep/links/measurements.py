@@ -1,10 +1,9 @@
 """Measurements of a cluster: matmul rates, transfers between two ranks, and all-reduces."""
 
 import socket
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 Operation = Literal["transfer", "all-reduce"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -90,14 +89,3 @@ class Measurements:
     def across_nodes(self) -> list[LinkTime]:
         """The times of ranks on several nodes; empty on a single node."""
         return [time for time in self.links if time.across_nodes]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return a table for `from_json`."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, table: Mapping[str, Any]) -> "Measurements":
-        """Return the measurements in a table."""
-        rates = [RankRate(*rate) for rate in table["rates"]]
-        links = [LinkTime(**link) for link in table["links"]]
-        return cls(**{**table, "rates": rates, "links": links})

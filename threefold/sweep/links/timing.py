@@ -59,7 +59,7 @@ def measure_links(
         rates=rates,
         links=links.measure(request["bytes"]),
     )
-    return Result(outcome="ok", links=found.as_json())
+    return Result(outcome="ok", links=found)
 
 
 def check_hosts(hosts: list[str], gpus_per_node: int) -> None:
