@@ -151,6 +151,11 @@ class Layout(Section):
         return self.reduce_every or default_group(self.schedule, self.pipeline)
 
     @property
+    def ranks_per_data_rank(self) -> int:
+        """Number of ranks that share a data rank: the product of all other axes."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
     def expert_tensor(self) -> int:
         """Number of tensor ranks that divide the columns of each expert."""
         return self.tensor if self.expert_tensor_parallel else 1
@@ -289,7 +294,7 @@ def check_expert_ranks(model: ModelConfig, layout: Layout, world_size: int) -> N
     )
 
 
-def check_dp_shard(layout: Layout, world_size: int) -> None:
+def check_dp_shard(model: ModelConfig, layout: Layout, world_size: int) -> None:
     """Check that the shard group divides the ranks with the same part of the model.
 
     Raises:
@@ -311,3 +316,8 @@ def check_dp_shard(layout: Layout, world_size: int) -> None:
             f"because expert ranks already divide the data ranks; use layout.dp_shard = 0, or "
             f"layout.expert = 1"
         )
+
+
+# The checks of a new axis, which recipe.py calls: with a model, and on a number of ranks.
+MODEL_CHECKS = (check_experts,)
+WORLD_CHECKS = (check_expert_ranks, check_dp_shard)

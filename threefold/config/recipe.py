@@ -8,13 +8,7 @@ from pydantic import Field, model_validator
 
 from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
-from threefold.config.layout import (
-    Cluster,
-    Layout,
-    check_dp_shard,
-    check_expert_ranks,
-    check_experts,
-)
+from threefold.config.layout import MODEL_CHECKS, WORLD_CHECKS, Cluster, Layout
 from threefold.config.optimization import Batch, Optimizer, Training
 from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims, nearest_data_sizes
 from threefold.config.sections import (
@@ -184,8 +178,9 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_experts(self) -> "Recipe":
-        check_experts(self.model, self.layout)
+    def _check_layout(self) -> "Recipe":
+        for check in MODEL_CHECKS:
+            check(self.model, self.layout)
         return self
 
     @property
@@ -306,10 +301,10 @@ class Recipe(Section):
 
     def _check_world(self, world: LaunchEnvironment) -> None:
         layout = self.layout
-        ranks = layout.tensor * layout.pipeline * layout.context
+        ranks = layout.ranks_per_data_rank
         if world.size % ranks == 0:
-            check_expert_ranks(self.model, layout, world.size)
-            check_dp_shard(layout, world.size)
+            for check in WORLD_CHECKS:
+                check(self.model, layout, world.size)
             return
         context = f" x layout.context = {layout.context}" if layout.context > 1 else ""
         raise UserError(

@@ -241,8 +241,7 @@ def cluster_of_hosts(slots: Slots, layout: Layout, name: str, *, shares_machine:
     known = gpu_of_device(names[0]) if names else None
     has_gpu = bool(names) or machine_has_gpu(os.environ)
     counts = [count for count in slots.values() if count is not None]
-    ranks = layout.tensor * layout.context * layout.pipeline
-    size = min(counts, default=len(names) or (8 if has_gpu else ranks))
+    size = min(counts, default=len(names) or (8 if has_gpu else layout.ranks_per_data_rank))
     gpu = known.name if known else "H100" if has_gpu else "cpu"
     keys = [f"nodes = {len(slots) or 2}", f"gpus_per_node = {size}", f'gpu = "{gpu}"']
     if counts and (known or (shares_machine and not has_gpu)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from models.errors import UserError
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Job, Machine, job_without_layout, own_job, recipe_on_cluster
@@ -177,14 +178,7 @@ def _placement(recipe: Recipe, overrides: Sequence[str], job: Job) -> Placement:
 def _text(recipe: Recipe) -> str:
     """Return the layout of a recipe on its cluster, for messages."""
     assert recipe.cluster
-    layout = recipe.layout
-    sizes = {
-        "pipeline": layout.pipeline,
-        "data": recipe.cluster.nodes * recipe.cluster.gpus_per_node
-        // (layout.pipeline * layout.tensor * layout.context),
-        "context": layout.context,
-        "tensor": layout.tensor,
-    }  # fmt: skip
-    axes = [f"{name} {size}" for name, size in sizes.items() if name != "context" or size > 1]
+    layout, cluster = recipe.layout, recipe.cluster
+    dims = ParallelDims.of_layout(layout, cluster.nodes * cluster.gpus_per_node)
     schedule = f", {layout.schedule_name}" if layout.pipeline > 1 else ""
-    return f"{' x '.join(axes)}{schedule}, {recipe.deepspeed}"
+    return f"{dims}{schedule}, {recipe.deepspeed}"

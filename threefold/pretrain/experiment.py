@@ -107,7 +107,7 @@ def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
             return check_phases(world, PhasePlan(recipe), name, has_gpu=has_gpu)
         except UserError as problem:
             layout, is_launched = recipe.layout, {"RANK", "SLURM_PROCID"} & os.environ.keys()
-            ranks = layout.tensor * layout.pipeline * layout.context
+            ranks = layout.ranks_per_data_rank
             if is_launched or ranks == 1 or recipe.cluster:
                 raise
             command = shlex.join(["deepspeed", "--num_gpus", str(ranks), *sys.argv])

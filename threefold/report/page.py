@@ -274,8 +274,7 @@ def _layout(run: RunRecord) -> str:
     if run.plan is None:
         return NONE
     layout, ranks = run.plan.at(run.newest_step).recipe.layout, run.world_size
-    model = layout.pipeline * layout.tensor * layout.context
-    data = f" x data {ranks // model}" if ranks else ""
+    data = f" x data {ranks // layout.ranks_per_data_rank}" if ranks else ""
     context = f" x context {layout.context}" if layout.context > 1 else ""
     return f"pipeline {layout.pipeline}{data}{context} x tensor {layout.tensor}"
 

@@ -398,7 +398,7 @@ def axes_of(dims: ParallelDims, coordinates: Coordinates) -> dict[frozenset[int]
         ("tied", [ends]),  # the two replicas of a tied embedding
         ("world", dims.groups(*AXES)),
         ("model", dims.groups("pipeline", "tensor")),
-        *((axis, dims.groups(axis)) for axis in ("pipeline", "context")),
+        *((axis, dims.groups(axis)) for axis in AXES),
         ("data", dims.groups("data", "context")),
         ("tensor", dims.groups("tensor")),
     ]
