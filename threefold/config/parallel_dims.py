@@ -61,7 +61,7 @@ class LaunchEnvironment:
 AXES = ("pipeline", "data", "context", "tensor")
 ALWAYS_SHOWN = ("pipeline", "data", "tensor")  # in texts; other axes only if they divide something
 # The order of the axes in the texts about layouts.
-IN_TEXTS = ("tensor", "pipeline", "context", "data")
+IN_TEXTS = ("tensor", "pipeline", *(axis for axis in AXES if axis not in ALWAYS_SHOWN), "data")
 
 
 @dataclass(frozen=True, kw_only=True)
