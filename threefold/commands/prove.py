@@ -95,7 +95,6 @@ def report(
 
     Args:
         findings: the results of the layouts
-        options: of the command line
         title: name of the recipe
         complete: False if the proof was interrupted
     """

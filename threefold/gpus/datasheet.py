@@ -238,7 +238,6 @@ def datasheet_text(gpu: Gpu, *, comment: Sequence[str], measured: Sequence[str])
     """Return a whole datasheet.
 
     Args:
-        gpu: the values
         comment: lines at the top
         measured: keys of [efficiency] that were measured
     """
@@ -253,7 +252,6 @@ def efficiency_lines(gpu: Gpu, *, comment: Iterable[str], measured: Sequence[str
     """Return the section [efficiency]: first the measured keys, then the others.
 
     Args:
-        gpu: the values
         comment: lines before the section
         measured: keys that were measured
     """

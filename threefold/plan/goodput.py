@@ -163,7 +163,6 @@ def snapshot_costs(
     """Return the costs of snapshots for the nodes with the largest stage.
 
     Args:
-        job: the job
         detection_seconds: from a failure to its detection
         restart_seconds: from a failure to the next step; None for detection, the assumed start,
             verification and reading
@@ -198,7 +197,6 @@ def fault_costs(
     """Return the times that saves and failures cost a job.
 
     Args:
-        job: the job
         detection_seconds: from a failure to its detection
         storage_bytes_per_second: rate at which all nodes together write and read checkpoints; None
             for the assumed rate per node

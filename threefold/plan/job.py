@@ -57,7 +57,6 @@ class Machine:
         """Return the machine of a recipe's [cluster] section.
 
         Args:
-            cluster: nodes and GPUs
             links: links that differ from the GPU's datasheet
 
         Raises:
@@ -89,8 +88,6 @@ class Machine:
         """Return the machine of a run; None if its GPU has no datasheet.
 
         Args:
-            cluster: the recipe's [cluster] section
-            world: the ranks of the run
             device: the driver's name of the GPU; "cpu" on a CPU
 
         Raises:
@@ -357,13 +354,6 @@ def recipe_on_cluster(
     """Load a recipe and set keys of its [cluster] section.
 
     A value of None keeps the recipe's value, or that of DEFAULT_CLUSTER if the recipe has none.
-
-    Args:
-        path: TOML file of the recipe
-        overrides: values of --set
-        nodes: number of nodes
-        gpus_per_node: number of GPUs in each node
-        gpu: name of the GPU
 
     Raises:
         UserError: the recipe or the cluster is not valid.

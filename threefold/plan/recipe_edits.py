@@ -66,7 +66,6 @@ def in_layout(recipe: Recipe, plan: Plan, origin: str) -> Recipe:
     """Return a copy of the recipe in a plan's layout.
 
     Args:
-        recipe: the planned recipe
         plan: a layout for it
         origin: name for error messages
     """

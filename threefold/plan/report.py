@@ -378,7 +378,6 @@ def phase_rows(
 
     Args:
         plan: the phases of the run
-        machine: the cluster
         software: the software that the times are predicted for
         adjust: applies a calibration to a job
     """
@@ -533,7 +532,6 @@ def predicted_metrics(recipe: Recipe, machine: Machine | None) -> dict[str, floa
     """Return the predictions for a recipe in its own layout.
 
     Args:
-        recipe: the recipe of the run
         machine: the GPUs of the run; None if they have no datasheet
 
     Returns:

@@ -480,10 +480,7 @@ def members(
     """Plan a recipe and the rest of its family on one cluster, the smallest model first.
 
     Args:
-        path: TOML file of the recipe
         overrides: values of --set, for all recipes
-        cluster: nodes and GPUs
-        software: the training software
         calibrate: function that adjusts a job to measured runs
         headroom: share of the GPU memory that a layout leaves free
         links: links that differ from the GPU's datasheet

@@ -194,7 +194,6 @@ def matrices_of_layers(model: ModelConfig, share: float) -> Matrices:
     If layers differ (dense and with experts), the matrices of all layers are averaged.
 
     Args:
-        model: the model
         share: fraction of the layers
     """
     return tuple((shape, n * share) for shape, n in hidden_matrices(model).items())

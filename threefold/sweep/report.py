@@ -264,8 +264,6 @@ def publish(
     Trials are published after all measurements, because W&B's own work would slow the steps down.
 
     Args:
-        folder: the folder of the sweep
-        results: the trials and their results
         tell: called before the first trial waits for the server
 
     Returns:

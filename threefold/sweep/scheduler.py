@@ -128,8 +128,6 @@ def measure_all(
     """Measure all trials without a result.
 
     Args:
-        scheduler: measures the trials
-        trials: all trials
         begin_round: called once with the trials, and with those that have no result
     """
     folder = scheduler.folder
@@ -148,8 +146,6 @@ def repeat(
     not end as "ok" have no further rounds.
 
     Args:
-        scheduler: measures the trials
-        trials: all trials
         begin_round: called at the start of every round, as in `measure_all`; the trials to measure
             include those of later rounds
         rounds: number of rounds
@@ -181,8 +177,6 @@ def halve(
     number of GPUs compete with each other.
 
     Args:
-        scheduler: measures the trials
-        trials: all trials
         begin_round: called at the start of every round, as in `measure_all`
     """
     steps = FIRST_HALVING_STEPS

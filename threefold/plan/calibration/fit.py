@@ -366,7 +366,6 @@ def fit_table(path: Path | None, gpu: str | None = None) -> Fit:
     """Fit a calibration to at most `MAX_ROWS` measured steps; without a table, all factors are 1.
 
     Args:
-        path: the table
         gpu: name of the planned GPU, whose runs are used; None: all runs
 
     Raises:

@@ -548,7 +548,6 @@ def seconds_of_mfu(job: Job, cells: dict[str, str]) -> float | None:
     12 layers x hidden x sequence per token for attention, as nanotron and Megatron count them.
 
     Args:
-        job: the job of the row
         cells: mfu_pct, and gpu_peak_tflops if the MFU refers to another peak than the datasheet's
     """
     share = number(cells.get("mfu_pct"))

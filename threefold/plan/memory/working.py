@@ -74,7 +74,6 @@ def block_working_bytes(job: Job, first_only: bool, *, reducing: bool = False) -
     """Return the bytes that a block's backward pass needs in addition to its kept activations.
 
     Args:
-        job: the planned job
         first_only: True for the first micro-batch of the step, when there are no earlier gradients
         reducing: True while gradients of weights are reduced, before or after the attention core's
             backward pass
@@ -176,7 +175,6 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
     """Return the bytes of the loss or of the output matrix's gradient; 0 before the last stage.
 
     Args:
-        job: the planned job
         stage: index of the stage
         first_only: True for the first micro-batch of the step; afterwards, DeepSpeed's pipeline
             still holds the logits of the previous one

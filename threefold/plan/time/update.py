@@ -221,7 +221,6 @@ def _in_buckets(
     """Return traffic with the buckets and groups of a job.
 
     Args:
-        job: the job
         parameters: number of parameters of the stage
         reduced: as in DataTraffic
         gathered: as in DataTraffic
@@ -316,7 +315,6 @@ def owner_seconds(
     the most expensive ones first, to the rank with the least work so far.
 
     Args:
-        gpu: the GPU
         precision: precision of the matmuls
         matrices: the matrices of a stage
         ranks: ranks that share the work
@@ -353,7 +351,6 @@ def newton_schulz_seconds(gpu: Gpu, precision: str, shape: tuple[int, int], coun
     """Return the seconds in which a rank orthogonalizes a matrix.
 
     Args:
-        gpu: the GPU
         precision: precision of the matmuls
         shape: rows and columns
         count: number of matrices of this shape per rank, which share kernels

@@ -193,7 +193,6 @@ class Scope:
         """Return the global rank that a rank exchanges messages with; None if it has no partner.
 
         Args:
-            rank: a global rank
             pairs: the pairs of a round, as indices in the line
         """
         own = rank // self.stride % self.size
@@ -319,7 +318,6 @@ def planned(
     """Return the planner's numbers.
 
     Args:
-        recipe: the recipe of the run
         dims: the layout of the ranks
         machine: the GPUs of the run; None if they have no datasheet
         precision: precision of the matmuls
@@ -373,7 +371,6 @@ def judge(
     Args:
         devices: the device of each rank
         links: the links of each rank; empty if they were not measured
-        layout: the ranks of the run
         planned: the planner's numbers
         ratio: a rank is slow if its value times `ratio` is below the median of the others
         spares: number of spare nodes

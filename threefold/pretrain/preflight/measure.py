@@ -36,7 +36,6 @@ def matmul_tflops(
     Args:
         size: rows, columns and inner dimension
         precision: "fp32", "bf16" or "fp16"
-        device: device of this rank
         choose: chooses one of the measured times
     """
     generator = torch.Generator(device).manual_seed(0)
@@ -64,7 +63,6 @@ def timed(
     Args:
         call: the call
         calls: number of calls that are timed together, so that reading the clock does not matter
-        device: device of this rank
         repetitions: number of times that the calls are timed
         choose: chooses one of these times
     """
@@ -98,7 +96,6 @@ def transfer(message: torch.Tensor, pair: tuple[int, int], rank: int) -> Callabl
     Args:
         message: the message, which is overwritten by that of the peer
         pair: two global ranks, one of which is `rank`
-        rank: this rank
     """
     first, second = pair
 
@@ -144,7 +141,6 @@ def measure_device(precision: str, device: torch.device) -> DeviceReport:
 
     Args:
         precision: "fp32", "bf16" or "fp16"
-        device: device of this rank
     """
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
@@ -176,7 +172,6 @@ def wrong_rows(
     Args:
         size: rows, columns and inner dimension of the matrices
         precision: "fp32", "bf16" or "fp16"
-        device: device of this rank
         multiply: the matmul
     """
     generator = torch.Generator(device).manual_seed(0)
@@ -201,8 +196,6 @@ class LinkTest:
     """Times transfers and all-reduces; all methods are collective.
 
     Args:
-        rank: this rank
-        device: device of this rank
         note: called with a description of each measurement, for hang reports
     """
 

@@ -137,7 +137,6 @@ def event(
 
     Args:
         verdict: the judgement
-        layout: the ranks of the run
         hosts: name of the host of each rank
         seconds: duration of the preflight
     """

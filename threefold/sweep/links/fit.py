@@ -280,10 +280,6 @@ NETWORK_KEYS = ("network_efficiency", "network_latency_seconds")
 def own_file(folder: Path, name: str) -> Path:
     """Return the path of a datasheet that `links` may write.
 
-    Args:
-        folder: folder of the datasheets
-        name: name of the datasheet
-
     Raises:
         UserError: the name is not valid, the file belongs to another datasheet, or the folder
             cannot be written.
@@ -361,9 +357,7 @@ def content(
     """Return the text of the datasheet.
 
     Args:
-        fitted: the values
         measured: the measurements that the values were fitted to
-        name: name of the datasheet
         source: the GPU whose other values were kept
         nodes: number of measured nodes
         today: date of the measurement

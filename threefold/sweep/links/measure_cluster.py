@@ -79,9 +79,6 @@ class Preflight:
     def run(self, launcher: Launcher) -> tuple[Measurements, Gpu]:
         """Measure, write the datasheet, and return both.
 
-        Args:
-            launcher: starts the ranks
-
         Raises:
             UserError: a rank has rejected the measurement.
             SweepStopped: the ranks have failed, or the datasheet cannot be written.
@@ -180,14 +177,7 @@ SHOWN_LINKS = (
 
 
 def report_lines(measured: Measurements, gpu: Gpu, kind: WorldKind, file: Path) -> Iterator[str]:
-    """Yield the table of a preflight.
-
-    Args:
-        measured: the measurements
-        gpu: the written datasheet
-        kind: the measured ranks
-        file: path of the datasheet
-    """
+    """Yield the table of a preflight."""
     rank, slowest = measured.slowest
     yield (
         f"{kind.size} rank{'s' * (kind.size > 1)} on {kind.nodes} node{'s' * (kind.nodes > 1)}: "
@@ -217,7 +207,7 @@ def report_lines(measured: Measurements, gpu: Gpu, kind: WorldKind, file: Path) 
 
 
 def report_table(measured: Measurements, gpu: Gpu, kind: WorldKind, file: Path) -> dict[str, Any]:
-    """Return the table for --json; the arguments are those of `report_lines`."""
+    """Return the table for --json."""
     rank, slowest = measured.slowest
     values = {key: value for key, value in vars(gpu).items() if "link" in key or "network" in key}
     return {

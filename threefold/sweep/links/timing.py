@@ -34,7 +34,6 @@ def measure_links(
     Args:
         request: name and kind of the device, GPUs per node, bytes of the messages, precision and
             size of the matmul
-        world: this rank and the number of ranks
         control: group of all ranks on the CPU
 
     Raises:
@@ -109,9 +108,7 @@ class LinkTimer:
     """Times transfers and all-reduces inside each node and across all nodes.
 
     Args:
-        world: this rank and the number of ranks
         control: group of all ranks on the CPU
-        device: device of this rank
         gpus_per_node: number of consecutive ranks on each node
     """
 

@@ -57,9 +57,7 @@ class World:
         """Start the ranks, and wait until all have joined the process group.
 
         Args:
-            kind: the kind of world
             folder: folder to create for the files of the world
-            launcher: starts the processes
 
         Raises:
             WorldFailed: the ranks did not start.
@@ -251,7 +249,6 @@ def _is_abandoned(folder: Path, now: float) -> bool:
     """Return True if the command that a folder belongs to appears to be dead.
 
     Args:
-        folder: the command's folder
         now: time of the newest heartbeat of this command
     """
     owner = re.fullmatch(r"(\w+)-(\d+)-(\d+)-\w+", folder.name)

@@ -23,11 +23,7 @@ OUT_OF_MEMORY_TEXTS = (  # in errors of CUDA, torch on the CPU, cuBLAS and NCCL
 
 
 def run_rank(folder: Path) -> NoReturn:
-    """Run a rank until its world is stopped.
-
-    Args:
-        folder: the folder of the world
-    """
+    """Run a rank until its world is stopped."""
     files = WorldFiles(folder)
     settings = read_settings(files)
     os.environ.update(settings["environment"])

@@ -40,7 +40,6 @@ def serve(
 
     Args:
         files: the files of the world
-        world: this rank and the number of ranks
         watch: ends this process after a trial's time limit
         deterministic: `training.deterministic` of all trials
     """
@@ -91,7 +90,6 @@ def measure(
 
     Args:
         request: the table of the recipe, and the numbers of warm-up and measured steps
-        world: this rank and the number of ranks
         control: group of all ranks on the CPU
         memory: measures the memory of this rank
     """

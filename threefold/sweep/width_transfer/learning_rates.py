@@ -51,7 +51,6 @@ class Sweep:
         """Measure the trials without a result, and yield each as soon as it is recorded.
 
         Args:
-            scheduler: measures the trials
             begin_round: called as in `measure_all` with the trials known so far
         """
         every = {curve.label: self._trials(curve, self.grid(curve)) for curve in self.curves}

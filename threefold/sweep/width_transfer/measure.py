@@ -127,7 +127,6 @@ def measure_training(request: dict[str, Any], world: LaunchEnvironment) -> Resul
 
     Args:
         request: the table of the recipe, and the kind of measurement
-        world: this rank and the number of ranks
     """
     recipe = checked_recipe(request, world)
     engine, data = start(recipe, world)

@@ -133,7 +133,6 @@ def at_width(recipe: Recipe, width: int, *, name: str) -> Recipe:
     The head size stays, so that the numbers of heads grow.
 
     Args:
-        recipe: the recipe
         width: the hidden size
         name: of the recipe, for messages
 
