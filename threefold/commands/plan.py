@@ -236,13 +236,7 @@ def print_family(options: argparse.Namespace) -> int:
     time.
     """
     check_family_settings(options.set)
-    _, cluster = recipe_on_cluster(
-        options.recipe,
-        options.set,
-        nodes=options.nodes,
-        gpus_per_node=options.gpus_per_node,
-        gpu=options.gpu,
-    )
+    _, _, cluster = read_recipe(options)
     fit = fit_table(options.calibrate, cluster.gpu)
     family = members(
         options.recipe, options.set, cluster=cluster, software=load_software(options.software),
@@ -380,6 +374,7 @@ def add_family_options(parser: argparse.ArgumentParser) -> None:
     )
     add_machine_options(parser)
     add_json(parser)
+    parser.set_defaults(phase=None)
 
 
 def add_table_options(parser: argparse.ArgumentParser) -> None:
