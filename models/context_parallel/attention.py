@@ -124,7 +124,6 @@ def gathered_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
-        axis: the context axis
         order: order of the slices, as in `Division`
         tiles: the result of `tiles_of`
     """
@@ -215,7 +214,6 @@ def ring_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
-        axis: the context axis
         division: division of the sequences
         tiles: the result of `tiles_of`
     """
@@ -383,7 +381,6 @@ def attention_with_dropout(
         v: values of whole sequences
         probability: of dropping an element
         info: dropout key, documents and slices of the micro-batch
-        layer: the name of the layer
         first_head: number of the first query head within the logical model
         fuse: compiles element-wise functions
     """

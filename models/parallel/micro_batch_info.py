@@ -53,7 +53,6 @@ def dropout(
 
     Args:
         key: None disables dropout, for validation
-        layer: the name of the layer
         slices: positions in the sequence of this context rank's tokens; None: 0 to s - 1
     """
     if key is None or probability == 0:

@@ -484,7 +484,6 @@ def _plain_recipe(phase: PhaseTable, sequences: int) -> Recipe:
     """Return the plain recipe of a phase.
 
     Args:
-        phase: the table of the phase
         sequences: global batch, in sequences
 
     Raises:
@@ -516,9 +515,7 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
     """Check the positions, the end of the ramp and the length of the schedule of a phase.
 
     Args:
-        recipe: the whole recipe
         segment: the last segment of the phase
-        phase: the table of the phase
 
     Raises:
         UserError: one of them does not fit the phase.

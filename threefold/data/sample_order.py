@@ -334,9 +334,7 @@ def mixture_after(
     """Return the mixture of a part of the data, which continues after the samples read before.
 
     Args:
-        plan: the phases of the run
         consumed_ranges: the samples read before
-        part: number of the part
         begin: the first sample of the part
         tokens: number of a corpus -> its tokens
 

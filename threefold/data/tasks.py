@@ -173,8 +173,6 @@ def encode_task(task: TaskItems, tokenizer: TaskTokenizer, length: int) -> list[
     `HFLM._loglikelihood_tokens` of lm-evaluation-harness.
 
     Args:
-        task: the task
-        tokenizer: the tokenizer
         length: maximum number of tokens that the model reads
 
     Raises:

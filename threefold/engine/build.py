@@ -63,7 +63,6 @@ class ShardedCreation:
     """Initializes and partitions the weights of a layer, as `SequentialModel` calls it.
 
     Args:
-        recipe: the recipe
         config: the DeepSpeed configuration of `build_deepspeed_config`
         axes: the parallel axes; a weight is divided among the data ranks
         dtype: type of the weights
@@ -129,8 +128,6 @@ def build_from_recipe(
     """Build the process groups, the model, the optimizer and the engine; collective.
 
     Args:
-        recipe: the recipe
-        dims: the sizes of the parallel axes
         config: the DeepSpeed configuration of `build_deepspeed_config`
         crumb: records the engine's current activity for hang reports
         lap: called with "model" when the model is built
@@ -190,7 +187,6 @@ def build_optimizer(
 
     Args:
         model: the result of `build_model`
-        recipe: the recipe
         config: the DeepSpeed configuration of `build_deepspeed_config`
     """
     settings = recipe.optimizer
@@ -219,8 +215,6 @@ def build_engine(
     """Build the DeepSpeed engine of a model, with our overrides, and wrap it.
 
     Args:
-        recipe: the recipe
-        axes: the parallel axes
         config: the DeepSpeed configuration of `build_deepspeed_config`
         model: the result of `build_model`
         optimizer: the result of `build_optimizer`

@@ -61,7 +61,6 @@ def expert_report(
 
     Args:
         layers: this rank's layers with experts
-        model: the model
         tokens: tokens of the global batch
         replicas: number of ranks with the same part of the model
         micro_batches: number of micro-batches of a rank

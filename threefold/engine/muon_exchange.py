@@ -122,7 +122,6 @@ def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Mat
 
     Args:
         shards: the shards of each rank of the group
-        tensor_size: number of tensor ranks
     """
     found: dict[tuple[str, int], Matrix] = {}
     for rank, own in enumerate(shards):

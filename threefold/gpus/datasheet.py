@@ -197,7 +197,6 @@ def machine_has_gpu(environment: Mapping[str, str], root: Path = Path("/")) -> b
     """Return True unless processes of this machine certainly find no GPU; needs no torch.
 
     Args:
-        environment: `os.environ`
         root: the folder that holds dev/ and proc/
     """
     chosen = environment.get("DS_ACCELERATOR")

@@ -143,7 +143,6 @@ def recipe_on_hosts(
     """Check a recipe and the list of hosts, and report the mistakes of both at once.
 
     Args:
-        file: the recipe
         overrides: the user's values of --set
         hostfile: the list of hosts; None for the hosts of this Slurm job
         shares_machine: all ranks run on this machine

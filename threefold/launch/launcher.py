@@ -44,8 +44,6 @@ class Announcements:
     """Prints what launch.py does, and records it in events.jsonl.
 
     Args:
-        folder: the run folder
-        nodes: all nodes
         minimum_nodes: `cluster.minimum_nodes`
     """
 
@@ -465,7 +463,6 @@ def agent_settings(recipe: Recipe, command: Command, token: str) -> AgentSetting
     """Return the settings of the agents.
 
     Args:
-        recipe: the recipe of the run
         command: how the ranks are started
         token: name of the run
     """

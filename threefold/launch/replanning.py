@@ -45,7 +45,6 @@ class Replanner:
     """Finds layouts of a recipe for other numbers of nodes, and caches the result for each number.
 
     Args:
-        file: the recipe
         overrides: the user's values of --set
     """
 

@@ -545,7 +545,6 @@ def gradients_of(
     """Return the kind of flat gradients that an engine's optimizer needs.
 
     Args:
-        engine: the engine
         chunks: the parameters of each chunk, without tied ones, in the order of the layers
         sharded: ZeRO-2
     """

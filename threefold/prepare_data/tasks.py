@@ -59,7 +59,6 @@ def next_line(lines: list[str], number: int, random: np.random.Generator) -> dic
     """Return an item that asks which of four lines of a document comes next.
 
     Args:
-        lines: the lines of the document
         number: the line that comes next, from 1
         random: chooses the wrong lines and the order
 
@@ -82,7 +81,6 @@ def last_word(lines: list[str], number: int, random: np.random.Generator) -> dic
     """Return an item that asks for the last word of a line, as LAMBADA (arXiv 1606.06031) does.
 
     Args:
-        lines: the lines of the document
         number: the line whose last word is asked for, from 1
         random: not used
 
@@ -127,7 +125,6 @@ def items_of_samples(file: Path, delimiter: str | None) -> list[dict[str, Any]]:
     log-likelihoods by the length of the choices without it.
 
     Args:
-        file: the file
         delimiter: delimiter at the start of each continuation; None: a space if all continuations
             of the file begin with a space, otherwise nothing
 

@@ -76,7 +76,6 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
     """Return the panels of the metrics that at least one run has.
 
     Args:
-        runs: the runs of the report
         plans: predictions by index of the run
     """
     names = list(dict.fromkeys(

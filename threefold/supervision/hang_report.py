@@ -331,7 +331,6 @@ class HangReport:
     Every method may fail or block, because the file system may be the cause of the hang.
 
     Args:
-        folder: the folder
         names: names of all ranks, for messages
         fresh_seconds: a file more than this many seconds older than the newest one is from an
             earlier hang

@@ -258,8 +258,6 @@ class WandbThread:
     """A thread that sends metrics, alerts, pictures and checkpoints to Weights & Biases.
 
     Args:
-        recipe: the recipe of the run
-        folder: the run folder
         facts: facts about this start of the run, for its configuration and its summary
         predicted: returns the planner's predictions for a step, by the name of the metric; sent as
             "planned/..." with the metrics of each step, and, when they change, as configuration

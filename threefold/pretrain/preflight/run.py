@@ -71,10 +71,6 @@ def warnings(verdict: Verdict, hosts: Sequence[str]) -> list[str]:
     """Return a sentence for each finding and each mismatch with the planner.
 
     At most MAX_IN_MESSAGE findings are in the list.
-
-    Args:
-        verdict: the judgement
-        hosts: name of the host of each rank
     """
     found = [f"preflight: {sentence(finding, hosts)}" for finding in verdict.findings]
     more = len(found) - MAX_IN_MESSAGE
@@ -136,8 +132,6 @@ def event(
     """Return the facts of the event `preflight`, at most MAX_IN_MESSAGE findings of them.
 
     Args:
-        verdict: the judgement
-        hosts: name of the host of each rank
         seconds: duration of the preflight
     """
     facts: dict[str, Any] = {
@@ -194,11 +188,8 @@ def check_nodes(
     node by a spare one.
 
     Args:
-        experiment: the experiment of the run
-        handle: the run folder and the supervision of this rank
         axes: the parallel axes of the run
         step: the last step that is done
-        startup: the stopwatch of the start-up
     """
     recipe, world = experiment.recipe, experiment.world
     if not is_wanted(recipe.supervision.preflight):
@@ -237,8 +228,6 @@ class Preflight:
     """The measurements of the ranks; the constructor and the methods are collective.
 
     Args:
-        experiment: the experiment of the run
-        handle: the run folder and the supervision of this rank
         axes: the parallel axes of the run
 
     Attributes:
