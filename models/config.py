@@ -268,7 +268,7 @@ def check_base_sizes(
         if value is None or key in (*required, *OPTIONAL[parametrization]):
             continue
         others = [each for each in REQUIRED if key in (*REQUIRED[each], *OPTIONAL[each])]
-        choices = " or ".join(f'"{each}"' for each in others)
+        choices = " or ".join(f'"{other}"' for other in others)
         raise UserError(
             f'{key} = {value} has no effect with parametrization = "{parametrization}"; leave it '
             f"out, or use parametrization = {choices}"

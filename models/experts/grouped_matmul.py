@@ -102,6 +102,6 @@ def stack(weights: Sequence[Tensor]) -> Tensor:
         for number, each in enumerate(weights)
     )
     if not adjacent:
-        return torch.stack([each.detach() for each in weights])
+        return torch.stack([weight.detach() for weight in weights])
     shape = (len(weights), *first.shape)
     return first.as_strided(shape, (size, *first.stride()), first.storage_offset())

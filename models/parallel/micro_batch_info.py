@@ -158,8 +158,10 @@ def positions_in(
 
     slices: positions in the sequence of the tokens; None: all
     """
-    sequences = [[torch.arange(n, device=device) for n in each] for each in documents.lengths]
-    positions = torch.stack([torch.cat(each) for each in sequences], dim=1)
+    sequences = [
+        [torch.arange(n, device=device) for n in sequence] for sequence in documents.lengths
+    ]
+    positions = torch.stack([torch.cat(sequence) for sequence in sequences], dim=1)
     if slices is None:
         return positions
     return rows_in(slices, positions)

@@ -423,7 +423,7 @@ def table_at(recipe: dict[str, Any], step: int) -> dict[str, Any]:
     """
     if not recipe.get("phase"):
         return recipe
-    return [each for each in phase_tables(recipe) if each.first <= max(1, step)][-1].table
+    return [table for table in phase_tables(recipe) if table.first <= max(1, step)][-1].table
 
 
 def validate(table: dict[str, Any]) -> Recipe:
@@ -441,7 +441,7 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
         whole = (1, steps)
         return (_segment("first", 0, whole, recipe, schedule=whole, part=0),)
     tables = phase_tables(recipe.model_dump(mode="json"))
-    schedules = [each.first for each in tables if each.begins_schedule]
+    schedules = [table.first for table in tables if table.begins_schedule]
     found: list[Segment] = []
     for number, (phase, following) in enumerate(zip(tables, [*tables[1:], None], strict=True)):
         last = following.first - 1 if following else steps

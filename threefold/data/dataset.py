@@ -391,7 +391,7 @@ class TrainingData:
             dropout: the key of the masks; None: no dropout
         """
         documents = None
-        if any(len(each) > 1 for each in lengths):  # otherwise attention needs no mask
+        if any(len(sequence) > 1 for sequence in lengths):  # otherwise attention needs no mask
             documents = Documents(lengths)
         return MicroBatchInfo(dropout, documents, self._division(sum(lengths[0]), documents))
 
@@ -477,4 +477,6 @@ class Prefetcher:
 
     def _fetch(self, step: int) -> list[MicroBatch]:
         micro_batches = self.read(step)
-        return [each.pinned() if self.pinned else each for each in micro_batches]
+        return [
+            micro_batch.pinned() if self.pinned else micro_batch for micro_batch in micro_batches
+        ]

@@ -215,7 +215,9 @@ def without_padding(
     gradients: Iterable[Tensor], params: Iterable[nn.Parameter]
 ) -> Iterator[tuple[Tensor, nn.Parameter]]:
     """Yield each gradient of an optimizer group with its parameter, without DeepSpeed's padding."""
-    gradients = (each for each in gradients if not getattr(each, "_zero_padding", False))
+    gradients = (
+        gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)
+    )
     return zip(gradients, params, strict=False)
 
 
@@ -306,12 +308,12 @@ def sum_of_squares(
 def adjacent(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Flatten tensors and join those that are adjacent in memory, so that fewer kernels run."""
     joined: list[Tensor] = []
-    for each in tensors:
-        if joined and _follows(each, joined[-1]):
+    for tensor in tensors:
+        if joined and _follows(tensor, joined[-1]):
             last = joined.pop()
-            size = last.numel() + each.numel()
-            each = last.as_strided((size,), (1,), last.storage_offset())
-        joined.append(each.flatten())
+            size = last.numel() + tensor.numel()
+            tensor = last.as_strided((size,), (1,), last.storage_offset())
+        joined.append(tensor.flatten())
     return joined
 
 

@@ -393,7 +393,7 @@ class PipelinedEngine(Engine):
 
         scores: list that receives the scores of each micro-batch's labels
         """
-        prepare_documents([each.info for each in micro_batches], self.device)
+        prepare_documents([micro_batch.info for micro_batch in micro_batches], self.device)
         if self.wrapped.needs_warm_up:
             first = micro_batches[0]
             self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
@@ -403,8 +403,10 @@ class PipelinedEngine(Engine):
             prepare_documents([expected.info], self.device)
             self.wrapped.warm_up_evaluation(expected.tokens, expected.labels, expected.info)
             self._reset_statistics()
-        self.wrapped.module.take_micro_batch_infos([each.info for each in micro_batches])
-        pairs = iter([(each.tokens, each.labels) for each in micro_batches])
+        self.wrapped.module.take_micro_batch_infos(
+            [micro_batch.info for micro_batch in micro_batches]
+        )
+        pairs = iter([(micro_batch.tokens, micro_batch.labels) for micro_batch in micro_batches])
         if scores is None:
             result = schedule(pairs)
         else:

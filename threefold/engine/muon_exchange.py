@@ -276,7 +276,7 @@ class MatrixExchange:
     def _rounds(self, flats: tuple[int, ...]) -> list[Round]:
         """Return the rounds of the matrices in some flat tensors."""
         if flats not in self.rounds:
-            matrices = [each for each in self.matrices if each.flat in flats]
+            matrices = [matrix for matrix in self.matrices if matrix.flat in flats]
             rounds = owners_by_round(matrices, self.ranks)
             self.rounds[flats] = [Round.of_rank(self.rank, owned) for owned in rounds]
         return self.rounds[flats]
@@ -344,7 +344,9 @@ def update_scale(shape: tuple[int, int]) -> float:
 
 def _batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
     """Yield matrices of equal shape that are orthogonalized together."""
-    for shape, group in groupby(sorted(matrices, key=lambda each: each.shape), lambda m: m.shape):
+    for shape, group in groupby(
+        sorted(matrices, key=lambda matrix: matrix.shape), lambda m: m.shape
+    ):
         of_shape = list(group)
         count = max(1, MUON_BATCH_ELEMENTS // (shape[0] * shape[1]))
         for first in range(0, len(of_shape), count):

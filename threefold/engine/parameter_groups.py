@@ -133,4 +133,7 @@ def _kinds_of(
     deferred: set[nn.Parameter],
 ) -> dict[nn.Parameter, tuple[UpdateRule, bool, bool]]:
     """Return what separates the groups: rule, experts of few ranks, deferred weight gradients."""
-    return {each: (rules[each], is_marked(each), each in deferred) for each in parameters}
+    return {
+        parameter: (rules[parameter], is_marked(parameter), parameter in deferred)
+        for parameter in parameters
+    }

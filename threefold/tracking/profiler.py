@@ -123,7 +123,7 @@ def operations_table(
         gpu: datasheet of the device, for the planner's numbers; None if there is none
         precision: "fp32", "bf16" or "fp16"
     """
-    found = sorted(operations, key=lambda each: -each.seconds)
+    found = sorted(operations, key=lambda operation: -operation.seconds)
     total = sum(each.seconds for each in found)
     planned = [each.planned_seconds(gpu, precision) if gpu else None for each in found]
     lines = [title, ""]
@@ -270,12 +270,14 @@ class StepProfiler:
 def operations_of(recording: profile, *, on_gpu: bool) -> list[Operation]:
     """Return the operations of a profile that take time; on a GPU, that of their kernels counts."""
     found = []
-    for each in recording.key_averages(group_by_input_shape=True):
-        if each.device_type != DeviceType.CPU:  # a kernel, which its operation counts already
+    for average in recording.key_averages(group_by_input_shape=True):
+        if average.device_type != DeviceType.CPU:  # a kernel, which its operation counts already
             continue
-        micros = each.self_device_time_total if on_gpu else each.self_cpu_time_total
+        micros = average.self_device_time_total if on_gpu else average.self_cpu_time_total
         if micros > 0:
-            found.append(Operation(each.key, _shapes(each.input_shapes), each.count, micros * 1e-6))
+            found.append(
+                Operation(average.key, _shapes(average.input_shapes), average.count, micros * 1e-6)
+            )
     return found
 
 

@@ -139,7 +139,9 @@ def event(
         "measures": {name: _summary(each, hosts) for name, each in verdict.summaries.items()},
     }
     if verdict.findings:
-        facts["findings"] = [sentence(each, hosts) for each in verdict.findings[:MAX_IN_MESSAGE]]
+        facts["findings"] = [
+            sentence(finding, hosts) for finding in verdict.findings[:MAX_IN_MESSAGE]
+        ]
     if verdict.mismatches:
         facts["below_plan"] = list(verdict.mismatches)
     if verdict.left_out:
