@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.experts.routing import ExpertAxis, Routes
+from models.experts.routing import DispatchPlan, ExpertAxis
 from models.parallel.collectives import TensorAxis, conjugate, wait_for
-from models.parallel.layers import Deferral
+from models.parallel.layers import WeightGradStore
 
 # Expert tensor parallelism: tensor ranks that divide the columns of the same experts.
 #
@@ -76,7 +76,7 @@ def _sum(x: Tensor, rows: list[int], axis: TensorAxis) -> Tensor:
     return total.to(x.dtype)
 
 
-class DeferralToExchange(Deferral):
+class ExchangeGradStore(WeightGradStore):
     """Weight gradients that the backward pass defers to an exchange, during which it computes them.
 
     weights: the weights
@@ -117,7 +117,7 @@ class Transfer:
 
     def wait(self) -> Tensor:
         """Wait for the rows that `begin` exchanges, and return those received, [received, h]."""
-        self.axis.turns.switch()
+        self.axis.overlap.switch()
         assert self.running is not None
         work, result, _ = self.running
         self.running = None
@@ -127,18 +127,18 @@ class Transfer:
 
 def begin_dispatch(
     x: Tensor,
-    routes: Routes,
+    plan: DispatchPlan,
     k: int,
     axis: ExpertAxis,
     *,
-    deferral: DeferralToExchange | None = None,
+    grad_store: ExchangeGradStore | None = None,
 ) -> Callable[[], Tensor]:
     """Begin to send tokens to their experts.
 
     Args:
         x: the tokens, [n, h]
         k: experts per token
-        deferral: collects the gradients of its weights, which the backward pass computes and
+        grad_store: collects the gradients of its weights, which the backward pass computes and
             returns while the gradients of the tokens are sent
 
     Returns:
@@ -146,19 +146,19 @@ def begin_dispatch(
         expert, [m, h]. Operations before its call run at the same time as the exchange, forward and
         backward.
     """
-    copies = _Copies.apply(x, routes.order, routes.inverse_order, k)
-    arrived = _begin_exchange(copies, Transfer(routes.sent, routes.received, axis), deferral)
-    if routes.arrangement is None:
+    copies = _Copies.apply(x, plan.order, plan.inverse_order, k)
+    arrived = _begin_exchange(copies, Transfer(plan.sent, plan.received, axis), grad_store)
+    if plan.arrangement is None:
         return arrived
     return lambda: _Rearrange.apply(
-        gather_rows(arrived(), routes.gathered, axis.columns),
-        routes.arrangement,
-        routes.inverse_arrangement,
+        gather_rows(arrived(), plan.gathered, axis.columns),
+        plan.arrangement,
+        plan.inverse_arrangement,
     )
 
 
 def begin_combine(
-    y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis
+    y: Tensor, gates: Tensor, plan: DispatchPlan, axis: ExpertAxis
 ) -> Callable[[], Tensor]:
     """Begin to return the experts' outputs to their tokens, where they are added with weights.
 
@@ -172,27 +172,27 @@ def begin_combine(
         A function that waits for the outputs and returns the results [n, h]. Operations before its
         call run at the same time as the exchange, forward and backward.
     """
-    if routes.arrangement is not None:
-        y = _Rearrange.apply(y, routes.inverse_arrangement, routes.arrangement)
-        y = sum_rows(y, routes.gathered, axis.columns)
-    returned = _begin_exchange(y, Transfer(routes.received, routes.sent, axis))
+    if plan.arrangement is not None:
+        y = _Rearrange.apply(y, plan.inverse_arrangement, plan.arrangement)
+        y = sum_rows(y, plan.gathered, axis.columns)
+    returned = _begin_exchange(y, Transfer(plan.received, plan.sent, axis))
 
     def combined() -> Tensor:
-        back = _Rearrange.apply(returned(), routes.inverse_order, routes.order)
+        back = _Rearrange.apply(returned(), plan.inverse_order, plan.order)
         return _WeightedSum.apply(back.view(*gates.shape, -1), gates)
 
     return combined
 
 
 def _begin_exchange(
-    x: Tensor, transfer: Transfer, deferral: DeferralToExchange | None = None
+    x: Tensor, transfer: Transfer, grad_store: ExchangeGradStore | None = None
 ) -> Callable[[], Tensor]:
     """Begin an all-to-all of rows; return a function that waits for those received."""
     if transfer.axis.size == 1:
-        assert deferral is None
+        assert grad_store is None
         return lambda: x
-    weights = () if deferral is None else deferral.weights
-    sent = _Begin.apply(x, transfer, deferral, *weights)
+    weights = () if grad_store is None else grad_store.weights
+    sent = _Begin.apply(x, transfer, grad_store, *weights)
     return lambda: _End.apply(sent, transfer)
 
 
@@ -240,14 +240,14 @@ class _Begin(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, transfer, deferral, *weights):
-        ctx.transfer, ctx.deferral = transfer, deferral
+    def forward(ctx, x, transfer, grad_store, *weights):
+        ctx.transfer, ctx.grad_store = transfer, grad_store
         transfer.begin(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        gradients = [] if ctx.deferral is None else ctx.deferral.gradients()
+        gradients = [] if ctx.grad_store is None else ctx.grad_store.gradients()
         return ctx.transfer.wait(), None, None, *gradients
 
 

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.parallel.layers import Deferral
+from models.parallel.layers import WeightGradStore
 
 
 def grouped_matmul(
-    x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int], deferral: Deferral | None
+    x: Tensor,
+    weights: Sequence[nn.Parameter],
+    rows: Sequence[int],
+    grad_store: WeightGradStore | None,
 ) -> Tensor:
     """Multiply the rows of each group by the transpose of the group's weight.
 
@@ -24,12 +27,12 @@ def grouped_matmul(
         x: [n, in]
         weights: g weights [out, in]
         rows: r_i of each group; their sum is n
-        deferral: receives the weight gradients; None: the backward pass computes them
+        grad_store: receives the weight gradients; None: the backward pass computes them
 
     Returns:
         [n, out]
     """
-    return _GroupedMatmul.apply(x, tuple(rows), deferral, *weights)
+    return _GroupedMatmul.apply(x, tuple(rows), grad_store, *weights)
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -40,8 +43,8 @@ class _GroupedMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, rows, deferral, *weights):
-        ctx.rows, ctx.deferral, ctx.weights = rows, deferral, weights
+    def forward(ctx, x, rows, grad_store, *weights):
+        ctx.rows, ctx.grad_store, ctx.weights = rows, grad_store, weights
         ctx.save_for_backward(x)
         return _multiply(x, weights, rows, transposed=True)
 
@@ -51,10 +54,10 @@ class _GroupedMatmul(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = _multiply(grad, ctx.weights, ctx.rows, transposed=False)
         pairs = zip(grad.split(ctx.rows), x.detach().split(ctx.rows), strict=True)
-        if ctx.deferral is None:
+        if ctx.grad_store is None:
             return grad_x, None, None, *(_weight_gradient(*pair) for pair in pairs)
         for weight, pair in zip(ctx.weights, pairs, strict=True):
-            ctx.deferral.put(weight, partial(_weight_gradient, *pair))
+            ctx.grad_store.put(weight, partial(_weight_gradient, *pair))
         return grad_x, None, None, *(None for _ in ctx.weights)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 Function = Callable[..., Any]
 
 
-def as_written(function: Function) -> Function:
+def eager(function: Function) -> Function:
     """Return the function itself, whose operations torch runs one by one."""
     return function
 
@@ -36,9 +36,9 @@ def compiled_for_any_rows(function: Function) -> Function:
     return _compiled(function, dynamic=True)
 
 
-def for_any_rows(fuse: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """Return the setting `fuse` for functions whose number of rows differs between calls."""
-    return compiled_for_any_rows if fuse is compiled else fuse
+def for_any_rows(compile_fn: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Return the setting `compile_fn` for functions whose number of rows differs between calls."""
+    return compiled_for_any_rows if compile_fn is compiled else compile_fn
 
 
 @cache
@@ -58,22 +58,24 @@ def _compiled(function: Function, *, dynamic: bool) -> Function:
     return detached
 
 
-class Fusing(nn.Module):
+class CompiledOps(nn.Module):
     """A module with element-wise operations between matmuls.
 
-    fuse: `as_written` or `compiled`, applied to each function that the module runs
+    compile_fn: `eager` or `compiled`, applied to each function that the module runs
     """
 
-    fuse: Callable[[Function], Function] = staticmethod(as_written)
+    compile_fn: Callable[[Function], Function] = staticmethod(eager)
 
 
 def are_compiled(module: nn.Module) -> bool:
     """Return True if all submodules run compiled kernels."""
-    return all(each.fuse is compiled for each in module.modules() if isinstance(each, Fusing))
+    return all(
+        each.compile_fn is compiled for each in module.modules() if isinstance(each, CompiledOps)
+    )
 
 
 def compile_kernels(module: nn.Module) -> None:
     """Let all submodules run compiled kernels."""
     for each in module.modules():
-        if isinstance(each, Fusing):
-            each.fuse = compiled
+        if isinstance(each, CompiledOps):
+            each.compile_fn = compiled

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from models.context_parallel.division import Division, Slices
+from models.context_parallel.partition import SequencePartition, Slices
 from models.kernels.compile import Function
 from models.kernels.dropout import drop_out, mix, signed
 from models.parallel.collectives import TensorAxis
@@ -46,7 +46,7 @@ def dropout(
     key: MaskKey | None,
     layer: str,
     tensor: TensorAxis,
-    fuse: Function,
+    compile_fn: Function,
     slices: Slices | None = None,
 ) -> Tensor:
     """Drop elements of the residual stream: [s, b, h], or [s/t, b, h] under sequence parallelism.
@@ -57,8 +57,8 @@ def dropout(
     """
     if key is None or probability == 0:
         return x
-    rows = stream_rows(x, key=key, layer=layer, tensor=tensor, fuse=fuse, slices=slices)
-    return drop_out(x, rows, probability, fuse)
+    rows = stream_rows(x, key=key, layer=layer, tensor=tensor, compile_fn=compile_fn, slices=slices)
+    return drop_out(x, rows, probability, compile_fn)
 
 
 def stream_rows(
@@ -67,14 +67,14 @@ def stream_rows(
     key: MaskKey,
     layer: str,
     tensor: TensorAxis,
-    fuse: Function,
+    compile_fn: Function,
     slices: Slices | None = None,
 ) -> Tensor:
     """Number the rows of x, [s, b, h] or [s/t, b, h], for its dropout mask: int64 [s, b]."""
     first = tensor.rank * x.shape[0] if tensor.sequence_parallel else 0
     last = first + x.shape[0]
     positions = token_positions(slices or (range(last),), x.device)[first:last]
-    return fuse(_stream_rows)(_sample_numbers(key, layer, x.device), positions)
+    return compile_fn(_stream_rows)(_sample_numbers(key, layer, x.device), positions)
 
 
 def attention_rows(
@@ -83,7 +83,7 @@ def attention_rows(
     key: MaskKey,
     layer: str,
     first_head: int,
-    fuse: Function,
+    compile_fn: Function,
     slices: Slices | None = None,
 ) -> Tensor:
     """Number the rows of attention probabilities [b, heads, queries, s]: int64 [b, heads, queries].
@@ -98,7 +98,7 @@ def attention_rows(
     count, length = x.shape[1:3]
     heads = torch.arange(first_head, first_head + count, device=x.device)
     positions = token_positions(slices or (range(length),), x.device)
-    return fuse(_attention_rows)(_sample_numbers(key, layer, x.device), heads, positions)
+    return compile_fn(_attention_rows)(_sample_numbers(key, layer, x.device), heads, positions)
 
 
 @lru_cache(maxsize=8)  # shared by all layers
@@ -174,14 +174,14 @@ class MicroBatchInfo:
     dropout: the key of the masks; None: no dropout, as in validation
     documents: attention is restricted to each document, and positions restart in each; None: every
         sequence is one document
-    division: division of the sequences among context ranks; None: this rank has whole sequences
+    partition: partition of the sequences among context ranks; None: this rank has whole sequences
     """
 
     dropout: MaskKey | None = None
     documents: Documents | None = None
-    division: Division | None = None
+    partition: SequencePartition | None = None
 
     @property
     def slices(self) -> Slices | None:
         """Positions in the sequence of this rank's tokens; None: of all tokens."""
-        return None if self.division is None else self.division.slices
+        return None if self.partition is None else self.partition.slices

@@ -23,7 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.context_parallel.division import Division, Lengths, Slices, divide, rank_work
+from models.context_parallel.partition import (
+    Lengths,
+    SequencePartition,
+    Slices,
+    partition_sequence,
+    rank_work,
+)
 from models.errors import UserError, counted
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
 from threefold.config.parallel_dims import ParallelDims
@@ -393,7 +399,7 @@ class TrainingData:
         documents = None
         if any(len(sequence) > 1 for sequence in lengths):  # otherwise attention needs no mask
             documents = Documents(lengths)
-        return MicroBatchInfo(dropout, documents, self._division(sum(lengths[0]), documents))
+        return MicroBatchInfo(dropout, documents, self._partition(sum(lengths[0]), documents))
 
     def _document_lengths(self, recipe: Recipe, windows: list[tuple[Windows, int]]) -> Lengths:
         """Return the lengths of the documents in each window, one document if not separated."""
@@ -401,12 +407,12 @@ class TrainingData:
             return ((recipe.model.sequence_length,),) * len(windows)
         return tuple(corpus.document_lengths(index) for corpus, index in windows)
 
-    def _division(self, length: int, documents: Documents | None) -> Division | None:
-        """Return the division of sequences with these documents among the context ranks."""
+    def _partition(self, length: int, documents: Documents | None) -> SequencePartition | None:
+        """Return the partition of sequences with these documents among the context ranks."""
         if self.context_size == 1:
             return None
         lengths = documents.lengths if documents else None
-        return divide(length, self.context_rank, self.context_size, lengths)
+        return partition_sequence(length, self.context_rank, self.context_size, lengths)
 
     def _read(
         self, windows: list[tuple[Windows, int]], slices: Slices | None

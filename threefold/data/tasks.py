@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from models.context_parallel.division import Lengths, Slices
+from models.context_parallel.partition import Lengths, Slices
 from models.errors import UserError, counted
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path

@@ -35,9 +35,9 @@ from threefold.engine.axes import ParallelAxes, build_axes
 from threefold.engine.deepspeed_overrides import (
     allow_muon,
     import_muon,
+    patch_zero_optimizer,
     replace_timers,
     without_memory_reports,
-    without_needless_copies,
 )
 from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine
 from threefold.engine.experts import mark_experts
@@ -45,12 +45,12 @@ from threefold.engine.muon import Muon
 from threefold.engine.muon_exchange import MatrixExchange
 from threefold.engine.parameter_groups import parameter_groups, rules_of
 from threefold.pipeline.balance import pass_proportions
-from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
+from threefold.pipeline.p2p import ActivationSpec
 from threefold.pipeline.schedules import Pipeline
-from threefold.pipeline.stage import Stage
+from threefold.pipeline.stage import PipelineStage
 from threefold.runtime.processes import quiet, should_compile
-from threefold.supervision.supervisor import Breadcrumb
+from threefold.supervision.supervisor import Activity
 
 # Create the weights of ZeRO-3 as shards, so that no rank ever holds the whole model.
 #
@@ -122,26 +122,28 @@ def build_from_recipe(
     recipe: Recipe,
     dims: ParallelDims,
     config: dict[str, Any],
-    crumb: Breadcrumb | None = None,
+    activity: Activity | None = None,
     lap: Callable[[str], None] = lambda part: None,
 ) -> Engine:
     """Build the process groups, the model, the optimizer and the engine; collective.
 
     Args:
         config: the DeepSpeed configuration of `build_deepspeed_config`
-        crumb: records the engine's current activity for hang reports
+        activity: records the engine's current activity for hang reports
         lap: called with "model" when the model is built
     """
     axes = build_axes(recipe, dims)
     model = build_model(recipe, axes, config=config)
     lap("model")
     optimizer = build_optimizer(model, recipe, config=config)
-    return build_engine(recipe, axes, config=config, model=model, optimizer=optimizer, crumb=crumb)
+    return build_engine(
+        recipe, axes, config=config, model=model, optimizer=optimizer, activity=activity
+    )
 
 
 def build_model(
     recipe: Recipe, axes: ParallelAxes, *, config: dict[str, Any]
-) -> Stage | SequentialModel:
+) -> PipelineStage | SequentialModel:
     """Build and initialize this rank's part of the model.
 
     Returns:
@@ -151,10 +153,10 @@ def build_model(
     recompute = recipe.layout.recompute
     interval = recipe.layout.recompute_interval if recompute == "full" else 0
     specs = layer_specs(recipe.model, axes, recompute_core=recompute == "selective")
-    model: Stage | SequentialModel
+    model: PipelineStage | SequentialModel
     with quiet():
         if zero_stage(config) <= 2:
-            model = Stage(
+            model = PipelineStage(
                 specs,
                 pipeline=pipeline_of(recipe, axes.dims, zero_stage(config)),
                 grid=axes.grid,
@@ -181,7 +183,7 @@ def build_model(
 
 
 def build_optimizer(
-    model: Stage | SequentialModel, recipe: Recipe, *, config: dict[str, Any]
+    model: PipelineStage | SequentialModel, recipe: Recipe, *, config: dict[str, Any]
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a rank, with the groups of `parameter_groups`.
 
@@ -208,9 +210,9 @@ def build_engine(
     axes: ParallelAxes,
     *,
     config: dict[str, Any],
-    model: Stage | SequentialModel,
+    model: PipelineStage | SequentialModel,
     optimizer: torch.optim.Optimizer,
-    crumb: Breadcrumb | None = None,
+    activity: Activity | None = None,
 ) -> Engine:
     """Build the DeepSpeed engine of a model, with our overrides, and wrap it.
 
@@ -218,19 +220,19 @@ def build_engine(
         config: the DeepSpeed configuration of `build_deepspeed_config`
         model: the result of `build_model`
         optimizer: the result of `build_optimizer`
-        crumb: records the engine's current activity for hang reports
+        activity: records the engine's current activity for hang reports
     """
     import_muon()
     allow_muon()
     kind: type[Engine]
     with quiet(), without_memory_reports():
-        if isinstance(model, Stage):
+        if isinstance(model, PipelineStage):
             kind = PipelinedEngine
             wrapped = ScheduledEngine(
                 model,
                 optimizer,
                 config_of_stage(config),
-                boundary=boundary(recipe, axes.tensor, config),
+                activation_spec=activation_spec(recipe, axes.tensor, config),
                 shard_gradients=zero_stage(config) == 2,
             )
         else:
@@ -238,13 +240,13 @@ def build_engine(
             wrapped, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, mpu=axes.grid
             )
-    without_needless_copies(wrapped.optimizer)
+    patch_zero_optimizer(wrapped.optimizer)
     replace_timers(wrapped)
     if precision(config) == "fp16":
         expect_gradient_scale(wrapped.module, partial(loss_gradient, wrapped))
     for layer in expert_layers(wrapped.module):
         layer.gradient_scale = partial(loss_gradient, wrapped)
-    engine = kind(wrapped, recipe, axes, crumb or Breadcrumb())
+    engine = kind(wrapped, recipe, axes, activity or Activity())
     if isinstance(optimizer, Muon):
         optimizer.exchange = MatrixExchange(
             engine.state,
@@ -295,8 +297,8 @@ def layers_of_virtual_stages(recipe: Recipe) -> list[int]:
     return layers
 
 
-def boundary(recipe: Recipe, tensor: TensorAxis, config: dict[str, Any]) -> Boundary:
+def activation_spec(recipe: Recipe, tensor: TensorAxis, config: dict[str, Any]) -> ActivationSpec:
     """Return the shape and type of the activations between virtual stages."""
     length = recipe.tokens_per_rank // (tensor.size if tensor.sequence_parallel else 1)
     shape = (length, recipe.batch.micro_sequences, recipe.model.hidden_size)
-    return Boundary(shape, DTYPES[precision(config)], tensor)
+    return ActivationSpec(shape, DTYPES[precision(config)], tensor)

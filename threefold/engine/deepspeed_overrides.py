@@ -168,7 +168,7 @@ def import_muon() -> None:
 ROW_ELEMENTS = 512  # number of elements that are summed in fp32
 
 
-def without_needless_copies(optimizer: object) -> None:
+def patch_zero_optimizer(optimizer: object) -> None:
     """Apply the changes of this file to an optimizer that DeepSpeed has created."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         share_fp32_weights(optimizer)

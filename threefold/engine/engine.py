@@ -35,7 +35,7 @@ from threefold.engine.experts import (
 )
 from threefold.engine.parameter_groups import rules_of
 from threefold.pipeline.engine import ScheduledEngine
-from threefold.supervision.hang_report import Breadcrumb
+from threefold.supervision.hang_report import Activity
 from threefold.supervision.rank_comparison import ReplicaGroup, diverged_replicas
 
 # The time that a rank spends in forward passes, to find slow ranks.
@@ -104,9 +104,9 @@ class Engine(ABC):
         wrapped: deepspeed.DeepSpeedEngine,
         recipe: Recipe,
         axes: ParallelAxes,
-        crumb: Breadcrumb,
+        activity: Activity,
     ):
-        self.wrapped, self.recipe, self.axes, self.crumb = wrapped, recipe, axes, crumb
+        self.wrapped, self.recipe, self.axes, self.activity = wrapped, recipe, axes, activity
         self.stopwatch = Stopwatch(self.device, off=not recipe.supervision.compare_speed_every)
         self.expert_layers = expert_layers(wrapped.module)
         parameters = dict(self.parameters())
@@ -253,7 +253,7 @@ class Engine(ABC):
 
         def noted() -> Iterator[ReplicaGroup]:
             for group in self._copies():
-                self.crumb.note(f"comparing replicas of {group.kind}")
+                self.activity.note(f"comparing replicas of {group.kind}")
                 yield group
 
         return diverged_replicas(noted(), self.wrapped.device)
@@ -262,7 +262,7 @@ class Engine(ABC):
         """Yield micro-batches as they are read from disk, which does not count as a hang."""
         iterator = iter(micro_batches)
         for number in itertools.count():
-            with self.crumb.waiting_for_disk("reading data", micro_batch=number):
+            with self.activity.waiting_for_disk("reading data", micro_batch=number):
                 micro_batch = next(iterator, None)
             if micro_batch is None:
                 return
@@ -275,7 +275,7 @@ class Engine(ABC):
             self.axes.expert_data_group,
         )
         data_rank = dist.get_rank(group)
-        held = [(n, held_values(p, data_rank), p) for n, p in self.parameters()]
+        held = [(n, local_shard(p, data_rank), p) for n, p in self.parameters()]
         copies = []
         if tensor.group is not None:
             replicated = [(n, values) for n, values, p in held if sharding_of(p).replicated]
@@ -302,7 +302,7 @@ class Engine(ABC):
         """
 
         def read(kind: str, fragment: Fragment) -> torch.Tensor:
-            self.crumb.note(f"loading {kind} of {fragment.name}")
+            self.activity.note(f"loading {kind} of {fragment.name}")
             return sharding_of(self.state.parameters[fragment.name]).local_elements(
                 partial(reader.rows, kind, fragment.name),
                 fragment.elements,
@@ -347,7 +347,7 @@ class PipelinedEngine(Engine):
 
     def _observe(self, instruction: PipeInstruction) -> contextlib.AbstractContextManager[None]:
         """Note each instruction as this rank's activity, and time forward passes."""
-        self.crumb.note(instruction.name, micro_batch=instruction.kwargs.get("buffer_id"))
+        self.activity.note(instruction.name, micro_batch=instruction.kwargs.get("buffer_id"))
         if isinstance(instruction, ForwardPass):
             return self.stopwatch.running()
         return contextlib.nullcontext()
@@ -396,7 +396,7 @@ class PipelinedEngine(Engine):
         prepare_documents([micro_batch.info for micro_batch in micro_batches], self.device)
         if self.wrapped.needs_warm_up:
             first = micro_batches[0]
-            self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
+            self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.activity.note)
             self._reset_statistics()
         if self._expected is not None:
             expected, self._expected = self._expected, None
@@ -424,10 +424,10 @@ class SequentialEngine(Engine):
         self.wrapped.train()
         losses = []
         for number, micro_batch in enumerate(micro_batches):
-            self.crumb.note("forward pass", micro_batch=number)
+            self.activity.note("forward pass", micro_batch=number)
             with self.stopwatch.running():
                 loss = self._loss(micro_batch)
-            self.crumb.note("backward pass", micro_batch=number)
+            self.activity.note("backward pass", micro_batch=number)
             self.wrapped.backward(loss)
             self.wrapped.step()
             losses.append(loss.detach())
@@ -447,7 +447,7 @@ class SequentialEngine(Engine):
     ) -> Iterator[tuple[MicroBatch, torch.Tensor | None]]:
         self.wrapped.eval()
         for number, micro_batch in enumerate(self._from_disk(micro_batches)):
-            self.crumb.note("validation pass", micro_batch=number)
+            self.activity.note("validation pass", micro_batch=number)
             with torch.no_grad(), observed_scores(self.wrapped.module) as scores:
                 self._loss(micro_batch)
             yield micro_batch, self._on_host(scores[0])
@@ -473,7 +473,7 @@ def prepare_documents(micro_batch_infos: Iterable[MicroBatchInfo], device: torch
             cumulative_lengths(info.documents.lengths, device)
 
 
-def held_values(parameter: nn.Parameter, data_rank: int) -> torch.Tensor:
+def local_shard(parameter: nn.Parameter, data_rank: int) -> torch.Tensor:
     """Return the values of a parameter that this rank holds: under ZeRO-3 a shard of its part.
 
     The padding at the end of a shard is dropped, because DeepSpeed never writes it.

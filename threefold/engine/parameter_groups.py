@@ -22,7 +22,7 @@ from threefold.pipeline.gradients import (
     divide_into_buckets,
     units_of_experts,
 )
-from threefold.pipeline.stage import Stage
+from threefold.pipeline.stage import PipelineStage
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def parameter_groups(
         rules: the rule of each parameter
         bucket: maximum number of elements of a bucket
     """
-    if isinstance(model, Stage):
+    if isinstance(model, PipelineStage):
         groups = buckets_of_stage(model, rules, elements=bucket)
     else:
         parameters = list(model.parameters())
@@ -111,7 +111,7 @@ def _group(parameters: list[nn.Parameter], rule: UpdateRule) -> dict[str, Any]:
 
 
 def buckets_of_stage(
-    stage: Stage, rules: Mapping[nn.Parameter, UpdateRule], *, elements: int
+    stage: PipelineStage, rules: Mapping[nn.Parameter, UpdateRule], *, elements: int
 ) -> list[list[nn.Parameter]]:
     """Divide the parameters of a stage into buckets; tied ones are in the last buckets.
 

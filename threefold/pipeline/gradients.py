@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from models.experts.layer import expert_layers
 from models.parallel.collectives import reduce_scatter_single, wait_for
-from models.parallel.layers import Deferring
+from models.parallel.layers import DeferrableModule
 from threefold.pipeline.schedules import BACKWARD, WEIGHT, Kind
 
 # Sums of buckets over the data ranks; each rank gets the shard that it owns.
@@ -202,7 +202,7 @@ def _filled(units: Iterable[list[nn.Parameter]], elements: int) -> list[list[nn.
 
 def deferring_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters whose gradients a zero-bubble schedule defers to weight passes."""
-    linears = (each for each in module.modules() if isinstance(each, Deferring))
+    linears = (each for each in module.modules() if isinstance(each, DeferrableModule))
     return {
         parameter
         for linear in linears
@@ -243,7 +243,7 @@ class Bucket:
         return flat[start : start + parameter.numel()]
 
 
-class FlatGradients(ABC):
+class GradBuffers(ABC):
     """One tensor for the gradients of each bucket, over several micro-batches.
 
     A gradient is added to its part of the tensor and freed as soon as autograd has it. The first
@@ -372,7 +372,7 @@ class FlatGradients(ABC):
         bucket = self.bucket_of[parameter]
         return bucket.part_of(parameter, self._tensor(bucket))
 
-    def begin_end_of_group(self, kind: Kind, chunk: int, *, is_last: bool) -> None:
+    def begin_last_accumulation(self, kind: Kind, chunk: int, *, is_last: bool) -> None:
         """Treat the gradients of the coming pass as complete for its group of micro-batches.
 
         Args:
@@ -445,7 +445,7 @@ class FlatGradients(ABC):
         """Give the optimizer this rank's shard of each flat tensor."""
 
 
-class MixedPrecisionGradients(FlatGradients):
+class MixedPrecisionGradBuffers(GradBuffers):
     """The fp32 tensors of BF16_Optimizer."""
 
     def __init__(
@@ -491,7 +491,7 @@ def forget_whole_gradients(optimizer: BF16_Optimizer) -> None:
         views.clear()
 
 
-class ZeroGradients(FlatGradients):
+class ZeroGradBuffers(GradBuffers):
     """Tensors for DeepSpeedZeroOptimizer, which by itself would let autograd accumulate gradients.
 
     The type is the JSON's `grad_accum_dtype`, by default that of the weights. For fp16 weights the
@@ -543,7 +543,7 @@ class InOneTensor(list):
 
 def gradients_of(
     engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]], *, sharded: bool
-) -> FlatGradients:
+) -> GradBuffers:
     """Return the kind of flat gradients that an engine's optimizer needs.
 
     Args:
@@ -551,7 +551,7 @@ def gradients_of(
         sharded: ZeRO-2
     """
     is_mixed = isinstance(engine.optimizer, BF16_Optimizer)
-    kind = MixedPrecisionGradients if is_mixed else ZeroGradients
+    kind = MixedPrecisionGradBuffers if is_mixed else ZeroGradBuffers
     return kind(engine, chunks, sharded=sharded)
 
 

@@ -19,7 +19,7 @@ from threefold.pipeline.gradients import Bucket
 from threefold.pipeline.stage import replaced
 
 
-class WeightGathering:
+class AsyncParamAllGather:
     """Gathers updated weights in the background, instead of at the end of the optimizer's step.
 
     Code that reads weights without running a layer must call `finish` first.

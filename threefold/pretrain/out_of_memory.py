@@ -214,7 +214,7 @@ def report(
     print(first, file=sys.stderr, flush=True)
     append(file, f"{first}\n\n{''.join(traceback.format_exception(error))}\n")
     handle.folder.event(
-        "stop", handle.supervisor.crumb.step, reason=first, exit_code=STOPPED, out_of_memory=True
+        "stop", handle.supervisor.activity.step, reason=first, exit_code=STOPPED, out_of_memory=True
     )
     try:
         lines = details(experiment, engine)
@@ -238,8 +238,8 @@ def first_line(experiment: Experiment, handle: RunHandle, error: Exception) -> s
     where = ", ".join(f"{axis} {getattr(place, axis)}" for axis in dims.axes)
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return (
-        f"out of memory on {handle.supervisor.names[rank]} ({where}) in {handle.supervisor.crumb}: "
-        f"{text}"
+        f"out of memory on {handle.supervisor.names[rank]} ({where}) in "
+        f"{handle.supervisor.activity}: {text}"
     )
 
 

@@ -47,7 +47,7 @@ from threefold.runtime.processes import (
     start_processes,
     threads_on_first_node,
 )
-from threefold.supervision.hang_report import Breadcrumb
+from threefold.supervision.hang_report import Activity
 from threefold.supervision.loss_watch import LossWatch
 from threefold.supervision.supervisor import Supervisor
 from threefold.tracking.clocks import Startup, StepClock
@@ -161,18 +161,18 @@ def join(
         )
         exit_now(1)
     startup.mark("joining")
-    crumb = Breadcrumb()
+    activity = Activity()
     supervisor = Supervisor(
         folder,
-        crumb,
+        activity,
         hang_seconds=recipe.supervision.hang_seconds,
         startup_seconds=recipe.supervision.startup_seconds,
     ).start()
-    crumb.note("locking the run folder")
+    activity.note("locking the run folder")
     with raise_on_all_ranks():
         if world.rank == 0:
             read_wandb_key()
-    with crumb.waiting_for_disk("waiting for the run folder"):
+    with activity.waiting_for_disk("waiting for the run folder"):
         in_use = lock_run_folder(folder, wait_seconds=wait_seconds)
     if in_use:
         raise FolderInUse(in_use, alive=True)
@@ -219,8 +219,8 @@ def find_resume_point(
     Raises:
         UserError: no checkpoint can be used, or it belongs to another experiment.
     """
-    crumb, request = handle.supervisor.crumb, Request(resume, resume_once)
-    crumb.note("verifying checkpoints")
+    activity, request = handle.supervisor.activity, Request(resume, resume_once)
+    activity.note("verifying checkpoints")
     find_in_memory = None
     if handle.memory:
         find_in_memory = partial(
@@ -228,7 +228,7 @@ def find_resume_point(
             handle.memory,
             recipe=experiment.whole_recipe,
             data=data.fingerprint,
-            note=crumb.note,
+            note=activity.note,
         )
     return find_start(
         handle.folder,
@@ -236,7 +236,7 @@ def find_resume_point(
         experiment.whole_recipe,
         data.fingerprint,
         find_in_memory=find_in_memory,
-        note=crumb.note,
+        note=activity.note,
     )
 
 
@@ -335,7 +335,7 @@ def open_run(
     )
     with writer_of_run as writer, tracker_of_run as tracker, handle.supervisor as supervisor:
         writer.on_publish, writer.on_wait = tracker.saved, tracker.warn
-        writer.on_pause = supervisor.crumb.wait_for_room
+        writer.on_pause = supervisor.activity.wait_for_room
         writer.is_asked_to_stop = lambda: bool(supervisor.asked)
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
@@ -413,9 +413,9 @@ def close_run(run: Run, ending: RunEnd) -> RunEnd:
     Returns:
         The end of the run: `ending`, unless a failed save changes it.
     """
-    run.supervisor.crumb.note("gathering weights")
+    run.supervisor.activity.note("gathering weights")
     run.engine.finish_communication()
-    with run.supervisor.crumb.waiting_for_disk("saving"):
+    with run.supervisor.activity.waiting_for_disk("saving"):
         unsaved = run.writer.wait()
     ends_well = ending.code in (FINISHED, INTERRUPTED) or ending.restarts_for_phase
     if unsaved and (ends_well or unsaved in ending.reason):

@@ -238,7 +238,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 @dataclass
-class Breadcrumb:
+class Activity:
     """The current activity of a rank.
 
     Attributes:
@@ -300,7 +300,7 @@ class RankStatus:
     """The activity of a rank in a hanging run.
 
     Attributes:
-        activity: the rank's breadcrumb, as text
+        activity: the rank's activity, as text
         waits_in: the collective that the main thread was in; empty if it was in none
         at: the innermost line of this project or DeepSpeed
         launched: the operations launched on each process group; empty if the flight recorder is off
@@ -396,7 +396,7 @@ class HangReport:
         return self.folder / f"rank-{rank:05d}.txt"
 
 
-def rank_status(rank: int, crumb: Breadcrumb) -> tuple[RankStatus, str]:
+def rank_status(rank: int, activity: Activity) -> tuple[RankStatus, str]:
     """Return the activity of this rank's main thread, and its stack.
 
     While a paired forward pass runs, its thread takes the place of the main one, which waits.
@@ -404,8 +404,8 @@ def rank_status(rank: int, crumb: Breadcrumb) -> tuple[RankStatus, str]:
     frame = running_helper() or sys._current_frames()[threading.main_thread().ident or 0]
     about = RankStatus(
         rank=rank,
-        step=crumb.step,
-        activity=str(crumb),
+        step=activity.step,
+        activity=str(activity),
         waits_in=collective_of(frame),
         at=innermost_line(frame),
     )

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from models import cost, initialization
 from models.experts import routing
-from models.experts.overlap import Turns
+from models.experts.overlap import OverlapExecutor
 from models.kernels import attention, compile, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in, token_positions
@@ -159,7 +159,9 @@ def fake_tensors() -> Iterator[None]:
         replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
         replaced(accelerator, "is_fp16_supported", lambda self: True),
         replaced(routing, "on_host", equal_counts),
-        replaced(Turns, "take", one_after_the_other),  # fake tensors exist in this thread only
+        replaced(
+            OverlapExecutor, "run", one_after_the_other
+        ),  # fake tensors exist in this thread only
         replaced(muon_exchange, "gather_shards", shards_of_all_ranks),
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
         replaced(initialization, "run_in_threads", in_this_thread),
@@ -180,12 +182,12 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
 
     compiled: element-wise operations allocate only their results
     """
-    fuse = one_kernel if compiled else compile.as_written
+    compile_fn = one_kernel if compiled else compile.eager
     with (
         replaced(attention, "MAX_KEPT_LENGTH", 0),
         replaced(norms, "sums_in_16_bits", lambda x: False),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
-        replaced(compile.Fusing, "fuse", staticmethod(fuse)),
+        replaced(compile.CompiledOps, "compile_fn", staticmethod(compile_fn)),
         replaced(dist.Work, "is_completed", lambda self: True),
     ):
         yield
@@ -230,8 +232,10 @@ def equal_counts(counts: Sequence[torch.Tensor], total: int) -> list[list[list[i
     return [table] * len(counts)
 
 
-def one_after_the_other(turns: Turns, helper: Callable[[], None], main: Callable[[], None]) -> None:
-    """Run the helper, then the main function, in this thread; replaces `Turns.take`."""
+def one_after_the_other(
+    executor: OverlapExecutor, helper: Callable[[], None], main: Callable[[], None]
+) -> None:
+    """Run the helper, then the main function, in this thread; replaces `OverlapExecutor.run`."""
     helper()
     main()
 

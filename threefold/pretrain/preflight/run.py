@@ -200,7 +200,7 @@ def check_nodes(
         test = Preflight(experiment, handle, axes)
         verdict = test.run()
         if world.rank == 0:
-            with handle.supervisor.crumb.waiting_for_disk("writing the result of the preflight"):
+            with handle.supervisor.activity.waiting_for_disk("writing the result of the preflight"):
                 report(handle, verdict, test, step)
         stops = test.tree.broadcast(verdict.stops)
     startup.mark("preflight")
@@ -222,7 +222,7 @@ def hang_limit(supervisor: Supervisor) -> Iterator[None]:
     try:
         yield
     finally:
-        supervisor.crumb.note("building the engine")
+        supervisor.activity.note("building the engine")
         supervisor.limit = limit
 
 
@@ -240,7 +240,7 @@ class Preflight:
 
     def __init__(self, experiment: Experiment, handle: RunHandle, axes: ParallelAxes):
         self.experiment, self.hosts = experiment, handle.supervisor.hosts
-        self.note = handle.supervisor.crumb.note
+        self.note = handle.supervisor.activity.note
         self.device = torch.device(get_accelerator().current_device_name())
         self.tree = RankTree(EXCHANGE_TIMEOUT)
         world = experiment.world
