@@ -92,7 +92,7 @@ class FakeRun(SimpleNamespace):
             ),
             last_step=training.steps,
             supervisor=SimpleNamespace(activity=mock.MagicMock()),
-            prefetcher=SimpleNamespace(take=lambda step: spend(0.5, ([], 0.5))),
+            prefetcher=SimpleNamespace(next=lambda step: spend(0.5, ([], 0.5))),
             timeline=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),
             profiler=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),
             engine=SimpleNamespace(train_step=lambda *_: spend(1.5, done)),
