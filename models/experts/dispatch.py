@@ -3,8 +3,8 @@
 A token is sent once for each of its k experts. Tokens are sent in the order of their experts, and
 for one expert in their order on the rank. No expert has a capacity, so no token is dropped.
 
-With expert tensor parallelism, several tensor ranks have parts of the same experts. A token is sent
-to the one that has the sender's tensor rank, which passes it to the others.
+With expert tensor parallelism, several tensor ranks divide the columns of the same experts. A token
+is sent to the tensor rank with the sender's number, and that rank sends it to the other ones.
 
 n tokens of this rank, k experts per token, h hidden, m rows that this rank's experts compute.
 """
@@ -21,9 +21,10 @@ from models.parallel.layers import WeightGradStore
 
 # Expert tensor parallelism: tensor ranks that divide the columns of the same experts.
 #
-# Each tensor rank receives other tokens. Before the experts, the ranks gather each other's rows.
-# Afterwards they sum their partial outputs, and each keeps the sums of its own rows. The numbers
-# of rows differ between ranks, so both steps are all-to-alls.
+# Each tensor rank receives other tokens. An all-gather before the experts gives every tensor rank
+# the rows of all of them. A reduce-scatter after the experts sums their partial outputs, and
+# returns to each rank the sums of its own rows. The numbers of rows differ between ranks, so both
+# are all-to-alls.
 #
 # h hidden, c tensor ranks that divide an expert, m rows of all of them.
 

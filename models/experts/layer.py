@@ -50,8 +50,8 @@ class SharedExperts(Protocol):
 class MixtureOfExperts(nn.Module):
     """The weighted sum of each token's experts, plus the shared experts.
 
-    Each rank routes a different part of the tokens: those that it holds under sequence parallelism,
-    otherwise its part of the tokens that all tensor ranks hold.
+    Each tensor rank routes its own share of the tokens. Under sequence parallelism, it holds only
+    this share; otherwise all tensor ranks hold all tokens, and each one takes a slice.
 
     Communication: forward, all-to-alls of the numbers of tokens, of the tokens and of the results
     over the expert axis, an all-reduce of the counts of each sequence over its ranks, and without

@@ -193,9 +193,11 @@ class Segment:
         number: number of the phase, from 0
         first, last: first and last step
         recipe: the recipe of these steps, without phases and without a ramp
-        schedule_first, schedule_last: first and last step of the learning rate's schedule
-        part: number of the part of the data, from 0; a part ends where the corpora, their weights,
-            the sequence length, the separation of documents or the rotary positions change
+        schedule_first, schedule_last: first and last step of the schedule of the learning rate,
+            which may begin in an earlier phase and end in a later one
+        part: number of the part of the data, from 0. Another part begins with a segment that
+            changes the corpora, their weights, the sequence length, the separation of documents or
+            the rotary positions
     """
 
     phase: str

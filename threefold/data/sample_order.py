@@ -118,7 +118,8 @@ class Pass:
     Attributes:
         length: tokens of a window
         key: the key of the permutation
-        considered: number of windows at the start of the permutation that were read or left out
+        considered: number of windows, from the start of the permutation, that were either read or
+            skipped because an earlier pass of the epoch had read some of their tokens
     """
 
     length: int

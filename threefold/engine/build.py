@@ -5,7 +5,8 @@
     optimizer = build_optimizer(model, recipe, config=config)
     engine = build_engine(recipe, axes, config=config, model=model, optimizer=optimizer)
 
-`build_from_recipe` makes these four calls.
+`build_from_recipe` makes these four calls. All ranks make them in this order, because they create
+process groups and communicate.
 """
 
 import sys

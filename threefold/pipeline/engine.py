@@ -374,9 +374,9 @@ class ScheduledEngine(PipelineEngine):
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """Let the optimizer divide its state among the right ranks.
 
-        DeepSpeed divides experts among the ranks that hold the same ones, but only if the attribute
-        says so, which it sets for its own modules. It divides all other weights among the ranks of
-        `seq_data_parallel_group`.
+        If `has_moe_layers` is True, DeepSpeed divides the state of an expert among the ranks that
+        hold this expert. It sets the attribute for its own modules only, so it is set here. The
+        state of all other weights is divided among the ranks of `seq_data_parallel_group`.
         """
         super()._configure_distributed_model(model)
         if self.mpu.dp_shard_group is not None:

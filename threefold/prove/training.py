@@ -196,10 +196,10 @@ def shared_groups() -> Iterator[Callable[[], None]]:
     of an earlier case created. Every engine requests dozens of groups, each of which opens
     connections that are never closed.
 
-    If each rank requests its own group (`use_local_synchronization`), some ranks may have theirs
-    while others must create it. The former then create a group of one rank, because torch names a
-    group after the number of groups that its members have, and members with different numbers would
-    wait for each other.
+    With `use_local_synchronization`, only the members of a group create it, and torch derives its
+    name from the number of groups that a member has created. If only some ranks create a group,
+    these numbers differ, and the members of the next group wait for each other under different
+    names. A rank that already has its group therefore creates a group of one rank instead.
 
     Yields:
         The function to call before each case.

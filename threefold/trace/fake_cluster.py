@@ -174,7 +174,7 @@ def fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
-    """Let autograd keep the tensors that it keeps on a GPU, which differ from those on a CPU.
+    """Let autograd save the tensors that it would save on a GPU; on a CPU, it saves others.
 
     On a GPU attention is fused at any length, LayerNorm needs no fp32 copies, and the loss computes
     more logits at a time. A sent tensor is freed once its transfer is complete, and not only when
