@@ -127,7 +127,8 @@ def real_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recipe_of(corpus: Path, **changes: Any) -> Recipe:
-    return parse_recipe(changed(small_recipe(corpus), **changes), "small")
+    table = changed(small_recipe(corpus), batch__micro_sequences=4)
+    return parse_recipe(changed(table, **changes), "small")
 
 
 def train_and_save(recipes: list[Recipe], folder: Path) -> list[float]:
@@ -435,12 +436,12 @@ def test_reshape_distributes_the_same_tensors_over_other_files(
     output = convert(
         "reshape", source.path, tmp_path / "moved", "--ranks", 3,
         *("--set", "layout.tensor=1", "--set", "layout.pipeline=1"),
-        *("--set", "deepspeed=ds_configs/zero3_fp32.json", "--set", "batch.global_sequences=6"),
+        *("--set", "deepspeed=ds_configs/zero3_fp32.json", "--set", "batch.global_sequences=12"),
     )  # fmt: skip
     assert "pipeline 1 x data 3 x tensor 1" in output
     moved = open_checkpoint(tmp_path / "moved")
     assert moved.manifest.layout["data"] == 3 and moved.manifest.samples == 16
-    assert moved.manifest.recipe["batch"]["global_sequences"] == 6
+    assert moved.manifest.recipe["batch"]["global_sequences"] == 12
     assert len(list((tmp_path / "moved").glob("*.safetensors"))) == 6
     before, after = stored(source.path), stored(tmp_path / "moved")
     assert before.keys() == after.keys() and len(before) == 3 * len(stored_weights(source))

@@ -85,6 +85,7 @@ WAYS = {
             "deepspeed": "ds_configs/zero1_bf16.json",
             "layout": {"pipeline": 2, "schedule": "interleaved"},
             "model__layers": 4,
+            "batch__micro_sequences": 4,
         },
     ),
     "weights later": (
