@@ -651,7 +651,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
 @functools.cache
 def mutant_case(corpus: Path, fault: str) -> ProofCase:
     changes, layout = MUTANTS[fault]
-    small = made_small(recipe_of(corpus, changes), corpus, steps=2)
+    small = made_small(recipe_of(corpus, changes), corpus, steps=3)
     ranks = ranks_of_mutant(fault)
     found = valid_cases(small, ranks=ranks, micro_sequences=(1,))
     wanted = {
