@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from models.config import ModelConfig
-from models.kernels.compile import eager
+from models.kernels.compile import as_written
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from models.transformer import Attention, ModelAxes
@@ -60,7 +60,7 @@ def residual(s: int, b: int, h: int) -> float:
     key, axis = MaskKey(seed=0, samples=range(b)), TensorAxis()
     return compare(
         lambda: dropout(
-            x, 0.1, key=key, layer="blocks.0.mlp", tensor=axis, compile_fn=eager
+            x, 0.1, key=key, layer="blocks.0.mlp", tensor=axis, fuse=as_written
         ).backward(x.detach()),
         lambda: F.dropout(x, 0.1).backward(x.detach()),
     )

@@ -268,7 +268,7 @@ def check_base_sizes(
         if value is None or key in (*required, *OPTIONAL[parametrization]):
             continue
         others = [each for each in REQUIRED if key in (*REQUIRED[each], *OPTIONAL[each])]
-        choices = " or ".join(f'"{other}"' for other in others)
+        choices = " or ".join(f'"{each}"' for each in others)
         raise UserError(
             f'{key} = {value} has no effect with parametrization = "{parametrization}"; leave it '
             f"out, or use parametrization = {choices}"
@@ -352,7 +352,8 @@ class ModelConfig:
             if field.type not in (int, int | None) or value is None:
                 continue
             if not 1 <= value <= MAX_SIZE:
-                raise UserError(f"{key} = {value} is not in 1 .. {MAX_SIZE}; use {key} = 1")
+                nearest = min(max(value, 1), MAX_SIZE)
+                raise UserError(f"{key} = {value} is not in 1 .. {MAX_SIZE}; use {key} = {nearest}")
         for key in ("rope_theta", "norm_epsilon", "initial_std"):
             if not getattr(self, key) > 0:
                 default = type(self).__dataclass_fields__[key].default

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from models.config import ModelConfig
 from models.initialization import output_multiplier
-from models.kernels.compile import CompiledOps
+from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
 from models.parallel.cross_entropy import vocab_parallel_loss
@@ -117,7 +117,7 @@ def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], info: MicroBatc
     return x
 
 
-class EmbeddingTable(VocabParallelEmbedding, CompiledOps):
+class VocabularyTable(VocabParallelEmbedding, Fusing):
     """The embedding table of a model: in the embedding, in the head, or tied in both.
 
     gradient_scale: function that returns the gradient of the loss in the coming backward pass
@@ -150,13 +150,13 @@ class EmbeddingTable(VocabParallelEmbedding, CompiledOps):
             labels,
             vocab_size=self.vocab_size,
             tensor=self.tensor,
-            compile_fn=self.compile_fn,
+            fuse=self.fuse,
             gradient_scale=self.gradient_scale(),
             observe=self.observe,
         )
 
 
-class TokenEmbedding(EmbeddingTable):
+class TokenEmbedding(VocabularyTable):
     """Tokens [b, s] to [s, b, h], with dropout unless learned positions follow."""
 
     def __init__(self, config: ModelConfig, tensor: TensorAxis):
@@ -172,7 +172,7 @@ class TokenEmbedding(EmbeddingTable):
             key=info.dropout,
             layer="embedding",
             tensor=self.tensor,
-            compile_fn=self.compile_fn,
+            fuse=self.fuse,
             slices=info.slices,
         )
 
@@ -184,7 +184,7 @@ class TokenEmbedding(EmbeddingTable):
         return LayerSpec(cls, config, tensor)
 
 
-class Head(EmbeddingTable):
+class Head(VocabularyTable):
     """The output layer: [s, b, h] to logits, or to the loss."""
 
     def __init__(self, config: ModelConfig, tensor: TensorAxis):
@@ -207,7 +207,7 @@ class Head(EmbeddingTable):
 def expect_gradient_scale(module: nn.Module, scale: Callable[[], float]) -> None:
     """Let the losses in a module know the gradient that they will receive in the backward pass."""
     for each in module.modules():
-        if isinstance(each, EmbeddingTable):
+        if isinstance(each, VocabularyTable):
             each.gradient_scale = scale
 
 
@@ -219,7 +219,7 @@ def observed_scores(module: nn.Module) -> Iterator[list[Tensor]]:
     list stays empty if the module does not compute the loss.
     """
     scores: list[Tensor] = []
-    tables = [each for each in module.modules() if isinstance(each, EmbeddingTable)]
+    tables = [each for each in module.modules() if isinstance(each, VocabularyTable)]
     try:
         for table in tables:
             table.observe = scores.append
@@ -229,7 +229,7 @@ def observed_scores(module: nn.Module) -> Iterator[list[Tensor]]:
             table.observe = None
 
 
-class LearnedPositions(CompiledOps):
+class LearnedPositions(Fusing):
     """Add a learned vector per position in the document to [s, b, h]."""
 
     def __init__(self, config: ModelConfig, tensor: TensorAxis):
@@ -258,7 +258,7 @@ class LearnedPositions(CompiledOps):
             key=info.dropout,
             layer="positions",
             tensor=self.tensor,
-            compile_fn=self.compile_fn,
+            fuse=self.fuse,
             slices=info.slices,
         )
 

@@ -14,15 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from models.config import ModelConfig
 from models.context_parallel.attention import (
-    allgather_attention,
     attention_with_dropout,
     gather_keys,
+    gathered_attention,
     ring_attention,
     tiles_of,
-    ulysses_attention,
+    with_whole_sequences,
 )
 from models.context_parallel.collectives import ContextAxis
-from models.context_parallel.partition import Slices
+from models.context_parallel.division import Slices
 from models.experts.layer import MixtureOfExperts
 from models.experts.routing import ExpertAxis
 from models.initialization import query_multiplier, residual_multiplier
@@ -32,9 +32,9 @@ from models.kernels.attention import (
     in_blocks,
     varlen_kernel,
 )
-from models.kernels.compile import CompiledOps
+from models.kernels.compile import Fusing
 from models.kernels.elementwise import Order, gelu, heads_first, swiglu
-from models.kernels.norms import ResidualBranch, add
+from models.kernels.norms import Branch, add
 from models.kernels.rotary import Frequencies
 from models.parallel.collectives import TensorAxis
 from models.parallel.layers import NORMS, ColumnParallelLinear, RMSNorm, RowParallelLinear
@@ -59,7 +59,7 @@ class ModelAxes:
     expert: ExpertAxis = field(default_factory=ExpertAxis)
 
 
-class Block(CompiledOps):
+class Block(Fusing):
     """x + m attention(norm(x)), then x + m mlp(norm(x)), with a residual multiplier m, mostly 1.
 
     number: number of the block in the model; its dropout masks depend on it
@@ -110,31 +110,24 @@ class Block(CompiledOps):
     def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
         attended = self.attention(self.attention_norm(x), info)
-        bias = self.attention.output.local_bias()
+        bias = self.attention.output.bias_here()
         attended = self._branch(attended, bias, "attention", info)
-        x, normed = self.mlp_norm.add_norm(x, attended)
+        x, normed = self.mlp_norm.of_sum(x, attended)
         y = self.mlp(normed)
-        return add(x, self._branch(y, self.mlp.local_bias(), "mlp", info), self.compile_fn)
+        return add(x, self._branch(y, self.mlp.bias_here(), "mlp", info), self.fuse)
 
-    def _branch(
-        self, y: Tensor, bias: Tensor | None, half: str, info: MicroBatchInfo
-    ) -> ResidualBranch:
+    def _branch(self, y: Tensor, bias: Tensor | None, half: str, info: MicroBatchInfo) -> Branch:
         """Return the term that one half of the block adds to the residual stream."""
         rows, key = None, info.dropout
         if key is not None and self.dropout > 0:
             layer = f"{self.name}.{half}"
             rows = stream_rows(
-                y,
-                key=key,
-                layer=layer,
-                tensor=self.tensor,
-                compile_fn=self.compile_fn,
-                slices=info.slices,
+                y, key=key, layer=layer, tensor=self.tensor, fuse=self.fuse, slices=info.slices
             )
-        return ResidualBranch(y, bias, rows, self.dropout, self.multiplier)
+        return Branch(y, bias, rows, self.dropout, self.multiplier)
 
 
-class Attention(CompiledOps):
+class Attention(Fusing):
     """Causal self-attention over this rank's heads, within each document; without the output bias.
 
     Communication: that of its column-parallel linear layer, of attention over context ranks, and of
@@ -185,7 +178,7 @@ class Attention(CompiledOps):
             heads=self.heads,
             kv_heads=self.kv_heads,
             order=self._order(qkv, info),
-            compile_fn=self.compile_fn,
+            fuse=self.fuse,
         )
         if self.query_multiplier != 1:
             q = q * self.query_multiplier
@@ -195,22 +188,22 @@ class Attention(CompiledOps):
 
     def _core(self, q: Tensor, k: Tensor, v: Tensor, *, info: MicroBatchInfo) -> Tensor:
         """q [b, a/t, s, d] and k, v [b, g/t, s, d] to [s, b, a/t * d]."""
-        context, partition = self.context, info.partition
-        if partition is None:
+        context, division = self.context, info.division
+        if division is None:
             y = self._attend(q, k, v, info=info)
         elif context.attention == "ulysses":
             share = self.heads // context.size
-            whole = replace(info, partition=None)
+            whole = replace(info, division=None)
             attend = partial(self._attend, info=whole, head=context.rank * share)
-            y = ulysses_attention(attend, q, k, v, context, partition.order)
+            y = with_whole_sequences(attend, q, k, v, context, division.order)
         elif self._drops(info):
-            y = self._attend(q, *gather_keys(k, v, context, partition.order), info=info)
+            y = self._attend(q, *gather_keys(k, v, context, division.order), info=info)
         else:
-            tiles = tiles_of(partition.slices, info.documents.lengths if info.documents else None)
+            tiles = tiles_of(division.slices, info.documents.lengths if info.documents else None)
             if context.attention == "ring":
-                y = ring_attention(q, k, v, context, partition, tiles)
+                y = ring_attention(q, k, v, context, division, tiles)
             else:
-                y = allgather_attention(q, k, v, context, partition.order, tiles)
+                y = gathered_attention(q, k, v, context, division.order, tiles)
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
     def _attend(
@@ -229,7 +222,7 @@ class Attention(CompiledOps):
                 info=info,
                 layer=self.name,
                 first_head=self.tensor.rank * self.heads + head,
-                compile_fn=self.compile_fn,
+                fuse=self.fuse,
             )
         if info.documents is not None:
             varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
@@ -248,14 +241,14 @@ class Attention(CompiledOps):
         [s, b, a, d]: torch's kernel then writes its output in the same order, which the next matmul
         needs.
         """
-        if info.partition is not None or in_blocks(qkv.device, len(qkv)):
+        if info.division is not None or in_blocks(qkv.device, len(qkv)):
             return "basd"
         if info.documents is not None and varlen_kernel(qkv.device, qkv.dtype, qkv.shape[-1]):
             return "bsad"
         return "sbad"
 
 
-class MLP(CompiledOps):
+class MLP(Fusing):
     """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202); without the output bias.
 
     Communication: that of its column-parallel, then of its row-parallel linear layer.
@@ -281,13 +274,13 @@ class MLP(CompiledOps):
         """[s, b, h] to the input of the second linear layer, [s, b, f/t]."""
         if self.activation == "swiglu":
             x = self.up(x)  # [s, b, 2f/t] with the gate first
-            return swiglu(x, self.compile_fn)
+            return swiglu(x, self.fuse)
         x = self.up(x, bias_gradient=False)  # [s, b, f/t]
-        return gelu(x, self.up.bias, self.compile_fn)
+        return gelu(x, self.up.bias, self.fuse)
 
-    def local_bias(self) -> Tensor | None:
+    def bias_here(self) -> Tensor | None:
         """Return the output bias for this rank's positions."""
-        return self.down.local_bias()
+        return self.down.bias_here()
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

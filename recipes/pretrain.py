@@ -18,6 +18,7 @@ if __name__ == "__main__":  # import from the repository root, not from recipes/
     end_at_interrupt()
 
 import os
+import signal
 import traceback
 from typing import Any
 
@@ -56,6 +57,9 @@ def main(started: float | None = None) -> None:
     except UserError as problem:  # raised in training; earlier checks print their own message
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
         exit_now(REJECTED)
+    except KeyboardInterrupt:  # before the run handles signals, and therefore before its first step
+        print("pretrain.py: interrupted before the first step", file=sys.stderr, flush=True)
+        exit_now(128 + signal.SIGINT)
     except Exception:
         traceback.print_exc()
         exit_now(1)  # an ordinary exit would wait for threads, which may hang
@@ -117,8 +121,8 @@ def pretrain(started: float | None = None) -> None:
         # 5. Model: check the nodes, build the model, its optimizer and DeepSpeed's engine, and load
         # the checkpoint. If memory runs out from here on, a message names a layout that needs less.
         recipe, dims, config = experiment.recipe, experiment.dims, experiment.config
-        activity = handle.supervisor.activity  # tells the supervisor what this rank is doing
-        activity.note("building the engine")
+        crumb = handle.supervisor.crumb  # tells the supervisor what this rank is doing
+        crumb.note("building the engine")
         axes = build_axes(recipe, dims)
         step = start.progress.step
         check_nodes(experiment, handle=handle, axes=axes, step=step, startup=startup)
@@ -126,7 +130,7 @@ def pretrain(started: float | None = None) -> None:
         startup.mark("model")
         optimizer = build_optimizer(model, recipe, config=config)
         engine = account.engine = build_engine(
-            recipe, axes, config=config, model=model, optimizer=optimizer, activity=activity
+            recipe, axes, config=config, model=model, optimizer=optimizer, crumb=crumb
         )
         startup.mark("DeepSpeed")
         if start.found.path:
@@ -161,7 +165,7 @@ def train(run: Run, step: int) -> RunEnd:
         metrics = train_step(run, step)
         if run.startup.running:
             end_startup(run, step)
-        with run.supervisor.activity.waiting_for_disk("writing metrics"):
+        with run.supervisor.crumb.waiting_for_disk("writing metrics"):
             run.tracker.step(metrics)
             run.tracker.repeat(run.data.repeated(step))
             run.profiler.write_after(step)
@@ -176,10 +180,10 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
     Then validate, score the tasks, and compare the ranks' speed, each only if it is due.
     """
     run.clock.begin()
-    activity, recipe = run.supervisor.activity, run.recipe
-    activity.step = step
+    crumb, recipe = run.supervisor.crumb, run.recipe
+    crumb.step = step
     rate = run.plan.at(step).learning_rate(step)
-    with stop_if_unreadable(run, step), activity.waiting_for_disk("waiting for data"):
+    with stop_if_unreadable(run, step), crumb.waiting_for_disk("waiting for data"):
         micro_batches, data_seconds = run.prefetcher.next(step)
     with run.timeline.recorded(step), run.profiler.recorded(step):
         result = run.engine.train_step(micro_batches, rate)

@@ -177,10 +177,8 @@ def _rank(target: Callable[[Path], None], folder: Path, variables: dict[str, str
     # os._exit below skips the removal of temporary files, such as those of W&B's import.
     tempfile.tempdir = tempfile.mkdtemp(dir=folder)
     os.chdir(REPOSITORY)
-    try:
-        target(folder)
-    finally:  # also after SystemExit
-        (folder / f"seconds{variables['RANK']}").write_text(str(sum(os.times()[:4])))
+    target(folder)
+    (folder / f"seconds{variables['RANK']}").write_text(str(sum(os.times()[:4])))
     sys.stdout.flush()
     os._exit(0)  # the teardown of torch's threads sometimes aborts, and is not under test
 

@@ -35,7 +35,7 @@ PARSING = "the block parses text of a file or an option, and nothing else"
 CONTINUES = "what fails is reported, and the run continues without it"
 RAISES = "the exception is raised again, or ends the process with its traceback"
 CATCHES = {  # function that catches one of BROAD -> why no defect becomes a user's mistake there
-    "models/experts/overlap.py: OverlapExecutor._run_one": RAISES,
+    "models/experts/overlap.py: Turns._run_one": RAISES,
     "threefold/convert/from_hugging_face.py: TheirFiles._names": PARSING,
     "threefold/convert/from_hugging_face.py: read_config": FOREIGN,
     "threefold/gpus/datasheet.py: _read_toml": PARSING,

@@ -103,7 +103,6 @@ def recipe_file(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         small_recipe(corpus),
         name="small",
         layout__pipeline=2,
-        batch__micro_sequences=4,
         training__steps=8,
         training__evaluate_every=4,
         checkpoint__every=4,

@@ -27,7 +27,7 @@ from benchmarks.one_step.transformers_llama import TransformersLlama
 from benchmarks.taking_turns import Turn, serve
 from models.context_parallel import attention
 from models.context_parallel import attention as attention_module
-from models.context_parallel.partition import partition_sequence
+from models.context_parallel.division import divide
 from models.initialization import initialize
 from models.kernels.compile import compile_kernels
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
@@ -43,7 +43,7 @@ from threefold.runtime.processes import on_gpu, quiet, should_compile, start_pro
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch
 OVERLAPPED: Sequence[tuple[Any, str]] = (  # functions that begin a collective
     (layers, "begin_all_gather"),
-    (layers, "begin_input_grad_reduction"),
+    (layers, "begin_sum_of_copies"),
     (attention_module, "begin_gather"),
     (attention, "begin_pass"),
 )
@@ -205,7 +205,7 @@ def build_ours(entry: Entry, recipe: Recipe, world: LaunchEnvironment) -> Train:
     if dims.context > 1:
         rank = dims.coordinates(world.rank).context
         length = recipe.model.sequence_length
-        info = MicroBatchInfo(partition=partition_sequence(length, rank, dims.context))
+        info = MicroBatchInfo(division=divide(length, rank, dims.context))
 
     data_rank = dims.coordinates(world.rank).data
 

@@ -5,7 +5,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from models.parallel.layers import DeferrableModule
+from models.parallel.layers import Deferring
 
 SHAPE = (1, 1, 8)  # of activations, [s, b, h]
 
@@ -15,7 +15,7 @@ def loss(y: Tensor, labels: Tensor) -> Tensor:
     return (y * labels).mean()
 
 
-class SleepingLayer(DeferrableModule):
+class SleepingLayer(Deferring):
     """A layer that multiplies x by a weight per column, and sleeps.
 
     seconds: of the forward pass and of each part of the backward pass
@@ -51,8 +51,8 @@ class _SleepingProduct(torch.autograd.Function):
             return (grad * x).flatten(0, 1).sum(0)
 
         grad_weight = None
-        if layer.grad_store is None:
+        if layer.deferral is None:
             grad_weight = weight_gradient()
         else:
-            layer.grad_store.put(ctx.weight, weight_gradient)
+            layer.deferral.put(ctx.weight, weight_gradient)
         return grad * ctx.weight, grad_weight, None

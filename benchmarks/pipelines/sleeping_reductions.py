@@ -27,10 +27,10 @@ from threefold.config.parallel_dims import ParallelDims
 from threefold.engine.axes import ProcessGrid
 from threefold.engine.parameter_groups import UpdateRule, buckets_of_stage
 from threefold.pipeline import gradients, weight_gathering
+from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
-from threefold.pipeline.p2p import ActivationSpec
 from threefold.pipeline.schedules import Pipeline
-from threefold.pipeline.stage import PipelineStage
+from threefold.pipeline.stage import Stage
 from threefold.plan.time.update import DataTraffic
 from threefold.runtime.processes import quiet
 
@@ -231,7 +231,7 @@ def build(setting: Setting, way: Way) -> ScheduledEngine:
     )
     layer = LayerSpec(SleepingLayer, setting.forward / setting.layers)
     with quiet():
-        model = PipelineStage(
+        model = Stage(
             [layer] * (setting.stages * setting.layers),
             pipeline=pipeline,
             grid=ProcessGrid(ParallelDims(pipeline=setting.stages, data=DATA_RANKS)),
@@ -243,11 +243,7 @@ def build(setting: Setting, way: Way) -> ScheduledEngine:
         buckets = buckets_of_stage(model, rules, elements=SHAPE[-1])
         optimizer = torch.optim.AdamW([{"params": bucket} for bucket in buckets], fused=True)
         config = deepspeed_config(setting.micro_batches)
-        activation_spec = ActivationSpec(SHAPE, torch.float32, TensorAxis())
+        boundary = Boundary(SHAPE, torch.float32, TensorAxis())
         return ScheduledEngine(
-            model,
-            optimizer,
-            config,
-            activation_spec=activation_spec,
-            shard_gradients=bool(way.every),
+            model, optimizer, config, boundary=boundary, shard_gradients=bool(way.every)
         )

@@ -23,11 +23,11 @@ from tests.ranks import join_world, run_ranks
 from threefold.config.parallel_dims import ParallelDims
 from threefold.engine.axes import ProcessGrid
 from threefold.engine.parameter_groups import UpdateRule, buckets_of_stage
+from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import Event, Recording, ScheduledEngine
-from threefold.pipeline.p2p import ActivationSpec
 from threefold.pipeline.schedules import BACKWARD, Pass, Pipeline
 from threefold.pipeline.simulation import TimedPass, Timeline, pipeline_seconds, simulate
-from threefold.pipeline.stage import PipelineStage
+from threefold.pipeline.stage import Stage
 from threefold.runtime.processes import quiet
 
 
@@ -201,7 +201,7 @@ def time_rank(setting: Setting) -> dict[str, list[RankStep]]:
 def run_step(engine: PipelineEngine) -> tuple[float, float]:
     """Run a step, and return its start and end."""
     micro_batch = torch.ones(SHAPE), torch.ones(SHAPE)
-    if isinstance(engine.module, PipelineStage):
+    if isinstance(engine.module, Stage):
         engine.module.take_micro_batch_infos([MicroBatchInfo()] * engine.micro_batches)
     dist.barrier()
     start = time.perf_counter()
@@ -225,22 +225,19 @@ def build(setting: Setting, pipeline: Pipeline, *, is_stock: bool) -> PipelineEn
         add_observers(engine)
         return engine
     with quiet():
-        model = PipelineStage(
+        model = Stage(
             layers,
             pipeline=pipeline,
             grid=ProcessGrid(ParallelDims(pipeline=setting.stages)),
             layers_of_virtual_stages=[1] * pipeline.total_virtual_stages,
             recompute_interval=0,
         )
-        activation_spec = ActivationSpec(SHAPE, torch.float32, TensorAxis())
+        boundary = Boundary(SHAPE, torch.float32, TensorAxis())
         rules = dict.fromkeys(model.parameters(), UpdateRule("adamw", 1.0, 0.0, 1e-8))
         buckets = buckets_of_stage(model, rules, elements=2**24)
         optimizer = torch.optim.AdamW([{"params": bucket} for bucket in buckets])
         return ScheduledEngine(
-            model,
-            optimizer,
-            deepspeed_config(setting.micro_batches),
-            activation_spec=activation_spec,
+            model, optimizer, deepspeed_config(setting.micro_batches), boundary=boundary
         )
 
 

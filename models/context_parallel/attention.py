@@ -24,7 +24,7 @@ from models.context_parallel.collectives import (
     reduce_scatter,
     sequence_to_heads,
 )
-from models.context_parallel.partition import Lengths, Order, SequencePartition, Slices
+from models.context_parallel.division import Division, Lengths, Order, Slices
 from models.kernels.attention import Part, attend, attend_backward, merge
 from models.kernels.compile import Function
 from models.kernels.dropout import drop_out
@@ -36,7 +36,7 @@ from models.parallel.micro_batch_info import (
     token_positions,
 )
 
-# The partition of causal attention into rectangles of queries and keys.
+# The division of causal attention into rectangles of queries and keys.
 #
 # s sequence, c context ranks, b micro-batch.
 
@@ -109,7 +109,7 @@ def _tiles_of_sequences(
 # b micro-batch, a query heads, g key-value heads, s sequence, c context ranks, d head size.
 
 
-def allgather_attention(
+def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis, order: Order, tiles: Sequence[Tile]
 ) -> Tensor:
     """Return the attention of this rank's queries to all earlier keys: [b, a, s/c, d].
@@ -124,10 +124,11 @@ def allgather_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
-        order: order of the slices, as in `SequencePartition`
+        axis: the context axis
+        order: order of the slices, as in `Division`
         tiles: the result of `tiles_of`
     """
-    return _AllGatherAttention.apply(q, k, v, axis, order, tiles)
+    return _GatheredAttention.apply(q, k, v, axis, order, tiles)
 
 
 def gather_keys(k: Tensor, v: Tensor, axis: ContextAxis, order: Order) -> tuple[Tensor, Tensor]:
@@ -157,7 +158,7 @@ def assemble(q: Tensor, tiles: Sequence[Tile], parts: Sequence[Part]) -> Part:
     return out, logsumexp
 
 
-class _AllGatherAttention(torch.autograd.Function):
+class _GatheredAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, axis, order, tiles):
         gathered = begin_gather(torch.stack([k, v]), axis, order)
@@ -203,12 +204,7 @@ class _AllGatherAttention(torch.autograd.Function):
 
 
 def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    axis: ContextAxis,
-    partition: SequencePartition,
-    tiles: Sequence[Tile],
+    q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis, division: Division, tiles: Sequence[Tile]
 ) -> Tensor:
     """Return the attention of this rank's queries to all earlier keys: [b, a, s/c, d].
 
@@ -219,10 +215,11 @@ def ring_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
-        partition: partition of the sequences
+        axis: the context axis
+        division: division of the sequences
         tiles: the result of `tiles_of`
     """
-    return _RingAttention.apply(q, k, v, axis, partition, tiles)
+    return _RingAttention.apply(q, k, v, axis, division, tiles)
 
 
 def begin_pass(x: Tensor, axis: ContextAxis) -> Callable[[], Tensor]:
@@ -269,26 +266,26 @@ def rectangles(tiles: Sequence[Tile], slices: Slices) -> Iterator[tuple[int, tup
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, axis, partition, tiles):
+    def forward(ctx, q, k, v, axis, division, tiles):
         held = torch.stack([k, v])
         parts = attend_to_own(q, k, v, tiles)
         for step in range(axis.size):
             passed = begin_pass(held, axis) if step < axis.size - 1 else None
             keys, values = held
-            for number, there in rectangles(tiles, _slices_at(step, axis, partition)):
+            for number, there in rectangles(tiles, _slices_at(step, axis, division)):
                 part = attend(q[tiles[number].own], keys[there], values[there], causal=False)
                 parts[number] = merge(parts[number], part)
             if passed is not None:
                 held = passed()
         out, logsumexp = assemble(q, tiles, parts)
         ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.axis, ctx.partition, ctx.tiles = axis, partition, tiles
+        ctx.axis, ctx.division, ctx.tiles = axis, division, tiles
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, out, logsumexp = ctx.saved_tensors
-        axis, partition, tiles = ctx.axis, ctx.partition, ctx.tiles
+        axis, division, tiles = ctx.axis, ctx.division, ctx.tiles
         held = torch.stack([k, v])
         grad_q = torch.empty_like(q, dtype=torch.float32)
         arriving: Callable[[], Tensor] | None = None
@@ -301,7 +298,7 @@ class _RingAttention(torch.autograd.Function):
                     grads = attend_backward(grad[at], q[at], k[at], v[at], whole, causal=True)
                     grad_q[at], total[0][at], total[1][at] = grads
             keys, values = held
-            for number, there in rectangles(tiles, _slices_at(step, axis, partition)):
+            for number, there in rectangles(tiles, _slices_at(step, axis, division)):
                 own = tiles[number].own
                 whole = out[own], logsumexp[own]
                 grads = attend_backward(
@@ -320,9 +317,9 @@ class _RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
 
 
-def _slices_at(step: int, axis: ContextAxis, partition: SequencePartition) -> Slices:
+def _slices_at(step: int, axis: ContextAxis, division: Division) -> Slices:
     """Return the positions of the keys that this rank holds after `step` passes."""
-    return partition.slices_of((axis.rank - step) % axis.size)
+    return division.slices_of((axis.rank - step) % axis.size)
 
 
 # Attention with whole sequences and a share of the heads on each context rank (Ulysses).
@@ -334,7 +331,7 @@ def _slices_at(step: int, axis: ContextAxis, partition: SequencePartition) -> Sl
 # b micro-batch, a query heads, g key-value heads, s sequence, c context ranks, d head size.
 
 
-def ulysses_attention(
+def with_whole_sequences(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     q: Tensor,
     k: Tensor,
@@ -350,7 +347,7 @@ def ulysses_attention(
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
         axis: the context axis, whose size divides a and g
-        order: order of the slices, as in `SequencePartition`
+        order: order of the slices, as in `Division`
     """
     shares = [x.unflatten(1, (axis.size, -1)) for x in (q, k, v)]  # [b, c, heads, s/c, d]
     counts = [share.shape[2] for share in shares]
@@ -373,7 +370,7 @@ def attention_with_dropout(
     info: MicroBatchInfo,
     layer: str,
     first_head: int,
-    compile_fn: Function,
+    fuse: Function,
 ) -> Tensor:
     """Return the attention of q [b, a, n, d] to k and v [b, g, s, d]: [b, a, n, d].
 
@@ -386,8 +383,9 @@ def attention_with_dropout(
         v: values of whole sequences
         probability: of dropping an element
         info: dropout key, documents and slices of the micro-batch
+        layer: the name of the layer
         first_head: number of the first query head within the logical model
-        compile_fn: compiles element-wise functions
+        fuse: compiles element-wise functions
     """
     (b, a, n, d), (g, s) = q.shape, k.shape[1:3]
     assert info.dropout is not None
@@ -408,8 +406,8 @@ def attention_with_dropout(
         key=info.dropout,
         layer=layer,
         first_head=first_head,
-        compile_fn=compile_fn,
+        fuse=fuse,
         slices=info.slices,
     )
-    probabilities = drop_out(probabilities, rows, probability, compile_fn)
+    probabilities = drop_out(probabilities, rows, probability, fuse)
     return torch.bmm(probabilities.view(b * g, -1, s), v).view(b, a, n, d)

@@ -1,7 +1,7 @@
 """The context axis, and the collectives that turn slices of sequences into whole sequences.
 
 The gathered tensors are in the order of the sequence. `order` has the numbers of the two slices of
-rank 0, then of rank 1, ... (`SequencePartition`).
+rank 0, then of rank 1, ... (`Division`).
 
 Tensors are [..., s, d]: the tokens of a head are next to each other, as attention reads them.
 b micro-batch, s sequence, c context ranks, d head size.
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.context_parallel.partition import Order
+from models.context_parallel.division import Order
 from models.parallel.collectives import (
     all_gather_single,
     conjugate,

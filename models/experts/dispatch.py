@@ -3,8 +3,8 @@
 A token is sent once for each of its k experts. Tokens are sent in the order of their experts, and
 for one expert in their order on the rank. No expert has a capacity, so no token is dropped.
 
-With expert tensor parallelism, several tensor ranks divide the columns of the same experts. A token
-is sent to the tensor rank with the sender's number, and that rank sends it to the other ones.
+With expert tensor parallelism, several tensor ranks have parts of the same experts. A token is sent
+to the one that has the sender's tensor rank, which passes it to the others.
 
 n tokens of this rank, k experts per token, h hidden, m rows that this rank's experts compute.
 """
@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.experts.routing import DispatchPlan, ExpertAxis
+from models.experts.routing import ExpertAxis, Routes
 from models.parallel.collectives import TensorAxis, conjugate, wait_for
-from models.parallel.layers import WeightGradStore
+from models.parallel.layers import Deferral
 
 # Expert tensor parallelism: tensor ranks that divide the columns of the same experts.
 #
-# Each tensor rank receives other tokens. An all-gather before the experts gives every tensor rank
-# the rows of all of them. A reduce-scatter after the experts sums their partial outputs, and
-# returns to each rank the sums of its own rows. The numbers of rows differ between ranks, so both
-# are all-to-alls.
+# Each tensor rank receives other tokens. Before the experts, the ranks gather each other's rows.
+# Afterwards they sum their partial outputs, and each keeps the sums of its own rows. The numbers
+# of rows differ between ranks, so both steps are all-to-alls.
 #
 # h hidden, c tensor ranks that divide an expert, m rows of all of them.
 
@@ -77,7 +76,7 @@ def _sum(x: Tensor, rows: list[int], axis: TensorAxis) -> Tensor:
     return total.to(x.dtype)
 
 
-class ExchangeGradStore(WeightGradStore):
+class DeferralToExchange(Deferral):
     """Weight gradients that the backward pass defers to an exchange, during which it computes them.
 
     weights: the weights
@@ -118,7 +117,7 @@ class Transfer:
 
     def wait(self) -> Tensor:
         """Wait for the rows that `begin` exchanges, and return those received, [received, h]."""
-        self.axis.overlap.switch()
+        self.axis.turns.switch()
         assert self.running is not None
         work, result, _ = self.running
         self.running = None
@@ -128,18 +127,20 @@ class Transfer:
 
 def begin_dispatch(
     x: Tensor,
-    plan: DispatchPlan,
+    routes: Routes,
     k: int,
     axis: ExpertAxis,
     *,
-    grad_store: ExchangeGradStore | None = None,
+    deferral: DeferralToExchange | None = None,
 ) -> Callable[[], Tensor]:
     """Begin to send tokens to their experts.
 
     Args:
         x: the tokens, [n, h]
+        routes: the routes
         k: experts per token
-        grad_store: collects the gradients of its weights, which the backward pass computes and
+        axis: the expert axis
+        deferral: collects the gradients of its weights, which the backward pass computes and
             returns while the gradients of the tokens are sent
 
     Returns:
@@ -147,19 +148,19 @@ def begin_dispatch(
         expert, [m, h]. Operations before its call run at the same time as the exchange, forward and
         backward.
     """
-    copies = _Copies.apply(x, plan.order, plan.inverse_order, k)
-    arrived = _begin_exchange(copies, Transfer(plan.sent, plan.received, axis), grad_store)
-    if plan.arrangement is None:
+    copies = _Copies.apply(x, routes.order, routes.inverse_order, k)
+    arrived = _begin_exchange(copies, Transfer(routes.sent, routes.received, axis), deferral)
+    if routes.arrangement is None:
         return arrived
     return lambda: _Rearrange.apply(
-        gather_rows(arrived(), plan.gathered, axis.columns),
-        plan.arrangement,
-        plan.inverse_arrangement,
+        gather_rows(arrived(), routes.gathered, axis.columns),
+        routes.arrangement,
+        routes.inverse_arrangement,
     )
 
 
 def begin_combine(
-    y: Tensor, gates: Tensor, plan: DispatchPlan, axis: ExpertAxis
+    y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis
 ) -> Callable[[], Tensor]:
     """Begin to return the experts' outputs to their tokens, where they are added with weights.
 
@@ -168,32 +169,34 @@ def begin_combine(
     Args:
         y: outputs of this rank's experts, with expert tensor parallelism partial ones, [m, h]
         gates: weights of the experts of each token, fp32 [n, k]
+        routes: the routes
+        axis: the expert axis
 
     Returns:
         A function that waits for the outputs and returns the results [n, h]. Operations before its
         call run at the same time as the exchange, forward and backward.
     """
-    if plan.arrangement is not None:
-        y = _Rearrange.apply(y, plan.inverse_arrangement, plan.arrangement)
-        y = sum_rows(y, plan.gathered, axis.columns)
-    returned = _begin_exchange(y, Transfer(plan.received, plan.sent, axis))
+    if routes.arrangement is not None:
+        y = _Rearrange.apply(y, routes.inverse_arrangement, routes.arrangement)
+        y = sum_rows(y, routes.gathered, axis.columns)
+    returned = _begin_exchange(y, Transfer(routes.received, routes.sent, axis))
 
     def combined() -> Tensor:
-        back = _Rearrange.apply(returned(), plan.inverse_order, plan.order)
+        back = _Rearrange.apply(returned(), routes.inverse_order, routes.order)
         return _WeightedSum.apply(back.view(*gates.shape, -1), gates)
 
     return combined
 
 
 def _begin_exchange(
-    x: Tensor, transfer: Transfer, grad_store: ExchangeGradStore | None = None
+    x: Tensor, transfer: Transfer, deferral: DeferralToExchange | None = None
 ) -> Callable[[], Tensor]:
     """Begin an all-to-all of rows; return a function that waits for those received."""
     if transfer.axis.size == 1:
-        assert grad_store is None
+        assert deferral is None
         return lambda: x
-    weights = () if grad_store is None else grad_store.weights
-    sent = _Begin.apply(x, transfer, grad_store, *weights)
+    weights = () if deferral is None else deferral.weights
+    sent = _Begin.apply(x, transfer, deferral, *weights)
     return lambda: _End.apply(sent, transfer)
 
 
@@ -241,14 +244,14 @@ class _Begin(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, transfer, grad_store, *weights):
-        ctx.transfer, ctx.grad_store = transfer, grad_store
+    def forward(ctx, x, transfer, deferral, *weights):
+        ctx.transfer, ctx.deferral = transfer, deferral
         transfer.begin(x)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        gradients = [] if ctx.grad_store is None else ctx.grad_store.gradients()
+        gradients = [] if ctx.deferral is None else ctx.deferral.gradients()
         return ctx.transfer.wait(), None, None, *gradients
 
 

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.parallel.layers import WeightGradStore
+from models.parallel.layers import Deferral
 
 
 def grouped_matmul(
-    x: Tensor,
-    weights: Sequence[nn.Parameter],
-    rows: Sequence[int],
-    grad_store: WeightGradStore | None,
+    x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int], deferral: Deferral | None
 ) -> Tensor:
     """Multiply the rows of each group by the transpose of the group's weight.
 
@@ -27,12 +24,12 @@ def grouped_matmul(
         x: [n, in]
         weights: g weights [out, in]
         rows: r_i of each group; their sum is n
-        grad_store: receives the weight gradients; None: the backward pass computes them
+        deferral: receives the weight gradients; None: the backward pass computes them
 
     Returns:
         [n, out]
     """
-    return _GroupedMatmul.apply(x, tuple(rows), grad_store, *weights)
+    return _GroupedMatmul.apply(x, tuple(rows), deferral, *weights)
 
 
 class _GroupedMatmul(torch.autograd.Function):
@@ -43,8 +40,8 @@ class _GroupedMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, rows, grad_store, *weights):
-        ctx.rows, ctx.grad_store, ctx.weights = rows, grad_store, weights
+    def forward(ctx, x, rows, deferral, *weights):
+        ctx.rows, ctx.deferral, ctx.weights = rows, deferral, weights
         ctx.save_for_backward(x)
         return _multiply(x, weights, rows, transposed=True)
 
@@ -54,10 +51,10 @@ class _GroupedMatmul(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = _multiply(grad, ctx.weights, ctx.rows, transposed=False)
         pairs = zip(grad.split(ctx.rows), x.detach().split(ctx.rows), strict=True)
-        if ctx.grad_store is None:
+        if ctx.deferral is None:
             return grad_x, None, None, *(_weight_gradient(*pair) for pair in pairs)
         for weight, pair in zip(ctx.weights, pairs, strict=True):
-            ctx.grad_store.put(weight, partial(_weight_gradient, *pair))
+            ctx.deferral.put(weight, partial(_weight_gradient, *pair))
         return grad_x, None, None, *(None for _ in ctx.weights)
 
 
@@ -105,6 +102,6 @@ def stack(weights: Sequence[Tensor]) -> Tensor:
         for number, each in enumerate(weights)
     )
     if not adjacent:
-        return torch.stack([weight.detach() for weight in weights])
+        return torch.stack([each.detach() for each in weights])
     shape = (len(weights), *first.shape)
     return first.as_strided(shape, (size, *first.stride()), first.storage_offset())

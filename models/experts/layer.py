@@ -14,17 +14,17 @@ from torch.nn import functional as F
 
 from models.config import Experts
 from models.experts.balance import RouterStatistics, with_router_losses
-from models.experts.dispatch import ExchangeGradStore, begin_combine, begin_dispatch
+from models.experts.dispatch import DeferralToExchange, begin_combine, begin_dispatch
 from models.experts.grouped_matmul import grouped_matmul
 from models.experts.routing import (
     ExpertAxis,
     Routing,
     choose_experts,
     gates_of,
-    plan_dispatch,
+    plan_routes,
     scores_of,
 )
-from models.kernels.compile import CompiledOps, eager, for_any_rows
+from models.kernels.compile import Fusing, as_written, for_any_rows
 from models.kernels.elementwise import gelu, swiglu
 from models.parallel.collectives import (
     TensorAxis,
@@ -32,7 +32,7 @@ from models.parallel.collectives import (
     gather_from_tensor_axis,
     scatter_to_tensor_axis,
 )
-from models.parallel.layers import DeferrableModule
+from models.parallel.layers import Deferring
 from models.sharding import Sharding, declared_parameter
 
 
@@ -50,8 +50,8 @@ class SharedExperts(Protocol):
 class MixtureOfExperts(nn.Module):
     """The weighted sum of each token's experts, plus the shared experts.
 
-    Each tensor rank routes its own share of the tokens. Under sequence parallelism, it holds only
-    this share; otherwise all tensor ranks hold all tokens, and each one takes a slice.
+    Each rank routes a different part of the tokens: those that it holds under sequence parallelism,
+    otherwise its part of the tokens that all tensor ranks hold.
 
     Communication: forward, all-to-alls of the numbers of tokens, of the tokens and of the results
     over the expert axis, an all-reduce of the counts of each sequence over its ranks, and without
@@ -105,10 +105,10 @@ class MixtureOfExperts(nn.Module):
             sum_is_one=settings.weights_sum_to_one,
             scale=settings.output_scale,
         )  # fp32 [n, k]
-        plan = plan_dispatch(chosen, settings.count, self.expert)
-        grad_store = self._exchange_grad_store()
+        routes = plan_routes(chosen, settings.count, self.expert)
+        deferral = self._deferral_to_exchange()
         arrived = begin_dispatch(
-            own.flatten(0, 1), plan, settings.per_token, self.expert, grad_store=grad_store
+            own.flatten(0, 1), routes, settings.per_token, self.expert, deferral=deferral
         )
         inner = x if self.shared is None else self.shared.activated(x)
         gates = with_router_losses(
@@ -118,12 +118,12 @@ class MixtureOfExperts(nn.Module):
             axis=self.expert,
             gradient_scale=self.gradient_scale,
             statistics=self.statistics,
-            computed=sum(plan.rows),
+            computed=sum(routes.rows),
         )
         rows = arrived()
         del arrived  # which keeps the rows that were sent
         returned = begin_combine(
-            self.experts(rows, plan.rows, up_grad_store=grad_store), gates, plan, self.expert
+            self.experts(rows, routes.rows, up_deferral=deferral), gates, routes, self.expert
         )
         shared = None if self.shared is None else self.shared.down(inner)
         y = returned().view_as(own)
@@ -132,19 +132,19 @@ class MixtureOfExperts(nn.Module):
             y = gather_from_tensor_axis(y, tensor, dimension=0)
         return y if shared is None else y + shared
 
-    def _exchange_grad_store(self) -> ExchangeGradStore | None:
-        """Return a grad_store of the gradients of `up` to the last exchange of the backward pass.
+    def _deferral_to_exchange(self) -> DeferralToExchange | None:
+        """Return a deferral of the gradients of `up` to the last exchange of the backward pass.
 
         Return None if the rank has all experts, so that nothing is exchanged, or if a zero-bubble
         schedule already defers the gradients.
         """
         experts = self.experts
-        is_deferred = experts.grad_store is not None
+        is_deferred = experts.deferral is not None
         if self.expert.size == 1 or is_deferred or not torch.is_grad_enabled():
             return None
-        return ExchangeGradStore([getattr(experts, f"up_{number}") for number in experts.numbers])
+        return DeferralToExchange([getattr(experts, f"up_{number}") for number in experts.numbers])
 
-    def local_bias(self) -> None:
+    def bias_here(self) -> None:
         """Return None: experts have no output bias."""
 
 
@@ -195,7 +195,7 @@ class _RouterLogits(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), ctx.bias
 
 
-class ExpertMLPs(DeferrableModule, CompiledOps):
+class ExpertMLPs(Deferring, Fusing):
     """This rank's experts: the same MLP as in a dense layer, without biases.
 
     Each weight of an expert is a parameter of its own, so that its name and logical shape do not
@@ -225,24 +225,24 @@ class ExpertMLPs(DeferrableModule, CompiledOps):
         x: Tensor,
         rows: Sequence[int],
         *,
-        up_grad_store: ExchangeGradStore | None = None,
+        up_deferral: DeferralToExchange | None = None,
     ) -> Tensor:
         """[m, h], sorted by expert, to [m, h].
 
         Args:
             x: the rows
             rows: number of rows of each expert
-            up_grad_store: receives the gradients of `up`; None: `self.grad_store`, if it exists
+            up_deferral: receives the gradients of `up`; None: `self.deferral` does, if it exists
         """
         up, down = (
             [getattr(self, f"{name}_{number}") for number in self.numbers]
             for name in ("up", "down")
         )
         # m differs between micro-batches. Fewer than two rows would be compiled separately.
-        compile_fn = for_any_rows(self.compile_fn) if len(x) > 1 else eager
-        x = grouped_matmul(x, up, rows, up_grad_store or self.grad_store)
-        x = swiglu(x, compile_fn) if self.activation == "swiglu" else gelu(x, None, compile_fn)
-        return grouped_matmul(x, down, rows, self.grad_store)
+        fuse = for_any_rows(self.fuse) if len(x) > 1 else as_written
+        x = grouped_matmul(x, up, rows, up_deferral or self.deferral)
+        x = swiglu(x, fuse) if self.activation == "swiglu" else gelu(x, None, fuse)
+        return grouped_matmul(x, down, rows, self.deferral)
 
 
 def expert_layers(module: nn.Module) -> list[MixtureOfExperts]:

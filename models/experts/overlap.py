@@ -1,7 +1,6 @@
-"""Overlap of the forward pass of one micro-batch with the backward pass of another (DualPipe).
+"""Two functions that run alternately, so that each computes while the other waits for a collective.
 
-Each pass computes while the other one waits for its exchange of tokens. Both passes switch at the
-same points on every rank, so all ranks issue their collectives in the same order.
+Both functions switch at the same points on every rank, so collectives are issued in the same order.
 """
 
 import sys
@@ -19,15 +18,14 @@ class StoppedError(Exception):
     """Ends a function because the other one has failed."""
 
 
-class OverlapExecutor:
-    """Runs a forward and a backward pass in two threads, of which only one runs at a time.
+class Turns:
+    """Runs two functions alternately, in two threads, never both at once.
 
-    The helper's thread runs the forward pass, `helper`. All other threads belong to the backward
-    pass, `main`, because autograd runs the backward pass of a GPU in a thread of its own; any of
-    them may call `switch`. The helper must not call autograd's engine, whose thread may be waiting
-    in `switch`.
+    `switch` may be called from any thread: the helper's thread counts as the helper, and every
+    other one as main, because autograd runs the backward pass of a GPU in a thread of its own. The
+    helper must not call autograd's engine, whose thread may be waiting in `switch`.
 
-    The helper's thread is kept, because libraries keep handles and workspaces for each thread. It
+    The helper's thread stays, because libraries keep handles and workspaces for each thread. It
     does not inherit modes of the other thread, such as autocast.
     """
 
@@ -43,10 +41,10 @@ class OverlapExecutor:
 
     @property
     def is_helper(self) -> bool | None:
-        """True in the helper's thread, False in others, and None while no passes overlap."""
+        """True in the helper's thread, False in others, and None while nothing alternates."""
         return threading.current_thread() is self._thread if self._active else None
 
-    def run(self, helper: Callable[[], None], main: Callable[[], None]) -> None:
+    def take(self, helper: Callable[[], None], main: Callable[[], None]) -> None:
         """Run both functions until they end; `main` begins, in this thread.
 
         If one of them fails, `switch` ends the other one, and the first error is raised here.
@@ -121,9 +119,6 @@ def running_helper() -> FrameType | None:
             if outer.f_code.co_filename == __file__:
                 names.add(outer.f_code.co_name)
             outer = outer.f_back
-        if (
-            OverlapExecutor._run.__name__ in names
-            and OverlapExecutor._await_turn.__name__ not in names
-        ):
+        if Turns._run.__name__ in names and Turns._await_turn.__name__ not in names:
             return frame
     return None

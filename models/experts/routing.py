@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.config import Router
-from models.experts.overlap import OverlapExecutor
+from models.experts.overlap import Turns
 from models.parallel.collectives import TensorAxis, all_gather_single
 
 SMALLEST_SUM = 1e-20  # of a token's weights: all sigmoids may underflow to zero
@@ -116,7 +116,7 @@ class ExpertAxis:
     tensor: the tensor axis, whose ranks divide the tokens of a context rank among them
     columns: the tensor ranks that divide the columns of this rank's experts (expert tensor
         parallelism); of size 1: each rank has whole experts
-    overlap: switches to the paired pass before this rank waits for an exchange
+    turns: switches to the paired pass before this rank waits for an exchange
     """
 
     group: dist.ProcessGroup | None = None
@@ -126,7 +126,7 @@ class ExpertAxis:
     sequence_size: int = 1
     tensor: TensorAxis = field(default_factory=TensorAxis)
     columns: TensorAxis = field(default_factory=TensorAxis)
-    overlap: OverlapExecutor = field(default_factory=OverlapExecutor, compare=False)
+    turns: Turns = field(default_factory=Turns, compare=False)
 
     def experts_here(self, experts: int) -> range:
         """Return the numbers of this rank's experts, of `experts` in all."""
@@ -141,7 +141,7 @@ class ExpertAxis:
 
 
 @dataclass(frozen=True)
-class DispatchPlan:
+class Routes:
     """The way of a micro-batch's tokens to their experts and back.
 
     order: for each sent row, the index in [n * k] of the pair of token and expert, int64 [n * k]
@@ -166,7 +166,7 @@ class DispatchPlan:
     rows: list[int]
 
 
-def plan_dispatch(chosen: Tensor, experts: int, axis: ExpertAxis) -> DispatchPlan:
+def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
     """Return the routes of tokens; collective over the expert group and the tensor group.
 
     It waits for the device, because the counts determine shapes.
@@ -174,6 +174,7 @@ def plan_dispatch(chosen: Tensor, experts: int, axis: ExpertAxis) -> DispatchPla
     Args:
         chosen: numbers of the experts of each token, int64 [n, k]
         experts: E
+        axis: the expert axis
     """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
@@ -182,7 +183,7 @@ def plan_dispatch(chosen: Tensor, experts: int, axis: ExpertAxis) -> DispatchPla
     if axis.size == columns.size == 1:
         ((rows,),) = on_host([counts], len(flat))
         all_rows = [len(flat)]
-        return DispatchPlan(order, inverse(order), all_rows, all_rows, all_rows, None, None, rows)
+        return Routes(order, inverse(order), all_rows, all_rows, all_rows, None, None, rows)
     counts_here = counts  # of this rank's experts, from each rank
     if axis.size > 1:
         counts_here = torch.empty_like(counts)
@@ -194,7 +195,7 @@ def plan_dispatch(chosen: Tensor, experts: int, axis: ExpertAxis) -> DispatchPla
     to_ranks, *from_ranks = on_host([counts, *tables], len(flat))
     gathered = [sum(map(sum, of_column)) for of_column in from_ranks]
     arrangement = _by_expert(tables.flatten(0, 1), sum(gathered))
-    return DispatchPlan(
+    return Routes(
         order=order,
         inverse_order=inverse(order),
         sent=[sum(of_rank) for of_rank in to_ranks],

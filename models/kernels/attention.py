@@ -161,7 +161,7 @@ def cumulative_lengths(lengths: Lengths, device: torch.device) -> Tensor:
     The pinned tensor always has the same size, so that torch can reuse the memory of earlier
     micro-batches: a new allocation of pinned memory may wait for the device.
     """
-    ends = [0, *accumulate(n for sequence in lengths for n in sequence)]
+    ends = [0, *accumulate(n for each in lengths for n in each)]
     if device.type != "cuda":
         return torch.tensor(ends, dtype=torch.int32, device=device)
     padding = [0] * (MIN_PINNED_ELEMENTS - len(ends))

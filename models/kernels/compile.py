@@ -15,7 +15,7 @@ from torch import nn
 Function = Callable[..., Any]
 
 
-def eager(function: Function) -> Function:
+def as_written(function: Function) -> Function:
     """Return the function itself, whose operations torch runs one by one."""
     return function
 
@@ -36,9 +36,9 @@ def compiled_for_any_rows(function: Function) -> Function:
     return _compiled(function, dynamic=True)
 
 
-def for_any_rows(compile_fn: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """Return the setting `compile_fn` for functions whose number of rows differs between calls."""
-    return compiled_for_any_rows if compile_fn is compiled else compile_fn
+def for_any_rows(fuse: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Return the setting `fuse` for functions whose number of rows differs between calls."""
+    return compiled_for_any_rows if fuse is compiled else fuse
 
 
 @cache
@@ -58,24 +58,22 @@ def _compiled(function: Function, *, dynamic: bool) -> Function:
     return detached
 
 
-class CompiledOps(nn.Module):
+class Fusing(nn.Module):
     """A module with element-wise operations between matmuls.
 
-    compile_fn: `eager` or `compiled`, applied to each function that the module runs
+    fuse: `as_written` or `compiled`, applied to each function that the module runs
     """
 
-    compile_fn: Callable[[Function], Function] = staticmethod(eager)
+    fuse: Callable[[Function], Function] = staticmethod(as_written)
 
 
 def are_compiled(module: nn.Module) -> bool:
     """Return True if all submodules run compiled kernels."""
-    return all(
-        each.compile_fn is compiled for each in module.modules() if isinstance(each, CompiledOps)
-    )
+    return all(each.fuse is compiled for each in module.modules() if isinstance(each, Fusing))
 
 
 def compile_kernels(module: nn.Module) -> None:
     """Let all submodules run compiled kernels."""
     for each in module.modules():
-        if isinstance(each, CompiledOps):
-            each.compile_fn = compiled
+        if isinstance(each, Fusing):
+            each.fuse = compiled

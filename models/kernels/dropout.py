@@ -24,27 +24,27 @@ GOLDEN_64 = signed(0x9E3779B97F4A7C15, 64)
 GOLDEN_32_ON_CPU, GOLDEN_32_ON_GPU = 0x9E3779B9, signed(0x9E3779B9, 32)
 
 
-def drop_out(x: Tensor, rows: Tensor, probability: float, compile_fn: Function) -> Tensor:
+def drop_out(x: Tensor, rows: Tensor, probability: float, fuse: Function) -> Tensor:
     """Return x / (1 - probability) where the mask keeps x, else 0.
 
     Args:
         x: [..., columns]
         rows: int64 [...], the row numbers
     """
-    return _DropOut.apply(x, rows, probability, compile_fn)
+    return _DropOut.apply(x, rows, probability, fuse)
 
 
 class _DropOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, rows, probability, compile_fn):
-        ctx.probability, ctx.compile_fn = probability, compile_fn
-        dropped, keep = compile_fn(_drop_out)(x, rows, probability)
+    def forward(ctx, x, rows, probability, fuse):
+        ctx.probability, ctx.fuse = probability, fuse
+        dropped, keep = fuse(_drop_out)(x, rows, probability)
         ctx.save_for_backward(keep)
         return dropped
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.compile_fn(drop)(grad, *ctx.saved_tensors, ctx.probability), None, None, None
+        return ctx.fuse(drop)(grad, *ctx.saved_tensors, ctx.probability), None, None, None
 
 
 @native_on_cpu

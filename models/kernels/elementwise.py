@@ -26,12 +26,12 @@ PERMUTATIONS: dict[Order, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
-def swiglu(x: Tensor, compile_fn: Function) -> Tensor:
+def swiglu(x: Tensor, fuse: Function) -> Tensor:
     """Return silu(gate) * up (arXiv 2002.05202): gate|up [..., 2f] to [..., f]."""
-    return _SwiGLU.apply(x, compile_fn)
+    return _SwiGLU.apply(x, fuse)
 
 
-def gelu(x: Tensor, bias: Tensor | None, compile_fn: Function) -> Tensor:
+def gelu(x: Tensor, bias: Tensor | None, fuse: Function) -> Tensor:
     """Return GELU by its tanh approximation (arXiv 1606.08415): [..., f] to [..., f].
 
     Args:
@@ -39,7 +39,7 @@ def gelu(x: Tensor, bias: Tensor | None, compile_fn: Function) -> Tensor:
             the gradient of the bias. That gradient is a column sum of the gradient of x, and
             is computed here together with it.
     """
-    return _GELU.apply(x, bias, compile_fn)
+    return _GELU.apply(x, bias, fuse)
 
 
 def heads_first(
@@ -49,7 +49,7 @@ def heads_first(
     heads: int,
     kv_heads: int,
     order: Order,
-    compile_fn: Function,
+    fuse: Function,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split q|k|v [s, b, a + 2g, d] into q [b, a, s, d] and k, v [b, g, s, d].
 
@@ -59,49 +59,43 @@ def heads_first(
         order: order of the dimensions in memory
     """
     cos, sin = rotation or (None, None)
-    return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, order), compile_fn)
+    return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, order), fuse)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, compile_fn):
-        ctx.compile_fn = compile_fn
+    def forward(ctx, x, fuse):
+        ctx.fuse = fuse
         ctx.save_for_backward(x)
-        return compile_fn(_swiglu)(x)
+        return fuse(_swiglu)(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.compile_fn(_swiglu_backward)(grad, *ctx.saved_tensors), None
+        return ctx.fuse(_swiglu_backward)(grad, *ctx.saved_tensors), None
 
 
 class _GELU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, bias, compile_fn):
-        ctx.compile_fn, ctx.has_bias = compile_fn, bias is not None
+    def forward(ctx, x, bias, fuse):
+        ctx.fuse, ctx.has_bias = fuse, bias is not None
         ctx.save_for_backward(x)
-        return compile_fn(_gelu)(x)
+        return fuse(_gelu)(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return *ctx.compile_fn(_gelu_backward)(grad, *ctx.saved_tensors, ctx.has_bias), None
+        return *ctx.fuse(_gelu_backward)(grad, *ctx.saved_tensors, ctx.has_bias), None
 
 
 class _HeadsFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, cos, sin, order, compile_fn):
-        ctx.compile_fn = compile_fn
+    def forward(ctx, qkv, cos, sin, order, fuse):
+        ctx.fuse = fuse
         ctx.save_for_backward(cos, sin)
-        return compile_fn(_heads_first)(qkv, cos, sin, *order)
+        return fuse(_heads_first)(qkv, cos, sin, *order)
 
     @staticmethod
     def backward(ctx, *grads):
-        return (
-            ctx.compile_fn(_heads_first_backward)(*grads, *ctx.saved_tensors),
-            None,
-            None,
-            None,
-            None,
-        )
+        return ctx.fuse(_heads_first_backward)(*grads, *ctx.saved_tensors), None, None, None, None
 
 
 def _swiglu(x: Tensor) -> Tensor:

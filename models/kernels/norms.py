@@ -3,7 +3,7 @@
 Between two matmuls a block adds the bias of the first one, applies dropout, adds the result to the
 residual stream and norms the sum: one kernel forward and one backward. RMSNorm is
 computed in fp32 and rounds before and after the multiplication by its weight, as in transformers.
-LayerNorm is torch's own kernel, which the compiler decomposes to compile_fn it. On CPUs that kernel
+LayerNorm is torch's own kernel, which the compiler decomposes to fuse it. On CPUs that kernel
 accumulates the gradients of weight and bias in the dtype of its input, and rounds the statistics to
 the dtype of the weight. We therefore pass it fp32 copies of 16-bit tensors on CPUs.
 
@@ -19,7 +19,7 @@ from models.kernels.compile import Function
 from models.kernels.dropout import drop, keep_mask
 
 
-class ResidualBranch(NamedTuple):
+class Branch(NamedTuple):
     """The output of one half of a block on its way to the residual stream.
 
     It is multiplier * dropout(y + bias).
@@ -38,81 +38,75 @@ class ResidualBranch(NamedTuple):
     multiplier: float = 1.0
 
 
-def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, compile_fn: Function
-) -> Tensor:
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, fuse: Function) -> Tensor:
     """Norm [..., h] over the last dimension.
 
     It is LayerNorm (arXiv 1607.06450) with a bias, and RMSNorm (arXiv 1910.07467) without.
     """
-    return _Norm.apply(x, weight, bias, epsilon, compile_fn)
+    return _Norm.apply(x, weight, bias, epsilon, fuse)
 
 
-def add(x: Tensor, branch: ResidualBranch, compile_fn: Function) -> Tensor:
+def add(x: Tensor, branch: Branch, fuse: Function) -> Tensor:
     """Return x + multiplier * dropout(y + bias): [s, b, h]."""
     if branch.bias is None and branch.rows is None:
         return torch.add(x, branch.y, alpha=branch.multiplier)
-    return _Add.apply(x, *branch, compile_fn)
+    return _Add.apply(x, *branch, fuse)
 
 
 def add_and_norm(
     x: Tensor,
-    branch: ResidualBranch,
+    branch: Branch,
     weight: Tensor,
     bias: Tensor | None,
     *,
     epsilon: float,
-    compile_fn: Function,
+    fuse: Function,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of `add` and the `norm` of that sum: each [s, b, h]."""
-    return _AddAndNorm.apply(x, *branch, weight, bias, epsilon, compile_fn)
+    return _AddAndNorm.apply(x, *branch, weight, bias, epsilon, fuse)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, epsilon, compile_fn):
-        ctx.compile_fn = compile_fn
-        normed, *statistics = compile_fn(_norm)(x, weight, bias, epsilon)
+    def forward(ctx, x, weight, bias, epsilon, fuse):
+        ctx.fuse = fuse
+        normed, *statistics = fuse(_norm)(x, weight, bias, epsilon)
         ctx.save_for_backward(x, weight, bias, *statistics)
         return normed
 
     @staticmethod
     def backward(ctx, grad):
-        return *ctx.compile_fn(_norm_backward)(grad, *ctx.saved_tensors), None, None
+        return *ctx.fuse(_norm_backward)(grad, *ctx.saved_tensors), None, None
 
 
 class _Add(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, bias, rows, probability, multiplier, compile_fn):
-        ctx.compile_fn, ctx.branch = compile_fn, (probability, multiplier, bias is not None)
-        total, keep = compile_fn(_add)(x, y, bias, rows, probability, multiplier)
+    def forward(ctx, x, y, bias, rows, probability, multiplier, fuse):
+        ctx.fuse, ctx.branch = fuse, (probability, multiplier, bias is not None)
+        total, keep = fuse(_add)(x, y, bias, rows, probability, multiplier)
         ctx.save_for_backward(keep)
         return total
 
     @staticmethod
     def backward(ctx, grad):
         (keep,) = ctx.saved_tensors
-        grad_y, grad_bias = ctx.compile_fn(_branch_backward)(grad, keep, *ctx.branch)
+        grad_y, grad_bias = ctx.fuse(_branch_backward)(grad, keep, *ctx.branch)
         return grad, grad if grad_y is None else grad_y, grad_bias, None, None, None, None
 
 
 class _AddAndNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, y, y_bias, rows, probability, multiplier, weight, bias, epsilon, compile_fn
-    ):
-        ctx.compile_fn, ctx.branch = compile_fn, (probability, multiplier, y_bias is not None)
-        branch = ResidualBranch(y, y_bias, rows, probability, multiplier)
-        total, keep, normed, *statistics = compile_fn(_add_and_norm)(
-            x, *branch, weight, bias, epsilon
-        )
+    def forward(ctx, x, y, y_bias, rows, probability, multiplier, weight, bias, epsilon, fuse):
+        ctx.fuse, ctx.branch = fuse, (probability, multiplier, y_bias is not None)
+        branch = Branch(y, y_bias, rows, probability, multiplier)
+        total, keep, normed, *statistics = fuse(_add_and_norm)(x, *branch, weight, bias, epsilon)
         ctx.save_for_backward(keep, total, weight, bias, *statistics)
         return total, normed
 
     @staticmethod
     def backward(ctx, grad_total, grad):
         keep, *normed = ctx.saved_tensors
-        grad_x, grad_y, *others = ctx.compile_fn(_add_and_norm_backward)(
+        grad_x, grad_y, *others = ctx.fuse(_add_and_norm_backward)(
             grad_total, grad, keep, ctx.branch, *normed
         )
         grad_y_bias, grad_weight, grad_bias = others
@@ -138,9 +132,9 @@ def _norm_backward(
     if bias is not None:
         tensors = (grad, x, *statistics, weight, bias)
         if sums_in_16_bits(x):
-            tensors = tuple(tensor.float() for tensor in tensors)
+            tensors = tuple(each.float() for each in tensors)
         gradients = _layer_norm_backward(*tensors)
-        grad_x, grad_weight, grad_bias = (gradient.to(x.dtype) for gradient in gradients)
+        grad_x, grad_weight, grad_bias = (each.to(x.dtype) for each in gradients)
         return grad_x, grad_weight, grad_bias
     (inverse_rms,) = statistics
     normed = x.float() * inverse_rms

@@ -80,7 +80,7 @@ def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     return x if axis.size == 1 else conjugate(x, reduce_scatter, all_gather, axis)
 
 
-def reduce_or_scatter_output(x: Tensor, axis: TensorAxis) -> Tensor:
+def leave_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
     """Apply reduce_scatter_sequence or reduce_from_tensor_axis after a row-parallel matmul."""
     if axis.sequence_parallel:
         return reduce_scatter_sequence(x, axis)
@@ -120,7 +120,7 @@ def begin_all_gather(x: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
     return all_gathered
 
 
-def begin_input_grad_reduction(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
+def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
     """Begin to sum the ranks' gradients of a replicated input; return a function that waits for it.
 
     It is an all-reduce, or under sequence parallelism a reduce-scatter, [s, b, h] to [s/t, b, h].

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from models.cost import tokens_at_a_time
 from models.kernels.compile import Function
-from models.parallel.collectives import TensorAxis, all_gather, begin_input_grad_reduction
+from models.parallel.collectives import TensorAxis, all_gather, begin_sum_of_copies
 
 
 def vocab_parallel_loss(
@@ -23,7 +23,7 @@ def vocab_parallel_loss(
     *,
     vocab_size: int,
     tensor: TensorAxis,
-    compile_fn: Function,
+    fuse: Function,
     gradient_scale: float = 1.0,
     observe: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
@@ -51,9 +51,7 @@ def vocab_parallel_loss(
             otherwise 0; None: nothing is kept
     """
     scale = gradient_scale if torch.is_grad_enabled() else None
-    return _VocabParallelLoss.apply(
-        x, weight, labels, vocab_size, tensor, compile_fn, scale, observe
-    )
+    return _VocabParallelLoss.apply(x, weight, labels, vocab_size, tensor, fuse, scale, observe)
 
 
 class _VocabParallelLoss(torch.autograd.Function):
@@ -63,7 +61,7 @@ class _VocabParallelLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, labels, vocab_size, tensor, compile_fn, scale, observe):
+    def forward(ctx, x, weight, labels, vocab_size, tensor, fuse, scale, observe):
         whole = all_gather(x, tensor) if tensor.sequence_parallel and tensor.size > 1 else x
         tokens = whole.flatten(0, 1)  # [s * b, h]
         first = tensor.rank * len(weight)
@@ -78,7 +76,7 @@ class _VocabParallelLoss(torch.autograd.Function):
             rows = tokens[chunk]  # [n, h]
             logits = torch.mm(rows, weight.t(), out=room[: len(rows)])  # [n, v/t]
             logits[:, max(0, vocab_size - first) :] = float("-inf")
-            log_sums, label_logits, largest = _reduced(logits, columns[chunk], tensor, compile_fn)
+            log_sums, label_logits, largest = _reduced(logits, columns[chunk], tensor, fuse)
             total += (log_sums - label_logits).sum()
             if scores is not None:
                 torch.sub(log_sums, label_logits, out=scores[0, chunk])
@@ -89,7 +87,7 @@ class _VocabParallelLoss(torch.autograd.Function):
             share = scale / len(tokens)  # d(scaled loss) / d(loss of a token)
             of_labels = torch.expm1(label_logits - log_sums) * share
             _turn_into_gradients(
-                logits, columns[chunk], log_sums, of_labels, share=share, compile_fn=compile_fn
+                logits, columns[chunk], log_sums, of_labels, share=share, fuse=fuse
             )
             torch.mm(logits, weight, out=grad_tokens[chunk])
             if grad_weight is None:
@@ -98,7 +96,7 @@ class _VocabParallelLoss(torch.autograd.Function):
                 grad_weight.addmm_(logits.t(), rows)
         if grad_tokens is not None:
             # Not saved with save_for_backward: the backward pass scales them in place, only once.
-            ctx.grad_x = begin_input_grad_reduction(grad_tokens.view(whole.shape), tensor)
+            ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), tensor)
             ctx.grad_weight, ctx.scale = grad_weight, scale
         if scores is not None:
             observe(scores.view(2, *whole.shape[:2]).transpose(1, 2))
@@ -120,13 +118,13 @@ def _chunks(tokens: int, columns: int, device: torch.device) -> list[slice]:
 
 
 def _reduced(
-    logits: Tensor, columns: Tensor, tensor: TensorAxis, compile_fn: Function
+    logits: Tensor, columns: Tensor, tensor: TensorAxis, fuse: Function
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-sum-exp, label's logit and largest logit of each token over all ranks: [n]."""
-    largest = compile_fn(_largest)(logits)
+    largest = fuse(_largest)(logits)
     if tensor.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tensor.group)
-    sums = compile_fn(_sums)(logits, columns, largest)
+    sums = fuse(_sums)(logits, columns, largest)
     if tensor.size > 1:
         dist.all_reduce(sums, group=tensor.group)
     total, label_logits = sums
@@ -140,13 +138,13 @@ def _turn_into_gradients(
     label_gradients: Tensor,
     *,
     share: float,
-    compile_fn: Function,
+    fuse: Function,
 ) -> None:
     """Replace logits by (softmax - one-hot) * share, their gradients, in place.
 
     label_gradients: fp32 [n], gradients of the labels' logits, rounded only after subtracting one
     """
-    compile_fn(_turn_into_softmax)(logits, log_sums - math.log(share))
+    fuse(_turn_into_softmax)(logits, log_sums - math.log(share))
     outside = (columns < 0) | (columns >= logits.shape[1])
     columns = columns.masked_fill(outside, 0).unsqueeze(1)
     others = logits.gather(1, columns).squeeze(1)

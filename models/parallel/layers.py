@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.kernels.compile import CompiledOps
+from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
-from models.kernels.norms import ResidualBranch, add_and_norm, norm
+from models.kernels.norms import Branch, add_and_norm, norm
 from models.parallel.collectives import (
     TensorAxis,
     all_gather,
     begin_all_gather,
-    begin_input_grad_reduction,
+    begin_sum_of_copies,
     copy_to_tensor_axis,
-    reduce_or_scatter_output,
+    leave_tensor_region,
 )
 from models.sharding import Role, Sharding, declared_parameter
 
@@ -32,7 +32,7 @@ from models.sharding import Role, Sharding, declared_parameter
 WeightGradient = Callable[[], Tensor]
 
 
-class WeightGradStore:
+class Deferral:
     """Deferred weight gradients of the linear layers that share this object, in order."""
 
     def __init__(self) -> None:
@@ -48,23 +48,23 @@ class WeightGradStore:
         return deferred
 
 
-class DeferrableModule(nn.Module):
+class Deferring(nn.Module):
     """A module whose backward pass may defer the weight gradient.
 
-    grad_store: receives the weight gradient; None: the backward pass computes it
+    deferral: receives the weight gradient; None: the backward pass computes it
     """
 
-    grad_store: WeightGradStore | None = None
+    deferral: Deferral | None = None
 
 
-def defer_weights(module: nn.Module, grad_store: WeightGradStore) -> None:
+def defer_weights(module: nn.Module, deferral: Deferral) -> None:
     """Let all linear layers of a module defer their weight gradients."""
     for each in module.modules():
-        if isinstance(each, DeferrableModule):
-            each.grad_store = grad_store
+        if isinstance(each, Deferring):
+            each.deferral = deferral
 
 
-class ColumnParallelLinear(DeferrableModule):
+class ColumnParallelLinear(Deferring):
     """y = x W^T with the rows of W, the output columns, split over the tensor axis.
 
     Forward: no communication; backward: all-reduce. Under sequence parallelism, forward:
@@ -93,11 +93,11 @@ class ColumnParallelLinear(DeferrableModule):
         if bias is not None and not bias_gradient:
             bias = bias.detach()
         return column_parallel_matmul(
-            x, self.weight, bias, tensor=self.tensor, grad_store=self.grad_store
+            x, self.weight, bias, tensor=self.tensor, deferral=self.deferral
         )
 
 
-class RowParallelLinear(DeferrableModule):
+class RowParallelLinear(Deferring):
     """y = x W^T with the columns of W, the input columns, split over the tensor axis.
 
     The layer holds a bias but does not add it: the kernel that adds y to the residual stream does
@@ -116,9 +116,9 @@ class RowParallelLinear(DeferrableModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in/t] to [s, b, out] (s/t under sequence parallelism), without the bias."""
-        return reduce_or_scatter_output(matmul(x, self.weight, None, self.grad_store), self.tensor)
+        return leave_tensor_region(matmul(x, self.weight, None, self.deferral), self.tensor)
 
-    def local_bias(self) -> Tensor | None:
+    def bias_here(self) -> Tensor | None:
         """Return the bias for this rank's positions.
 
         Under sequence parallelism each rank adds it to its own positions only, and its gradient is
@@ -135,21 +135,21 @@ def column_parallel_matmul(
     bias: Tensor | None,
     *,
     tensor: TensorAxis,
-    grad_store: WeightGradStore | None,
+    deferral: Deferral | None,
 ) -> Tensor:
     """Return x W^T + bias with this rank's rows of W: [s, b, in] (or s/t) to [s, b, out/t]."""
     if tensor.size > 1:
-        return _ColumnParallelMatmul.apply(x, weight, bias, tensor, grad_store)
-    return matmul(x, weight, bias, grad_store)
+        return _ColumnParallelMatmul.apply(x, weight, bias, tensor, deferral)
+    return matmul(x, weight, bias, deferral)
 
 
 def matmul(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, grad_store: WeightGradStore | None
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferral: Deferral | None
 ) -> Tensor:
     """Return x W^T + bias without communication: [s, b, in] to [s, b, out]."""
-    if grad_store is None:
+    if deferral is None:
         return F.linear(x, weight, bias)
-    return _DeferredMatmul.apply(x, weight, bias, grad_store)
+    return _DeferredMatmul.apply(x, weight, bias, deferral)
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
@@ -165,8 +165,8 @@ class _DeferredMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, grad_store):
-        ctx.weight, ctx.grad_store = weight, grad_store
+    def forward(ctx, x, weight, bias, deferral):
+        ctx.weight, ctx.deferral = weight, deferral
         ctx.save_for_backward(x)
         return F.linear(x, weight, bias)
 
@@ -174,7 +174,7 @@ class _DeferredMatmul(torch.autograd.Function):
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         # Detached, because the deferred function would otherwise keep the graph before x alive.
-        ctx.grad_store.put(ctx.weight, partial(weight_gradient, grad, x.detach()))
+        ctx.deferral.put(ctx.weight, partial(weight_gradient, grad, x.detach()))
         grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
         return grad @ ctx.weight, None, grad_bias, None
 
@@ -188,8 +188,8 @@ class _ColumnParallelMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, tensor, grad_store):
-        ctx.tensor, ctx.weight, ctx.grad_store = tensor, weight, grad_store
+    def forward(ctx, x, weight, bias, tensor, deferral):
+        ctx.tensor, ctx.weight, ctx.deferral = tensor, weight, deferral
         ctx.save_for_backward(x)
         whole = all_gather(x, tensor) if tensor.sequence_parallel else x
         return F.linear(whole, weight, bias)
@@ -199,16 +199,16 @@ class _ColumnParallelMatmul(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         tensor, in_parts = ctx.tensor, ctx.tensor.sequence_parallel
         grad_weight = None
-        if ctx.grad_store is None:
+        if ctx.deferral is None:
             whole = begin_all_gather(x, tensor) if in_parts else lambda: x
             grad_copy = grad @ ctx.weight
             gathered = whole()
-            grad_x = begin_input_grad_reduction(grad_copy, tensor)
+            grad_x = begin_sum_of_copies(grad_copy, tensor)
             grad_weight = weight_gradient(grad, gathered)
         else:
-            grad_x = begin_input_grad_reduction(grad @ ctx.weight, tensor)
+            grad_x = begin_sum_of_copies(grad @ ctx.weight, tensor)
             own = x.detach()  # otherwise the graph before x would stay alive
-            ctx.grad_store.put(
+            ctx.deferral.put(
                 ctx.weight,
                 lambda: weight_gradient(grad, all_gather(own, tensor) if in_parts else own),
             )
@@ -253,11 +253,11 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.tensor.rank * rows
         elsewhere = (local < 0) | (local >= rows)
         x = look_up(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_or_scatter_output(x.masked_fill_(elsewhere.unsqueeze(-1), 0), self.tensor)
+        return leave_tensor_region(x.masked_fill_(elsewhere.unsqueeze(-1), 0), self.tensor)
 
     def logits(self, x: Tensor) -> Tensor:
         """Project [s, b, h] (s/t under sequence parallelism) to [s, b, v/t]."""
-        return column_parallel_matmul(x, self.weight, None, tensor=self.tensor, grad_store=None)
+        return column_parallel_matmul(x, self.weight, None, tensor=self.tensor, deferral=None)
 
 
 # Norms, whose weights are replicated on every tensor rank.
@@ -267,7 +267,7 @@ class VocabParallelEmbedding(nn.Module):
 # in the backward pass.
 
 
-class Norm(CompiledOps):
+class Norm(Fusing):
     """A norm over the last dimension: LayerNorm with a bias, RMSNorm without.
 
     input_is_split: each tensor rank norms only its part of the input
@@ -284,16 +284,14 @@ class Norm(CompiledOps):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
-        return norm(x, *self._parameters_here(), self.epsilon, self.compile_fn)
+        return norm(x, *self._parameters_here(), self.epsilon, self.fuse)
 
-    def add_norm(self, x: Tensor, branch: ResidualBranch) -> tuple[Tensor, Tensor]:
+    def of_sum(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
         """Return x + branch and its norm: each [..., size]."""
         # This is not a call of the module, so ZeRO-3's hooks do not run here. DeepSpeed's
         # ZeROOrderedDict gathers the weight when it is read, for the block that reads it.
         weight, bias = self._parameters_here()
-        return add_and_norm(
-            x, branch, weight, bias, epsilon=self.epsilon, compile_fn=self.compile_fn
-        )
+        return add_and_norm(x, branch, weight, bias, epsilon=self.epsilon, fuse=self.fuse)
 
     def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias; with a split input, their gradients are summed over the ranks."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from models.context_parallel.partition import SequencePartition, Slices
+from models.context_parallel.division import Division, Slices
 from models.kernels.compile import Function
 from models.kernels.dropout import drop_out, mix, signed
 from models.parallel.collectives import TensorAxis
@@ -46,19 +46,20 @@ def dropout(
     key: MaskKey | None,
     layer: str,
     tensor: TensorAxis,
-    compile_fn: Function,
+    fuse: Function,
     slices: Slices | None = None,
 ) -> Tensor:
     """Drop elements of the residual stream: [s, b, h], or [s/t, b, h] under sequence parallelism.
 
     Args:
         key: None disables dropout, for validation
+        layer: the name of the layer
         slices: positions in the sequence of this context rank's tokens; None: 0 to s - 1
     """
     if key is None or probability == 0:
         return x
-    rows = stream_rows(x, key=key, layer=layer, tensor=tensor, compile_fn=compile_fn, slices=slices)
-    return drop_out(x, rows, probability, compile_fn)
+    rows = stream_rows(x, key=key, layer=layer, tensor=tensor, fuse=fuse, slices=slices)
+    return drop_out(x, rows, probability, fuse)
 
 
 def stream_rows(
@@ -67,14 +68,14 @@ def stream_rows(
     key: MaskKey,
     layer: str,
     tensor: TensorAxis,
-    compile_fn: Function,
+    fuse: Function,
     slices: Slices | None = None,
 ) -> Tensor:
     """Number the rows of x, [s, b, h] or [s/t, b, h], for its dropout mask: int64 [s, b]."""
     first = tensor.rank * x.shape[0] if tensor.sequence_parallel else 0
     last = first + x.shape[0]
     positions = token_positions(slices or (range(last),), x.device)[first:last]
-    return compile_fn(_stream_rows)(_sample_numbers(key, layer, x.device), positions)
+    return fuse(_stream_rows)(_sample_numbers(key, layer, x.device), positions)
 
 
 def attention_rows(
@@ -83,7 +84,7 @@ def attention_rows(
     key: MaskKey,
     layer: str,
     first_head: int,
-    compile_fn: Function,
+    fuse: Function,
     slices: Slices | None = None,
 ) -> Tensor:
     """Number the rows of attention probabilities [b, heads, queries, s]: int64 [b, heads, queries].
@@ -98,7 +99,7 @@ def attention_rows(
     count, length = x.shape[1:3]
     heads = torch.arange(first_head, first_head + count, device=x.device)
     positions = token_positions(slices or (range(length),), x.device)
-    return compile_fn(_attention_rows)(_sample_numbers(key, layer, x.device), heads, positions)
+    return fuse(_attention_rows)(_sample_numbers(key, layer, x.device), heads, positions)
 
 
 @lru_cache(maxsize=8)  # shared by all layers
@@ -158,10 +159,8 @@ def positions_in(
 
     slices: positions in the sequence of the tokens; None: all
     """
-    sequences = [
-        [torch.arange(n, device=device) for n in sequence] for sequence in documents.lengths
-    ]
-    positions = torch.stack([torch.cat(sequence) for sequence in sequences], dim=1)
+    sequences = [[torch.arange(n, device=device) for n in each] for each in documents.lengths]
+    positions = torch.stack([torch.cat(each) for each in sequences], dim=1)
     if slices is None:
         return positions
     return rows_in(slices, positions)
@@ -174,14 +173,14 @@ class MicroBatchInfo:
     dropout: the key of the masks; None: no dropout, as in validation
     documents: attention is restricted to each document, and positions restart in each; None: every
         sequence is one document
-    partition: partition of the sequences among context ranks; None: this rank has whole sequences
+    division: division of the sequences among context ranks; None: this rank has whole sequences
     """
 
     dropout: MaskKey | None = None
     documents: Documents | None = None
-    partition: SequencePartition | None = None
+    division: Division | None = None
 
     @property
     def slices(self) -> Slices | None:
         """Positions in the sequence of this rank's tokens; None: of all tokens."""
-        return None if self.partition is None else self.partition.slices
+        return None if self.division is None else self.division.slices

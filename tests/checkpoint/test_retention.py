@@ -177,8 +177,8 @@ def test_a_disk_without_room_for_a_checkpoint_is_rejected(
         check_disk(tmp_path, recipe, step=0)
     assert str(rejected.value) == (
         f"{tmp_path} has 252.2 MB free, but a checkpoint needs 185.1 MB, and 67.2 MB are reserved "
-        f"for metrics and logs; free at least 0.1 MB, or use --run-dir with a folder on a larger "
-        f"disk"
+        f"for metrics and logs; free at least 0.1 MB more, or use --run-dir with a folder on a "
+        f"larger disk"
     )
     with_free(0)
     with pytest.raises(UserError, match=r"has 0\.0 MB free, .* free at least 1\.9\d\d GB"):

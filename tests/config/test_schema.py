@@ -83,7 +83,7 @@ BAD: list[tuple[str, int, str, str]] = [
         'layout.context_attention = "ring" has no effect with layout.context = 1',
         'use layout.context_attention = "gather", or layout.context = 2 or more',
     ),
-    ("layout.context=2", 3, "x layout.context = 2 does not divide the world of 3", "use 4 ranks"),
+    ("layout.context=2", 3, "x layout.context = 2 needs a multiple of", "use 4 ranks"),
     (
         "layout.context=8;layout.context_attention=ulysses;model.hidden_size=384;model.heads=12;"
         "model.kv_heads=12", 16,
@@ -334,7 +334,7 @@ def test_no_size_above_the_limit_is_suggested() -> None:
 @pytest.mark.parametrize(
     ("overrides", "ranks", "works"),
     [
-        ("layout.pipeline=4", 6, "4 or 8 ranks"),
+        ("layout.pipeline=4", 6, "4 or 8 ranks, or layout.pipeline = 3"),
         ("layout.schedule=zb-v", 3, "2 or 4 ranks"),  # three data ranks do not divide the batch
         (
             "layout.schedule=zb-v", 1, "2 ranks",
@@ -346,7 +346,7 @@ def test_no_size_above_the_limit_is_suggested() -> None:
         ),
         (
             "layout.context=2;layout.context_attention=ring", 2,
-            "4 ranks",
+            "4 ranks, or layout.pipeline = 1",
         ),
         (
             "layout.context=2;layout.context_attention=ring;layout.pipeline=1", 1,
@@ -362,8 +362,13 @@ def test_no_size_above_the_limit_is_suggested() -> None:
 def test_the_advice_for_an_indivisible_world_works(overrides: str, ranks: int, works: str) -> None:
     given = overrides.split(";")
     message = rejection(TINY, given, ranks)
-    assert message.partition(" ranks; use ")[2] == works
+    assert message.partition("; use ")[2] == works
     counts, _, layout = works.partition(" ranks")
+    pipeline = re.findall(r"layout.pipeline = \d+", layout)
+    for change in pipeline:
+        load_recipe(TINY, [*given, change]).parallel_dims(
+            LaunchEnvironment(size=ranks, local_size=ranks)
+        )
     for count in map(int, counts.split(" or ")):
         more = [f"cluster.gpus_per_node={count}"] if "cluster" in overrides else []
         if " with " in layout:

@@ -498,12 +498,12 @@ def test_the_imbalance_of_context_ranks_is_the_busiest_ranks_share(small: dict[s
     dims = ParallelDims(pipeline=1, data=2, tensor=1, context=2)
     most = total = 0
     for each in TrainingData(recipe, dims, 0).step(1):
-        assert each.info.documents is not None and each.info.partition is not None
+        assert each.info.documents is not None and each.info.division is not None
         lengths = each.info.documents.lengths
         tokens = [[n + 1 for document in one for n in range(document)] for one in lengths]
         work = []
         for rank in range(2):
-            slices = each.info.partition.slices_of(rank)
+            slices = each.info.division.slices_of(rank)
             work.append(sum(row[p] for row in tokens for part in slices for p in part))
         most, total = most + max(work), total + sum(work)
     imbalance = TrainingData(recipe, dims, 0).context_imbalance()

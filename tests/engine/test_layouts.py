@@ -29,7 +29,7 @@ from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.data.dataset import TrainingData
-from threefold.engine.engine import Engine, StepResult, local_shard
+from threefold.engine.engine import Engine, StepResult, held_values
 from threefold.prove import training
 from threefold.prove.compare import TrainingResult, compare
 from threefold.prove.layouts import ProofCase
@@ -198,7 +198,7 @@ def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
     settings = {
         "model__layers": 4,
         "training__evaluation_batches": 1,
-        "optimizer__schedule__warmup_steps": STEPS - 1,
+        "optimizer__schedule__warmup_steps": 1,
         "training__steps": STEPS,
         "training__evaluate_every": STEPS,
     }
@@ -257,7 +257,7 @@ def train_worker(corpus: str, layouts: dict[Key, dict[str, Any]]) -> dict[Key, T
             reports = [engine.diverged_replicas()]
             for name, parameter in engine.parameters():
                 if world.rank == 1 and name in DISTURBED.get(key, {}):
-                    flip_a_bit(local_shard(parameter, data_rank=0).data)
+                    flip_a_bit(held_values(parameter, data_rank=0).data)
             reports.append(engine.diverged_replicas())
             dist.barrier()
             if world.rank == 0:
@@ -453,5 +453,5 @@ def test_the_table_has_every_pair_of_values() -> None:
 def test_the_padding_of_a_shard_is_dropped() -> None:
     """Six values on three data ranks with four slots each: DeepSpeed never writes the padding."""
     parameter = SimpleNamespace(ds_tensor=torch.arange(4.0), ds_numel=6)
-    shares = [len(local_shard(parameter, data_rank)) for data_rank in range(3)]
+    shares = [len(held_values(parameter, data_rank)) for data_rank in range(3)]
     assert shares == [4, 2, 0]

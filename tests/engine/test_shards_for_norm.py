@@ -10,7 +10,7 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import fp16_on_cpu, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
-from threefold.pipeline.gradients import GradBuffers
+from threefold.pipeline.gradients import FlatGradients
 from threefold.prove.training import many_cases, start, train_step
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -37,7 +37,7 @@ def worker(corpus: str) -> dict[tuple[str, bool], Steps]:
     return found
 
 
-def poison(gradients: GradBuffers) -> None:
+def poison(gradients: FlatGradients) -> None:
     """Fill the shards of other ranks with NaN before the optimizer gets that of this rank."""
     reduction, hand_over = gradients.reduction, gradients._hand_over
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from models import cost
 from models.context_parallel.attention import tiles_of
-from models.context_parallel.partition import partition_sequence
+from models.context_parallel.division import divide
 from models.kernels.attention import (
     attend,
     attend_backward,
@@ -17,7 +17,7 @@ from models.kernels.attention import (
     merge,
     varlen_kernel,
 )
-from models.kernels.compile import compiled, eager
+from models.kernels.compile import as_written, compiled
 from models.kernels.elementwise import look_up
 from models.parallel.collectives import TensorAxis
 from models.parallel.cross_entropy import vocab_parallel_loss
@@ -143,11 +143,11 @@ def loss_in_parts(device: torch.device) -> float:
              0.1 * torch.randn(padded, hidden, generator=generator))  # fmt: skip
     x, weight = (each.to(device, torch.float16) for each in drawn)
     labels = torch.randint(vocab_size, (b, s), generator=generator).to(device)
-    compile_fn = compiled if device.type == "cuda" and has_compiler() else eager
+    fuse = compiled if device.type == "cuda" and has_compiler() else as_written
 
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         return LOSS_SCALE * vocab_parallel_loss(
-            x, weight, labels, vocab_size=vocab_size, tensor=TensorAxis(), compile_fn=compile_fn,
+            x, weight, labels, vocab_size=vocab_size, tensor=TensorAxis(), fuse=fuse,
             gradient_scale=LOSS_SCALE,
         )  # fmt: skip
 
@@ -202,7 +202,7 @@ def slices_error(device: torch.device, dtype: torch.dtype) -> float:
     grad = weights_like(out)
     grads = [torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v)]
     for rank in range(2):
-        slices = partition_sequence(s, rank, 2, LENGTHS).slices
+        slices = divide(s, rank, 2, LENGTHS).slices
         here = torch.cat([torch.arange(each.start, each.stop, device=device) for each in slices])
         own_q, own_k, own_v, own_grad = (each[:, :, here] for each in (q, k, v, grad))
         tiles = tiles_of(slices, LENGTHS)

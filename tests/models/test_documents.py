@@ -19,7 +19,7 @@ from models.kernels.attention import (
     document_kernel_name,
     varlen_kernel,
 )
-from models.kernels.compile import eager
+from models.kernels.compile import as_written
 from models.kernels.elementwise import heads_first
 from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
@@ -228,11 +228,11 @@ def test_documents_are_packed_without_a_copy() -> None:
         seen.extend(each.data_ptr() for each in tensors[:3])
         return torch.empty_like(tensors[0])
 
-    heads = heads_first(qkv, None, heads=4, kv_heads=2, order="bsad", compile_fn=eager)
+    heads = heads_first(qkv, None, heads=4, kv_heads=2, order="bsad", fuse=as_written)
     document_attention(*heads, ((2, 4), (6,)), varlen=varlen)
     assert seen == [each.data_ptr() for each in heads]
     for order in ("basd", "sbad"):
-        others = heads_first(qkv, None, heads=4, kv_heads=2, order=order, compile_fn=eager)
+        others = heads_first(qkv, None, heads=4, kv_heads=2, order=order, fuse=as_written)
         assert all(map(torch.equal, others, heads))
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.kernels import elementwise, norms
 from models.kernels import elementwise as elementwise_module
-from models.kernels.compile import eager
+from models.kernels.compile import as_written
 from models.kernels.elementwise import look_up, table_gradient
-from models.kernels.norms import ResidualBranch
+from models.kernels.norms import Branch
 from models.layer_specs import LearnedPositions, TokenEmbedding
 from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
-from models.parallel.layers import WeightGradStore, matmul
+from models.parallel.layers import Deferral, matmul
 from models.parallel.micro_batch_info import Documents, MicroBatchInfo
 from tests.models.test_transformer import SHAPES
 from tests.ranks import join_world, run_ranks
@@ -33,15 +33,15 @@ Layer = Callable[..., Tensor]
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return norms.norm(x, weight, bias, 1e-5, eager)
+    return norms.norm(x, weight, bias, 1e-5, as_written)
 
 
 def residual_bias(x: Tensor, bias: Tensor) -> Tensor:
-    return norms.add(x, ResidualBranch(x, bias), eager)
+    return norms.add(x, Branch(x, bias), as_written)
 
 
 def gelu_bias(x: Tensor, bias: Tensor) -> Tensor:
-    return elementwise.gelu(x + bias.detach(), bias, eager)
+    return elementwise.gelu(x + bias.detach(), bias, as_written)
 
 
 LAYERS: dict[str, tuple[Layer, int]] = {  # -> number of [h] vectors whose gradients sum over tokens
@@ -51,7 +51,7 @@ LAYERS: dict[str, tuple[Layer, int]] = {  # -> number of [h] vectors whose gradi
     "bias before GELU": (gelu_bias, 1),
     "bias of a product": (lambda x, b: matmul(x, torch.eye(HIDDEN).to(x), b, None), 1),
     "bias of a product with deferred weight gradients": (
-        lambda x, b: matmul(x, torch.eye(HIDDEN).to(x), b, WeightGradStore()), 1,
+        lambda x, b: matmul(x, torch.eye(HIDDEN).to(x), b, Deferral()), 1,
     ),
 }  # fmt: skip
 

@@ -180,13 +180,13 @@ def seeded_fault(fault: str) -> Iterator[None]:
     collectives = "models.parallel.collectives"
     faults = {
         "copy without its all-reduce": {
-            "models.parallel.layers.begin_input_grad_reduction": lambda grad, axis: lambda: grad
+            "models.parallel.layers.begin_sum_of_copies": lambda grad, axis: lambda: grad
         },
         "reduce without its all-reduce": {
             f"{collectives}._Reduce.forward": staticmethod(lambda ctx, x, axis: x.clone())
         },
         "gather without its reduce-scatter": {
-            "models.parallel.layers.begin_input_grad_reduction": (
+            "models.parallel.layers.begin_sum_of_copies": (
                 lambda x, axis: lambda: x.chunk(2)[axis.rank].contiguous()
             )
         },

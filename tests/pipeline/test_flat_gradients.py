@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
-from threefold.pipeline.gradients import GradBuffers
+from threefold.pipeline.gradients import FlatGradients
 from threefold.prove.training import many_cases, start, train_step
 
 DTYPES = ("fp32", "bf16")
@@ -25,7 +25,7 @@ def leave_one_out(corpus: str) -> dict[str, list[float]]:
                 parse_recipe(changed(small_recipe(Path(corpus)), deepspeed=config), "test"), world
             )
             gradients = engine.wrapped.gradients
-            assert isinstance(gradients, GradBuffers)
+            assert isinstance(gradients, FlatGradients)
             weight = dict(engine.state.parameters)[WEIGHT]
             largest, finish = [], gradients.finish
 

@@ -17,7 +17,7 @@ from tests.conftest import GPT_SWITCHES, changed, quick_and_long, selected, smal
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.pipeline import weight_gathering
-from threefold.pipeline.weight_gathering import AsyncParamAllGather
+from threefold.pipeline.weight_gathering import WeightGathering
 from threefold.prove.training import many_cases, start, train_step
 
 TIED = GPT_SWITCHES | {"model__layers": 4}
@@ -56,8 +56,8 @@ def late_gather(whole: Tensor, part: Tensor, *, group: Any, async_op: bool) -> d
     return LateWork(lambda: dist.all_gather_into_tensor(whole, own, group=group, async_op=True))
 
 
-def all_but_the_last_bucket(self: AsyncParamAllGather, numbers: list[int]) -> None:
-    """Wait as AsyncParamAllGather does, but never for the last bucket."""
+def all_but_the_last_bucket(self: WeightGathering, numbers: list[int]) -> None:
+    """Wait as WeightGathering does, but never for the last bucket."""
     for number in numbers:
         if number != self.order[-1] and number in self.running:
             self.running.pop(number).wait()
@@ -111,7 +111,7 @@ def gather_worker(corpus: str, folder: str, layouts: dict) -> dict:
     """Return each layout's results: as it is, with late gathers, and with a missing wait."""
     world, found = join_world(), {}
     late = mock.patch.object(weight_gathering, "all_gather_single", late_gather)
-    missing = mock.patch.object(AsyncParamAllGather, "wait", all_but_the_last_bucket)
+    missing = mock.patch.object(WeightGathering, "wait", all_but_the_last_bucket)
     with many_cases() as begin:
         for name, changes in layouts.items():
             table = changed(small_recipe(Path(corpus)), model__layers=4)

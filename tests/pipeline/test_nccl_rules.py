@@ -267,19 +267,19 @@ def mutant_worker(corpus: str, mutant: str) -> str:
     """Train a step with a mutant of the engine; return the error that ended it."""
     rules = Rules(slots=1 if mutant == "one kernel" else 100, patience=HANGS)
     world = join_with_rules(rules)
+    from threefold.pipeline import channels
     from threefold.pipeline import engine as engine_module
-    from threefold.pipeline import p2p
 
     def leave_out(*arguments: Any, **settings: Any) -> None:
         pass
 
     def only_reduce(engine: Any, *_: Any) -> None:
         for kind, chunk in engine.gradients.cycles if torch.is_grad_enabled() else ():
-            engine.gradients.begin_last_accumulation(kind, chunk, is_last=True)
+            engine.gradients.begin_end_of_group(kind, chunk, is_last=True)
             engine.gradients.end_group()
 
     if mutant == "no connections":
-        p2p.PipelineP2P.connect = leave_out
+        channels.Channels.connect = leave_out
         engine_module._run_passes = only_reduce
     if mutant == "no passes":
         engine_module._run_passes = only_reduce

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from models.experts.dispatch import Transfer
-from models.experts.overlap import OverlapExecutor
+from models.experts.overlap import Turns
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
@@ -66,7 +66,7 @@ def noted_exchanges(events: list[str]) -> Any:
     begin: Callable[..., torch.Tensor] = Transfer.begin
 
     def noting(transfer: Transfer, x: torch.Tensor, **rest: Any) -> torch.Tensor:
-        turns: OverlapExecutor = transfer.axis.overlap
+        turns: Turns = transfer.axis.turns
         if turns.is_helper is not None and not turns._ended:
             events.append("forward" if turns.is_helper else "backward")
         return begin(transfer, x, **rest)

@@ -200,7 +200,7 @@ def bucket_worker(corpus: str, folder: str, layouts: dict) -> dict:
 def watch(engine: Engine) -> list[tuple[str, int | None]]:
     """Note each instruction when it begins, and the number of each bucket that begins."""
     log: list[tuple[str, int | None]] = []
-    reduction, activity = engine.wrapped.gradients.reduction, engine.activity
+    reduction, crumb = engine.wrapped.gradients.reduction, engine.crumb
     begin = reduction.begin
 
     def noted_begin(number: int, flat: torch.Tensor, **settings: bool) -> None:
@@ -208,7 +208,7 @@ def watch(engine: Engine) -> list[tuple[str, int | None]]:
         begin(number, flat, **settings)
 
     reduction.begin = noted_begin
-    activity.note = lambda doing, micro_batch=None, step=None: log.append((doing, micro_batch))
+    crumb.note = lambda doing, micro_batch=None, step=None: log.append((doing, micro_batch))
     return log
 
 

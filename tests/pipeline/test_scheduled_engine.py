@@ -44,7 +44,7 @@ class Waiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         if function in NEEDS_THE_VALUES:
-            self.found.add(self.engine.activity.doing)
+            self.found.add(self.engine.crumb.doing)
         return function(*arguments, **(keywords or {}))
 
 

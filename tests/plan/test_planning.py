@@ -430,7 +430,9 @@ def test_a_plan_warns_of_full_memory_and_of_idle_stages() -> None:
     full = run_plan("recipes/llama/70b.toml", "--top", "0", *options)
     assert "% of the GPU memory is free; leave 8%" in full.stdout
     done = run_plan("recipes/llama/7b.toml", "--headroom", "8")
-    assert done.returncode == 2 and "8 is not at least 0 and below 1; use 0.08" in done.stderr
+    assert (
+        done.returncode == 2 and "8 is not at least 0 and below 1; for 8 % use 0.08" in done.stderr
+    )
 
 
 def test_the_gain_of_the_first_layout_is_explained() -> None:

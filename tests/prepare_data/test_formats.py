@@ -157,7 +157,7 @@ BAD = {  # file -> its bytes, the row, the kind of problem, the message
     "list.jsonl": (b'{"body": "a"}\n[1, 2]\n', "line 2", "json", "[1, 2] is not a JSON object"),
     "deep.jsonl": (b'{"body": "a"}\n' + b"[" * 2 * 10**4, "line 2", "json", "not valid JSON"),
     "empty.jsonl": (b'{"body": "a"}\n{"body": " "}', "line 2", "empty", "the document is empty"),
-    "column.jsonl": (b'{"body": "a"}\n{"text": 1}', "line 2", "column", "no column body"),
+    "column.jsonl": (b'{"body": "a"}\n{"text": 1}', "line 2", "column", 'no column "body"'),
     "number.jsonl": (b'{"body": "a"}\n{"body": 4}', "line 2", "column", "body = 4 is not a text"),
     "none.jsonl": (b'{"body": "a"}\n{"body": null}', "line 2", "column", "None is not a text"),
     "array.json": (b'[{"body": "a"}, {"body": ""}]', "row 1", "empty", "is empty"),
@@ -281,7 +281,7 @@ def test_files_that_look_like_other_splits_are_named(
     reading = SourceOptions(suggests_split=True)
     open_source([str(tmp_path)], reading)
     assert capsys.readouterr().out == (
-        "all files are read as training text, although wiki.valid.txt, wiki.test.txt may be other "
+        "all files are read as one corpus, although wiki.valid.txt, wiki.test.txt may be other "
         f"splits; to keep them apart, name the files: --source {tmp_path}/wiki.train.txt "
         f"--validation-source {tmp_path}/wiki.valid.txt\n"
     )
@@ -399,10 +399,10 @@ def test_a_long_line_before_a_piece_is_skipped_in_blocks(
 def test_names_of_columns_are_printed_with_escapes(tmp_path: Path) -> None:
     for number, (row, said) in enumerate(
         (
-            ({"a b": "x"}, "its columns: a b (use --column 'a b')"),
-            ({"\x1b[31m": "x"}, "its columns: \\x1b[31m"),
-            ({"n" * 61: "x"}, f"its columns: {'n' * 57}..."),
-            ({"line\nbreak": "x"}, "its columns: line\\nbreak"),
+            ({"a b": "x"}, "the columns are a b (use --column 'a b')"),
+            ({"\x1b[31m": "x"}, "the columns are \\x1b[31m"),
+            ({"n" * 61: "x"}, f"the columns are {'n' * 57}..."),
+            ({"line\nbreak": "x"}, "the columns are line\\nbreak"),
         )
     ):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(row))

@@ -28,7 +28,7 @@ from threefold.pretrain.out_of_memory import (
 )
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, STOPPED
-from threefold.supervision.hang_report import Activity
+from threefold.supervision.hang_report import Breadcrumb
 
 # Before the first step, each rank gets a limit of SPARE bytes for further allocations, in place of
 # the size of a GPU's memory.
@@ -159,8 +159,7 @@ def test_the_event_is_recorded_before_the_details_are_searched_for(
 ) -> None:
     """launch.py may kill the rank during the search."""
     handle = SimpleNamespace(
-        folder=RunFolder(tmp_path),
-        supervisor=SimpleNamespace(names=["rank 0"], activity=Activity()),
+        folder=RunFolder(tmp_path), supervisor=SimpleNamespace(names=["rank 0"], crumb=Breadcrumb())
     )
 
     def details(*_: object) -> list[str]:

@@ -26,7 +26,7 @@ from models.context_parallel.attention import tiles_of
 from models.errors import UserError
 from models.initialization import depth_ratio, query_multiplier, width_ratio
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
-from models.parallel.layers import WeightGradStore
+from models.parallel.layers import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
 from models.sharding import MatrixPart, Sharding
 from models.transformer import rotary_table
@@ -42,8 +42,8 @@ from threefold.engine.engine import Engine
 from threefold.engine.experts import is_marked
 from threefold.engine.muon import Muon, orthogonalize
 from threefold.engine.muon_exchange import MatrixExchange, update_scale
-from threefold.pipeline.gradients import GradBuffers, ShardedReduction
-from threefold.pipeline.stage import PipelineStage
+from threefold.pipeline.gradients import FlatGradients, ShardedReduction
+from threefold.pipeline.stage import Stage
 from threefold.prove import compare as compare_module
 from threefold.prove import picture
 from threefold.prove.compare import TrainingResult, compare
@@ -413,13 +413,13 @@ DRIFTING = (  # faults that make replicas of one weight diverge
 AGGREGATE = PipelineEngine._aggregate_total_loss
 ADD_MOMENTUM = Muon._add_momentum
 TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN, TAKE_SUM, FINISH_STEP = (
-    PipelineStage.take_micro_batch_infos,
-    WeightGradStore.take,
+    Stage.take_micro_batch_infos,
+    Deferral.take,
     TrainingData.places,
     ShardedReduction.finish,
     ShardedReduction.begin,
     ShardedReduction._take,
-    GradBuffers.finish,
+    FlatGradients.finish,
 )
 
 
@@ -449,7 +449,7 @@ def first_only(self: ShardedReduction, number: int, flat: torch.Tensor, **settin
         BEGIN(self, number, flat, **settings)
 
 
-def sharded_first(self: GradBuffers) -> None:
+def sharded_first(self: FlatGradients) -> None:
     """Add tied gradients up over the stages only after their buckets were reduced."""
     groups = list(self.module.get_tied_weights_and_groups())
     whole = {weight: self.of(weight).clone() for weight, _ in groups}
@@ -525,7 +525,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             ),
         ),
         "column-parallel inputs keep partial gradients": (
-            "models.parallel.layers.begin_input_grad_reduction",
+            "models.parallel.layers.begin_sum_of_copies",
             lambda grad, axis: lambda: grad,
         ),
         "norms in the split region keep partial gradients": (
@@ -551,7 +551,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda x, *, first_head, **settings: attention_rows(x, first_head=0, **settings),
         ),
         "the last stage attends across documents": (
-            "threefold.pipeline.stage.PipelineStage.take_micro_batch_infos",
+            "threefold.pipeline.stage.Stage.take_micro_batch_infos",
             lambda self, micro_batch_infos: TAKE_MICRO_BATCH_INFOS(
                 self,
                 [replace(each, documents=None) for each in micro_batch_infos]
@@ -560,7 +560,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             ),
         ),
         "the last deferred weight gradient is dropped": (
-            "models.parallel.layers.WeightGradStore.take",
+            "models.parallel.layers.Deferral.take",
             lambda self: TAKE(self)[:-1],
         ),
         "the loss is that of the tokens of one context rank": (
@@ -600,7 +600,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda x, axis: x,
         ),
         "tied gradients are added up after they were sharded": (
-            "threefold.pipeline.gradients.GradBuffers.finish",
+            "threefold.pipeline.gradients.FlatGradients.finish",
             sharded_first,
         ),
         "a bucket is reduced twice": (

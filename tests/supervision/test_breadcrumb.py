@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from models.config import ModelConfig
-from models.layer_specs import EmbeddingTable
+from models.layer_specs import VocabularyTable
 from models.parallel.collectives import TensorAxis
 from models.transformer import ModelAxes
 from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine
-from threefold.supervision.hang_report import Activity
+from threefold.supervision.hang_report import Breadcrumb
 
 MICRO_BATCHES = 3
 SIZES: dict[str, Any] = {
@@ -22,8 +22,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Recorder(Activity):
-    """Activity that records activities, and the rank's patience while data are read."""
+class Recorder(Breadcrumb):
+    """Breadcrumb that records activities, and the rank's patience while data are read."""
 
     def __init__(self):
         super().__init__()
@@ -40,39 +40,39 @@ class Recorder(Activity):
             yield mock.Mock()
 
 
-def engine_of(kind: type[Engine], activity: Activity, **parts: object) -> Engine:
+def engine_of(kind: type[Engine], crumb: Breadcrumb, **parts: object) -> Engine:
     engine = kind.__new__(kind)
-    engine.activity = activity
+    engine.crumb = crumb
     vars(engine).update(parts)
     return engine
 
 
 def test_a_sequential_engine_notes_each_micro_batch_that_it_validates() -> None:
-    activity, seen = Recorder(), []
-    module = torch.nn.ModuleList([EmbeddingTable(ModelConfig(**SIZES), TensorAxis())])
+    crumb, seen = Recorder(), []
+    module = torch.nn.ModuleList([VocabularyTable(ModelConfig(**SIZES), TensorAxis())])
 
     def forward(*_: object) -> torch.Tensor:
-        seen.append((activity.doing, activity.micro_batch, activity.patient, activity.count))
+        seen.append((crumb.doing, crumb.micro_batch, crumb.patient, crumb.count))
         module[0].observe(torch.ones(2, 1, 4))
         return torch.ones(())
 
     wrapped = mock.Mock(side_effect=forward, module=module)
     engine = engine_of(
         SequentialEngine,
-        activity,
+        crumb,
         wrapped=wrapped,
         axes=ModelAxes(),
         sum_over_ranks=lambda sums: sums,
     )
-    assert engine.evaluate(activity.data()) == 1.0
+    assert engine.evaluate(crumb.data()) == 1.0
     activities = [("validation pass", number, False) for number in range(MICRO_BATCHES)]
     assert [each[:3] for each in seen] == activities
     assert sorted({each[3] for each in seen}) == [each[3] for each in seen]  # progress each time
-    assert activity.patience == [True] * MICRO_BATCHES and not activity.patient
+    assert crumb.patience == [True] * MICRO_BATCHES and not crumb.patient
 
 
 def test_a_pipelined_engine_waits_for_the_disk_before_it_validates() -> None:
-    activity = Recorder()
+    crumb = Recorder()
     wrapped = mock.Mock(micro_batches=MICRO_BATCHES)
 
     def run(_: object, micro_batches: list, *, scores: list[torch.Tensor]) -> None:
@@ -80,27 +80,27 @@ def test_a_pipelined_engine_waits_for_the_disk_before_it_validates() -> None:
 
     engine = engine_of(
         PipelinedEngine,
-        activity,
+        crumb,
         wrapped=wrapped,
         axes=ModelAxes(),
         sum_over_ranks=lambda sums: sums,
         _run=run,
     )
-    assert engine.evaluate(activity.data()) == 2.0  # the mean of 1, 2 and 3
-    assert activity.patience == [True] * MICRO_BATCHES and not activity.patient
+    assert engine.evaluate(crumb.data()) == 2.0  # the mean of 1, 2 and 3
+    assert crumb.patience == [True] * MICRO_BATCHES and not crumb.patient
 
 
 def test_replicas_are_compared_with_a_note_for_each_kind() -> None:
-    activity = Recorder()
+    crumb = Recorder()
     engine = engine_of(
         SequentialEngine,
-        activity,
+        crumb,
         wrapped=SimpleNamespace(device="cpu"),
         _copies=lambda: [SimpleNamespace(kind=kind) for kind in ("tensor ranks", "data ranks")],
     )
     with mock.patch("threefold.engine.engine.diverged_replicas", lambda groups, _: list(groups)):
         engine.diverged_replicas()
-    assert activity.activities == [
+    assert crumb.activities == [
         "comparing replicas of tensor ranks",
         "comparing replicas of data ranks",
     ]
@@ -108,7 +108,7 @@ def test_replicas_are_compared_with_a_note_for_each_kind() -> None:
 
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_a_checkpoint_is_loaded_with_a_note_for_each_tensor(weights_only: bool) -> None:
-    activity = Recorder()
+    crumb = Recorder()
     sharding = SimpleNamespace(local_elements=lambda *_, **__: "elements")
     fragments = [SimpleNamespace(name=name, elements=range(2)) for name in ("head", "blocks.0")]
 
@@ -119,6 +119,6 @@ def test_a_checkpoint_is_loaded_with_a_note_for_each_tensor(weights_only: bool) 
         restore=restore,
         parameters={each.name: SimpleNamespace(sharding=sharding) for each in fragments},
     )
-    engine = engine_of(SequentialEngine, activity, state=state, axes=ModelAxes())
+    engine = engine_of(SequentialEngine, crumb, state=state, axes=ModelAxes())
     engine.load(mock.Mock(), weights_only=weights_only)
-    assert activity.activities == ["loading weight of head", "loading weight of blocks.0"]
+    assert crumb.activities == ["loading weight of head", "loading weight of blocks.0"]

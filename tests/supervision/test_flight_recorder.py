@@ -164,7 +164,7 @@ import torch, torch.distributed as dist
 from pathlib import Path
 from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
-from threefold.supervision.hang_report import Activity
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.supervisor import Supervisor
 from threefold.config.parallel_dims import LaunchEnvironment
 
@@ -183,7 +183,7 @@ if recorder == "broken":
     supervisor.launched_collectives = lambda: time.sleep(60)
 hosts = ["here", "there"]
 supervisor = Supervisor(
-    RunFolder(Path(folder) / recorder), Activity(), hang_seconds=4, startup_seconds=60
+    RunFolder(Path(folder) / recorder), Breadcrumb(), hang_seconds=4, startup_seconds=60
 ).start()
 supervisor.name_hosts(hosts)
 with supervisor:

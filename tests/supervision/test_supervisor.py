@@ -16,7 +16,7 @@ import tomli_w
 import torch
 from deepspeed.constants import default_pg_timeout
 
-from models.parallel.collectives import TensorAxis, begin_input_grad_reduction, wait_for
+from models.parallel.collectives import TensorAxis, begin_sum_of_copies, wait_for
 from tests.conftest import changed
 from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
@@ -27,7 +27,7 @@ from threefold.runtime.launchers import Process, is_launcher
 from threefold.runtime.processes import collective_timeout
 from threefold.supervision import hang_report
 from threefold.supervision.hang_report import (
-    Activity,
+    Breadcrumb,
     HangReport,
     RankStatus,
     collective_of,
@@ -67,9 +67,9 @@ def test_the_lowest_reporting_rank_describes_the_hang(tmp_path: Path) -> None:
     ranks = [HangReport(tmp_path / "hang", NAMES) for _ in range(3)]
     places = []
     for rank, report in enumerate(ranks):
-        activity = Activity()
-        activity.note("ForwardPass", micro_batch=rank, step=5)
-        places.append(rank_status(rank, activity))
+        crumb = Breadcrumb()
+        crumb.note("ForwardPass", micro_batch=rank, step=5)
+        places.append(rank_status(rank, crumb))
         report.write(places[rank])
     ranks[0].take_back(0)  # the rank has made progress
     assert ranks[2].verdict(places[2][0]) == ("", [])
@@ -105,7 +105,7 @@ import torch
 from threefold.supervision import supervisor
 from threefold.runtime.processes import start_processes
 from threefold.runtime.output import use_nonblocking_output
-from threefold.supervision.hang_report import Activity
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.loss_watch import Severity
 from threefold.supervision.supervisor import Supervisor
 from threefold.run_folder.folder import RunFolder
@@ -118,21 +118,21 @@ def supervise(path, what):
     os.environ.pop("MASTER_PORT", None)  # another process of the test uses it
     start_processes(LaunchEnvironment())
     path.mkdir()
-    activity, folder = Activity(), RunFolder(path)
+    crumb, folder = Breadcrumb(), RunFolder(path)
     if what == "hang, and no folder":
         folder = RunFolder(path / "absent")
     if what == "hang, and so does the disk":
         os.mkfifo(folder.events)
         pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
     hang_seconds = {"hang": 1, "patient": 3, "twice": 5}.get(what, 2)
-    own = Supervisor(folder, activity, hang_seconds=hang_seconds, startup_seconds=4).start()
+    own = Supervisor(folder, crumb, hang_seconds=hang_seconds, startup_seconds=4).start()
 
     def agree(severity):
         reason, worst, _ = own.agree(Severity(severity), torch.device("cpu"))
         print((reason, int(worst)), flush=True)
 
     if what == "hang at start":
-        activity.note("building the engine")
+        crumb.note("building the engine")
         time.sleep(60)
     if what == "slow start":
         time.sleep(3)
@@ -145,7 +145,7 @@ def supervise(path, what):
         if what.startswith("hang"):
             time.sleep(60)
         if what == "patient":
-            with activity.waiting_for_disk("saving"):
+            with crumb.waiting_for_disk("saving"):
                 time.sleep(5)
         for _ in range({"twice": 2, "echo": 2, "once": 1}.get(what, 0)):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -242,7 +242,7 @@ from pathlib import Path
 from threefold.runtime.launchers import Process
 from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
-from threefold.supervision.hang_report import Activity
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.supervisor import Supervisor
 from threefold.config.parallel_dims import LaunchEnvironment
 
@@ -250,18 +250,18 @@ world = LaunchEnvironment.from_environment(os.environ)
 start_processes(world, patience_seconds=5000)
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
 assert backend.options._timeout > timedelta(seconds=5000), backend.options._timeout
-activity = Activity()
-Supervisor(RunFolder(Path(sys.argv[1])), activity, hang_seconds=9, startup_seconds=2).start()
+crumb = Breadcrumb()
+Supervisor(RunFolder(Path(sys.argv[1])), crumb, hang_seconds=9, startup_seconds=2).start()
 pid = [os.getpid()]
 dist.broadcast_object_list(pid)
 if world.rank == 1:
     peer = Process(pid[0])
-    with activity.waiting_for_disk("waiting for data"):
+    with crumb.waiting_for_disk("waiting for data"):
         while peer.state() not in ("", "Z"):
             time.sleep(0.5)
     os._exit(7)
 for _ in range(8):  # longer than rank 1's first report is recent
-    activity.note("building the engine")
+    crumb.note("building the engine")
     time.sleep(0.5)
 dist.barrier()
 """
@@ -336,13 +336,13 @@ def test_files_of_an_earlier_hang_do_not_count(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_disk_ends_with_an_error_too() -> None:
-    activity = Activity()
-    with pytest.raises(OSError), activity.waiting_for_disk("saving"):
-        with activity.waiting_for_disk("reading"):
+    crumb = Breadcrumb()
+    with pytest.raises(OSError), crumb.waiting_for_disk("saving"):
+        with crumb.waiting_for_disk("reading"):
             pass
-        assert activity.patient
+        assert crumb.patient
         raise OSError
-    assert not activity.patient
+    assert not crumb.patient
 
 
 @pytest.mark.parametrize(("waits_for_room", "reports"), [(False, 10), (True, 0)])
@@ -350,12 +350,12 @@ def test_a_wait_for_room_on_a_full_disk_is_not_reported_as_a_hang(
     waits_for_room: bool, reports: int
 ) -> None:
     supervisor = Supervisor.__new__(Supervisor)
-    supervisor.activity, supervisor.limit, supervisor._disk = Activity(), 4, mock.Mock()
+    supervisor.crumb, supervisor.limit, supervisor._disk = Breadcrumb(), 4, mock.Mock()
     supervisor._report, supervisor._seen = mock.Mock(), -1
     supervisor._still = supervisor._idle = 0
     supervisor._reported = supervisor._ending = False
-    with supervisor.activity.waiting_for_disk("saving"):
-        supervisor.activity.wait_for_room(waits_for_room)
+    with supervisor.crumb.waiting_for_disk("saving"):
+        supervisor.crumb.wait_for_room(waits_for_room)
         for _ in range(21):  # seconds
             supervisor._look_at_progress()
     assert supervisor._disk.run.call_count == reports and not supervisor._ending
@@ -391,11 +391,11 @@ def test_only_the_right_process_is_killed(has_pidfds: bool) -> None:
 
 
 def test_a_breadcrumb_describes_the_activity() -> None:
-    activity = Activity()
-    assert str(activity) == "start-up, starting"
-    activity.note("waiting for data", step=3)
-    activity.note("ForwardPass", micro_batch=2)
-    assert str(activity) == "step 3, ForwardPass of micro-batch 2" and activity.count == 2
+    crumb = Breadcrumb()
+    assert str(crumb) == "start-up, starting"
+    crumb.note("waiting for data", step=3)
+    crumb.note("ForwardPass", micro_batch=2)
+    assert str(crumb) == "step 3, ForwardPass of micro-batch 2" and crumb.count == 2
 
 
 def test_the_collective_of_a_stack_is_found() -> None:
@@ -422,7 +422,7 @@ def test_a_rank_that_waits_for_its_tensor_peers_is_in_a_collective() -> None:
     running = mock.Mock()
     running.wait = lambda: setattr(running, "seen", collective_of(sys._getframe()))
     with mock.patch("torch.distributed.all_reduce", return_value=running):
-        begin_input_grad_reduction(torch.ones(1), TensorAxis(size=2))()
+        begin_sum_of_copies(torch.ones(1), TensorAxis(size=2))()
     assert running.seen == "all_reduced"
 
 

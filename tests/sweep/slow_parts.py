@@ -104,7 +104,7 @@ def slow_wait(engine: Engine, sleep: Sleep) -> Iterator[None]:
 @contextmanager
 def slow_background_collective(engine: Engine, sleep: Sleep) -> Iterator[None]:
     """The wait for a sum of gradients that runs during the weight gradient."""
-    begin, wait = layers.begin_input_grad_reduction, dist.Work.wait
+    begin, wait = layers.begin_sum_of_copies, dist.Work.wait
     begun = []
 
     def note_begin(*arguments: Any) -> Any:
@@ -119,7 +119,7 @@ def slow_background_collective(engine: Engine, sleep: Sleep) -> Iterator[None]:
         return wait(work, *rest)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(layers, "begin_input_grad_reduction", note_begin))
+        stack.enter_context(replaced(layers, "begin_sum_of_copies", note_begin))
         stack.enter_context(replaced(dist.Work, "wait", wait_slowly))
         yield
 

@@ -167,7 +167,8 @@ def test_a_combination_that_does_not_fit_its_world_is_rejected(recipe: Path) -> 
     choice = choose(Request(recipes=[recipe], settings=settings, gpus_per_node=[1, 2]))
     reasons = [each.reason for each in choice.rejections]
     assert any("gather its weights again" in reason for reason in reasons)
-    assert any("does not divide the world of 1 ranks" in reason for reason in reasons)
+    assert any("of 2 ranks, not 1; " in reason for reason in reasons)
+    assert any("of 2 ranks, not 1; " in reason for reason in reasons)
     assert len(choice.trials) + len(reasons) == 8
 
 

@@ -235,9 +235,6 @@ def test_only_own_files_are_rewritten(tmp_path: Path) -> None:
     text = h100.replace('"H100"', '"my-node"', 1)
     file.write_text(f"# {fit.mark('my-node')}\n{text}")
     assert fit.own_file(tmp_path, "my-node") == file == tmp_path / "my_node.toml"
-    earlier = "# Written by `python recipes/sweep.py --links my-node`"
-    file.write_text(f"{earlier}\n{text}")
-    assert fit.own_file(tmp_path, "my-node") == file
     with pytest.raises(UserError, match="for example links My-Node-links"):
         fit.own_file(tmp_path, "My-Node")  # its file is that of my-node
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)

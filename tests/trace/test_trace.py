@@ -85,7 +85,6 @@ WAYS = {
             "deepspeed": "ds_configs/zero1_bf16.json",
             "layout": {"pipeline": 2, "schedule": "interleaved"},
             "model__layers": 4,
-            "batch__micro_sequences": 4,
         },
     ),
     "weights later": (
@@ -173,12 +172,12 @@ def test_the_first_stage_holds_as_many_micro_batches_as_there_are_stages(
         with mock.patch("threefold.trace.trace.enough_micro_batches", lambda *_: ALL):
             found = trace(recipe, 4, 4, 0)
         assert found.traced == m
-        held[m] = dict(found.activity_bytes)["ForwardPass"]
+        held[m] = dict(found.phase_bytes)["ForwardPass"]
     # The memory of one micro-batch; from the second one on also the output that was sent before.
     assert held[3] - held[2] == held[4] - held[3] == held[2] - held[1] - 32 * 2 * 64 * FP32
     assert held[4] == held[5]
     enough = trace(parse_recipe(changed(table, batch__global_sequences=16), "test"), 4, 4, 0)
-    assert (enough.traced, dict(enough.activity_bytes)["ForwardPass"]) == (5, held[5])
+    assert (enough.traced, dict(enough.phase_bytes)["ForwardPass"]) == (5, held[5])
 
 
 @pytest.mark.parametrize("stage", quick_and_long([1, 3], range(4)))
@@ -251,14 +250,14 @@ def test_a_tensor_that_blocks_keep_is_counted(small: dict[str, Any]) -> None:
     plain = traced(table, 2)
     with mock.patch.object(Block, "forward", wasteful):
         mutant = traced(table, 2)
-    most, wasted = (dict(each.activity_bytes)["ForwardPass"] for each in (plain, mutant))
+    most, wasted = (dict(each.phase_bytes)["ForwardPass"] for each in (plain, mutant))
     assert wasted - most == 2 * 32 * 8 * 64 * FP32  # two blocks
     assert (mutant.between_steps, mutant.traffic) == (plain.between_steps, plain.traffic)
 
 
 def test_another_layer_costs_as_much_as_the_others(small: dict[str, Any]) -> None:
     peaks = [
-        dict(traced(changed(small, model__layers=layers), 1).activity_bytes)["ForwardPass"]
+        dict(traced(changed(small, model__layers=layers), 1).phase_bytes)["ForwardPass"]
         for layers in (1, 2, 3)
     ]
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0]
@@ -312,7 +311,7 @@ def test_a_trace_is_reported(small: dict[str, Any]) -> None:
     assert f"rank {found.rank} of 4" in trace_module.text(found)
     table = trace_module.table(found)
     assert table["peak_bytes"] == sum(table["at_peak_bytes"].values())
-    assert max(table["activity_bytes"].values()) == table["peak_bytes"]
+    assert max(table["phase_bytes"].values()) == table["peak_bytes"]
 
 
 def test_a_trace_leaves_no_state(small: dict[str, Any]) -> None:

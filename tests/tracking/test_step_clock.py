@@ -91,7 +91,7 @@ class FakeRun(SimpleNamespace):
                 evaluate_tasks_every=4,
             ),
             last_step=training.steps,
-            supervisor=SimpleNamespace(activity=mock.MagicMock()),
+            supervisor=SimpleNamespace(crumb=mock.MagicMock()),
             prefetcher=SimpleNamespace(next=lambda step: spend(0.5, ([], 0.5))),
             timeline=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),
             profiler=SimpleNamespace(recorded=lambda step: contextlib.nullcontext()),

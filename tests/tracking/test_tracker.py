@@ -178,7 +178,7 @@ def test_a_wait_at_the_end_is_announced(
         thread._thread.join()
     ended = "was interrupted while it sent its data" if interrupted else "did not finish in time"
     assert problem == f"Weights & Biases {ended}"
-    subject = "an answer, and to send its data" if awaits_server else "its start"
+    subject = "an answer, and to send its data" if awaits_server else "W&B to start"
     assert told[awaits_server:][:2] == [
         f"waiting for {subject}, for at most 0.04 s; Ctrl-C ends this wait",
         f"failed, because W&B {ended}",

@@ -378,6 +378,7 @@ def find_damages(
     """Verify a checkpoint's manifest and a share of its files; yield a sentence for each damage.
 
     Args:
+        checkpoint: the folder of the checkpoint
         share: the share to verify, 0 .. shares - 1
         shares: number of processes that verify the files together
         note: called before each file is read, to report progress

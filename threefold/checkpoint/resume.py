@@ -141,6 +141,7 @@ class ResumePoint:
         """Return the setting that avoids a jump of the learning rate, or the keys that caused it.
 
         Args:
+            recipe: the recipe of the run
             old_segment: the segment of the next step in the recipe of the checkpoint
             new_segment: the segment of the next step in the recipe of the run
         """
@@ -183,7 +184,9 @@ def find(
     """Find the checkpoint to start or resume from; collective, and the same on all ranks.
 
     Args:
+        folder: the run's checkpoints
         resume: "auto" for the newest undamaged checkpoint, "never" for none, or a checkpoint's path
+        recipe: the recipe of the run
         data: fingerprints of corpora and tokenizer
         branch: the newest request for a certain checkpoint, which "auto" obeys
         note: called before each file is verified
@@ -256,6 +259,7 @@ def find_initial_weights(
     """Return the weights that the recipe starts from; collective.
 
     Args:
+        recipe: the recipe of the run
         run: the folder of the new run, if it has one
         note: called before each file is verified
 
@@ -281,6 +285,7 @@ def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> None:
     otherwise all checkpoints are. Damaged checkpoints are not renamed.
 
     Args:
+        folder: the run's checkpoints
         found: the checkpoint at which the branch begins
         stamp: part of the new names of the checkpoints
     """
@@ -363,6 +368,7 @@ def lock_run_folder(folder: RunFolder, *, wait_seconds: float) -> str:
     The ranks synchronize after each try, so that no collective waits for longer than a second.
 
     Args:
+        folder: the run folder
         wait_seconds: time to wait for a holder that shows no sign of life
 
     Returns:
@@ -414,6 +420,9 @@ def find_start(
     """Find the point at which the run starts or resumes, without changing files; collective.
 
     Args:
+        folder: the run folder
+        request: the `--resume` option
+        recipe: the recipe of the run
         data: fingerprints of corpora and tokenizer
         find_in_memory: finds the newest snapshot in the memory of the nodes, not older than a step;
             None without snapshots
@@ -462,6 +471,8 @@ def _at(
     """Return the start of a run that resumes by itself.
 
     Args:
+        found: the checkpoint
+        history: the history of the run
         data: fingerprints of corpora and tokenizer
         saved: step of the newest checkpoint on the disk that the run has passed through
         pending: a request of an earlier start that has not been carried out

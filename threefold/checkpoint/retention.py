@@ -28,6 +28,7 @@ def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection
     """Delete the checkpoints that are not kept.
 
     Args:
+        folder: the run's checkpoints
         settings: the recipe's [checkpoint] section
         step: checkpoints of later steps are neither deleted nor counted
         damaged: these checkpoints are neither deleted nor counted
@@ -72,6 +73,7 @@ def lack_of_room(folder: Path, recipe: Recipe, *, reserve: int = RESERVED_DISK_B
 
     Args:
         folder: a folder on the disk
+        recipe: the recipe of the run
         reserve: bytes that have to stay free
 
     Raises:
@@ -82,7 +84,7 @@ def lack_of_room(folder: Path, recipe: Recipe, *, reserve: int = RESERVED_DISK_B
         return None
     return (
         f"{folder} has {_size(free)} {LACK_OF_ROOM} {_size(size)}, and {_size(reserve)} are "
-        f"reserved for metrics and logs; free at least {_size(size + reserve - free)}"
+        f"reserved for metrics and logs; free at least {_size(size + reserve - free)} more"
     )
 
 
@@ -98,6 +100,7 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
 
     Args:
         folder: the run's checkpoints; if it does not exist yet, its parent's disk counts
+        recipe: the recipe of the run
         step: the last completed step; the checkpoints up to this step are on the disk
 
     Returns:

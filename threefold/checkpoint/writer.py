@@ -352,6 +352,9 @@ class CheckpointWriter:
 
     Args:
         state: this rank's share of weights and moments
+        folder: the run folder
+        recipe: the recipe of the run
+        dims: the layout of the ranks
         data: fingerprints of corpora and tokenizer, for the manifest
         step: a step of the phase that the ranks train
         damaged: checkpoints that retention neither deletes nor counts
@@ -438,6 +441,7 @@ class CheckpointWriter:
         The save after the last step of the run waits in its thread while the disk is full.
 
         Args:
+            progress: the progress of the run
             validation_loss: mean loss of the validation sets with the current weights, for the
                 manifest
             ends_process: True if no step of this process follows; the checkpoint may then fill the

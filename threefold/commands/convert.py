@@ -65,7 +65,10 @@ def from_hf(options: argparse.Namespace) -> None:
             f"{options.folder}: config.json has tie_word_embeddings = true, and lm_head.weight "
             f"differs from the embedding; the head is kept, with model.tie_embeddings = false"
         )
-    print(f"imported {options.folder} into {options.output}; in a recipe that starts from it:\n")
+    print(
+        f"imported {options.folder} into {options.output}; a recipe that starts from these weights "
+        f"needs:\n"
+    )
     start = {"initial_weights": str(options.output.resolve())}
     print(tomli_w.dumps({"model": settings(model), "training": start}))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from models.config import MAX_SIZE
-from models.errors import UserError, a_few, counted
+from models.errors import UserError, a_few, counted, suggestion
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.sections import repository_path
 from threefold.data.manifest import few_tokens, lost_manifest, read_manifest
@@ -38,12 +38,18 @@ def main(description: str | None = None) -> None:
     arguments = sys.argv[1:]
     command = commands.get(arguments[0] if arguments else "")
     try:
+        if command is None and arguments and not arguments[0].startswith("-"):
+            raise UserError(
+                f"unknown command {arguments[0]}; {suggestion(arguments[0], list(commands))} "
+                f"Without a command, options such as --source prepare a corpus"
+            )
         if command is None:
             prepare(arguments, description)
         else:
             command(arguments[1:])
     except UserError as problem:
-        print(f"prepare_data.py: {problem}", file=sys.stderr)
+        notes = getattr(problem, "__notes__", [])
+        print("; ".join([f"prepare_data.py: {problem}", *notes]), file=sys.stderr)
         sys.exit(REJECTED)
     except OSError as problem:
         reason = f"cannot be read or written ({problem.strerror or problem})"
@@ -407,7 +413,9 @@ def check_options(options: argparse.Namespace, output: Path, workspace: Path) ->
     """
     if lost := lost_manifest(output):
         raise UserError(lost)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {options.output} is a file; use a folder, such as data/books")
+    if output.exists() and any(output.iterdir()):
         raise UserError(f"--output {options.output} contains other files; use an empty folder")
     if os.path.ismount(output):
         raise UserError(f"--output {options.output} is a mount point; use a folder in it")

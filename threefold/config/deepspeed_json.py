@@ -46,6 +46,7 @@ def build_deepspeed_config(
 
     Args:
         recipe: the recipe, which names the JSON
+        dims: the layout of the ranks
         has_gpu: False to reject fp16, which DeepSpeed does not support on CPUs
 
     Raises:
@@ -84,6 +85,7 @@ def read_deepspeed_json(name: str, recipe: Recipe | None = None) -> dict[str, An
     Settings that the recipe owns are "auto" in the result, and keys without effect are left out.
 
     Args:
+        name: the file
         recipe: the recipe to compare the file with, as far as that needs no number of ranks
 
     Raises:
@@ -102,6 +104,7 @@ def require_auto(recipe: Recipe, reason: str) -> None:
     """Reject a JSON that fixes the micro-batch or the accumulation steps.
 
     Args:
+        recipe: the recipe that names the JSON
         reason: the reason why the command may change these values
 
     Raises:
@@ -165,7 +168,7 @@ def _leave_zero_3_out(config: dict[str, Any], review: Review) -> None:
         return
     zero = config["zero_optimization"]
     for key in [key for key in zero if key in ONLY_ZERO_3]:
-        review.ignore(f"zero_optimization.{key}", "only with ZeRO-3")
+        review.ignore(f"zero_optimization.{key}", "they have an effect only with ZeRO-3")
         del zero[key]
 
 
@@ -430,8 +433,8 @@ def _resolve_stage(settings: dict[str, Any], review: Review) -> None:
     elif stage == 0 and not isinstance(stage, bool):
         setting = "stage = 0" if "stage" in zero else "stage is missing, which means 0"
         review.reject(
-            f"zero_optimization.{setting}: without ZeRO, DeepSpeed clips gradients wrongly in "
-            "pipelines; use 1, which needs no more time or memory"
+            f"zero_optimization.{setting}: use 1, which needs no more time or memory, also without "
+            f"a pipeline; stage 0 is not supported, because it clips gradients wrongly in pipelines"
         )
     else:
         return

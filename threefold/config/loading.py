@@ -346,10 +346,25 @@ def _read_toml(path: Path) -> dict[str, Any]:
             raise UserError(f"{short(path)}: {_duplicate(text, str(error))}") from None
         if unquoted := _unquoted(text, str(error)):
             raise UserError(f"{short(path)}: {unquoted}") from None
-        raise UserError(
-            f"{short(path)}: this is not valid TOML: {reason_of(error)}; write lines such as "
-            f'name = "tiny"'
-        ) from None
+        raise UserError(f"{short(path)}: {_invalid_line(text, error)}") from None
+
+
+def _invalid_line(text: str, error: Exception) -> str:
+    """Return a message about a TOML text that tomllib rejects, with the line and advice for it."""
+    number = re.search(r"at line (\d+)", str(error))
+    line = text.split("\n")[int(number[1]) - 1].strip() if number else ""
+    if digits := re.fullmatch(r"([\w.]+)\s*=\s*(\d[\d_,]*(?:[ ,]\d+)+)", line):
+        joined = re.sub("[ ,]", "_", digits[2])
+        advice = f"a number has no spaces or commas: {digits[1]} = {joined}"
+    elif re.fullmatch(r"\[+[^\]]*", line):
+        brackets = len(line) - len(line.lstrip("["))
+        advice = f"a section needs closing brackets: {line}{']' * brackets}"
+    else:
+        shown = f": {line}" if line else ""
+        return (
+            f'this is not valid TOML: {reason_of(error)}{shown}; write lines such as name = "tiny"'
+        )
+    return f"line {number[1] if number else 1}: {line}: {advice}"
 
 
 def _unquoted(text: str, error: str) -> str:

@@ -193,11 +193,9 @@ class Segment:
         number: number of the phase, from 0
         first, last: first and last step
         recipe: the recipe of these steps, without phases and without a ramp
-        schedule_first, schedule_last: first and last step of the schedule of the learning rate,
-            which may begin in an earlier phase and end in a later one
-        part: number of the part of the data, from 0. Another part begins with a segment that
-            changes the corpora, their weights, the sequence length, the separation of documents or
-            the rotary positions
+        schedule_first, schedule_last: first and last step of the learning rate's schedule
+        part: number of the part of the data, from 0; a part ends where the corpora, their weights,
+            the sequence length, the separation of documents or the rotary positions change
     """
 
     phase: str
@@ -425,7 +423,7 @@ def table_at(recipe: dict[str, Any], step: int) -> dict[str, Any]:
     """
     if not recipe.get("phase"):
         return recipe
-    return [table for table in phase_tables(recipe) if table.first <= max(1, step)][-1].table
+    return [each for each in phase_tables(recipe) if each.first <= max(1, step)][-1].table
 
 
 def validate(table: dict[str, Any]) -> Recipe:
@@ -443,7 +441,7 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
         whole = (1, steps)
         return (_segment("first", 0, whole, recipe, schedule=whole, part=0),)
     tables = phase_tables(recipe.model_dump(mode="json"))
-    schedules = [table.first for table in tables if table.begins_schedule]
+    schedules = [each.first for each in tables if each.begins_schedule]
     found: list[Segment] = []
     for number, (phase, following) in enumerate(zip(tables, [*tables[1:], None], strict=True)):
         last = following.first - 1 if following else steps
@@ -486,6 +484,7 @@ def _plain_recipe(phase: PhaseTable, sequences: int) -> Recipe:
     """Return the plain recipe of a phase.
 
     Args:
+        phase: the table of the phase
         sequences: global batch, in sequences
 
     Raises:
@@ -517,7 +516,9 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
     """Check the positions, the end of the ramp and the length of the schedule of a phase.
 
     Args:
+        recipe: the whole recipe
         segment: the last segment of the phase
+        phase: the table of the phase
 
     Raises:
         UserError: one of them does not fit the phase.

@@ -308,10 +308,24 @@ class Recipe(Section):
             return
         context = f" x layout.context = {layout.context}" if layout.context > 1 else ""
         raise UserError(
-            f"layout.tensor = {layout.tensor} x layout.pipeline = {layout.pipeline}{context} does "
-            f"not divide the world of {world.size} ranks; use "
-            f"{self._working_ranks(ranks, world)}"
+            f"layout.tensor = {layout.tensor} x layout.pipeline = {layout.pipeline}{context} needs "
+            f"a multiple of {ranks} ranks, not {world.size}; use "
+            f"{self._working_ranks(ranks, world)}{self._working_pipeline(world)}"
         )
+
+    def _working_pipeline(self, world: LaunchEnvironment) -> str:
+        """Return the longest pipeline that fits the world; "" if more would have to change."""
+        others = self.layout.tensor * self.layout.context
+        if world.size % others or self.layout.schedule != "1f1b" or self.layout.layers_per_stage:
+            return ""
+        replicas = world.size // others
+        sequences, micro = self.batch.global_sequences, self.batch.micro_sequences
+        fitting = [
+            n
+            for n in range(1, self.layout.pipeline)
+            if replicas % n == 0 and sequences % (micro * (replicas // n)) == 0
+        ]
+        return f", or layout.pipeline = {max(fitting)}" if fitting else ""
 
     def _working_ranks(self, ranks: int, world: LaunchEnvironment) -> str:
         """Return the numbers of ranks around the world's, for `ranks` ranks per data rank."""

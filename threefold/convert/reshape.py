@@ -159,6 +159,7 @@ def average(sources: Sequence[CheckpointReader], output: Path) -> None:
     state.
 
     Args:
+        sources: the checkpoints, oldest first
         output: folder to write
     """
     shapes = logical_shapes(model_of(sources[-1]))

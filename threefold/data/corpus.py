@@ -28,9 +28,10 @@ def open_corpus(path: str, recipe: Recipe) -> TokenFile:
     """
     tokenizer = repository_path(recipe.data.tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
+        problem = "has no tokenizer.json" if tokenizer.is_dir() else "does not exist"
         raise UserError(
-            f'data.tokenizer = "{recipe.data.tokenizer}" has no tokenizer.json; '
-            f"make it with recipes/prepare_data.py"
+            f'data.tokenizer = "{recipe.data.tokenizer}" {problem}; use the folder tokenizer of a '
+            f"corpus of recipes/prepare_data.py, such as data/stdlib/tokenizer"
         )
     check_part(repository_path(path))
     file = TokenFile(repository_path(path))

@@ -23,13 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.context_parallel.partition import (
-    Lengths,
-    SequencePartition,
-    Slices,
-    partition_sequence,
-    rank_work,
-)
+from models.context_parallel.division import Division, Lengths, Slices, divide, rank_work
 from models.errors import UserError, counted
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
 from threefold.config.parallel_dims import ParallelDims
@@ -184,6 +178,7 @@ class TrainingData:
         """Continue from where a run stopped; the next step reads the next sample.
 
         Args:
+            progress: the progress of the run
             dims: the layout of the next steps; None if it stays the same
         """
         self.progress = progress
@@ -397,9 +392,9 @@ class TrainingData:
             dropout: the key of the masks; None: no dropout
         """
         documents = None
-        if any(len(sequence) > 1 for sequence in lengths):  # otherwise attention needs no mask
+        if any(len(each) > 1 for each in lengths):  # otherwise attention needs no mask
             documents = Documents(lengths)
-        return MicroBatchInfo(dropout, documents, self._partition(sum(lengths[0]), documents))
+        return MicroBatchInfo(dropout, documents, self._division(sum(lengths[0]), documents))
 
     def _document_lengths(self, recipe: Recipe, windows: list[tuple[Windows, int]]) -> Lengths:
         """Return the lengths of the documents in each window, one document if not separated."""
@@ -407,12 +402,12 @@ class TrainingData:
             return ((recipe.model.sequence_length,),) * len(windows)
         return tuple(corpus.document_lengths(index) for corpus, index in windows)
 
-    def _partition(self, length: int, documents: Documents | None) -> SequencePartition | None:
-        """Return the partition of sequences with these documents among the context ranks."""
+    def _division(self, length: int, documents: Documents | None) -> Division | None:
+        """Return the division of sequences with these documents among the context ranks."""
         if self.context_size == 1:
             return None
         lengths = documents.lengths if documents else None
-        return partition_sequence(length, self.context_rank, self.context_size, lengths)
+        return divide(length, self.context_rank, self.context_size, lengths)
 
     def _read(
         self, windows: list[tuple[Windows, int]], slices: Slices | None
@@ -483,6 +478,4 @@ class Prefetcher:
 
     def _fetch(self, step: int) -> list[MicroBatch]:
         micro_batches = self.read(step)
-        return [
-            micro_batch.pinned() if self.pinned else micro_batch for micro_batch in micro_batches
-        ]
+        return [each.pinned() if self.pinned else each for each in micro_batches]

@@ -118,8 +118,7 @@ class Pass:
     Attributes:
         length: tokens of a window
         key: the key of the permutation
-        considered: number of windows, from the start of the permutation, that were either read or
-            skipped because an earlier pass of the epoch had read some of their tokens
+        considered: number of windows at the start of the permutation that were read or left out
     """
 
     length: int
@@ -335,7 +334,9 @@ def mixture_after(
     """Return the mixture of a part of the data, which continues after the samples read before.
 
     Args:
+        plan: the phases of the run
         consumed_ranges: the samples read before
+        part: number of the part
         begin: the first sample of the part
         tokens: number of a corpus -> its tokens
 

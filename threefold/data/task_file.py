@@ -56,6 +56,7 @@ def read_items(file: Path, limit: int | None = None) -> list[Item]:
     """Read the items of a task file.
 
     Args:
+        file: the file
         limit: maximum number of items; None: all
 
     Raises:

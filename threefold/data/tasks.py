@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from models.context_parallel.partition import Lengths, Slices
+from models.context_parallel.division import Lengths, Slices
 from models.errors import UserError, counted
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
@@ -173,6 +173,8 @@ def encode_task(task: TaskItems, tokenizer: TaskTokenizer, length: int) -> list[
     `HFLM._loglikelihood_tokens` of lm-evaluation-harness.
 
     Args:
+        task: the task
+        tokenizer: the tokenizer
         length: maximum number of tokens that the model reads
 
     Raises:

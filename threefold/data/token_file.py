@@ -50,6 +50,8 @@ class TokenFile:
         self._index = path.with_name(path.name + ".idx")
         file = path.with_name(path.name + ".bin")
         for name in (self._index, file):
+            if not name.is_file() and path.is_dir():
+                raise UserError(f"{path} is a folder; name a corpus in it, such as {path}/train")
             if not name.is_file():
                 raise UserError(f"{name} is missing; make it with recipes/prepare_data.py")
         with self._index.open("rb") as stream:
@@ -341,6 +343,7 @@ def write_index(
     """Write an .idx with one sequence per document.
 
     Args:
+        stream: the file
         type_of_tokens: result of `token_type`
         lengths: returns the number of tokens of each document, in blocks; called twice, so that
             only one block is in memory

@@ -5,8 +5,7 @@
     optimizer = build_optimizer(model, recipe, config=config)
     engine = build_engine(recipe, axes, config=config, model=model, optimizer=optimizer)
 
-`build_from_recipe` makes these four calls. All ranks make them in this order, because they create
-process groups and communicate.
+`build_from_recipe` makes these four calls.
 """
 
 import sys
@@ -36,9 +35,9 @@ from threefold.engine.axes import ParallelAxes, build_axes
 from threefold.engine.deepspeed_overrides import (
     allow_muon,
     import_muon,
-    patch_zero_optimizer,
     replace_timers,
     without_memory_reports,
+    without_needless_copies,
 )
 from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine
 from threefold.engine.experts import mark_experts
@@ -46,12 +45,12 @@ from threefold.engine.muon import Muon
 from threefold.engine.muon_exchange import MatrixExchange
 from threefold.engine.parameter_groups import parameter_groups, rules_of
 from threefold.pipeline.balance import pass_proportions
+from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
-from threefold.pipeline.p2p import ActivationSpec
 from threefold.pipeline.schedules import Pipeline
-from threefold.pipeline.stage import PipelineStage
+from threefold.pipeline.stage import Stage
 from threefold.runtime.processes import quiet, should_compile
-from threefold.supervision.supervisor import Activity
+from threefold.supervision.supervisor import Breadcrumb
 
 # Create the weights of ZeRO-3 as shards, so that no rank ever holds the whole model.
 #
@@ -64,6 +63,7 @@ class ShardedCreation:
     """Initializes and partitions the weights of a layer, as `SequentialModel` calls it.
 
     Args:
+        recipe: the recipe
         config: the DeepSpeed configuration of `build_deepspeed_config`
         axes: the parallel axes; a weight is divided among the data ranks
         dtype: type of the weights
@@ -123,28 +123,28 @@ def build_from_recipe(
     recipe: Recipe,
     dims: ParallelDims,
     config: dict[str, Any],
-    activity: Activity | None = None,
+    crumb: Breadcrumb | None = None,
     lap: Callable[[str], None] = lambda part: None,
 ) -> Engine:
     """Build the process groups, the model, the optimizer and the engine; collective.
 
     Args:
+        recipe: the recipe
+        dims: the sizes of the parallel axes
         config: the DeepSpeed configuration of `build_deepspeed_config`
-        activity: records the engine's current activity for hang reports
+        crumb: records the engine's current activity for hang reports
         lap: called with "model" when the model is built
     """
     axes = build_axes(recipe, dims)
     model = build_model(recipe, axes, config=config)
     lap("model")
     optimizer = build_optimizer(model, recipe, config=config)
-    return build_engine(
-        recipe, axes, config=config, model=model, optimizer=optimizer, activity=activity
-    )
+    return build_engine(recipe, axes, config=config, model=model, optimizer=optimizer, crumb=crumb)
 
 
 def build_model(
     recipe: Recipe, axes: ParallelAxes, *, config: dict[str, Any]
-) -> PipelineStage | SequentialModel:
+) -> Stage | SequentialModel:
     """Build and initialize this rank's part of the model.
 
     Returns:
@@ -154,10 +154,10 @@ def build_model(
     recompute = recipe.layout.recompute
     interval = recipe.layout.recompute_interval if recompute == "full" else 0
     specs = layer_specs(recipe.model, axes, recompute_core=recompute == "selective")
-    model: PipelineStage | SequentialModel
+    model: Stage | SequentialModel
     with quiet():
         if zero_stage(config) <= 2:
-            model = PipelineStage(
+            model = Stage(
                 specs,
                 pipeline=pipeline_of(recipe, axes.dims, zero_stage(config)),
                 grid=axes.grid,
@@ -184,12 +184,13 @@ def build_model(
 
 
 def build_optimizer(
-    model: PipelineStage | SequentialModel, recipe: Recipe, *, config: dict[str, Any]
+    model: Stage | SequentialModel, recipe: Recipe, *, config: dict[str, Any]
 ) -> torch.optim.Optimizer:
     """Build the optimizer of a rank, with the groups of `parameter_groups`.
 
     Args:
         model: the result of `build_model`
+        recipe: the recipe
         config: the DeepSpeed configuration of `build_deepspeed_config`
     """
     settings = recipe.optimizer
@@ -211,29 +212,31 @@ def build_engine(
     axes: ParallelAxes,
     *,
     config: dict[str, Any],
-    model: PipelineStage | SequentialModel,
+    model: Stage | SequentialModel,
     optimizer: torch.optim.Optimizer,
-    activity: Activity | None = None,
+    crumb: Breadcrumb | None = None,
 ) -> Engine:
     """Build the DeepSpeed engine of a model, with our overrides, and wrap it.
 
     Args:
+        recipe: the recipe
+        axes: the parallel axes
         config: the DeepSpeed configuration of `build_deepspeed_config`
         model: the result of `build_model`
         optimizer: the result of `build_optimizer`
-        activity: records the engine's current activity for hang reports
+        crumb: records the engine's current activity for hang reports
     """
     import_muon()
     allow_muon()
     kind: type[Engine]
     with quiet(), without_memory_reports():
-        if isinstance(model, PipelineStage):
+        if isinstance(model, Stage):
             kind = PipelinedEngine
             wrapped = ScheduledEngine(
                 model,
                 optimizer,
                 config_of_stage(config),
-                activation_spec=activation_spec(recipe, axes.tensor, config),
+                boundary=boundary(recipe, axes.tensor, config),
                 shard_gradients=zero_stage(config) == 2,
             )
         else:
@@ -241,13 +244,13 @@ def build_engine(
             wrapped, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, mpu=axes.grid
             )
-    patch_zero_optimizer(wrapped.optimizer)
+    without_needless_copies(wrapped.optimizer)
     replace_timers(wrapped)
     if precision(config) == "fp16":
         expect_gradient_scale(wrapped.module, partial(loss_gradient, wrapped))
     for layer in expert_layers(wrapped.module):
         layer.gradient_scale = partial(loss_gradient, wrapped)
-    engine = kind(wrapped, recipe, axes, activity or Activity())
+    engine = kind(wrapped, recipe, axes, crumb or Breadcrumb())
     if isinstance(optimizer, Muon):
         optimizer.exchange = MatrixExchange(
             engine.state,
@@ -298,8 +301,8 @@ def layers_of_virtual_stages(recipe: Recipe) -> list[int]:
     return layers
 
 
-def activation_spec(recipe: Recipe, tensor: TensorAxis, config: dict[str, Any]) -> ActivationSpec:
+def boundary(recipe: Recipe, tensor: TensorAxis, config: dict[str, Any]) -> Boundary:
     """Return the shape and type of the activations between virtual stages."""
     length = recipe.tokens_per_rank // (tensor.size if tensor.sequence_parallel else 1)
     shape = (length, recipe.batch.micro_sequences, recipe.model.hidden_size)
-    return ActivationSpec(shape, DTYPES[precision(config)], tensor)
+    return Boundary(shape, DTYPES[precision(config)], tensor)

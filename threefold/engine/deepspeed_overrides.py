@@ -168,7 +168,7 @@ def import_muon() -> None:
 ROW_ELEMENTS = 512  # number of elements that are summed in fp32
 
 
-def patch_zero_optimizer(optimizer: object) -> None:
+def without_needless_copies(optimizer: object) -> None:
     """Apply the changes of this file to an optimizer that DeepSpeed has created."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         share_fp32_weights(optimizer)
@@ -215,9 +215,7 @@ def without_padding(
     gradients: Iterable[Tensor], params: Iterable[nn.Parameter]
 ) -> Iterator[tuple[Tensor, nn.Parameter]]:
     """Yield each gradient of an optimizer group with its parameter, without DeepSpeed's padding."""
-    gradients = (
-        gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)
-    )
+    gradients = (each for each in gradients if not getattr(each, "_zero_padding", False))
     return zip(gradients, params, strict=False)
 
 
@@ -308,12 +306,12 @@ def sum_of_squares(
 def adjacent(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Flatten tensors and join those that are adjacent in memory, so that fewer kernels run."""
     joined: list[Tensor] = []
-    for tensor in tensors:
-        if joined and _follows(tensor, joined[-1]):
+    for each in tensors:
+        if joined and _follows(each, joined[-1]):
             last = joined.pop()
-            size = last.numel() + tensor.numel()
-            tensor = last.as_strided((size,), (1,), last.storage_offset())
-        joined.append(tensor.flatten())
+            size = last.numel() + each.numel()
+            each = last.as_strided((size,), (1,), last.storage_offset())
+        joined.append(each.flatten())
     return joined
 
 

@@ -35,7 +35,7 @@ from threefold.engine.experts import (
 )
 from threefold.engine.parameter_groups import rules_of
 from threefold.pipeline.engine import ScheduledEngine
-from threefold.supervision.hang_report import Activity
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.rank_comparison import ReplicaGroup, diverged_replicas
 
 # The time that a rank spends in forward passes, to find slow ranks.
@@ -104,9 +104,9 @@ class Engine(ABC):
         wrapped: deepspeed.DeepSpeedEngine,
         recipe: Recipe,
         axes: ParallelAxes,
-        activity: Activity,
+        crumb: Breadcrumb,
     ):
-        self.wrapped, self.recipe, self.axes, self.activity = wrapped, recipe, axes, activity
+        self.wrapped, self.recipe, self.axes, self.crumb = wrapped, recipe, axes, crumb
         self.stopwatch = Stopwatch(self.device, off=not recipe.supervision.compare_speed_every)
         self.expert_layers = expert_layers(wrapped.module)
         parameters = dict(self.parameters())
@@ -253,7 +253,7 @@ class Engine(ABC):
 
         def noted() -> Iterator[ReplicaGroup]:
             for group in self._copies():
-                self.activity.note(f"comparing replicas of {group.kind}")
+                self.crumb.note(f"comparing replicas of {group.kind}")
                 yield group
 
         return diverged_replicas(noted(), self.wrapped.device)
@@ -262,7 +262,7 @@ class Engine(ABC):
         """Yield micro-batches as they are read from disk, which does not count as a hang."""
         iterator = iter(micro_batches)
         for number in itertools.count():
-            with self.activity.waiting_for_disk("reading data", micro_batch=number):
+            with self.crumb.waiting_for_disk("reading data", micro_batch=number):
                 micro_batch = next(iterator, None)
             if micro_batch is None:
                 return
@@ -275,7 +275,7 @@ class Engine(ABC):
             self.axes.expert_data_group,
         )
         data_rank = dist.get_rank(group)
-        held = [(n, local_shard(p, data_rank), p) for n, p in self.parameters()]
+        held = [(n, held_values(p, data_rank), p) for n, p in self.parameters()]
         copies = []
         if tensor.group is not None:
             replicated = [(n, values) for n, values, p in held if sharding_of(p).replicated]
@@ -302,7 +302,7 @@ class Engine(ABC):
         """
 
         def read(kind: str, fragment: Fragment) -> torch.Tensor:
-            self.activity.note(f"loading {kind} of {fragment.name}")
+            self.crumb.note(f"loading {kind} of {fragment.name}")
             return sharding_of(self.state.parameters[fragment.name]).local_elements(
                 partial(reader.rows, kind, fragment.name),
                 fragment.elements,
@@ -347,7 +347,7 @@ class PipelinedEngine(Engine):
 
     def _observe(self, instruction: PipeInstruction) -> contextlib.AbstractContextManager[None]:
         """Note each instruction as this rank's activity, and time forward passes."""
-        self.activity.note(instruction.name, micro_batch=instruction.kwargs.get("buffer_id"))
+        self.crumb.note(instruction.name, micro_batch=instruction.kwargs.get("buffer_id"))
         if isinstance(instruction, ForwardPass):
             return self.stopwatch.running()
         return contextlib.nullcontext()
@@ -393,20 +393,18 @@ class PipelinedEngine(Engine):
 
         scores: list that receives the scores of each micro-batch's labels
         """
-        prepare_documents([micro_batch.info for micro_batch in micro_batches], self.device)
+        prepare_documents([each.info for each in micro_batches], self.device)
         if self.wrapped.needs_warm_up:
             first = micro_batches[0]
-            self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.activity.note)
+            self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
             self._reset_statistics()
         if self._expected is not None:
             expected, self._expected = self._expected, None
             prepare_documents([expected.info], self.device)
             self.wrapped.warm_up_evaluation(expected.tokens, expected.labels, expected.info)
             self._reset_statistics()
-        self.wrapped.module.take_micro_batch_infos(
-            [micro_batch.info for micro_batch in micro_batches]
-        )
-        pairs = iter([(micro_batch.tokens, micro_batch.labels) for micro_batch in micro_batches])
+        self.wrapped.module.take_micro_batch_infos([each.info for each in micro_batches])
+        pairs = iter([(each.tokens, each.labels) for each in micro_batches])
         if scores is None:
             result = schedule(pairs)
         else:
@@ -424,10 +422,10 @@ class SequentialEngine(Engine):
         self.wrapped.train()
         losses = []
         for number, micro_batch in enumerate(micro_batches):
-            self.activity.note("forward pass", micro_batch=number)
+            self.crumb.note("forward pass", micro_batch=number)
             with self.stopwatch.running():
                 loss = self._loss(micro_batch)
-            self.activity.note("backward pass", micro_batch=number)
+            self.crumb.note("backward pass", micro_batch=number)
             self.wrapped.backward(loss)
             self.wrapped.step()
             losses.append(loss.detach())
@@ -447,7 +445,7 @@ class SequentialEngine(Engine):
     ) -> Iterator[tuple[MicroBatch, torch.Tensor | None]]:
         self.wrapped.eval()
         for number, micro_batch in enumerate(self._from_disk(micro_batches)):
-            self.activity.note("validation pass", micro_batch=number)
+            self.crumb.note("validation pass", micro_batch=number)
             with torch.no_grad(), observed_scores(self.wrapped.module) as scores:
                 self._loss(micro_batch)
             yield micro_batch, self._on_host(scores[0])
@@ -473,7 +471,7 @@ def prepare_documents(micro_batch_infos: Iterable[MicroBatchInfo], device: torch
             cumulative_lengths(info.documents.lengths, device)
 
 
-def local_shard(parameter: nn.Parameter, data_rank: int) -> torch.Tensor:
+def held_values(parameter: nn.Parameter, data_rank: int) -> torch.Tensor:
     """Return the values of a parameter that this rank holds: under ZeRO-3 a shard of its part.
 
     The padding at the end of a shard is dropped, because DeepSpeed never writes it.

@@ -61,6 +61,7 @@ def expert_report(
 
     Args:
         layers: this rank's layers with experts
+        model: the model
         tokens: tokens of the global batch
         replicas: number of ranks with the same part of the model
         micro_batches: number of micro-batches of a rank
@@ -89,7 +90,7 @@ def smallest_margin(layers: Sequence[MixtureOfExperts], device: torch.device) ->
     It is the difference of the preferences for the last chosen and the first unchosen expert.
     """
     margins = [torch.tensor(math.inf), *(layer.statistics.margin for layer in layers)]
-    smallest = torch.stack([margin.to(device) for margin in margins if margin is not None]).min()
+    smallest = torch.stack([each.to(device) for each in margins if each is not None]).min()
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return float(smallest)
 

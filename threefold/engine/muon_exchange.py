@@ -122,6 +122,7 @@ def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Mat
 
     Args:
         shards: the shards of each rank of the group
+        tensor_size: number of tensor ranks
     """
     found: dict[tuple[str, int], Matrix] = {}
     for rank, own in enumerate(shards):
@@ -276,7 +277,7 @@ class MatrixExchange:
     def _rounds(self, flats: tuple[int, ...]) -> list[Round]:
         """Return the rounds of the matrices in some flat tensors."""
         if flats not in self.rounds:
-            matrices = [matrix for matrix in self.matrices if matrix.flat in flats]
+            matrices = [each for each in self.matrices if each.flat in flats]
             rounds = owners_by_round(matrices, self.ranks)
             self.rounds[flats] = [Round.of_rank(self.rank, owned) for owned in rounds]
         return self.rounds[flats]
@@ -344,9 +345,7 @@ def update_scale(shape: tuple[int, int]) -> float:
 
 def _batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
     """Yield matrices of equal shape that are orthogonalized together."""
-    for shape, group in groupby(
-        sorted(matrices, key=lambda matrix: matrix.shape), lambda m: m.shape
-    ):
+    for shape, group in groupby(sorted(matrices, key=lambda each: each.shape), lambda m: m.shape):
         of_shape = list(group)
         count = max(1, MUON_BATCH_ELEMENTS // (shape[0] * shape[1]))
         for first in range(0, len(of_shape), count):

@@ -22,7 +22,7 @@ from threefold.pipeline.gradients import (
     divide_into_buckets,
     units_of_experts,
 )
-from threefold.pipeline.stage import PipelineStage
+from threefold.pipeline.stage import Stage
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,8 @@ def rule_of(
     Args:
         name: logical name
         parameter: the parameter, whose declaration has its role
+        model: the model
+        settings: the optimizer's settings
     """
     place = place_of(name, sharding_of(parameter).role)
     algorithm: Algorithm = "muon" if place.role == "hidden" and settings.kind == "muon" else "adamw"
@@ -71,6 +73,8 @@ def rules_of(
 
     Args:
         parameters: pairs of logical name and parameter
+        model: the model
+        settings: the optimizer's settings
     """
     return {each: rule_of(name, each, model, settings) for name, each in parameters}
 
@@ -89,7 +93,7 @@ def parameter_groups(
         rules: the rule of each parameter
         bucket: maximum number of elements of a bucket
     """
-    if isinstance(model, PipelineStage):
+    if isinstance(model, Stage):
         groups = buckets_of_stage(model, rules, elements=bucket)
     else:
         parameters = list(model.parameters())
@@ -111,7 +115,7 @@ def _group(parameters: list[nn.Parameter], rule: UpdateRule) -> dict[str, Any]:
 
 
 def buckets_of_stage(
-    stage: PipelineStage, rules: Mapping[nn.Parameter, UpdateRule], *, elements: int
+    stage: Stage, rules: Mapping[nn.Parameter, UpdateRule], *, elements: int
 ) -> list[list[nn.Parameter]]:
     """Divide the parameters of a stage into buckets; tied ones are in the last buckets.
 
@@ -133,7 +137,4 @@ def _kinds_of(
     deferred: set[nn.Parameter],
 ) -> dict[nn.Parameter, tuple[UpdateRule, bool, bool]]:
     """Return what separates the groups: rule, experts of few ranks, deferred weight gradients."""
-    return {
-        parameter: (rules[parameter], is_marked(parameter), parameter in deferred)
-        for parameter in parameters
-    }
+    return {each: (rules[each], is_marked(each), each in deferred) for each in parameters}

@@ -172,9 +172,7 @@ def _check_type(path: Path, key: str, value: Any, wanted: Any) -> None:
     inner = {dict[str, float]: (int, float), list[str]: (str,)}.get(wanted)
     right = isinstance(value, types) and not isinstance(value, bool)
     if right and inner is not None:
-        right = all(
-            isinstance(content, inner) and not isinstance(content, bool) for content in contents
-        )
+        right = all(isinstance(each, inner) and not isinstance(each, bool) for each in contents)
     if not right:
         raise UserError(
             f"{path.name}: {toml_line(key, value)} has the wrong type; write {key} = {example}"
@@ -199,6 +197,7 @@ def machine_has_gpu(environment: Mapping[str, str], root: Path = Path("/")) -> b
     """Return True unless processes of this machine certainly find no GPU; needs no torch.
 
     Args:
+        environment: `os.environ`
         root: the folder that holds dev/ and proc/
     """
     chosen = environment.get("DS_ACCELERATOR")

@@ -143,6 +143,7 @@ def recipe_on_hosts(
     """Check a recipe and the list of hosts, and report the mistakes of both at once.
 
     Args:
+        file: the recipe
         overrides: the user's values of --set
         hostfile: the list of hosts; None for the hosts of this Slurm job
         shares_machine: all ranks run on this machine
@@ -254,7 +255,7 @@ def cluster_of_hosts(slots: Slots, layout: Layout, name: str, *, shares_machine:
     elif has_gpu:
         keys[2] += "  # for example; replace it by the name of your GPU"
     else:
-        keys[2] += '  # replace by the GPU of the nodes if they have some, for example "H100"'
+        keys[2] += '  # replace it with the GPU of the nodes, for example "H100", if they have one'
     raise UserError(
         f"{name} has no [cluster] section, which describes the nodes; append this one, and correct "
         f"the lines with a comment:\n" + "\n".join(["[cluster]", *keys])

@@ -44,6 +44,8 @@ class Announcements:
     """Prints what launch.py does, and records it in events.jsonl.
 
     Args:
+        folder: the run folder
+        nodes: all nodes
         minimum_nodes: `cluster.minimum_nodes`
     """
 
@@ -463,6 +465,7 @@ def agent_settings(recipe: Recipe, command: Command, token: str) -> AgentSetting
     """Return the settings of the agents.
 
     Args:
+        recipe: the recipe of the run
         command: how the ranks are started
         token: name of the run
     """

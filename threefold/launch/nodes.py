@@ -199,5 +199,5 @@ def owner(machine: str, machines: Mapping[str, str], hosts: Sequence[str]) -> st
         machines: host -> its machine, for hosts that have been admitted
         hosts: the hosts of the list; a user may have removed others
     """
-    known = (host for host in hosts if machine and machines.get(host) == machine)
+    known = (each for each in hosts if machine and machines.get(each) == machine)
     return next(known, "")

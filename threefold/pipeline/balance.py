@@ -28,7 +28,7 @@ def pass_proportions(model: ModelConfig, recompute: str) -> tuple[int, int, int]
     weights = block_multiply_adds(model) - attention
     again = {"none": 0, "selective": attention, "full": weights + attention}[recompute]
     passes = (weights + attention, weights + 2 * attention + again, weights)
-    forward, backward, later = (round(PROPORTION_UNITS * flops / sum(passes)) for flops in passes)
+    forward, backward, later = (round(PROPORTION_UNITS * each / sum(passes)) for each in passes)
     return forward, backward, later
 
 

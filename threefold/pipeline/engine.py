@@ -36,13 +36,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from models.experts.layer import expert_layers
-from models.experts.overlap import OverlapExecutor
+from models.experts.overlap import Turns
 from models.layer_specs import observed_scores
-from models.parallel.layers import WeightGradStore, defer_weights
+from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
+from threefold.pipeline.channels import Boundary, Channels
 from threefold.pipeline.gradients import gradients_of
-from threefold.pipeline.p2p import ActivationSpec, PipelineP2P
 from threefold.pipeline.schedules import (
     BACKWARD,
     FORWARD,
@@ -54,8 +54,8 @@ from threefold.pipeline.schedules import (
     last_stage,
 )
 from threefold.pipeline.simulation import Action, TimedPass, is_remote, program
-from threefold.pipeline.stage import PipelineStage
-from threefold.pipeline.weight_gathering import AsyncParamAllGather
+from threefold.pipeline.stage import Stage
+from threefold.pipeline.weight_gathering import WeightGathering
 
 # Use every route, group and kernel of a step once, before the first receive is posted.
 #
@@ -90,7 +90,7 @@ def warm_up(
             kernels are compiled
     """
     note("connecting stages")
-    engine.p2p.connect()
+    engine.channels.connect()
     inputs = _on_device(tokens, engine.device), _on_device(labels, engine.device)
     engine.module.train()
     _run_passes(engine, inputs, info, note)
@@ -159,7 +159,7 @@ def _run_passes(
         for kind in kinds
         for number in range(MICRO_BATCHES - 1, micro_batches)
     }
-    engine.overlap_pairs = {}
+    engine.partners = {}
     engine.total_loss, engine.fwd_outputs = None, []
     for number in range(micro_batches):
         for chunk in chunks:
@@ -168,7 +168,7 @@ def _run_passes(
             forward = partial(engine.run_forward, number, chunk)
             if engine.pipeline.paired and number and torch.is_grad_enabled():
                 # Kernels need handles and workspaces in the thread of paired passes, too.
-                engine.overlap.run(forward, lambda: None)
+                engine.turns.take(forward, lambda: None)
             else:
                 forward()
             if torch.is_grad_enabled():
@@ -180,9 +180,9 @@ def _run_passes(
                     work = Pass(kind, engine.stage_id, chunk, number)
                     if work in engine.group_ends:
                         engine.gradients.end_group()
-            for result in engine.pass_inputs.values():
-                engine.p2p.part_to_send(result)
-            engine.pass_inputs.clear()
+            for result in engine.handed_on.values():
+                engine.channels.part_to_send(result)
+            engine.handed_on.clear()
     engine.total_loss, engine.fwd_outputs = None, []
     engine.module.check_all_taken()
 
@@ -201,10 +201,10 @@ def _begin_forward(
         engine.tokens[number] = tokens
     else:
         work = Pass(FORWARD, engine.stage_id, chunk, number)
-        message = engine.p2p.zero_message()
+        message = engine.channels.zero_message()
         # Of zeros, all tokens would choose the same experts, and ranks without tokens no kernels.
         same = torch.Generator(message.device).manual_seed(number)  # on all tensor ranks
-        engine.pass_inputs[work] = message.normal_(generator=same)
+        engine.handed_on[work] = message.normal_(generator=same)
     if virtual_stage == engine.pipeline.total_virtual_stages - 1:
         assert labels is not None
         engine.labels[number] = labels
@@ -217,7 +217,7 @@ def _begin_backward(engine: "ScheduledEngine", chunk: int, number: int) -> None:
         < engine.pipeline.total_virtual_stages - 1
     ):
         work = Pass(BACKWARD, engine.stage_id, chunk, number)
-        engine.pass_inputs[work] = engine.p2p.zero_message()
+        engine.handed_on[work] = engine.channels.zero_message()
 
 
 # Translate an order of passes into DeepSpeed's instructions: receive, compute, send, reduce.
@@ -301,7 +301,7 @@ InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
 
 
 @dataclass
-class SavedMicroBatch:
+class InFlight:
     """A micro-batch in a chunk, between its passes.
 
     x: the input of the forward pass, whose gradient the previous chunk waits for
@@ -313,7 +313,7 @@ class SavedMicroBatch:
 
 
 class ScheduledEngine(PipelineEngine):
-    """The engine of a PipelineStage, which runs passes in the order of its Pipeline.
+    """The engine of a Stage, which runs passes in the order of its Pipeline.
 
     It is constructed directly, because `deepspeed.initialize` has no argument for the class of a
     pipeline's engine.
@@ -326,17 +326,17 @@ class ScheduledEngine(PipelineEngine):
         stage: this rank's part of the model
         optimizer: the optimizer of its parameters
         config: the DeepSpeed configuration
-        activation_spec: the tensors that pass from one chunk to the next
+        boundary: the tensors that pass from one chunk to the next
         shard_gradients: keep only this rank's shard of the gradients, as ZeRO-2 does
     """
 
     def __init__(
         self,
-        stage: PipelineStage,
+        stage: Stage,
         optimizer: torch.optim.Optimizer,
         config: dict[str, Any],
         *,
-        activation_spec: ActivationSpec,
+        boundary: Boundary,
         shard_gradients: bool = False,
     ):
         self.is_built = False
@@ -355,18 +355,18 @@ class ScheduledEngine(PipelineEngine):
         self.total_loss: Tensor | None = None
         self.pipeline = self.module.pipeline
         assert self.pipeline.micro_batches == self.micro_batches
-        self.p2p = PipelineP2P(self.pipeline, self.grid, activation_spec, self.device)
+        self.channels = Channels(self.pipeline, self.grid, boundary, self.device)
         chunks = range(self.pipeline.virtual_stages)
         parameters = {chunk: list(stage.parameters_of_chunk(chunk)) for chunk in chunks}
         self.gradients = gradients_of(self, parameters, sharded=shard_gradients)
-        self.gathering = AsyncParamAllGather(
+        self.gathering = WeightGathering(
             stage.layers_of_chunks, self.gradients.bucket_of, self.optimizer
         )
-        self.grad_store = WeightGradStore()
+        self.deferral = Deferral()
         if self.pipeline.splits:
-            defer_weights(self.module, self.grad_store)
+            defer_weights(self.module, self.deferral)
         experts = expert_layers(self.module)
-        self.overlap = experts[0].expert.overlap if experts else OverlapExecutor()
+        self.turns = experts[0].expert.turns if experts else Turns()
         self.schedules: dict[tuple[Pipeline, bool], PassSchedule] = {}
         self.needs_warm_up = matches_by_order() and self.pipeline.stages > 1
         self._begin_step()
@@ -374,20 +374,20 @@ class ScheduledEngine(PipelineEngine):
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """Let the optimizer divide its state among the right ranks.
 
-        If `has_moe_layers` is True, DeepSpeed divides the state of an expert among the ranks that
-        hold this expert. It sets the attribute for its own modules only, so it is set here. The
-        state of all other weights is divided among the ranks of `seq_data_parallel_group`.
+        DeepSpeed divides experts among the ranks that hold the same ones, but only if the attribute
+        says so, which it sets for its own modules. It divides all other weights among the ranks of
+        `seq_data_parallel_group`.
         """
         super()._configure_distributed_model(model)
         if self.mpu.dp_shard_group is not None:
             self.seq_data_parallel_group = self.mpu.dp_shard_group
-        self.has_moe_layers = any(is_moe_param(parameter) for parameter in model.parameters())
+        self.has_moe_layers = any(is_moe_param(each) for each in model.parameters())
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches of a step, and the order of passes with it."""
         super().set_train_batch_size(train_batch_size)
         self.pipeline = replace(self.pipeline, micro_batches=self.micro_batches)
-        self.p2p.set_pipeline(self.pipeline)
+        self.channels.set_pipeline(self.pipeline)
 
     def warm_up(
         self,
@@ -409,17 +409,16 @@ class ScheduledEngine(PipelineEngine):
             warm_up_evaluation(self, tokens, labels, info, note=lambda activity: None)
 
     def _begin_step(self) -> None:
-        self.in_flight: dict[tuple[int, int], SavedMicroBatch] = {}
+        self.in_flight: dict[tuple[int, int], InFlight] = {}
         self.deferred: dict[tuple[int, int], list] = {}  # for the weights' passes
-        self.pass_inputs: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
+        self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
         self.labels: dict[int, Tensor] = {}
         self.tokens: dict[int, Tensor] = {}
-        # Forward passes, by the backward passes with which they overlap.
-        self.pending_forwards: dict[Pass, Callable[[], None]] = {}
+        self.begun: dict[Pass, Callable[[], None]] = {}  # forward passes, by their partners
         order = self.pipeline.orders[self.stage_id]
         self.group_ends = group_ends(order, self.pipeline.reduce_every)
         pairs = (unit for unit in self.pipeline.units(order) if len(unit) > 1)
-        self.overlap_pairs: dict[Pass, Pass] = dict(pairs)
+        self.partners: dict[Pass, Pass] = dict(pairs)
 
     def is_last_stage(self) -> bool:
         """Return True on the stage of the loss; while DeepSpeed sets up, on the last stage."""
@@ -458,7 +457,7 @@ class ScheduledEngine(PipelineEngine):
                     for observe in self.observers:
                         observed.enter_context(observe(instruction))
                     self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
-        assert not (self.in_flight or self.deferred or self.pass_inputs or self.pending_forwards)
+        assert not (self.in_flight or self.deferred or self.handed_on or self.begun)
 
     def _pass(self, kind: Kind, buffer_id: int, chunk: int) -> Pass:
         return Pass(kind, self.stage_id, chunk, buffer_id)
@@ -478,26 +477,26 @@ class ScheduledEngine(PipelineEngine):
             self.labels[buffer_id] = labels.to(self.device, non_blocking=True)
 
     def _exec_receive(self, kind: Kind, buffer_id: int, chunk: int) -> None:
-        self.p2p.expect(self._pass(kind, buffer_id, chunk))
+        self.channels.expect(self._pass(kind, buffer_id, chunk))
 
     def _exec_commit_p2p(
         self, kind: Kind | None = None, buffer_id: int = 0, chunk: int = 0
     ) -> None:
         """Wait for the input of a pass; without a pass, wait for all sends."""
         if kind is None:
-            self.p2p.wait_for_sends()
+            self.channels.wait_for_sends()
         else:
             work = self._pass(kind, buffer_id, chunk)
-            self.pass_inputs[work] = self.p2p.receive(work)
+            self.handed_on[work] = self.channels.receive(work)
 
     def run_forward(self, buffer_id: int, chunk: int) -> None:
         """Run the forward pass of a micro-batch (`buffer_id`) through a chunk.
 
         If the pass is one of a pair, `run_backward` runs both.
         """
-        partner = self.overlap_pairs.get(self._pass(FORWARD, buffer_id, chunk))
+        partner = self.partners.get(self._pass(FORWARD, buffer_id, chunk))
         if partner is not None and torch.is_grad_enabled():
-            self.pending_forwards[partner] = partial(self._run_forward, buffer_id, chunk)
+            self.begun[partner] = partial(self._run_forward, buffer_id, chunk)
         else:
             self._run_forward(buffer_id, chunk)
 
@@ -508,16 +507,16 @@ class ScheduledEngine(PipelineEngine):
         if self.pipeline.needed(work) is None:
             x = self.tokens.pop(buffer_id)
         else:
-            x = self.pass_inputs.pop(work).requires_grad_(torch.is_grad_enabled())
+            x = self.handed_on.pop(work).requires_grad_(torch.is_grad_enabled())
         if self._is_end(chunk):
             output = self.module(x, chunk, self.labels.pop(buffer_id))
             self._note_loss(output.detach())
         else:
             output = self.module(x, chunk)
-            self._send_result(work, output.detach())
+            self._hand_on(work, output.detach())
         if torch.is_grad_enabled():
             end = output if self._is_end(chunk) else get_gradient_edge(output)
-            self.in_flight[chunk, buffer_id] = SavedMicroBatch(x, end)
+            self.in_flight[chunk, buffer_id] = InFlight(x, end)
 
     def _note_loss(self, loss: Tensor) -> None:
         """Add a micro-batch's loss to the attributes that DeepSpeed reads."""
@@ -526,29 +525,29 @@ class ScheduledEngine(PipelineEngine):
 
     def run_backward(self, buffer_id: int, chunk: int) -> None:
         """Run the backward pass, without the weight gradients if the schedule splits it."""
-        forward = self.pending_forwards.pop(self._pass(BACKWARD, buffer_id, chunk), None)
+        forward = self.begun.pop(self._pass(BACKWARD, buffer_id, chunk), None)
         backward = partial(self._run_backward, buffer_id, chunk)
         if forward is None:
             backward()
         else:
-            self.overlap.run(forward, backward)
+            self.turns.take(forward, backward)
 
     def _run_backward(self, buffer_id: int, chunk: int) -> None:
         work = self._pass(BACKWARD, buffer_id, chunk)
         passing = self.in_flight.pop((chunk, buffer_id))
         if work in self.group_ends:
             is_last = self.group_ends[work]
-            self.gradients.begin_last_accumulation(BACKWARD, chunk, is_last=is_last)
+            self.gradients.begin_end_of_group(BACKWARD, chunk, is_last=is_last)
         if self._is_end(chunk):
             loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
             torch.autograd.backward(loss)
         else:
-            torch.autograd.backward(passing.end, self.pass_inputs.pop(work))
+            torch.autograd.backward(passing.end, self.handed_on.pop(work))
         if self.pipeline.receiver(work) is not None:
             assert passing.x.grad is not None
-            self._send_result(work, passing.x.grad)
+            self._hand_on(work, passing.x.grad)
         if self.pipeline.splits:
-            self.deferred[chunk, buffer_id] = self.grad_store.take()
+            self.deferred[chunk, buffer_id] = self.deferral.take()
 
     @torch.no_grad()  # otherwise each gradient would keep its inputs alive
     def run_weight(self, buffer_id: int, chunk: int) -> None:
@@ -557,22 +556,22 @@ class ScheduledEngine(PipelineEngine):
         deferred.reverse()
         work = self._pass(WEIGHT, buffer_id, chunk)
         if work in self.group_ends:
-            self.gradients.begin_last_accumulation(WEIGHT, chunk, is_last=self.group_ends[work])
+            self.gradients.begin_end_of_group(WEIGHT, chunk, is_last=self.group_ends[work])
         while deferred:  # pop, so that the inputs of a gradient are freed before the next
             weight, gradient = deferred.pop()
             self.gradients.add(weight, gradient())
 
-    def _send_result(self, work: Pass, result: Tensor) -> None:
+    def _hand_on(self, work: Pass, result: Tensor) -> None:
         """Keep the result of a pass for the pass that continues with it, or until it is sent."""
         receiver = self.pipeline.receiver(work)
         assert receiver is not None
-        self.pass_inputs[receiver] = result
+        self.handed_on[receiver] = result
 
     def _exec_send(self, kind: Kind, buffer_id: int, chunk: int) -> None:
         work = self._pass(kind, buffer_id, chunk)
         receiver = self.pipeline.receiver(work)
         assert receiver is not None
-        self.p2p.send(work, self.pass_inputs.pop(receiver))
+        self.channels.send(work, self.handed_on.pop(receiver))
 
     def _exec_reduce_grads(
         self, kind: Kind | None = None, buffer_id: int = 0, chunk: int = 0
@@ -676,9 +675,9 @@ class Recording:
 def passes_of(events: Iterable[Event], stage: int) -> list[TimedPass]:
     """Return the passes among the events of a stage."""
     passes = []
-    for event in events:
-        if event.kind is not None:
-            assert event.chunk is not None and event.micro_batch is not None
-            work = Pass(event.kind, stage, event.chunk, event.micro_batch)
-            passes.append(TimedPass(work, event.start, event.end))
+    for each in events:
+        if each.kind is not None:
+            assert each.chunk is not None and each.micro_batch is not None
+            work = Pass(each.kind, stage, each.chunk, each.micro_batch)
+            passes.append(TimedPass(work, each.start, each.end))
     return passes

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from models.experts.layer import expert_layers
 from models.parallel.collectives import reduce_scatter_single, wait_for
-from models.parallel.layers import DeferrableModule
+from models.parallel.layers import Deferring
 from threefold.pipeline.schedules import BACKWARD, WEIGHT, Kind
 
 # Sums of buckets over the data ranks; each rank gets the shard that it owns.
@@ -169,8 +169,8 @@ def divide_into_buckets(
     """
     buckets: list[list[nn.Parameter]] = []
     for parameters in chunks:
-        for kind in dict.fromkeys(kinds[parameter] for parameter in parameters):
-            of_kind = [parameter for parameter in parameters if kinds[parameter] == kind]
+        for kind in dict.fromkeys(kinds[each] for each in parameters):
+            of_kind = [each for each in parameters if kinds[each] == kind]
             buckets += _filled(_units(of_kind, units), elements)
     return buckets
 
@@ -180,8 +180,8 @@ def _units(
 ) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters of each unit; a parameter without a key is a unit."""
     joined: dict[Hashable, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        joined.setdefault(units.get(parameter, parameter), []).append(parameter)
+    for each in parameters:
+        joined.setdefault(units.get(each, each), []).append(each)
     yield from joined.values()
 
 
@@ -202,11 +202,11 @@ def _filled(units: Iterable[list[nn.Parameter]], elements: int) -> list[list[nn.
 
 def deferring_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters whose gradients a zero-bubble schedule defers to weight passes."""
-    linears = (each for each in module.modules() if isinstance(each, DeferrableModule))
+    linears = (each for each in module.modules() if isinstance(each, Deferring))
     return {
         parameter
-        for linear in linears
-        for name, parameter in linear.named_parameters()
+        for each in linears
+        for name, parameter in each.named_parameters()
         if not name.endswith("bias")
     }
 
@@ -243,7 +243,7 @@ class Bucket:
         return flat[start : start + parameter.numel()]
 
 
-class GradBuffers(ABC):
+class FlatGradients(ABC):
     """One tensor for the gradients of each bucket, over several micro-batches.
 
     A gradient is added to its part of the tensor and freed as soon as autograd has it. The first
@@ -281,9 +281,7 @@ class GradBuffers(ABC):
             Bucket(number, starts_of(parameters, weights), weights)
             for number, (parameters, weights) in enumerate(self._groups())
         ]
-        self.bucket_of = {
-            parameter: bucket for bucket in self.buckets for parameter in bucket.starts
-        }
+        self.bucket_of = {each: bucket for bucket in self.buckets for each in bucket.starts}
         kept = None if sharded else self._whole_tensors()
         self.tensors: dict[int, Tensor] = {} if kept is None else dict(enumerate(kept))
         self.sharded = sharded
@@ -324,7 +322,7 @@ class GradBuffers(ABC):
         for chunk, parameters in chunks.items():
             places = {parameter: place for place, parameter in enumerate(parameters)}
             of_chunk = [each for each in self.buckets if places.keys() & each.starts.keys()]
-            of_chunk.sort(key=lambda bucket: -min(places[parameter] for parameter in bucket.starts))
+            of_chunk.sort(key=lambda bucket: -min(places[each] for each in bucket.starts))
             for bucket in of_chunk:
                 kind = WEIGHT if deferred & bucket.starts.keys() else BACKWARD
                 cycles.setdefault((kind, chunk), []).append(bucket)
@@ -372,7 +370,7 @@ class GradBuffers(ABC):
         bucket = self.bucket_of[parameter]
         return bucket.part_of(parameter, self._tensor(bucket))
 
-    def begin_last_accumulation(self, kind: Kind, chunk: int, *, is_last: bool) -> None:
+    def begin_end_of_group(self, kind: Kind, chunk: int, *, is_last: bool) -> None:
         """Treat the gradients of the coming pass as complete for its group of micro-batches.
 
         Args:
@@ -445,7 +443,7 @@ class GradBuffers(ABC):
         """Give the optimizer this rank's shard of each flat tensor."""
 
 
-class MixedPrecisionGradBuffers(GradBuffers):
+class MixedPrecisionGradients(FlatGradients):
     """The fp32 tensors of BF16_Optimizer."""
 
     def __init__(
@@ -491,7 +489,7 @@ def forget_whole_gradients(optimizer: BF16_Optimizer) -> None:
         views.clear()
 
 
-class ZeroGradBuffers(GradBuffers):
+class ZeroGradients(FlatGradients):
     """Tensors for DeepSpeedZeroOptimizer, which by itself would let autograd accumulate gradients.
 
     The type is the JSON's `grad_accum_dtype`, by default that of the weights. For fp16 weights the
@@ -543,24 +541,22 @@ class InOneTensor(list):
 
 def gradients_of(
     engine: PipelineEngine, chunks: Mapping[int, Sequence[nn.Parameter]], *, sharded: bool
-) -> GradBuffers:
+) -> FlatGradients:
     """Return the kind of flat gradients that an engine's optimizer needs.
 
     Args:
+        engine: the engine
         chunks: the parameters of each chunk, without tied ones, in the order of the layers
         sharded: ZeRO-2
     """
     is_mixed = isinstance(engine.optimizer, BF16_Optimizer)
-    kind = MixedPrecisionGradBuffers if is_mixed else ZeroGradBuffers
+    kind = MixedPrecisionGradients if is_mixed else ZeroGradients
     return kind(engine, chunks, sharded=sharded)
 
 
 def starts_of(parameters: Iterable[nn.Parameter], weights: Tensor) -> dict[nn.Parameter, int]:
     """Return the index of the first element of each parameter in the flat tensor of weights."""
-    return {
-        parameter: int(parameter.storage_offset() - weights.storage_offset())
-        for parameter in parameters
-    }
+    return {each: int(each.storage_offset() - weights.storage_offset()) for each in parameters}
 
 
 def part_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:

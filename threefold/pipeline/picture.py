@@ -189,8 +189,8 @@ def label_passes(axes: Sequence[Axes], stages: Sequence[int], pipeline: Pipeline
     first.set_yticks(range(len(stages)), [str(stage) for stage in stages])
     some = f" ({len(stages)} of {pipeline.stages} shown)" * (len(stages) < pipeline.stages)
     first.set_ylabel(f"stage{some}", fontsize=9)
-    for axis in axes:
-        axis.set_xlabel("seconds since the step's start", fontsize=9)
+    for each in axes:
+        each.set_xlabel("seconds since the step's start", fontsize=9)
     if first is not last:
         last.set_yticks([])
         first.spines.right.set_visible(False)

@@ -189,9 +189,9 @@ class Pipeline:
     def units(self, order: Order) -> list[tuple[Pass, ...]]:
         """Group an order into units, which run one after the other: passes, or pairs of passes.
 
-        A pair is a forward pass and the backward pass that follows it, which run together if the
-        backward pass does not need the result of the forward pass. A pair starts when both of its
-        inputs have arrived. Its results are available when both passes have ended.
+        The two passes of a pair run together: a forward pass and the backward pass that follows it,
+        unless that needs its result. A pair starts when both of its inputs have arrived. Its
+        results are available when both passes have ended.
         """
         found: list[tuple[Pass, ...]] = []
         for work in order:

@@ -40,7 +40,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
             delattr(owner, name)
 
 
-class PipelineStage(PipelineModule):
+class Stage(PipelineModule):
     """The layers of one stage.
 
     pipeline: the order of the passes

@@ -19,7 +19,7 @@ from threefold.pipeline.gradients import Bucket
 from threefold.pipeline.stage import replaced
 
 
-class AsyncParamAllGather:
+class WeightGathering:
     """Gathers updated weights in the background, instead of at the end of the optimizer's step.
 
     Code that reads weights without running a layer must call `finish` first.
@@ -41,7 +41,7 @@ class AsyncParamAllGather:
         for layers in layers_of_chunks:
             for place, layer in enumerate(layers):
                 module = layer if isinstance(layer, nn.Module) else layer.args[0]
-                numbers = sorted({bucket_of[parameter].number for parameter in module.parameters()})
+                numbers = sorted({bucket_of[each].number for each in module.parameters()})
                 order += numbers
                 if isinstance(layer, nn.Module):
                     layer.register_forward_pre_hook(partial(self._before_layer, numbers))

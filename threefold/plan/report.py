@@ -248,9 +248,9 @@ def search_lines(result: SearchResult, own: StepTime | None) -> Iterator[str]:
         )
     if not result.plans:
         yield f"None of {result.tried:,} layouts fits."
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in result.rejected.most_common())
+    reasons = ", ".join(f"{reason} ({n:,})" for reason, n in result.rejected.most_common())
     if reasons:
-        yield f"Rejected: {reasons}."
+        yield f"Left out: {reasons}."
     if result.nearest and not result.plans:
         layout, excess = result.nearest
         yield f"The closest needs {excess:.1f} GiB more per GPU: {layout_line(layout)}"

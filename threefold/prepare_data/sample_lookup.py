@@ -63,7 +63,7 @@ def sample_lines(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterato
         corpus, path = corpora[source], paths[source]
         first, stop = window * length, (window + 1) * length + 1
         documents = ", ".join(
-            f"document {number}, its tokens {begin} .. {end - 1}"
+            f"tokens {begin} .. {end - 1} of document {number}"
             f"{origin_phrase(origins[source][number])}"
             for number, begin, end in corpus.file.documents_of(first, stop)
         )
@@ -75,7 +75,7 @@ def sample_lines(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterato
 
 def origin_phrase(origin: str) -> str:
     """Return the origin of a document as the end of a phrase."""
-    return f" of {origin}" if origin else ""
+    return f" (from {origin})" if origin else ""
 
 
 def samples_of(recipe: Recipe, run: RunFolder, step: int) -> range:

@@ -76,6 +76,11 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
         if name == STANDARD_LIBRARY:
             formats.append(Texts(standard_library(), lenient=True))
         elif files:
+            if reading.config:
+                raise UserError(
+                    f"--config {reading.config}: {reading.option} {name} has no configurations, "
+                    f"only datasets of the hub have them; omit --config"
+                )
             twice = seen.intersection(file.resolve() for file in files)
             if twice:
                 raise UserError(
@@ -380,7 +385,7 @@ def suggest_files(files: Sequence[Path]) -> None:
     others = sorted(set(files) - set(held_out), key=lambda file: "train" not in words[file])
     if held_out and others:
         print(
-            f"all files are read as training text, although {a_few([f.name for f in held_out])} "
+            f"all files are read as one corpus, although {a_few([f.name for f in held_out])} "
             f"may be other splits; to keep them apart, name the files: --source {others[0]} "
             f"--validation-source {held_out[0]}"
         )

@@ -59,6 +59,7 @@ def next_line(lines: list[str], number: int, random: np.random.Generator) -> dic
     """Return an item that asks which of four lines of a document comes next.
 
     Args:
+        lines: the lines of the document
         number: the line that comes next, from 1
         random: chooses the wrong lines and the order
 
@@ -81,6 +82,7 @@ def last_word(lines: list[str], number: int, random: np.random.Generator) -> dic
     """Return an item that asks for the last word of a line, as LAMBADA (arXiv 1606.06031) does.
 
     Args:
+        lines: the lines of the document
         number: the line whose last word is asked for, from 1
         random: not used
 
@@ -125,6 +127,7 @@ def items_of_samples(file: Path, delimiter: str | None) -> list[dict[str, Any]]:
     log-likelihoods by the length of the choices without it.
 
     Args:
+        file: the file
         delimiter: delimiter at the start of each continuation; None: a space if all continuations
             of the file begin with a space, otherwise nothing
 
@@ -149,7 +152,7 @@ def items_of_samples(file: Path, delimiter: str | None) -> list[dict[str, Any]]:
     if not pairs:
         raise UserError(f"{file} has no samples; {ADVICE}")
     if delimiter is None:
-        texts = [continuation for pair in pairs.values() for _, continuation in pair]
+        texts = [continuation for each in pairs.values() for _, continuation in each]
         delimiter = " " if all(text.startswith(" ") for text in texts) else ""
     return [_item(sample, place, pairs[place], delimiter) for place, sample in samples.values()]
 
@@ -162,7 +165,7 @@ def _pairs(sample: dict[str, Any], place: str) -> list[tuple[str, str]]:
         pairs = [tuple(each.values()) if isinstance(each, dict) else tuple(each) for each in found]
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place} has no requests ({reason_of(error)}); {ADVICE}") from None
-    are_texts = all(len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs)
+    are_texts = all(len(each) == 2 and all(isinstance(t, str) for t in each) for each in pairs)
     if not pairs or not are_texts:
         raise UserError(f"{place} has requests that are not log-likelihoods; {ADVICE}")
     return [(context, continuation) for context, continuation in pairs]

@@ -437,7 +437,7 @@ def run_pieces(tokenization: Tokenization, pieces: Sequence[NumberedPiece], proc
     print(f"tokenizing {counted(len(left), 'piece')} of the source with {workers}", flush=True)
     context = get_context("spawn")  # a fork would inherit the threads of the tokenizer
     counts = context.Queue()
-    speed = Speed(sum(piece.size for _, piece in left), counts)
+    speed = Speed([piece.size for _, piece in left], counts)
     pool = ProcessPoolExecutor(
         min(processes, len(left)),
         mp_context=context,
@@ -482,19 +482,22 @@ def _run(
 class Speed:
     """Progress and time left: a bar on a terminal, otherwise a line every ten seconds.
 
-    total: bytes of all pieces
+    sizes: bytes of each piece
     counts: queue of (documents, tokens), which the worker processes fill
     """
 
-    def __init__(self, total: int, counts: Queue):
-        self.total, self.counts = total, counts
-        self.documents = self.tokens = self.done = 0
+    def __init__(self, sizes: Sequence[int], counts: Queue):
+        self.total, self.all_pieces, self.counts = sum(sizes), len(sizes), counts
+        self.documents = self.tokens = self.done = self.pieces = 0
         self.started = self.last_line = time.monotonic()
-        self.bar = tqdm(total=total, unit="B", unit_scale=True) if sys.stdout.isatty() else None
+        self.bar = (
+            tqdm(total=self.total, unit="B", unit_scale=True) if sys.stdout.isatty() else None
+        )
 
     def finished(self, piece: Piece) -> None:
         """Count a finished piece."""
         self.done += piece.size
+        self.pieces += 1
         if self.bar is not None:
             self.bar.update(piece.size)
 
@@ -511,9 +514,9 @@ class Speed:
             self.bar.set_postfix_str(self.describe(now))
         elif now - self.last_line >= SECONDS_BETWEEN_LINES:
             left = (now - self.started) * (self.total - self.done) / self.done if self.done else 0
-            until = f"{tqdm.format_interval(left)} left" if self.done else "time left unknown yet"
+            until = f"  {tqdm.format_interval(left)} left" if self.done else ""
             counts = self.describe(now) if self.documents else "reading the first documents"
-            print(f"{self.done / self.total:4.0%}  {counts}  {until}", flush=True)
+            print(f"{self.pieces}/{self.all_pieces} pieces  {counts}{until}", flush=True)
             self.last_line = now
 
     def describe(self, now: float) -> str:

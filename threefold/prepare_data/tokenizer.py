@@ -33,8 +33,14 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
     Raises:
         UserError: The tokenizer does not exist, or has no end-of-text token or no tokenizer.json.
     """
-    is_folder = repository_path(name).is_dir()
-    tokenizer = load_tokenizer(repository_path(name) if is_folder else name, f"--tokenizer {name}")
+    path = repository_path(name)
+    is_folder = path.is_dir()
+    if not is_folder and "/" in name and path.parent.is_dir():
+        raise UserError(
+            f"--tokenizer {name} does not exist; use a folder with a tokenizer.json, such as "
+            f"data/stdlib/tokenizer, or a name on the hub"
+        )
+    tokenizer = load_tokenizer(path if is_folder else name, f"--tokenizer {name}")
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"--tokenizer {name} has no end-of-text token; use a tokenizer with one, such as gpt2"
@@ -68,8 +74,8 @@ def load_tokenizer(source: Path | str, name: str) -> Any:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # transformers, tokenizers and the hub's client raise many classes
         raise UserError(
-            f"{name} cannot be loaded: {reason_of(error)}; use a folder written by "
-            f"save_pretrained or a hub name, without custom code (never run here)"
+            f"{name} cannot be loaded: {reason_of(error).rstrip('.')}; use a folder written by "
+            f"save_pretrained, or a name on the hub, of a tokenizer without Python code of its own"
         ) from None
 
 
@@ -153,6 +159,7 @@ def train_tokenizer(
     key = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
     folder = workspace / f"tokenizer-{key}"
     if folder.is_dir():
+        print("using the tokenizer that the interrupted preparation has trained", flush=True)
         return folder
     share = TRAINING_CHARACTERS // max(1, len(pieces))
     documents = (text for n, piece in pieces for text in texts_of(formats[n], piece, skip))

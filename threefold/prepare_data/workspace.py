@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -88,7 +87,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def full_disk_explained(workspace: Path) -> Iterator[None]:
-    """Turn the error of a full disk into a message; `lock_workspace` prints what is kept.
+    """Turn the error of a full disk into a message, with the notes of `lock_workspace`.
 
     Raises:
         UserError: A disk is full.
@@ -99,11 +98,13 @@ def full_disk_explained(workspace: Path) -> Iterator[None]:
         if error.errno not in FULL_DISK_ERRORS:
             raise
         folder = Path(error.filename or workspace).parent
-        kept = f", which uses the finished work in {workspace}" if workspace.is_dir() else ""
-        raise UserError(
-            f"{folder} is on a full disk ({error.strerror}); free space there and rerun the same "
-            f"command{kept}, or use an --output on another disk"
-        ) from None
+        full = UserError(
+            f"the disk of {folder} is full ({error.strerror}); free space there and rerun the same "
+            f"command, or use an --output on another disk"
+        )
+        for note in getattr(error, "__notes__", []):
+            full.add_note(note)
+        raise full from None
 
 
 @contextlib.contextmanager
@@ -139,7 +140,7 @@ def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
                 nothing = "nothing is finished yet; rerun the same command to start again"
                 error.add_note(kept or nothing)  # for the command's message
             elif kept:
-                print(kept, file=sys.stderr)
+                error.add_note(kept)
             raise
 
 

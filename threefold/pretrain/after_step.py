@@ -29,6 +29,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     """Roll back to the last checkpoint, and continue with the data that follows a step; collective.
 
     Args:
+        run: the objects of the run
         step: the bad step
         reason: the problem with the step
 
@@ -39,7 +40,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     limit = run.recipe.supervision.rollbacks
     if not limit:
         return _stop(step, stopped_without_save(step, f"{reason}, supervision.rollbacks = 0"))
-    with run.supervisor.activity.waiting_for_disk("rolling back"):
+    with run.supervisor.crumb.waiting_for_disk("rolling back"):
         unsaved = run.writer.wait()
         if unsaved:
             run.tracker.warn(unsaved)
@@ -63,7 +64,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     if not is_same_engine:  # the ranks start again with the engine of the earlier phase
         run.tracker.roll_back(step, target, reason, parts=parts)
         return StepOutcome(target.step, RunEnd(FINISHED, step=target.step))
-    with run.supervisor.activity.waiting_for_disk("rolling back"):
+    with run.supervisor.crumb.waiting_for_disk("rolling back"):
         run.engine.load(found.reader())
     run.data.resume(target)
     if run.snapshots:
@@ -94,7 +95,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
             metrics |= validate(run, step)
         metrics["validation_seconds"] = spent[0]
     if is_due(step, run.recipe.evaluate_tasks_every, run.last_step):
-        run.supervisor.activity.note("evaluating tasks")
+        run.supervisor.crumb.note("evaluating tasks")
         with run.clock.left_out() as spent:
             metrics |= run.evaluator.score_tasks()
         metrics["task_seconds"] = spent[0]
@@ -103,7 +104,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
 
 def validate(run: Run, step: int) -> dict[str, Any]:
     """Return the metrics of all validation sets; collective."""
-    run.supervisor.activity.note("validating")
+    run.supervisor.crumb.note("validating")
     run.data.evaluate_after(step)
     with stop_if_unreadable(run, step):
         return run.evaluator.validate()
@@ -146,7 +147,13 @@ MAX_WEIGHTS_IN_MESSAGE = 8
 
 
 def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
-    """Handle bad numbers, compare replicas, save and stop, each only if it is due; collective."""
+    """Handle bad numbers, compare replicas, save and stop, each only if it is due; collective.
+
+    Args:
+        run: the objects of the run
+        step: the step that is done
+        metrics: the metrics of the step
+    """
     bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
     own_severity = bad.severity if bad else Severity.GOOD
     stop_request, severity, saving = run.supervisor.agree(
@@ -182,6 +189,9 @@ def handle_bad_step(
     """Skip a step with bad numbers, or roll back; collective.
 
     Args:
+        run: the objects of the run
+        step: the step that is done
+        metrics: the metrics of the step
         bad: the judgement of this rank, if the step is bad on this rank
         severity: the worst severity of all ranks
 
@@ -231,7 +241,7 @@ def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> RunEnd
     save_due = snapshot_due or run.is_save_due(step)
     if not every or not (save_due or is_due(step, every, last)):
         return None
-    run.supervisor.activity.note("comparing replicas")
+    run.supervisor.crumb.note("comparing replicas")
     diverged = run.engine.diverged_replicas()
     if not diverged:
         return None
@@ -245,10 +255,13 @@ def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) ->
     """Begin to save; return the end of the run if this or an earlier save fails; collective.
 
     Args:
+        run: the objects of the run
+        step: the step that is done
+        metrics: the metrics of the step
         ends_process: True if a rank was asked to stop, so that no step follows
     """
     ends_process = ends_process or step == run.last_step_of_engine
-    with run.supervisor.activity.waiting_for_disk("saving"):
+    with run.supervisor.crumb.waiting_for_disk("saving"):
         progress, loss = run.data.progress_after(step), mean_validation_loss(metrics)
         problem = run.writer.save(progress, loss, ends_process=ends_process)
     if run.snapshots:
@@ -261,7 +274,7 @@ def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) ->
 
 def take_snapshot(run: Run, snapshots: "SnapshotWriter", step: int) -> None:
     """Begin to take a snapshot in the memory of the nodes; warn if an earlier one has failed."""
-    run.supervisor.activity.note("taking a snapshot")
+    run.supervisor.crumb.note("taking a snapshot")
     problem = snapshots.take(run.data.progress_after(step))
     if problem:
         run.tracker.warn(problem)

@@ -40,6 +40,7 @@ def exit_on_user_error(world: LaunchEnvironment, origin: str = "") -> Iterator[N
     print its message, and print their own only if they are still running after that.
 
     Args:
+        world: the ranks of the run
         origin: recipe file and overrides, for the beginning of the message
     """
     try:
@@ -110,7 +111,7 @@ def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
             if is_launched or ranks == 1 or recipe.cluster:
                 raise
             command = shlex.join(["deepspeed", "--num_gpus", str(ranks), *sys.argv])
-            raise UserError(f"{problem}; {ranks} ranks start with: {command}") from None
+            raise UserError(f"{problem}; start {ranks} ranks with: {command}") from None
 
 
 def check_phases(
@@ -119,6 +120,7 @@ def check_phases(
     """Check every phase of a recipe on the ranks of the launcher, and return the first one.
 
     Args:
+        world: the ranks
         plan: the phases of the recipe
         name: the recipe's file and the overrides
         has_gpu: False if the ranks certainly run on CPUs
@@ -141,6 +143,7 @@ def machine_of(experiment: Experiment, device: str) -> Machine | None:
     """Return the machine of a run for the planner; None if its GPU has no datasheet.
 
     Args:
+        experiment: the experiment of the run
         device: the driver's name of this rank's GPU; "cpu" on a CPU
 
     Raises:

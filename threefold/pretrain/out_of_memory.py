@@ -170,7 +170,12 @@ class Account:
 
 @contextlib.contextmanager
 def out_of_memory_explained(experiment: Experiment, handle: RunHandle) -> Iterator[Account]:
-    """End this rank with one message for all ranks if memory runs out within this context."""
+    """End this rank with one message for all ranks if memory runs out within this context.
+
+    Args:
+        experiment: the experiment of the run
+        handle: the run folder and the supervision of this rank
+    """
     account = Account()
     snapshot = experiment.recipe.tracking.memory_snapshot and on_gpu()
     if snapshot:
@@ -197,6 +202,8 @@ def report(
     """Print and record the message; if another rank has begun to, refer to its message.
 
     Args:
+        experiment: the experiment of the run
+        handle: the run folder and the supervision of this rank
         engine: the engine, or None if memory ran out before it was built
         error: the error of the allocator
     """
@@ -214,7 +221,7 @@ def report(
     print(first, file=sys.stderr, flush=True)
     append(file, f"{first}\n\n{''.join(traceback.format_exception(error))}\n")
     handle.folder.event(
-        "stop", handle.supervisor.activity.step, reason=first, exit_code=STOPPED, out_of_memory=True
+        "stop", handle.supervisor.crumb.step, reason=first, exit_code=STOPPED, out_of_memory=True
     )
     try:
         lines = details(experiment, engine)
@@ -238,8 +245,8 @@ def first_line(experiment: Experiment, handle: RunHandle, error: Exception) -> s
     where = ", ".join(f"{axis} {getattr(place, axis)}" for axis in dims.axes)
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return (
-        f"out of memory on {handle.supervisor.names[rank]} ({where}) in "
-        f"{handle.supervisor.activity}: {text}"
+        f"out of memory on {handle.supervisor.names[rank]} ({where}) in {handle.supervisor.crumb}: "
+        f"{text}"
     )
 
 

@@ -47,7 +47,7 @@ from threefold.runtime.processes import (
     start_processes,
     threads_on_first_node,
 )
-from threefold.supervision.hang_report import Activity
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.loss_watch import LossWatch
 from threefold.supervision.supervisor import Supervisor
 from threefold.tracking.clocks import Startup, StepClock
@@ -138,6 +138,9 @@ def join(
     """Join the process group, supervise this rank, and lock the run folder; collective.
 
     Args:
+        experiment: the experiment of the run
+        folder: the run folder
+        startup: the stopwatch of the start-up
         wait_seconds: time to wait for the lock if its holder shows no sign of life
 
     Raises:
@@ -161,18 +164,18 @@ def join(
         )
         exit_now(1)
     startup.mark("joining")
-    activity = Activity()
+    crumb = Breadcrumb()
     supervisor = Supervisor(
         folder,
-        activity,
+        crumb,
         hang_seconds=recipe.supervision.hang_seconds,
         startup_seconds=recipe.supervision.startup_seconds,
     ).start()
-    activity.note("locking the run folder")
+    crumb.note("locking the run folder")
     with raise_on_all_ranks():
         if world.rank == 0:
             read_wandb_key()
-    with activity.waiting_for_disk("waiting for the run folder"):
+    with crumb.waiting_for_disk("waiting for the run folder"):
         in_use = lock_run_folder(folder, wait_seconds=wait_seconds)
     if in_use:
         raise FolderInUse(in_use, alive=True)
@@ -212,6 +215,8 @@ def find_resume_point(
     """Find the point at which the run starts or resumes, without changing anything; collective.
 
     Args:
+        experiment: the experiment of the run
+        handle: the run folder and the supervision of this rank
         data: the corpora of the run
         resume: the option `--resume`
         resume_once: the option `--resume-once`
@@ -219,8 +224,8 @@ def find_resume_point(
     Raises:
         UserError: no checkpoint can be used, or it belongs to another experiment.
     """
-    activity, request = handle.supervisor.activity, Request(resume, resume_once)
-    activity.note("verifying checkpoints")
+    crumb, request = handle.supervisor.crumb, Request(resume, resume_once)
+    crumb.note("verifying checkpoints")
     find_in_memory = None
     if handle.memory:
         find_in_memory = partial(
@@ -228,7 +233,7 @@ def find_resume_point(
             handle.memory,
             recipe=experiment.whole_recipe,
             data=data.fingerprint,
-            note=activity.note,
+            note=crumb.note,
         )
     return find_start(
         handle.folder,
@@ -236,7 +241,7 @@ def find_resume_point(
         experiment.whole_recipe,
         data.fingerprint,
         find_in_memory=find_in_memory,
-        note=activity.note,
+        note=crumb.note,
     )
 
 
@@ -299,9 +304,12 @@ def open_run(
     """Open the checkpoint writer, the tracker and the handling of signals; collective.
 
     Args:
+        experiment: the experiment of the run
+        handle: the run folder and the supervision of this rank
         engine: the engine, with the weights of `start`
         data: the corpora, at the position of `start`
         start: the point at which the run starts or resumes
+        startup: the stopwatch of the start-up
     """
     recipe, dims, folder = experiment.whole_recipe, experiment.dims, handle.folder
     found, rank, size = start.found, experiment.world.rank, experiment.world.size
@@ -335,7 +343,7 @@ def open_run(
     )
     with writer_of_run as writer, tracker_of_run as tracker, handle.supervisor as supervisor:
         writer.on_publish, writer.on_wait = tracker.saved, tracker.warn
-        writer.on_pause = supervisor.activity.wait_for_room
+        writer.on_pause = supervisor.crumb.wait_for_room
         writer.is_asked_to_stop = lambda: bool(supervisor.asked)
         if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
@@ -391,7 +399,14 @@ def print_document_attention(experiment: Experiment) -> None:
 def open_snapshots(
     experiment: Experiment, handle: RunHandle, writer: CheckpointWriter, step: int
 ) -> SnapshotWriter | None:
-    """Return the writer of snapshots, or None if the run takes none; collective."""
+    """Return the writer of snapshots, or None if the run takes none; collective.
+
+    Args:
+        experiment: the experiment of the run
+        handle: the snapshots of this node
+        writer: the writer of the run's checkpoints
+        step: the last completed step
+    """
     if handle.memory is None:
         return None
     every, size = experiment.recipe.checkpoint.snapshot_every, experiment.world.local_size
@@ -413,9 +428,9 @@ def close_run(run: Run, ending: RunEnd) -> RunEnd:
     Returns:
         The end of the run: `ending`, unless a failed save changes it.
     """
-    run.supervisor.activity.note("gathering weights")
+    run.supervisor.crumb.note("gathering weights")
     run.engine.finish_communication()
-    with run.supervisor.activity.waiting_for_disk("saving"):
+    with run.supervisor.crumb.waiting_for_disk("saving"):
         unsaved = run.writer.wait()
     ends_well = ending.code in (FINISHED, INTERRUPTED) or ending.restarts_for_phase
     if unsaved and (ends_well or unsaved in ending.reason):

@@ -119,9 +119,9 @@ def verdict(findings: Sequence[CaseResult]) -> str:
     """Return the last lines of the report."""
     noise = max((f.result.noise for f in findings if isinstance(f.result, Difference)), default=0)
     text = (
-        f"{summary(findings)}: relative differences up to {LOSS_TOLERANCE:.0e} of the loss, "
-        f"{GRAD_NORM_TOLERANCE:.0e} of the gradient norm, {WEIGHT_TOLERANCE:.0e} of the weights "
-        f"and {MOMENT_TOLERANCE:.0e} of the first moments pass"
+        f"{summary(findings)} (largest relative differences allowed: {LOSS_TOLERANCE:.0e} of the "
+        f"loss, {GRAD_NORM_TOLERANCE:.0e} of the gradient norm, {WEIGHT_TOLERANCE:.0e} of the "
+        f"weights, {MOMENT_TOLERANCE:.0e} of the first moments)"
     )
     if noise:
         text += (

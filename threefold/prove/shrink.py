@@ -32,6 +32,7 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     its remainder modulo 64, and an odd number of layers stays odd.
 
     Args:
+        recipe: the recipe
         ranks: size of the largest world
         layers: maximum number of layers, or one more to keep an odd number odd
         steps: number of training steps

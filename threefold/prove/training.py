@@ -154,6 +154,7 @@ def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
     """Return this tensor rank's part of an optimizer state of all weights that have it; collective.
 
     Args:
+        engine: the engine
         kind: "fp32" for the fp32 weights, or a kind of `checkpoint/state.py`
     """
     optimizer = engine.wrapped.optimizer
@@ -196,10 +197,10 @@ def shared_groups() -> Iterator[Callable[[], None]]:
     of an earlier case created. Every engine requests dozens of groups, each of which opens
     connections that are never closed.
 
-    With `use_local_synchronization`, only the members of a group create it, and torch derives its
-    name from the number of groups that a member has created. If only some ranks create a group,
-    these numbers differ, and the members of the next group wait for each other under different
-    names. A rank that already has its group therefore creates a group of one rank instead.
+    If each rank requests its own group (`use_local_synchronization`), some ranks may have theirs
+    while others must create it. The former then create a group of one rank, because torch names a
+    group after the number of groups that its members have, and members with different numbers would
+    wait for each other.
 
     Yields:
         The function to call before each case.

@@ -76,6 +76,7 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
     """Return the panels of the metrics that at least one run has.
 
     Args:
+        runs: the runs of the report
         plans: predictions by index of the run
     """
     names = list(dict.fromkeys(
@@ -169,7 +170,7 @@ def _planned(
 
 def _shared(references: Sequence[Reference], runs: Sequence[RunRecord]) -> Sequence[Reference]:
     """Return one reference for all runs if all have the same value, otherwise all references."""
-    same = len(references) == len(runs) and len({reference.value for reference in references}) == 1
+    same = len(references) == len(runs) and len({each.value for each in references}) == 1
     return [replace(references[0], run=None)] if same else references
 
 

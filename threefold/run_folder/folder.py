@@ -1,5 +1,6 @@
 """The folder of one run: lock, recipe, metrics, events, and the versions that produced them."""
 
+import errno
 import json
 import os
 import platform
@@ -323,6 +324,8 @@ def _read(lines: LineFile) -> list[dict[str, Any]]:
 
 
 def _cannot_write(file: Path | str, error: OSError) -> UserError:
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return UserError(f"{file} is a file; name a folder with --run-dir, such as runs/mine")
     is_full = error.errno in FULL_DISK_ERRORS
     remedy = "free disk space" if is_full else "make it writable"
     return UserError(

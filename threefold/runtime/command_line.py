@@ -161,7 +161,8 @@ def share(text: str) -> float:
     """
     value = number(text)
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 0 and below 1; use 0.08")
+        example = f"for {text} % use {value / 100:g}" if 1 <= value < 100 else "use 0.08"
+        raise argparse.ArgumentTypeError(f"{text} is not at least 0 and below 1; {example}")
     return value
 
 
@@ -188,7 +189,8 @@ def link_rate(text: str) -> float:
     value = number(text)
     if not 1e-3 <= value <= 1e6:
         raise argparse.ArgumentTypeError(
-            f"invalid rate {text}: expected 0.001 to 1,000,000 GB/s, for example 50"
+            f"invalid rate {text}: expected a number from 0.001 to 1,000,000 without its unit, for "
+            f"example 50 for 50 GB/s"
         )
     return value
 

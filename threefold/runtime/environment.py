@@ -50,6 +50,7 @@ def set_torch_variables(
     - Pipelined runs: kernels are loaded before the first step, and streams do not share queues.
 
     Args:
+        environment: `os.environ`
         deterministic: the recipe's `training.deterministic`
         pipelined: whether the layout has more than one pipeline stage
         torch_version: such as "2.13.0+cu130"; None for the version of the installed torch

@@ -238,7 +238,7 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 @dataclass
-class Activity:
+class Breadcrumb:
     """The current activity of a rank.
 
     Attributes:
@@ -300,7 +300,7 @@ class RankStatus:
     """The activity of a rank in a hanging run.
 
     Attributes:
-        activity: the rank's activity, as text
+        activity: the rank's breadcrumb, as text
         waits_in: the collective that the main thread was in; empty if it was in none
         at: the innermost line of this project or DeepSpeed
         launched: the operations launched on each process group; empty if the flight recorder is off
@@ -331,6 +331,7 @@ class HangReport:
     Every method may fail or block, because the file system may be the cause of the hang.
 
     Args:
+        folder: the folder
         names: names of all ranks, for messages
         fresh_seconds: a file more than this many seconds older than the newest one is from an
             earlier hang
@@ -396,7 +397,7 @@ class HangReport:
         return self.folder / f"rank-{rank:05d}.txt"
 
 
-def rank_status(rank: int, activity: Activity) -> tuple[RankStatus, str]:
+def rank_status(rank: int, crumb: Breadcrumb) -> tuple[RankStatus, str]:
     """Return the activity of this rank's main thread, and its stack.
 
     While a paired forward pass runs, its thread takes the place of the main one, which waits.
@@ -404,8 +405,8 @@ def rank_status(rank: int, activity: Activity) -> tuple[RankStatus, str]:
     frame = running_helper() or sys._current_frames()[threading.main_thread().ident or 0]
     about = RankStatus(
         rank=rank,
-        step=activity.step,
-        activity=str(activity),
+        step=crumb.step,
+        activity=str(crumb),
         waits_in=collective_of(frame),
         at=innermost_line(frame),
     )
@@ -420,7 +421,7 @@ def ranks_behind(statuses: dict[int, RankStatus], size: int) -> list[int]:
     silent = [rank for rank in range(size) if rank not in statuses]
     if silent:
         return silent
-    earliest = min(status.step for status in statuses.values())
+    earliest = min(each.step for each in statuses.values())
     behind = [rank for rank, each in statuses.items() if each.step == earliest]
     if len(behind) == size:
         behind = [rank for rank in behind if not statuses[rank].waits_in]
@@ -439,7 +440,7 @@ def describe_hang(statuses: dict[int, RankStatus], names: Sequence[str]) -> str:
         who = f"{shown} {verb} not answer: stopped, dead or cut off"
         return f"{who}. {names[first.rank]}: {first}"
     if not ranks:
-        waiting = all(status.waits_in for status in statuses.values())
+        waiting = all(each.waits_in for each in statuses.values())
         where = "in a collective" if waiting else "for the device, or compute"
         when = f"in step {first.step}" if first.step else "in start-up"
         return f"all ranks are {when} and wait {where}. {names[first.rank]}: {first}"

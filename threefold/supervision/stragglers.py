@@ -15,6 +15,7 @@ def relative_times(seconds: Sequence[float], dims: ParallelDims) -> dict[int, fl
 
     Args:
         seconds: time in forward passes, by rank
+        dims: the layout of the ranks
 
     Returns:
         The relative times, by the first rank of each group.
@@ -40,6 +41,7 @@ def slow_groups(relative: Mapping[int, float], dims: ParallelDims, limit: float)
 
     Args:
         relative: the result of `relative_times`
+        dims: the layout of the ranks
         limit: the relative time above which a group is slow
     """
     size = dims.lockstep_size

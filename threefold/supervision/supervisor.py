@@ -33,11 +33,11 @@ import torch
 import torch.distributed as dist
 
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.exits import HUNG
+from threefold.runtime.exits import HUNG, interrupts_blocked
 from threefold.runtime.launchers import Process, launchers_of
 from threefold.runtime.output import end_process
 from threefold.supervision.hang_report import (
-    Activity,
+    Breadcrumb,
     HangReport,
     Launched,
     rank_status,
@@ -122,15 +122,15 @@ class Supervisor:
 
     Args:
         folder: the run folder, for reports of a hang
-        activity: the rank's current activity, which the training loop records
+        crumb: the rank's current activity, which the training loop records
         hang_seconds: time limit without progress after `expect_steps`; 0 for none
         startup_seconds: time limit without progress before `expect_steps`; 0 for none
     """
 
     def __init__(
-        self, folder: RunFolder, activity: Activity, *, hang_seconds: int, startup_seconds: int
+        self, folder: RunFolder, crumb: Breadcrumb, *, hang_seconds: int, startup_seconds: int
     ):
-        self.folder, self.activity = folder, activity
+        self.folder, self.crumb = folder, crumb
         self.hang_seconds, self.limit = hang_seconds, startup_seconds
         self.rank = dist.get_rank()
         self.hosts: Sequence[str] = ()
@@ -140,8 +140,8 @@ class Supervisor:
         self._signalled_at: float | None = None
         self._before: dict[int, Any] = {}  # the handlers of signals
         self._leaving = threading.Event()
-        self._seen = -1  # the activity's count a second ago
-        self._still = 0  # seconds since the activity's count changed
+        self._seen = -1  # the crumb's count a second ago
+        self._still = 0  # seconds since the crumb's count changed
         self._idle = 0  # likewise, without the seconds in which the rank waited for a disk
         self._reported = self._ending = False
         self._report = HangReport(folder.path / "hang-at-start", self.names)
@@ -173,7 +173,7 @@ class Supervisor:
 
     def expect_steps(self) -> None:
         """End the start-up, and apply the time limit of training."""
-        self.activity.note("starting to train")
+        self.crumb.note("starting to train")
         self.limit = self.hang_seconds
         self._beat()
 
@@ -283,22 +283,18 @@ class Supervisor:
         old reports. If all ranks wait together for space on a full disk, none reports. Writing a
         report may block, so a rank ends at most REPORT_SECONDS after the limit.
         """
-        limit = (
-            self.limit
-        )  # read before the activity, because `expect_steps` changes the activity first
-        moved, self._seen = self.activity.count != self._seen, self.activity.count
-        moved = moved or self.activity.waits_for_room
+        limit = self.limit  # read before the crumb, because `expect_steps` changes the crumb first
+        moved, self._seen = self.crumb.count != self._seen, self.crumb.count
+        moved = moved or self.crumb.waits_for_room
         self._still = 0 if moved else self._still + 1
-        self._idle = 0 if moved or self.activity.patient else self._idle + 1
+        self._idle = 0 if moved or self.crumb.patient else self._idle + 1
         if not limit:
             return
         half = -(-limit // 2)
         if not self._still and self._reported:
             self._reported = False
             self._disk.run(lambda: self._report.take_back(self.rank))
-        elif self._still == half or (
-            self.activity.patient and self._still and not self._still % half
-        ):
+        elif self._still == half or (self.crumb.patient and self._still and not self._still % half):
             self._reported = True
             self._report.fresh_seconds = limit
             self._disk.run(self._write_report)
@@ -316,7 +312,7 @@ class Supervisor:
         device, which may never answer. If the query also holds the GIL, the watchdog process ends
         this rank.
         """
-        about, stack = rank_status(self.rank, self.activity)
+        about, stack = rank_status(self.rank, self.crumb)
         self._report.write((about, stack))
         launched = within(min(RECORDER_SECONDS, self.limit / 4), launched_collectives)
         if launched:
@@ -325,7 +321,7 @@ class Supervisor:
     def _end(self) -> None:
         """Print which rank is behind, and end this rank."""
         try:
-            verdict, behind = self._report.verdict(rank_status(self.rank, self.activity)[0])
+            verdict, behind = self._report.verdict(rank_status(self.rank, self.crumb)[0])
         except Exception as problem:  # an unreadable report must not keep the rank alive
             self._say_hung(f"the ranks' reports cannot be read ({problem})")
         else:
@@ -343,13 +339,13 @@ class Supervisor:
         Until the hosts are known, the run folder may belong to another run, so nothing is written.
         """
         if problem:
-            about, _ = rank_status(self.rank, self.activity)
+            about, _ = rank_status(self.rank, self.crumb)
             verdict = f"{self.names[self.rank]}: {about}; {problem}"
         text = f"no progress for {self.limit} s: {verdict}"
         print(text, file=sys.stderr, flush=True)
         if not self.hosts:
             return
-        step = self.activity.step
+        step = self.crumb.step
         within(
             1,
             lambda: self.folder.event(
@@ -362,9 +358,10 @@ class Supervisor:
         if not (self.hang_seconds or self.limit):
             return None
         command = [sys.executable, "-I", "-S", str(WATCHDOG), str(os.getpid())]
-        watchdog = subprocess.Popen(
-            [*command, self.names[self.rank]], stdin=subprocess.PIPE, bufsize=0
-        )
+        with interrupts_blocked():  # Ctrl-C is meant for the rank
+            watchdog = subprocess.Popen(
+                [*command, self.names[self.rank]], stdin=subprocess.PIPE, bufsize=0
+            )
         assert watchdog.stdin
         os.set_blocking(watchdog.stdin.fileno(), False)  # it may have been stopped
         return watchdog

@@ -16,14 +16,14 @@ class Allocation:
     """A storage that an operation has allocated.
 
     shape, dtype: shape and type of the first tensor that uses the storage
-    activity: the rank's activity at that time
+    phase: the rank's activity at that time
     """
 
     operation: str
     shape: tuple[int, ...]
     dtype: str
     memory_bytes: int
-    activity: str
+    phase: str
 
 
 @dataclass
@@ -32,7 +32,7 @@ class AllocationCounter(TorchDispatchMode):
 
     granularity: sizes are rounded up to a multiple; 512 bytes in CUDA's caching allocator
     known: live storages (`_cdata`), with None for storages that are not counted
-    activity: the rank's current activity
+    phase: the rank's current activity
     """
 
     granularity: int = 1
@@ -40,11 +40,11 @@ class AllocationCounter(TorchDispatchMode):
     peak: int = 0
     known: dict[int, int | None] = field(default_factory=dict)  # storage -> index in `made`
     made: list[Allocation] = field(default_factory=list)
-    activity: str = ""
-    peaks: dict[str, int] = field(default_factory=dict)  # activity -> peak
+    phase: str = ""
+    peaks: dict[str, int] = field(default_factory=dict)  # phase -> peak
     _events: list[int] = field(default_factory=list)  # n: allocation n was made; ~n: it was freed
     _peak_event: int = 0
-    _peak_activity: str = ""
+    _peak_phase: str = ""
 
     def __post_init__(self):
         super().__init__()
@@ -55,11 +55,7 @@ class AllocationCounter(TorchDispatchMode):
 
     def restart(self) -> None:
         """Restart the search for the peak."""
-        self.peak, self._peak_event, self._peak_activity = (
-            self.live,
-            len(self._events),
-            self.activity,
-        )
+        self.peak, self._peak_event, self._peak_phase = self.live, len(self._events), self.phase
         self.peaks.clear()
 
     def number(self, tensor: torch.Tensor) -> int | None:
@@ -71,8 +67,8 @@ class AllocationCounter(TorchDispatchMode):
         return self._alive_after(len(self._events))
 
     def alive_at_peak(self) -> tuple[set[int], str]:
-        """Return the allocations that were live at the peak, and its activity."""
-        return self._alive_after(self._peak_event), self._peak_activity
+        """Return the allocations that were live at the peak, and its phase."""
+        return self._alive_after(self._peak_event), self._peak_phase
 
     def _alive_after(self, events: int) -> set[int]:
         alive: set[int] = set()
@@ -97,14 +93,14 @@ class AllocationCounter(TorchDispatchMode):
         number = len(self.made)
         size = -(-storage.nbytes() // self.granularity) * self.granularity
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.made.append(Allocation(str(function), tuple(tensor.shape), dtype, size, self.activity))
+        self.made.append(Allocation(str(function), tuple(tensor.shape), dtype, size, self.phase))
         self.known[key] = number
         self._events.append(number)
         self.live += size
-        self.peaks[self.activity] = max(self.peaks.get(self.activity, 0), self.live)
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), self.live)
         if self.live > self.peak:
             self.peak, self._peak_event = self.live, len(self._events)
-            self._peak_activity = self.activity
+            self._peak_phase = self.phase
         weakref.finalize(storage, self._freed, key, number)
 
     def _freed(self, key: int, number: int) -> None:
@@ -161,8 +157,8 @@ class CollectiveCounter(TorchDispatchMode):
 
     axes: Mapping[frozenset[int], str]
     named: dict[str, str] = field(default_factory=dict)
-    activity: str = ""
-    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # activity, axis, kind
+    phase: str = ""
+    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # phase, axis, kind
     totals: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def __post_init__(self):
@@ -193,6 +189,6 @@ class CollectiveCounter(TorchDispatchMode):
                 return
             axis = self.named.get(group.group_name) or self.axes[ranks]
         tensors = (t for t in tree_leaves(arguments[argument]) if isinstance(t, torch.Tensor))
-        key = (self.activity, axis, kind)
+        key = (self.phase, axis, kind)
         self.counts[key] += 1
         self.totals[key] += sum(t.numel() * t.element_size() for t in tensors)

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map_only
 
 from models import cost, initialization
 from models.experts import routing
-from models.experts.overlap import OverlapExecutor
+from models.experts.overlap import Turns
 from models.kernels import attention, compile, norms
 from models.kernels.attention import cumulative_lengths
 from models.parallel.micro_batch_info import positions_in, token_positions
@@ -159,9 +159,7 @@ def fake_tensors() -> Iterator[None]:
         replaced(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", accept),
         replaced(accelerator, "is_fp16_supported", lambda self: True),
         replaced(routing, "on_host", equal_counts),
-        replaced(
-            OverlapExecutor, "run", one_after_the_other
-        ),  # fake tensors exist in this thread only
+        replaced(Turns, "take", one_after_the_other),  # fake tensors exist in this thread only
         replaced(muon_exchange, "gather_shards", shards_of_all_ranks),
         replaced(initialization, "CHUNK_ELEMENTS", sys.maxsize),
         replaced(initialization, "run_in_threads", in_this_thread),
@@ -174,7 +172,7 @@ def fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
-    """Let autograd save the tensors that it would save on a GPU; on a CPU, it saves others.
+    """Let autograd keep the tensors that it keeps on a GPU, which differ from those on a CPU.
 
     On a GPU attention is fused at any length, LayerNorm needs no fp32 copies, and the loss computes
     more logits at a time. A sent tensor is freed once its transfer is complete, and not only when
@@ -182,12 +180,12 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
 
     compiled: element-wise operations allocate only their results
     """
-    compile_fn = one_kernel if compiled else compile.eager
+    fuse = one_kernel if compiled else compile.as_written
     with (
         replaced(attention, "MAX_KEPT_LENGTH", 0),
         replaced(norms, "sums_in_16_bits", lambda x: False),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
-        replaced(compile.CompiledOps, "compile_fn", staticmethod(compile_fn)),
+        replaced(compile.Fusing, "fuse", staticmethod(fuse)),
         replaced(dist.Work, "is_completed", lambda self: True),
     ):
         yield
@@ -232,10 +230,8 @@ def equal_counts(counts: Sequence[torch.Tensor], total: int) -> list[list[list[i
     return [table] * len(counts)
 
 
-def one_after_the_other(
-    executor: OverlapExecutor, helper: Callable[[], None], main: Callable[[], None]
-) -> None:
-    """Run the helper, then the main function, in this thread; replaces `OverlapExecutor.run`."""
+def one_after_the_other(turns: Turns, helper: Callable[[], None], main: Callable[[], None]) -> None:
+    """Run the helper, then the main function, in this thread; replaces `Turns.take`."""
     helper()
     main()
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from models.context_parallel.partition import SequencePartition, partition_sequence
+from models.context_parallel.division import Division, divide
 from models.errors import UserError
 from models.layer_specs import logical_parameters
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
@@ -35,7 +35,7 @@ from threefold.data.dataset import MicroBatch
 from threefold.engine.build import build_from_recipe, pipeline_of
 from threefold.engine.engine import Engine, PipelinedEngine
 from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Order
-from threefold.supervision.hang_report import Activity
+from threefold.supervision.hang_report import Breadcrumb
 from threefold.trace.counters import Allocation, AllocationCounter, CollectiveCounter, Traffic
 from threefold.trace.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
 
@@ -43,10 +43,10 @@ from threefold.trace.fake_cluster import fake_tensors, kernels_of_a_gpu, one_ran
 #
 # Its communication is scaled to all micro-batches of the step.
 
-# Activities that occur once per step; all others occur once per micro-batch.
-ACTIVITIES_ONCE_PER_STEP = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
+# Phases that occur once per step; all others occur once per micro-batch.
+PHASES_ONCE_PER_STEP = ("", "ReduceGrads", "OptimizerStep", "optimizer step")
 # Passes of a pipeline. Data ranks communicate only in the last of them in a step.
-BACKWARD_ACTIVITIES = ("BackwardPass", "WeightPass")
+BACKWARD_PHASES = ("BackwardPass", "WeightPass")
 
 
 def enough_micro_batches(recipe: Recipe, dims: ParallelDims, rank: int) -> int:
@@ -112,12 +112,12 @@ def per_step(
     groups = math.ceil(micro_batches / every) / math.ceil(traced / every) if every else 1.0
     counts: Counter[tuple[str, str]] = Counter()
     totals: Counter[tuple[str, str]] = Counter()
-    for (activity, axis, kind), count in counted.counts.items():
-        size = counted.totals[activity, axis, kind]
-        is_reduction = axis == "data" and activity in (*BACKWARD_ACTIVITIES, "ReduceGrads")
+    for (phase, axis, kind), count in counted.counts.items():
+        size = counted.totals[phase, axis, kind]
+        is_reduction = axis == "data" and phase in (*BACKWARD_PHASES, "ReduceGrads")
         if is_reduction:
             count, size = (round(n * groups) for n in (count, size))
-        elif activity not in ACTIVITIES_ONCE_PER_STEP:
+        elif phase not in PHASES_ONCE_PER_STEP:
             count, size = (round(n * micro_batches / traced) for n in (count, size))
         counts[axis, kind] += count
         totals[axis, kind] += size
@@ -127,8 +127,8 @@ def per_step(
 # Observation of the purpose of a rank's memory while it trains.
 
 
-class Observer(Activity):
-    """An activity that, at each activity, notes which allocations are weights, gradients, ...
+class Observer(Breadcrumb):
+    """A breadcrumb that, at each activity, notes which allocations are weights, gradients, ...
 
     roles: category by allocation, for all allocations that are not activations
     """
@@ -150,14 +150,14 @@ class Observer(Activity):
         engine.wrapped.optimizer.step = noted_step
 
     def note(self, doing: str, *, micro_batch: int | None = None, step: int | None = None) -> None:
-        """Begin an activity."""
+        """Begin a phase."""
         if self.engine is not None:
             for tensor, role in roles_of(self.engine):
                 number = self.counter.number(tensor)
                 if number is not None:
                     self.roles.setdefault(number, role)
         of = "" if micro_batch is None else f" of micro-batch {micro_batch}"
-        self.counter.activity, self.collectives.activity = f"{doing}{of}", doing
+        self.counter.phase, self.collectives.phase = f"{doing}{of}", doing
 
 
 def roles_of(engine: Engine) -> Iterator[tuple[torch.Tensor, str]]:
@@ -238,8 +238,8 @@ class Trace:
     micro_batches: number of micro-batches of the step; `traced` of them were run, which suffices
         for the peak, and their communication was scaled to all
     between_steps: memory that lives from step to step
-    at_peak: memory at the peak, which occurs in `peak_activity`
-    activity_bytes: peak of each activity
+    at_peak: memory at the peak, which occurs in `peak_phase`
+    phase_bytes: peak of each phase
     largest: the largest allocations at the peak, with their categories
     traffic: communication of the step
     """
@@ -252,8 +252,8 @@ class Trace:
     traced: int
     between_steps: Categories
     at_peak: Categories
-    peak_activity: str
-    activity_bytes: tuple[tuple[str, int], ...]
+    peak_phase: str
+    phase_bytes: tuple[tuple[str, int], ...]
     largest: tuple[tuple[str, Allocation], ...]
     traffic: tuple[Traffic, ...]
 
@@ -293,14 +293,12 @@ def measure(recipe: Recipe, dims: ParallelDims, rank: int, *, at_most: int) -> T
     traced = min(micro_batches, at_most)
     stage = zero_stage(build_deepspeed_config(recipe, dims))
     every = recipe.layout.micro_batches_per_reduction(stage)
-    recipe = eager(with_micro_batches(recipe, dims, traced))
+    recipe = as_written(with_micro_batches(recipe, dims, traced))
     config = build_deepspeed_config(recipe, dims)
-    partition = None
+    division = None
     if dims.context > 1:
-        partition = partition_sequence(
-            recipe.model.sequence_length, coordinates.context, dims.context
-        )
-    batch = [micro_batch(recipe, number, partition) for number in range(traced)]
+        division = divide(recipe.model.sequence_length, coordinates.context, dims.context)
+    batch = [micro_batch(recipe, number, division) for number in range(traced)]
     counter = AllocationCounter(granularity=ALLOCATOR_BYTES)
     counter.ignore(t for each in batch for t in (each.tokens, each.labels) if t is not None)
     collectives = CollectiveCounter(axes_of(dims, coordinates))
@@ -316,7 +314,7 @@ def measure(recipe: Recipe, dims: ParallelDims, rank: int, *, at_most: int) -> T
         engine.train_step(batch, recipe.optimizer.learning_rate)
         observer.note("")
         after = counter.alive()
-    at_peak, activity = counter.alive_at_peak()
+    at_peak, phase = counter.alive_at_peak()
     roles = observer.roles | dict.fromkeys((before & after) - observer.roles.keys(), "buffers")
     by_size = sorted(at_peak, key=lambda number: -counter.made[number].memory_bytes)
     largest = by_size[:MAX_LISTED_ALLOCATIONS]
@@ -329,31 +327,29 @@ def measure(recipe: Recipe, dims: ParallelDims, rank: int, *, at_most: int) -> T
         traced=traced,
         between_steps=categories(after, roles, counter),
         at_peak=categories(at_peak, roles, counter),
-        peak_activity=activity,
-        activity_bytes=most_in_activities(counter),
+        peak_phase=phase,
+        phase_bytes=most_in_phases(counter),
         largest=tuple((roles.get(n, "activations"), counter.made[n]) for n in largest),
         traffic=per_step(collectives, micro_batches, traced, every=every),
     )
 
 
-def eager(recipe: Recipe) -> Recipe:
+def as_written(recipe: Recipe) -> Recipe:
     """Return the recipe without compiled kernels, which fake tensors and counters cannot run."""
     training = recipe.training.model_copy(update={"compile": False})
     return recipe.model_copy(update={"training": training})
 
 
-def micro_batch(
-    recipe: Recipe, number: int, partition: SequencePartition | None = None
-) -> MicroBatch:
+def micro_batch(recipe: Recipe, number: int, division: Division | None = None) -> MicroBatch:
     """Return a micro-batch of the recipe's shape, without documents.
 
-    partition: partition of the sequences among context ranks; None: this rank has whole sequences
+    division: division of the sequences among context ranks; None: this rank has whole sequences
     """
     shape = (recipe.batch.micro_sequences, recipe.tokens_per_rank)
     first = number * recipe.batch.micro_sequences
     samples = range(first, first + recipe.batch.micro_sequences)
     tokens, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
-    info = MicroBatchInfo(dropout=MaskKey(recipe.seed, samples), partition=partition)
+    info = MicroBatchInfo(dropout=MaskKey(recipe.seed, samples), division=division)
     return MicroBatch(tokens, labels, info)
 
 
@@ -380,11 +376,11 @@ def categories(
     return Categories(**totals)
 
 
-def most_in_activities(counter: AllocationCounter) -> tuple[tuple[str, int], ...]:
-    """Return the peak of each activity, over all micro-batches."""
+def most_in_phases(counter: AllocationCounter) -> tuple[tuple[str, int], ...]:
+    """Return the peak of each phase, over all micro-batches."""
     most: dict[str, int] = {}
-    for activity, size in counter.peaks.items():
-        name = activity.partition(" of micro-batch ")[0]
+    for phase, size in counter.peaks.items():
+        name = phase.partition(" of micro-batch ")[0]
         most[name] = max(most.get(name, 0), size)
     return tuple(most.items())
 
@@ -428,17 +424,17 @@ def text(trace: Trace) -> str:
     lines += [
         f"{'total':28}{_mib(trace.between_steps.total):>16}{_mib(trace.at_peak.total):>16}",
         "",
-        "The most in each activity, MiB",
-        *(f"  {activity:26}{_mib(size):>16}" for activity, size in trace.activity_bytes),
+        "The most in each phase, MiB",
+        *(f"  {phase:26}{_mib(size):>16}" for phase, size in trace.phase_bytes),
         "",
-        f"The largest allocations at the peak, in {trace.peak_activity}",
+        f"The largest allocations at the peak, in {trace.peak_phase}",
         f"{'MiB':>12}  {'category':12} {'dtype':9} {'shape':24} {'operation':36} made in",
     ]
     for category, made in trace.largest:
         shape = " x ".join(map(str, made.shape))
         lines.append(
             f"{_mib(made.memory_bytes):>12}  {category:12} {made.dtype:9} {shape:24} "
-            f"{made.operation:36} {made.activity or 'start'}"
+            f"{made.operation:36} {made.phase or 'start'}"
         )
     lines += ["", f"{'communication of a step':28}{'calls':>10}{'MiB':>16}"]
     for each in trace.traffic:
@@ -459,9 +455,9 @@ def table(trace: Trace) -> dict[str, Any]:
         "traced_micro_batches": trace.traced,
         "between_steps_bytes": asdict(trace.between_steps) | {"total": trace.between_steps.total},
         "peak_bytes": trace.peak_bytes,
-        "peak_activity": trace.peak_activity,
+        "peak_phase": trace.peak_phase,
         "at_peak_bytes": asdict(trace.at_peak),
-        "activity_bytes": dict(trace.activity_bytes),
+        "phase_bytes": dict(trace.phase_bytes),
         "largest": [{"category": name} | asdict(made) for name, made in trace.largest],
         "traffic": [asdict(each) for each in trace.traffic],
     }

@@ -20,6 +20,7 @@ class Meter:
 
     Args:
         recipe: the recipe of the run, with its phases
+        world_size: number of ranks
         precision: "fp32", "bf16" or "fp16"
         device_name: "cpu", or the name of the GPU
     """

@@ -123,7 +123,7 @@ def operations_table(
         gpu: datasheet of the device, for the planner's numbers; None if there is none
         precision: "fp32", "bf16" or "fp16"
     """
-    found = sorted(operations, key=lambda operation: -operation.seconds)
+    found = sorted(operations, key=lambda each: -each.seconds)
     total = sum(each.seconds for each in found)
     planned = [each.planned_seconds(gpu, precision) if gpu else None for each in found]
     lines = [title, ""]
@@ -181,6 +181,9 @@ class StepProfiler:
     """Profiler of the step that `tracking.profile_step` selects.
 
     Args:
+        engine: the engine of this rank
+        recipe: the recipe of the run
+        folder: the run folder
         precision: "fp32", "bf16" or "fp16"
         show: function that gets the step, the name and the file of the table of operations
     """
@@ -270,14 +273,12 @@ class StepProfiler:
 def operations_of(recording: profile, *, on_gpu: bool) -> list[Operation]:
     """Return the operations of a profile that take time; on a GPU, that of their kernels counts."""
     found = []
-    for average in recording.key_averages(group_by_input_shape=True):
-        if average.device_type != DeviceType.CPU:  # a kernel, which its operation counts already
+    for each in recording.key_averages(group_by_input_shape=True):
+        if each.device_type != DeviceType.CPU:  # a kernel, which its operation counts already
             continue
-        micros = average.self_device_time_total if on_gpu else average.self_cpu_time_total
+        micros = each.self_device_time_total if on_gpu else each.self_cpu_time_total
         if micros > 0:
-            found.append(
-                Operation(average.key, _shapes(average.input_shapes), average.count, micros * 1e-6)
-            )
+            found.append(Operation(each.key, _shapes(each.input_shapes), each.count, micros * 1e-6))
     return found
 
 

@@ -25,6 +25,8 @@ def check_wandb(recipe: Recipe, folder: Path, *, keeps_id: bool) -> None:
     """Check the settings of Weights & Biases before the engine is built.
 
     Args:
+        recipe: the recipe of the run
+        folder: the run folder
         keeps_id: the run continues the W&B run that the folder names
 
     Raises:
@@ -202,7 +204,7 @@ class WandbStatus:
 
     def _mode(self) -> str:
         if self.mode == "online":
-            return f"online at {self.where}"
+            return f"online at {self.where}" if self.where else "online"
         return "off" if self.mode == "disabled" else self.mode
 
     def _upload(self) -> str:

@@ -258,6 +258,8 @@ class WandbThread:
     """A thread that sends metrics, alerts, pictures and checkpoints to Weights & Biases.
 
     Args:
+        recipe: the recipe of the run
+        folder: the run folder
         facts: facts about this start of the run, for its configuration and its summary
         predicted: returns the planner's predictions for a step, by the name of the metric; sent as
             "planned/..." with the metrics of each step, and, when they change, as configuration
@@ -347,7 +349,7 @@ class WandbThread:
             return
         if not self.has_told_failure:
             subjects = {"online": "its data to be sent", "offline": "its data to be written"}
-            starting = "an answer, and to send its data" if self._awaits_server else "its start"
+            starting = "an answer, and to send its data" if self._awaits_server else "W&B to start"
             subject = subjects.get(self._status.mode, starting)
             reason = f"for {subject}, for at most {left:g} s; Ctrl-C ends this wait"
             self._tell(WandbStatus("waiting", reason=reason))

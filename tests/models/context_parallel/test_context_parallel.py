@@ -16,7 +16,7 @@ import torch.distributed as dist
 from models import transformer
 from models.context_parallel.attention import tiles_of
 from models.context_parallel.collectives import ContextAxis, from_rank_order, to_rank_order
-from models.context_parallel.partition import Lengths, partition_sequence, rank_work, slice_work
+from models.context_parallel.division import Lengths, divide, rank_work, slice_work
 from models.initialization import initialize
 from models.kernels import attention as attention_module
 from models.kernels.attention import attend, attend_backward, merge
@@ -78,7 +78,7 @@ def run_on_context_ranks(case: str, attention: str) -> Outcome:
     rank, size = dist.get_rank(), dist.get_world_size()
     context = ContextAxis(dist.group.WORLD, rank, size, attention)
     documents = info.documents.lengths if info.documents else None
-    partition = partition_sequence(config.sequence_length, rank, size, documents)
+    division = divide(config.sequence_length, rank, size, documents)
     cores, interval = RECOMPUTE[recompute]
     model = SequentialModel(
         layer_specs(config, ModelAxes(context=context), recompute_core=cores),
@@ -88,16 +88,16 @@ def run_on_context_ranks(case: str, attention: str) -> Outcome:
     initialize(parameters.items(), config, seed=3)
     tokens = example_tokens(config)
     mine, labels = (
-        torch.cat([x[:, each.start : each.stop] for each in partition.slices], dim=1)
+        torch.cat([x[:, each.start : each.stop] for each in division.slices], dim=1)
         for x in (tokens, labels_of(tokens))
     )
-    here = replace(info, partition=partition)
+    here = replace(info, division=division)
     loss = model(mine, labels, here)
     loss.backward()
     logits = run_layers(model.layers, mine, info=here).detach()  # [s/c, b, v]
     parts = [torch.empty_like(logits) for _ in range(size)]
     dist.all_gather(parts, logits.contiguous())
-    whole = from_rank_order(torch.stack(parts).transpose(1, 2), partition.order)  # [b, s, v]
+    whole = from_rank_order(torch.stack(parts).transpose(1, 2), division.order)  # [b, s, v]
     gradients = {}
     for name, parameter in parameters.items():
         dist.all_reduce(parameter.grad)
@@ -205,7 +205,7 @@ def test_a_seeded_fault_is_noticed(fault: str, outcomes: dict[int, dict[Any, Out
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_slices_have_equal_causal_work(size: int) -> None:
     length = 48
-    slices = [partition_sequence(length, rank, size).slices for rank in range(size)]
+    slices = [divide(length, rank, size).slices for rank in range(size)]
     positions = sorted(p for each in slices for one in each for p in one)
     assert positions == list(range(length))
     assert len({sum(p for one in each for p in one) for each in slices}) == 1
@@ -215,13 +215,13 @@ def test_slices_have_equal_causal_work(size: int) -> None:
 def test_rank_order_is_reversible(size: int) -> None:
     length = 4 * size
     x = torch.arange(3 * length * 2).view(3, length, 2)
-    partition = partition_sequence(length, 0, size, ((3, length - 3),))
+    division = divide(length, 0, size, ((3, length - 3),))
     held = [
-        torch.cat([x[:, each.start : each.stop] for each in partition.slices_of(rank)], dim=1)
+        torch.cat([x[:, each.start : each.stop] for each in division.slices_of(rank)], dim=1)
         for rank in range(size)
     ]
-    assert torch.equal(from_rank_order(torch.stack(held), partition.order), x)
-    assert torch.equal(to_rank_order(x, partition.order), torch.stack(held))
+    assert torch.equal(from_rank_order(torch.stack(held), division.order), x)
+    assert torch.equal(to_rank_order(x, division.order), torch.stack(held))
 
 
 def visible_pairs(lengths: Lengths, positions: range) -> int:
@@ -236,12 +236,12 @@ def visible_pairs(lengths: Lengths, positions: range) -> int:
 @pytest.mark.parametrize("lengths", [((24,),), ((9, 15), (4, 1, 7, 12)), ((1,) * 24,), ((3, 21),)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_work_of_a_rank_is_its_pairs_of_query_and_key(size: int, lengths: Lengths) -> None:
-    partition = partition_sequence(24, 0, size, lengths)
+    division = divide(24, 0, size, lengths)
     n = 24 // (2 * size)
     slices = [range(i * n, (i + 1) * n) for i in range(2 * size)]
     assert slice_work(24, 2 * size, lengths) == tuple(visible_pairs(lengths, s) for s in slices)
     assert rank_work(24, size, lengths) == tuple(
-        sum(visible_pairs(lengths, each) for each in partition.slices_of(rank))
+        sum(visible_pairs(lengths, each) for each in division.slices_of(rank))
         for rank in range(size)
     )
 
@@ -270,7 +270,7 @@ def test_tiles_cover_each_visible_pair_once(
         torch.repeat_interleave(torch.arange(len(each)), torch.tensor(each)) for each in documents
     ]
     for rank in range(size):
-        slices = partition_sequence(24, rank, size, lengths).slices
+        slices = divide(24, rank, size, lengths).slices
         positions = [p for each in slices for p in each]
         seen = torch.zeros(2, 24, 24, dtype=torch.long)  # sequence, query, key
         for tile in tiles_of(slices, lengths):

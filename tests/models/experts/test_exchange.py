@@ -14,7 +14,7 @@ from torch import Tensor
 
 from models.experts import dispatch, routing
 from models.experts.dispatch import begin_combine, begin_dispatch
-from models.experts.routing import ExpertAxis, count_tokens, plan_dispatch
+from models.experts.routing import ExpertAxis, count_tokens, plan_routes
 from tests.ranks import run_ranks
 
 EXPERTS, HIDDEN = 8, 6
@@ -99,7 +99,7 @@ def run_on_expert_ranks(case: Case, axis: ExpertAxis) -> Outcome:
     """Run forward and backward on this rank, each expert being tanh(W x)."""
     given, experts = example(case, axis.rank), axis.experts_here(EXPERTS)
     weights = weights_of(experts)
-    routes = plan_dispatch(given.chosen, EXPERTS, axis)
+    routes = plan_routes(given.chosen, EXPERTS, axis)
     rows = begin_dispatch(given.x, routes, case.per_token, axis)()
     pairs = zip(rows.split(routes.rows), weights, strict=True)
     outputs = torch.cat([torch.tanh(part @ weight.t()) for part, weight in pairs])
@@ -291,7 +291,7 @@ def sums_in_16_bits(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     Added in 16 bits, the other terms of 1 would be lost.
     """
     k, large = 4, 256.0 if dtype == torch.bfloat16 else 2048.0
-    routes = plan_dispatch(torch.tensor([[3, 0, 2, 1]]), k, ExpertAxis())
+    routes = plan_routes(torch.tensor([[3, 0, 2, 1]]), k, ExpertAxis())
     x = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
     copies = begin_dispatch(x, routes, k, ExpertAxis())()
     terms = torch.tensor([[large if number == 3 else 1.0] for number in range(k)]).to(dtype)

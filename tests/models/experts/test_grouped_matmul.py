@@ -1,4 +1,4 @@
-"""Matmuls of groups against a loop: products, gradients, grad_store, stacked weights."""
+"""Matmuls of groups against a loop: products, gradients, deferral, stacked weights."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.experts import grouped_matmul
-from models.parallel.layers import WeightGradStore
+from models.parallel.layers import Deferral
 
 IN, OUT = 6, 5
 ROWS = {
@@ -32,14 +32,14 @@ def example(rows: Sequence[int]) -> tuple[Tensor, list[nn.Parameter], Tensor]:
     return x, [nn.Parameter(draw(OUT, IN)) for _ in rows], draw(sum(rows), OUT)
 
 
-def run(rows: Sequence[int], grad_store: WeightGradStore | None = None) -> list[Tensor | None]:
+def run(rows: Sequence[int], deferral: Deferral | None = None) -> list[Tensor | None]:
     """Return the product, the gradient of x, and the gradient of each weight."""
     x, weights, grad = example(rows)
-    y = grouped_matmul.grouped_matmul(x, weights, rows, grad_store)
+    y = grouped_matmul.grouped_matmul(x, weights, rows, deferral)
     y.backward(grad)
-    if grad_store is not None:
+    if deferral is not None:
         assert all(weight.grad is None for weight in weights)
-        deferred = grad_store.take()
+        deferred = deferral.take()
         assert [id(weight) for weight, _ in deferred] == [id(weight) for weight in weights]
         for weight, gradient in deferred:
             weight.grad = gradient()
@@ -70,7 +70,7 @@ def test_products_and_gradients_are_those_of_a_loop(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_deferred_weight_gradients_are_the_immediate_ones(name: str) -> None:
-    immediate, deferred = run(ROWS[name]), run(ROWS[name], WeightGradStore())
+    immediate, deferred = run(ROWS[name]), run(ROWS[name], Deferral())
     for one, other in zip(immediate, deferred, strict=True):
         assert one is not None and other is not None and torch.equal(one, other)
 
@@ -123,7 +123,7 @@ def test_a_fault_in_deferral_is_noticed() -> None:
     with mock.patch.object(
         grouped_matmul, "partial", lambda function, *pair: lambda: 0 * function(*pair)
     ):
-        assert not agree(run(ROWS["all groups"], WeightGradStore()), immediate)
+        assert not agree(run(ROWS["all groups"], Deferral()), immediate)
 
 
 def views(count: int = 4, gap: int = 0) -> tuple[Tensor, list[nn.Parameter]]:

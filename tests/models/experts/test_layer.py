@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from models.config import Experts, ModelConfig
 from models.context_parallel.collectives import ContextAxis
-from models.context_parallel.partition import partition_sequence
+from models.context_parallel.division import divide
 from models.experts import balance as balance_module
 from models.experts import dispatch, grouped_matmul, routing
 from models.experts import layer as layer_module
@@ -23,7 +23,7 @@ from models.experts.routing import ExpertAxis, choose_experts
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis, conjugate, scatter_to_tensor_axis
-from models.parallel.layers import WeightGradStore, defer_weights
+from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
 from models.sharding import Sharding, sharding_of
@@ -225,12 +225,12 @@ def run_on_a_rank(config: ModelConfig, layout: Layout, rank: int) -> Outcome:
     own = example_tokens(config).chunk(dims.data)[place.data]
     labels = labels_of(own)
     if context.size > 1:
-        partition = partition_sequence(config.sequence_length, context.rank, context.size, None)
+        division = divide(config.sequence_length, context.rank, context.size, None)
         own, labels = (
-            torch.cat([x[:, each.start : each.stop] for each in partition.slices], dim=1)
+            torch.cat([x[:, each.start : each.stop] for each in division.slices], dim=1)
             for x in (own, labels)
         )
-        info = MicroBatchInfo(partition=partition)
+        info = MicroBatchInfo(division=division)
     total = evaluated = torch.zeros(())
     for tokens, targets in zip(own.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
         loss = model(tokens, targets, info) / micro_batches
@@ -391,7 +391,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
     experts_here, with_losses = ExpertAxis.experts_here, balance_module.with_router_losses
 
     def unpermuted(
-        y: Tensor, gates: Tensor, ways: routing.DispatchPlan, axis: ExpertAxis
+        y: Tensor, gates: Tensor, ways: routing.Routes, axis: ExpertAxis
     ) -> Callable[[], Tensor]:
         return combine(y, gates, replace(ways, order=torch.arange(len(ways.order))), axis)
 
@@ -627,15 +627,15 @@ def test_a_fault_of_the_layer_is_noticed(model: str, fault: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_deferred_weight_gradients_change_nothing(model: str) -> None:
     gradients = []
-    for grad_store in (None, WeightGradStore()):
+    for deferral in (None, Deferral()):
         layer = layer_of(MODELS[model])
-        if grad_store is not None:
-            defer_weights(layer, grad_store)
+        if deferral is not None:
+            defer_weights(layer, deferral)
         x = torch.randn(12, 3, LLAMA.hidden_size, generator=torch.Generator().manual_seed(6))
         layer(x.requires_grad_()).square().sum().backward()
-        if grad_store is not None:
+        if deferral is not None:
             assert all(weight.grad is None for weight in layer.experts.parameters())
-            for weight, gradient in grad_store.take():
+            for weight, gradient in deferral.take():
                 weight.grad = gradient()
         gradients.append([gradient_of(parameter) for parameter in layer.parameters()])
     assert all(map(torch.equal, *gradients))

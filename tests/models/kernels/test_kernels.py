@@ -17,13 +17,13 @@ from models.kernels import attention, elementwise, norms
 from models.kernels import dropout as dropout_module
 from models.kernels.compile import (
     are_compiled,
+    as_written,
     compile_kernels,
     compiled,
-    eager,
     native_on_cpu,
 )
 from models.kernels.dropout import GOLDEN_64, drop_out, keep_mask
-from models.kernels.norms import ResidualBranch
+from models.kernels.norms import Branch
 from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
@@ -78,92 +78,90 @@ ROWS = torch.arange(15).view(5, 3) * GOLDEN_64
 QKV = (6, 2, HEADS + 2 * KV_HEADS, D)
 KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
     "rms_norm": (
-        lambda x, w: norms.norm(x, w, None, EPSILON, eager),
+        lambda x, w: norms.norm(x, w, None, EPSILON, as_written),
         rms_norm,
         [STREAM, (16,)],
     ),
     "layer_norm": (
-        lambda x, w, b: norms.norm(x, w, b, EPSILON, eager),
+        lambda x, w, b: norms.norm(x, w, b, EPSILON, as_written),
         lambda x, w, b: F.layer_norm(x, (16,), w, b, EPSILON),
         [STREAM, (16,), (16,)],
     ),
     "add": (
-        lambda x, y: norms.add(x, ResidualBranch(y), eager),
+        lambda x, y: norms.add(x, Branch(y), as_written),
         torch.add,
         [STREAM, STREAM],
     ),
     "add bias": (
-        lambda x, y, b: norms.add(x, ResidualBranch(y, b), eager),
+        lambda x, y, b: norms.add(x, Branch(y, b), as_written),
         lambda x, y, b: x + y + b,
         [STREAM, STREAM, (16,)],
     ),
     "add bias and dropout": (
-        lambda x, y, b: norms.add(x, ResidualBranch(y, b, ROWS, 0.3), eager),
+        lambda x, y, b: norms.add(x, Branch(y, b, ROWS, 0.3), as_written),
         lambda x, y, b: x + dropped(y + b),
         [STREAM, STREAM, (16,)],
     ),
     "add dropout": (
-        lambda x, y: norms.add(x, ResidualBranch(y, None, ROWS, 0.3), eager),
+        lambda x, y: norms.add(x, Branch(y, None, ROWS, 0.3), as_written),
         lambda x, y: x + dropped(y),
         [STREAM, STREAM],
     ),
     "add with a multiplier": (
-        lambda x, y: norms.add(x, ResidualBranch(y, multiplier=0.3), eager),
+        lambda x, y: norms.add(x, Branch(y, multiplier=0.3), as_written),
         lambda x, y: x + 0.3 * y,
         [STREAM, STREAM],
     ),
     "add bias and dropout with a multiplier": (
-        lambda x, y, b: norms.add(x, ResidualBranch(y, b, ROWS, 0.3, 0.7), eager),
+        lambda x, y, b: norms.add(x, Branch(y, b, ROWS, 0.3, 0.7), as_written),
         lambda x, y, b: x + 0.7 * dropped(y + b),
         [STREAM, STREAM, (16,)],
     ),
     "add bias with a multiplier, and rms_norm": (
         lambda x, y, b, w: norms.add_and_norm(
-            x, ResidualBranch(y, b, multiplier=0.3), w, None, epsilon=EPSILON, compile_fn=eager
+            x, Branch(y, b, multiplier=0.3), w, None, epsilon=EPSILON, fuse=as_written
         ),
         lambda x, y, b, w: (x + 0.3 * (y + b), rms_norm(x + 0.3 * (y + b), w)),
         [STREAM, STREAM, (16,), (16,)],
     ),
     "add and rms_norm": (
-        lambda x, y, w: norms.add_and_norm(
-            x, ResidualBranch(y), w, None, epsilon=EPSILON, compile_fn=eager
-        ),
+        lambda x, y, w: norms.add_and_norm(x, Branch(y), w, None, epsilon=EPSILON, fuse=as_written),
         lambda x, y, w: (x + y, rms_norm(x + y, w)),
         [STREAM, STREAM, (16,)],
     ),
     "add bias and dropout, and layer_norm": (
         lambda x, y, yb, w, b: norms.add_and_norm(
-            x, ResidualBranch(y, yb, ROWS, 0.3), w, b, epsilon=EPSILON, compile_fn=eager
+            x, Branch(y, yb, ROWS, 0.3), w, b, epsilon=EPSILON, fuse=as_written
         ),
         add_and_layer_norm,
         [STREAM, STREAM, (16,), (16,), (16,)],
     ),
     "dropout": (
-        lambda x: drop_out(x, ROWS, 0.3, eager),
+        lambda x: drop_out(x, ROWS, 0.3, as_written),
         lambda x: dropped(x),
         [STREAM],
     ),
     "gelu": (
-        lambda x, b: elementwise.gelu(x + b.detach(), b, eager),
+        lambda x, b: elementwise.gelu(x + b.detach(), b, as_written),
         lambda x, b: F.gelu(x + b, approximate="tanh"),
         [STREAM, (16,)],
     ),
     "gelu without bias": (
-        lambda x: elementwise.gelu(x, None, eager),
+        lambda x: elementwise.gelu(x, None, as_written),
         lambda x: F.gelu(x, approximate="tanh"),
         [STREAM],
     ),
-    "swiglu": (lambda x: elementwise.swiglu(x, eager), swiglu, [(5, 3, 16)]),
+    "swiglu": (lambda x: elementwise.swiglu(x, as_written), swiglu, [(5, 3, 16)]),
     "rotated heads": (
         lambda x: elementwise.heads_first(
-            x, rotation(), heads=HEADS, kv_heads=KV_HEADS, order="basd", compile_fn=eager
+            x, rotation(), heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
         ),
         lambda x: heads_first(x, rotation()),
         [QKV],
     ),
     "heads": (
         lambda x: elementwise.heads_first(
-            x, None, heads=HEADS, kv_heads=KV_HEADS, order="basd", compile_fn=eager
+            x, None, heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
         ),
         lambda x: heads_first(x, None),
         [QKV],
@@ -235,7 +233,7 @@ def test_the_loss_in_chunks_is_cross_entropy(most: int, dtype: torch.dtype) -> N
 
     def ours(x: Tensor, table: Tensor) -> Tensor:
         return cross_entropy.vocab_parallel_loss(
-            x, table, labels, vocab_size=17, tensor=TensorAxis(), compile_fn=eager
+            x, table, labels, vocab_size=17, tensor=TensorAxis(), fuse=as_written
         )
 
     def formula(x: Tensor, table: Tensor) -> Tensor:
@@ -256,7 +254,7 @@ def test_a_nearly_certain_token_keeps_its_gradient_in_bf16() -> None:
     table.requires_grad_()
     labels = torch.zeros(1, 1, dtype=torch.long)
     cross_entropy.vocab_parallel_loss(
-        x, table, labels, vocab_size=3, tensor=TensorAxis(), compile_fn=eager
+        x, table, labels, vocab_size=3, tensor=TensorAxis(), fuse=as_written
     ).backward()
     expected = float(logits.softmax(-1)[0, 0]) - 1  # -2.5e-4: the softmax in bf16 would be 1
     assert float(table.grad[0, 0]) == pytest.approx(expected, rel=1e-2)
@@ -277,7 +275,7 @@ def test_gradients_of_rare_tokens_survive_in_fp16(scale: float, is_exact: bool) 
             labels,
             vocab_size=columns,
             tensor=TensorAxis(),
-            compile_fn=eager,
+            fuse=as_written,
             gradient_scale=scale,
         )
         (loss * scale).backward()
@@ -301,7 +299,7 @@ def test_only_the_logits_of_one_part_exist_at_a_time(dtype: torch.dtype) -> None
             AllocationCounter() as counter,
         ):
             cross_entropy.vocab_parallel_loss(
-                x, table, labels, vocab_size=columns, tensor=TensorAxis(), compile_fn=one_kernel
+                x, table, labels, vocab_size=columns, tensor=TensorAxis(), fuse=one_kernel
             )
         peaks.append(counter.peak)
     logits = dtype.itemsize * tokens * columns
@@ -375,9 +373,8 @@ def test_compiled_masks_are_the_same_bit_for_bit(compiled_everywhere: None) -> N
     for step in range(4):
         key = MaskKey(1, range(2 * step, 2 * step + 2))
         kept = [
-            dropout(x, 0.3, key=key, layer=f"blocks.{step}.mlp", tensor=axis, compile_fn=compile_fn)
-            != 0
-            for compile_fn in (eager, compiled)
+            dropout(x, 0.3, key=key, layer=f"blocks.{step}.mlp", tensor=axis, fuse=fuse) != 0
+            for fuse in (as_written, compiled)
         ]
         assert torch.equal(*kept) and 0.6 < float(kept[0].float().mean()) < 0.8
         compiled_in.append(graphs() - before)

@@ -11,9 +11,9 @@ from models.layer_specs import SequentialModel, layer_specs
 from models.parallel.collectives import TensorAxis
 from models.parallel.layers import (
     ColumnParallelLinear,
+    Deferral,
     RowParallelLinear,
     VocabParallelEmbedding,
-    WeightGradStore,
     defer_weights,
 )
 from models.parallel.micro_batch_info import MicroBatchInfo
@@ -41,9 +41,9 @@ def gradients(
     axis: TensorAxis, *, bias: bool, split: bool, run: Callable[..., Tensor]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return all gradients, and the weight gradients that exist after the backward pass."""
-    layers, grad_store = linears(axis, bias=bias), WeightGradStore()
+    layers, deferral = linears(axis, bias=bias), Deferral()
     if split:
-        defer_weights(layers, grad_store)
+        defer_weights(layers, deferral)
     torch.manual_seed(7)
     x = torch.randn(6, 2, IN)
     if axis.sequence_parallel:
@@ -51,10 +51,10 @@ def gradients(
     x = x.clone().requires_grad_()
     run(layers, x).square().sum().backward()
     first = [None if each.grad is None else each.grad.clone() for each in layers.parameters()]
-    for weight, gradient in grad_store.take():
+    for weight, gradient in deferral.take():
         assert weight.grad is None
         weight.grad = gradient()
-    assert grad_store.take() == []
+    assert deferral.take() == []
     return [x.grad, *(each.grad for each in layers.parameters())], first
 
 
@@ -92,22 +92,22 @@ def test_neither_lookup_nor_head_defers() -> None:
     table = VocabParallelEmbedding(10, IN, padded_vocab_size=10, tensor=TensorAxis())
     with torch.no_grad():
         table.weight.normal_()
-    grad_store = WeightGradStore()
-    defer_weights(table, grad_store)
+    deferral = Deferral()
+    defer_weights(table, deferral)
     for output in (table.logits(torch.randn(3, 1, IN)), table.embed(torch.tensor([[1, 2]]))):
         table.weight.grad = None
         output.sum().backward()
-        assert table.weight.grad is not None and grad_store.take() == []
+        assert table.weight.grad is not None and deferral.take() == []
 
 
 def test_all_matrices_of_a_model_defer() -> None:
     """A matrix that does not defer would compute its weight gradient in the backward pass."""
-    axis, grad_store = TensorAxis(), WeightGradStore()
+    axis, deferral = TensorAxis(), Deferral()
     model = SequentialModel(layer_specs(SHAPES["qwen3"], ModelAxes(tensor=axis)))
-    defer_weights(model, grad_store)
+    defer_weights(model, deferral)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     model(tokens, tokens, MicroBatchInfo()).backward()
-    left = {id(weight) for weight, _ in grad_store.take()}
+    left = {id(weight) for weight, _ in deferral.take()}
     names = {name for name, each in model.named_parameters() if each.dim() == 2}
     deferred = {name for name, each in model.named_parameters() if id(each) in left}
     assert names - deferred == {"0.weight", "5.weight"}  # embedding and head

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.kernels.compile import eager
+from models.kernels.compile import as_written
 from models.kernels.dropout import keep_mask
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, attention_rows
 from models.parallel.micro_batch_info import dropout as fused_dropout
 
 KEY = MaskKey(seed=1, samples=range(1000, 1008))
-dropout = partial(fused_dropout, compile_fn=eager)
+dropout = partial(fused_dropout, fuse=as_written)
 
 
 def mask(probability: float, *, layer: str = "blocks.0.mlp", key: MaskKey = KEY) -> Tensor:
@@ -82,7 +82,7 @@ def test_a_head_has_its_mask_on_any_rank() -> None:
             key=KEY,
             layer="blocks.0.attention.core",
             first_head=rank * 6 // size,
-            compile_fn=eager,
+            fuse=as_written,
         )
         return keep_mask(rows, 20, 0.3)
 

@@ -194,6 +194,9 @@ class Client:
 
     A process keeps MAX_CONNECTIONS connections at most, because the files of a large run are spread
     over a thousand nodes.
+
+    Args:
+        server: the server
     """
 
     _open: ClassVar[OrderedDict["Client", http.client.HTTPConnection]] = OrderedDict()
@@ -242,6 +245,8 @@ class Client:
         """Return the SHA-256 of a file, which the node computes, in hexadecimal.
 
         Args:
+            snapshot: name of the snapshot
+            file: name of the file
             size: of the file, in bytes; decides how long to wait
 
         Raises:

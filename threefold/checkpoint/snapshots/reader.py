@@ -120,6 +120,8 @@ def find_snapshot(
     """Find the newest snapshot that can be loaded; collective, and the same on all ranks.
 
     Args:
+        memory: the snapshots of this node
+        recipe: the recipe of the run
         data: fingerprints of corpora and tokenizer
         history: the history of the run; snapshots of abandoned steps are not used
         at_least: step of the newest checkpoint on the disk; older snapshots are not used

@@ -54,6 +54,7 @@ class Partners:
     """The ranks with which this rank exchanges copies; the constructor is collective.
 
     Args:
+        ranks_per_node: number of ranks on each node
         timeout: time limit of each message
     """
 
@@ -93,7 +94,7 @@ class Partners:
         destinations, problem = _create(workspace, arriving, problem)
         # Chunks of both directions travel at the same time; each side waits before the next one.
         outgoing = [part for source in sources for part in source.split(CHUNK_BYTES)]
-        incoming = [part for destination in destinations for part in destination.split(CHUNK_BYTES)]
+        incoming = [part for each in destinations for part in each.split(CHUNK_BYTES)]
         for number in range(max(len(outgoing), len(incoming))):
             works = []
             if number < len(outgoing):
@@ -140,7 +141,11 @@ class SnapshotWriter:
     taken. The constructor is collective.
 
     Args:
+        writer: the writer of the run's checkpoints
+        memory: the snapshots of this node
         every: steps between snapshots
+        step: the last completed step
+        ranks_per_node: number of ranks on each node
     """
 
     def __init__(

@@ -207,6 +207,11 @@ def scopes(world_size: int, per_node: int, stages: int) -> list[Scope]:
 
     Ranks with the same position in their nodes form pairs, so that every network link of a node is
     measured. Stages get pairs of their own only if they are not neighbouring nodes anyway.
+
+    Args:
+        world_size: number of ranks
+        per_node: ranks of each node
+        stages: pipeline stages
     """
     found = [
         Scope(NODE_LINK, per_node, 1),
@@ -313,6 +318,7 @@ def planned(
     """Return the planner's numbers.
 
     Args:
+        dims: the layout of the ranks
         machine: the GPUs of the run; None if they have no datasheet
         precision: precision of the matmuls
         matmul_size: rows, columns and inner dimension of the measured matmul

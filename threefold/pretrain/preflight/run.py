@@ -71,6 +71,10 @@ def warnings(verdict: Verdict, hosts: Sequence[str]) -> list[str]:
     """Return a sentence for each finding and each mismatch with the planner.
 
     At most MAX_IN_MESSAGE findings are in the list.
+
+    Args:
+        verdict: the judgement
+        hosts: name of the host of each rank
     """
     found = [f"preflight: {sentence(finding, hosts)}" for finding in verdict.findings]
     more = len(found) - MAX_IN_MESSAGE
@@ -132,6 +136,8 @@ def event(
     """Return the facts of the event `preflight`, at most MAX_IN_MESSAGE findings of them.
 
     Args:
+        verdict: the judgement
+        hosts: name of the host of each rank
         seconds: duration of the preflight
     """
     facts: dict[str, Any] = {
@@ -139,9 +145,7 @@ def event(
         "measures": {name: _summary(each, hosts) for name, each in verdict.summaries.items()},
     }
     if verdict.findings:
-        facts["findings"] = [
-            sentence(finding, hosts) for finding in verdict.findings[:MAX_IN_MESSAGE]
-        ]
+        facts["findings"] = [sentence(each, hosts) for each in verdict.findings[:MAX_IN_MESSAGE]]
     if verdict.mismatches:
         facts["below_plan"] = list(verdict.mismatches)
     if verdict.left_out:
@@ -190,8 +194,11 @@ def check_nodes(
     node by a spare one.
 
     Args:
+        experiment: the experiment of the run
+        handle: the run folder and the supervision of this rank
         axes: the parallel axes of the run
         step: the last step that is done
+        startup: the stopwatch of the start-up
     """
     recipe, world = experiment.recipe, experiment.world
     if not is_wanted(recipe.supervision.preflight):
@@ -200,7 +207,7 @@ def check_nodes(
         test = Preflight(experiment, handle, axes)
         verdict = test.run()
         if world.rank == 0:
-            with handle.supervisor.activity.waiting_for_disk("writing the result of the preflight"):
+            with handle.supervisor.crumb.waiting_for_disk("writing the result of the preflight"):
                 report(handle, verdict, test, step)
         stops = test.tree.broadcast(verdict.stops)
     startup.mark("preflight")
@@ -222,7 +229,7 @@ def hang_limit(supervisor: Supervisor) -> Iterator[None]:
     try:
         yield
     finally:
-        supervisor.activity.note("building the engine")
+        supervisor.crumb.note("building the engine")
         supervisor.limit = limit
 
 
@@ -230,6 +237,8 @@ class Preflight:
     """The measurements of the ranks; the constructor and the methods are collective.
 
     Args:
+        experiment: the experiment of the run
+        handle: the run folder and the supervision of this rank
         axes: the parallel axes of the run
 
     Attributes:
@@ -240,7 +249,7 @@ class Preflight:
 
     def __init__(self, experiment: Experiment, handle: RunHandle, axes: ParallelAxes):
         self.experiment, self.hosts = experiment, handle.supervisor.hosts
-        self.note = handle.supervisor.activity.note
+        self.note = handle.supervisor.crumb.note
         self.device = torch.device(get_accelerator().current_device_name())
         self.tree = RankTree(EXCHANGE_TIMEOUT)
         world = experiment.world

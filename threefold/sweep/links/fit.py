@@ -137,7 +137,7 @@ class LinkFit:
         candidates = [
             replace(links, network_rate=rate, network_latency=latency) for rate, latency in found
         ]
-        return min(candidates, key=lambda candidate: self.error(candidate, times))
+        return min(candidates, key=lambda each: self.error(each, times))
 
     def error(self, links: Links, times: Sequence[LinkTime]) -> float:
         """Return the sum of the squared logarithms of predicted over measured seconds."""
@@ -193,15 +193,12 @@ def solve(equations: Sequence[Equation], rate: float | None = None) -> tuple[flo
     Raises:
         FitFailed: the rate would not be positive.
     """
-    scales = [equation.seconds for equation in equations]
+    scales = [each.seconds for each in equations]
     for _ in range(ROUNDS):
         inverse, latency = solve_scaled(equations, scales, rate)
         scales = [
-            sqrt(
-                (equation.rate * inverse + equation.latency * latency + equation.fixed)
-                * equation.seconds
-            )
-            for equation in equations
+            sqrt((each.rate * inverse + each.latency * latency + each.fixed) * each.seconds)
+            for each in equations
         ]
     return 1 / inverse, latency
 

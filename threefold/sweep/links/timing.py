@@ -65,6 +65,7 @@ def check_hosts(hosts: list[str], gpus_per_node: int) -> None:
     """Check that the launcher has placed consecutive ranks on the same node.
 
     Args:
+        hosts: name of the host of each rank
         gpus_per_node: number of ranks on each node
 
     Raises:

@@ -82,7 +82,7 @@ class CoordinateCheck:
     @property
     def judged(self) -> list[Sizes]:
         """The sizes that decide the verdict."""
-        return [size for size in self.sizes if is_judged(size.place, size.moment)]
+        return [each for each in self.sizes if is_judged(each.place, each.moment)]
 
     @property
     def passes(self) -> bool:

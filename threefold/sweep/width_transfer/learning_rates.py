@@ -258,11 +258,9 @@ def comparisons(outcomes: Sequence[RateResult]) -> list[Comparison]:
     if not outcomes:
         return []
     first = outcomes[0].curve.family
-    references = {
-        outcome.curve.width: outcome for outcome in outcomes if outcome.curve.family == first
-    }
+    references = {each.curve.width: each for each in outcomes if each.curve.family == first}
     return [
-        Comparison(references[outcome.curve.width], outcome)
-        for outcome in outcomes
-        if outcome.curve.family != first and outcome.curve.width in references
+        Comparison(references[each.curve.width], each)
+        for each in outcomes
+        if each.curve.family != first and each.curve.width in references
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.layer_specs import EmbeddingTable, layer_names
+from models.layer_specs import VocabularyTable, layer_names
 from models.transformer import Block
 from threefold.checkpoint.resume import find_initial_weights
 from threefold.config.parallel_dims import LaunchEnvironment
@@ -82,7 +82,7 @@ def recorded(engine: Engine, record: Callable[[str, Tensor], None]) -> Iterator[
     The last layer returns only the loss, so the logits are computed from its input.
     """
     module, config = engine.wrapped.module, engine.recipe.model
-    tables = [each for each in module.modules() if isinstance(each, EmbeddingTable)]
+    tables = [each for each in module.modules() if isinstance(each, VocabularyTable)]
     vocab_size = config.vocab_size
 
     def output(place: str, _module: nn.Module, _inputs: Any, value: Tensor) -> None:

@@ -74,8 +74,8 @@ class Curve:
 def by_family(items: Iterable[T], curve_of: Callable[[T], Curve]) -> dict[str, list[T]]:
     """Return items by the family of their curves, in the order of the items."""
     found: dict[str, list[T]] = {}
-    for item in items:
-        found.setdefault(curve_of(item).family, []).append(item)
+    for each in items:
+        found.setdefault(curve_of(each).family, []).append(each)
     return found
 
 

@@ -52,11 +52,11 @@ def found(result: Result) -> str:
 
 def loss_table(outcomes: Sequence[RateResult]) -> Iterator[str]:
     """Yield a table of the final losses: a row for each learning rate, a column for each curve."""
-    labels = [outcome.curve.label for outcome in outcomes]
+    labels = [each.curve.label for each in outcomes]
     widths = [max(9, len(label)) for label in labels]
     heads = [f"{label:>{width}}" for label, width in zip(labels, widths, strict=True)]
     yield "  ".join(["learning rate", *heads])
-    for rate in sorted({rate for outcome in outcomes for rate in outcome.losses}):
+    for rate in sorted({rate for each in outcomes for rate in each.losses}):
         cells = [f"{loss_cell(each, rate):>{n}}" for each, n in zip(outcomes, widths, strict=True)]
         yield "  ".join([f"{rate:13g}", *cells])
 
@@ -83,14 +83,14 @@ def failure_lines(outcomes: Sequence[RateResult]) -> Iterator[str]:
 
 def edge_lines(outcomes: Sequence[RateResult]) -> Iterator[str]:
     """Yield a line for each curve whose best learning rate is missing or at an end of the grid."""
-    for outcome in outcomes:
-        if outcome.best is None:
-            yield f"{outcome.curve.label}: no final loss: {without_loss(outcome)}"
-        elif outcome.next_rate is not None:
-            rates = ",".join(f"{rate:g}" for rate in sorted([*outcome.losses, outcome.next_rate]))
+    for each in outcomes:
+        if each.best is None:
+            yield f"{each.curve.label}: no final loss: {without_loss(each)}"
+        elif each.next_rate is not None:
+            rates = ",".join(f"{rate:g}" for rate in sorted([*each.losses, each.next_rate]))
             yield (
-                f"{outcome.curve.label}: the best learning rate {outcome.best:g} is at the end of "
-                f"the grid; to add {outcome.next_rate:g}, rerun with --rates {rates}"
+                f"{each.curve.label}: the best learning rate {each.best:g} is at the end of the "
+                f"grid; to add {each.next_rate:g}, rerun with --rates {rates}"
             )
 
 

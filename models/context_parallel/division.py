@@ -1,4 +1,4 @@
-"""Partition of sequences among context ranks: the tokens of each rank.
+"""Division of sequences among context ranks: which tokens each rank has.
 
 s sequence, c context ranks.
 """
@@ -14,7 +14,7 @@ Lengths = tuple[tuple[int, ...], ...]  # document lengths of each sequence
 
 
 @dataclass(frozen=True)
-class SequencePartition:
+class Division:
     """A sequence of s tokens in 2c equal slices, two for each context rank.
 
     order: numbers of the two slices of rank 0, then of rank 1, ...
@@ -37,10 +37,8 @@ class SequencePartition:
         return tuple(range(i * n, (i + 1) * n) for i in self.order[2 * rank : 2 * rank + 2])
 
 
-def partition_sequence(
-    length: int, rank: int, size: int, lengths: Lengths | None = None
-) -> SequencePartition:
-    """Return a partition that balances the ranks' work in attention by pairing slices.
+def divide(length: int, rank: int, size: int, lengths: Lengths | None = None) -> Division:
+    """Return a division that balances the ranks' work in attention by pairing slices.
 
     Of the slices sorted by work, rank i has the one at i and the one at 2c - 1 - i. Without
     documents, the later slices have more work, and all ranks have the same (Llama 3, arXiv
@@ -53,7 +51,7 @@ def partition_sequence(
         lengths: document lengths of each sequence; None: each sequence is one document
     """
     assert length % (2 * size) == 0
-    return SequencePartition(_order(length, size, lengths or ((length,),)), rank, length)
+    return Division(_order(length, size, lengths or ((length,),)), rank, length)
 
 
 @lru_cache(maxsize=256)

@@ -26,7 +26,7 @@ TRANSFER_SETTINGS = NcclSettings(max_ctas=4)
 
 
 @dataclass(frozen=True)
-class ActivationSpec:
+class Boundary:
     """The tensors that pass from one chunk to the next.
 
     shape, dtype: shape and type of the activations, and of their gradients
@@ -47,17 +47,17 @@ class ActivationSpec:
         return self.tensor.size > 1 and not self.tensor.sequence_parallel
 
 
-class PipelineP2P:
+class Channels:
     """The messages of one stage, received and sent asynchronously."""
 
     def __init__(
         self,
         pipeline: Pipeline,
         grid: PipelineParallelGrid,
-        activation_spec: ActivationSpec,
+        boundary: Boundary,
         device: torch.device,
     ):
-        self.pipeline, self.activation_spec, self.device = pipeline, activation_spec, device
+        self.pipeline, self.boundary, self.device = pipeline, boundary, device
         self.stage = grid.get_stage_id()
         self.ranks = grid.pp_group  # global ranks of the stages
         self.groups = self._groups(grid)
@@ -128,21 +128,21 @@ class PipelineP2P:
     def part_to_send(self, result: Tensor) -> Tensor:
         """Return the part of a pass's result that this rank sends, flat."""
         part = result.detach().contiguous().view(-1)
-        if self.activation_spec.is_parted:
-            part = part.chunk(self.activation_spec.tensor.size)[self.activation_spec.tensor.rank]
+        if self.boundary.is_parted:
+            part = part.chunk(self.boundary.tensor.size)[self.boundary.tensor.rank]
         return part
 
     def _buffer(self) -> Tensor:
-        size = torch.Size(self.activation_spec.shape).numel()
-        if self.activation_spec.is_parted:
-            size //= self.activation_spec.tensor.size
-        return torch.empty(size, dtype=self.activation_spec.dtype, device=self.device)
+        size = torch.Size(self.boundary.shape).numel()
+        if self.boundary.is_parted:
+            size //= self.boundary.tensor.size
+        return torch.empty(size, dtype=self.boundary.dtype, device=self.device)
 
     def _whole(self, buffer: Tensor) -> Tensor:
         """Return the whole message; each tensor rank's buffer may hold only a part of it."""
-        if self.activation_spec.is_parted:
-            buffer = all_gather(buffer, self.activation_spec.tensor)
-        return buffer.view(self.activation_spec.shape)
+        if self.boundary.is_parted:
+            buffer = all_gather(buffer, self.boundary.tensor)
+        return buffer.view(self.boundary.shape)
 
     def send(self, work: Pass, result: Tensor) -> None:
         """Start to send the result of a pass to the stage that continues with it."""
