@@ -84,7 +84,7 @@ soak: $(READY) ## kill and resume small runs hundreds of times, and check that n
 # Two processes run files that compute, and two others files that wait.
 PARALLEL := -p tests.workers --workers 2
 
-# `make test BUDGET=1200` fails if the tests need more core-seconds, whatever the machine's load.
+# `make test BUDGET=900` fails if the tests need more core-seconds, whatever the machine's load.
 BUDGET ?=
 LIMIT := $(if $(BUDGET),--budget $(BUDGET))
 

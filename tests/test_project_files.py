@@ -20,7 +20,7 @@ CONTAINER = REPOSITORY / "slurm" / "container"
 DOCKERFILE, DEFINITION = (
     (CONTAINER / name).read_text() for name in ("Dockerfile", "threefold.def")
 )
-CREATED_BY_THE_READER = {"recipes/llama/34b.toml"}
+CREATED_BY_THE_READER = {"recipes/llama/34b.toml", "recipes/FAMILY/SIZE.toml"}
 
 
 def pins(file: Path) -> dict[str, str]:

@@ -104,12 +104,12 @@ def test_a_heat_map_uses_the_links_and_the_headroom(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--node-link", "0"], "invalid rate 0: expected 0.001 to 1,000,000 GB/s, for"),
-        (["--network", "fast"], "invalid rate fast: expected 0.001 to 1,000,000 GB/s, for"),
-        (["--network", "nan"], "invalid rate nan: expected 0.001 to 1,000,000 GB/s, for"),
-        (["--network", "inf"], "invalid rate inf: expected 0.001 to 1,000,000 GB/s, for"),
+        (["--node-link", "0"], "invalid rate 0: expected a number from 0.001 to"),
+        (["--network", "fast"], "invalid rate fast: expected a number from 0.001 to"),
+        (["--network", "nan"], "invalid rate nan: expected a number from 0.001 to"),
+        (["--network", "inf"], "invalid rate inf: expected a number from 0.001 to"),
         (["--network-latency", "-1"], "invalid latency -1: expected microseconds, for example 30"),
-        (["--node-link", "1e-12"], "invalid rate 1e-12: expected 0.001 to 1,000,000 GB/s, for"),
+        (["--node-link", "1e-12"], "invalid rate 1e-12: expected a number from 0.001 to"),
     ],
 )
 def test_invalid_options_are_rejected(options: list[str], message: str) -> None:

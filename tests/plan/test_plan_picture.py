@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         pictures.draw_timeline(job, title="x", file=tmp_path / "gone" / "x.png")
 
 
-@pytest.mark.parametrize("option", ["--timeline", "--heatmap", "--scatter"])
+@pytest.mark.parametrize("option", ["--timeline", "--heatmap", "table x.csv --scatter"])
 @pytest.mark.parametrize(
     ("file", "problem"),
     [
@@ -193,11 +193,11 @@ def test_a_bad_name_is_rejected_before_planning(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["plan.py", option, file])
+    monkeypatch.setattr("sys.argv", ["plan.py", *option.split(), file])
     with pytest.raises(SystemExit) as rejected:
         plan.main()
     assert rejected.value.code == 2
-    assert f"argument {option}: {problem}" in capsys.readouterr().err
+    assert f"argument {option.split()[-1]}: {problem}" in capsys.readouterr().err
 
 
 def test_the_command_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def load_tokenizer(source: Path | str, name: str) -> Any:
     except Exception as error:  # transformers, tokenizers and the hub's client raise many classes
         raise UserError(
             f"{name} cannot be loaded: {reason_of(error).rstrip('.')}; use a folder written by "
-            f"save_pretrained, or a name on the hub, of a tokenizer without Python code of its own"
+            f"save_pretrained, or a name on the hub, of a tokenizer without code of its own"
         ) from None
 
 

@@ -109,7 +109,10 @@ def test_a_failed_trial_has_no_loss_until_it_is_retried(tmp_path: Path, corpus: 
         (("learning-rates", "--nodes", "1,2"), "invalid number 1,2: expected 1 or more"),
         (("learning-rates", "--set", "data.validation=x/y"), "x/y.idx is missing"),
         (("learning-rates", "--set", "layout.tensor=4"), "tensor"),
-        (("learning-rates", "--set", "data.tokenizer=x"), "has no tokenizer.json"),
+        (
+            ("learning-rates", "--set", "data.tokenizer=x"),
+            "does not exist; use the folder tokenizer",
+        ),
         (("learning-rates", "--set", "model.vocab_size=99"), "and model.vocab_size is 99"),
         (("learning-rates", "--set", "training.initial_weights=x"), "does not exist"),
         (("learning-rates", "--steps", "4"), "the training has 4 steps; use --steps 25"),
