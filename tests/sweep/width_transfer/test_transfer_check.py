@@ -111,7 +111,7 @@ def test_a_failed_trial_has_no_loss_until_it_is_retried(tmp_path: Path, corpus: 
         (("learning-rates", "--set", "layout.tensor=4"), "tensor"),
         (
             ("learning-rates", "--set", "data.tokenizer=x"),
-            "does not exist; use the folder tokenizer",
+            'tokenizer = "x" does not exist',
         ),
         (("learning-rates", "--set", "model.vocab_size=99"), "and model.vocab_size is 99"),
         (("learning-rates", "--set", "training.initial_weights=x"), "does not exist"),
