@@ -81,8 +81,10 @@ soak: $(READY) ## kill and resume small runs hundreds of times, and check that n
 	@$(BIN)/python tests/fault_injection/soak_control.py $(ARGS)
 	@$(BIN)/python tests/fault_injection/soak_data.py $(ARGS)
 
-# Two processes run files that compute, and two others files that wait.
-PARALLEL := -p tests.workers --workers 2
+# Many tests wait for processes, so three test files run at a time on two cores. The tests of a file
+# share fixtures and run in order. tests/conftest.py orders the files; xdist would put those with the
+# most tests first.
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # `make test BUDGET=900` fails if the tests need more core-seconds, whatever the machine's load.
 BUDGET ?=

@@ -14,12 +14,48 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.core_seconds import seconds_of_ranks, seconds_of_tree
-from tests.workers import TIMES
+from tests.core_seconds import seconds_of_tree
 from threefold.config import loading
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
 from threefold.prove.shrink import write_corpus
 
+# The files that take longest, each kind longest first, so that none comes last and runs alone.
+# `make test` runs three files at a time on two cores: every third one mostly waits.
+COMPUTING_FILES = (
+    "engine/test_layouts.py",
+    "test_pretrain.py",
+    "trace/test_trace.py",
+    "prove/test_prove.py",
+    "convert/test_convert.py",
+    "pretrain/evaluation/test_evaluator.py",
+    "test_phases.py",
+    "plan/test_planning.py",
+    "gpu/test_gpu_checks.py",
+    "pipeline/test_nccl_rules.py",
+    "test_docs.py",
+    "prepare_data/test_prepare_data.py",
+    "models/test_transformer.py",
+    "test_floors.py",
+    "plan/test_traced_memory.py",
+    "test_user_data.py",
+)
+WAITING_FILES = (
+    "launch/test_launcher.py",
+    "tracking/test_connection.py",
+    "sweep/test_sweep.py",
+    "supervision/test_supervisor.py",
+    "checkpoint/test_resume.py",
+    "tracking/test_tracker.py",
+    "sweep/test_split_results.py",
+    "sweep/test_split.py",
+)
+LONGEST_FILES = [
+    name
+    for two, waiting in zip(
+        zip(COMPUTING_FILES[::2], COMPUTING_FILES[1::2], strict=True), WAITING_FILES, strict=True
+    )
+    for name in (*two, waiting)
+]
 TESTS = Path(__file__).resolve().parent
 USER_FOLDERS = ("recipes", "ds_configs")  # in which users put files of their own
 
@@ -86,7 +122,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the selection by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select the tests of --portion."""
+    """Run the longest files first; keep the order of the other files and within files."""
+    ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
     if portion := config.getoption("portion"):
         first, step = map(int, portion.split("/"))
         kept = items[first::step]
@@ -102,16 +140,14 @@ class TimePerFile:
 
     SHOWN = 10  # files
 
-    def __init__(self, *, shares_fork_server: bool) -> None:
-        self.shares_fork_server = shares_fork_server
+    def __init__(self) -> None:
         self.core_seconds: Counter[str] = Counter()
         self.wall_seconds: Counter[str] = Counter()
         self.last = 0.0, 0.0
 
     def now(self) -> tuple[float, float]:
         """Return the processor time so far, and the monotonic time."""
-        ranks = seconds_of_ranks[0] if self.shares_fork_server else 0.0
-        return seconds_of_tree(psutil.Process()) + ranks, time.monotonic()
+        return seconds_of_tree(psutil.Process()), time.monotonic()
 
     def add(self, file: str) -> None:
         """Count the time since the last call for a file."""
@@ -132,10 +168,21 @@ class TimePerFile:
             self.add(str(item.path.relative_to(TESTS)))
         return result
 
-    def update(self, core_seconds: Counter[str], wall_seconds: Counter[str]) -> None:
-        """Add the times of another process."""
-        self.core_seconds.update(core_seconds)
-        self.wall_seconds.update(wall_seconds)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Give the numbers of a worker to the process that started it."""
+        if hasattr(session.config, "workeroutput"):
+            spent = self.core_seconds, self.wall_seconds
+            session.config.workeroutput["spent"] = [dict(each) for each in spent]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take the numbers of a worker that has ended."""
+        for own, other in zip(
+            (self.core_seconds, self.wall_seconds),
+            getattr(node, "workeroutput", {}).get("spent", ({}, {})),
+            strict=True,
+        ):
+            own.update(other)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the files with the most core-seconds."""
@@ -148,8 +195,7 @@ class TimePerFile:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Count the time of the tests."""
-    times = TimePerFile(shares_fork_server=bool(config.getoption("workers", 0)))
-    config.pluginmanager.register(times, TIMES)
+    config.pluginmanager.register(TimePerFile())
 
 
 @pytest.fixture(scope="session")

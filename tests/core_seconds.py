@@ -29,7 +29,6 @@ SECONDS_TO_END = 10.0  # of processes that outlive the command
 SHOWN = 20  # names of files
 KEPT = ("pytest-of-", "torchinductor_")  # prefixes of files that pytest and torch keep
 SHARED_MEMORY = Path("/dev/shm")
-seconds_of_ranks = [0.0]  # processor time of ended ranks that tests/ranks.py has forked
 
 
 def main() -> int:

@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from tests.core_seconds import seconds_of_ranks
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.prove.ranks import (
     PRELOADED_MODULES,
@@ -159,7 +158,6 @@ def _fork(
     try:
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        seconds_of_ranks[0] += sum(float(path.read_text()) for path in folder.glob("seconds*"))
         return [process.exitcode for process in processes]
     finally:
         for process in processes:
@@ -178,7 +176,6 @@ def _rank(target: Callable[[Path], None], folder: Path, variables: dict[str, str
     tempfile.tempdir = tempfile.mkdtemp(dir=folder)
     os.chdir(REPOSITORY)
     target(folder)
-    (folder / f"seconds{variables['RANK']}").write_text(str(sum(os.times()[:4])))
     sys.stdout.flush()
     os._exit(0)  # the teardown of torch's threads sometimes aborts, and is not under test
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.workers import LONGEST_FILES, TESTS, WAITING_FILES
+from tests.conftest import LONGEST_FILES, TESTS
 from threefold.config.loading import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -147,5 +147,5 @@ def test_the_definition_is_valid_shell() -> None:
 
 
 def test_the_longest_test_files_exist() -> None:
-    names = (*LONGEST_FILES, *WAITING_FILES)
+    names = LONGEST_FILES
     assert [name for name in names if not (TESTS / name).exists()] == []
