@@ -198,7 +198,7 @@ def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
     settings = {
         "model__layers": 4,
         "training__evaluation_batches": 1,
-        "optimizer__schedule__warmup_steps": 1,
+        "optimizer__schedule__warmup_steps": STEPS - 1,
         "training__steps": STEPS,
         "training__evaluate_every": STEPS,
     }
