@@ -231,7 +231,7 @@ def build_stock(recipe: Recipe, setting: Setting) -> Contestant:
     with quiet():
         model = (DualPipeVModule if recipe.layout.virtual_stages == 2 else PipelineModule)(
             plain_specs(recipe),
-            dims=PipeModelDataParallelTopology(num_pp=STAGES, num_dp=1, num_mp=1),
+            topology=PipeModelDataParallelTopology(num_pp=STAGES, num_dp=1, num_mp=1),
             loss_fn=loss_of_logits(recipe),
             partition_method="type:Block",
         )

@@ -26,6 +26,7 @@ from models.context_parallel.attention import tiles_of
 from models.errors import UserError
 from models.initialization import depth_ratio, query_multiplier, width_ratio
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
+from models.parallel.collectives import TensorAxis
 from models.parallel.layers import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
 from models.sharding import MatrixPart, Sharding
@@ -496,7 +497,7 @@ def orthogonalized_parts(
                 values.copy_(orthogonalize(part).flatten() * update_scale(matrix.shape))
 
 
-def as_one_matrix(self: Sharding, tensor_rank: int, tensor_size: int) -> list[MatrixPart]:
+def as_one_matrix(self: Sharding, tensor: TensorAxis) -> list[MatrixPart]:
     """Return the whole parameter as one matrix; without tensor ranks."""
     rows, columns = self.shape
     return [MatrixPart(self.shape, range(rows * columns), range(rows), range(columns))]

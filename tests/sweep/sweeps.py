@@ -115,7 +115,7 @@ class Sweep:
             start_new_session=True,
         )
 
-    def run(self, *options: str, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, *options: str, seconds: float = 600) -> subprocess.CompletedProcess[str]:
         process = self.start(*options)
         try:
             output, _ = process.communicate(timeout=seconds)
