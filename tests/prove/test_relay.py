@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
+from models.parallel.collectives import TensorAxis
 from models.sharding import Sharding
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
@@ -88,9 +89,8 @@ def seeded_fault(fault: str | None) -> Iterator[None]:
         with mock.patch.object(Sharding, "_ranges", joined):
             return elements(self, *arguments, **settings)
 
-    def joined(self: Sharding, rank: int, size: int, padded: bool = False) -> list:
-        whole = replace(self, blocks=(sum(self.blocks),))
-        return ranges(whole, rank, size, padded)
+    def joined(self: Sharding, tensor: TensorAxis, padded: bool = False) -> list:
+        return ranges(replace(self, blocks=(sum(self.blocks),)), tensor, padded)
 
     def late(self: Sharding, *arguments: Any, **settings: Any) -> Tensor:
         return elements(self, *arguments, **settings).roll(1)
