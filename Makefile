@@ -86,7 +86,7 @@ soak: $(READY) ## kill and resume small runs hundreds of times, and check that n
 # most tests first.
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
-# `make test BUDGET=900` fails if the tests need more core-seconds, whatever the machine's load.
+# `make test BUDGET=960` fails if the tests need more core-seconds, whatever the machine's load.
 BUDGET ?=
 LIMIT := $(if $(BUDGET),--budget $(BUDGET))
 

@@ -48,6 +48,7 @@ class Agent:
             bufsize=0,
         )
         self.ranks: list[psutil.Process] = []
+        self.early: list[dict[str, Any]] = []  # reports of ranks that ended while others started
         self.here = self.read()
         if begin:
             self.send({"do": "begin"})
@@ -58,6 +59,8 @@ class Agent:
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
 
     def read(self, seconds: float = 30) -> dict[str, Any]:
+        if self.early:
+            return self.early.pop(0)
         assert self.process.stdout
         assert select.select([self.process.stdout], [], [], seconds)[0], "no report"
         return json.loads(self.process.stdout.readline())
@@ -76,7 +79,10 @@ class Agent:
                 }
             )
         self.send({"do": "beat"})
-        assert self.read() == {"is": "beat"}
+        reports = [self.read()]
+        while reports[-1] != {"is": "beat"}:
+            reports.append(self.read())
+        self.early = reports[:-1]
         self.ranks = psutil.Process(self.process.pid).children()
         return [rank.pid for rank in self.ranks]
 
