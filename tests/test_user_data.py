@@ -198,6 +198,7 @@ def test_the_manifest_of_a_checkpoint(content: bytes, tmp_path: Path) -> None:
         ({"tensors": []}, "tensors = []"),
         ({"tensors": {"exp_avg/x": "../x.safetensors"}}, "tensors.exp_avg/x = '../x.safetensors'"),
         ({"files": {"../../secret": {"bytes": 1, "sha256": ""}}}, "files.../../secret"),
+        ({"files": {"x" * 256: {"bytes": 1, "sha256": ""}}}, f"files.{'x' * 256}"),
         ({"files": {"x.safetensors": {"bytes": "1", "sha256": ""}}}, "files.x.safetensors.bytes"),
         ({"files": {"x.safetensors": 5}}, "files.x.safetensors = 5"),
         ({"recipe": {}}, "model = {}"),

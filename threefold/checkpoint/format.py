@@ -137,7 +137,7 @@ OPTIONAL = {"read_parts", "parent", "validation_loss"}  # fields that a manifest
 Number = Annotated[int, Field(ge=0)]
 # Without a folder: the files of a checkpoint are in its own folder, even if the manifest was
 # edited.
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=255)]
 
 
 class _Weights(BaseModel):

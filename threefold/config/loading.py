@@ -195,6 +195,7 @@ RAMP_EXAMPLE = {"start_sequences": 8, "increment": 8, "samples": 1000}
 PHASE_EXAMPLE = {"name": "long", "start_step": 1000, "model": {"sequence_length": 512}}
 TASK_EXAMPLE = {"name": "next_line", "path": "data/tasks/next_line.jsonl"}
 MAX_NESTING = 20  # of tables and arrays
+MAX_CHARACTERS_SHOWN = 100  # of a line
 # The beginnings of tomllib's messages about a key or a section that a file contains twice.
 TOML_DUPLICATES = re.compile(
     "Cannot (overwrite|declare|redefine|mutate)|Duplicate inline table key"
@@ -353,10 +354,12 @@ def _invalid_line(text: str, error: Exception) -> str:
     """Return a message about a TOML text that tomllib rejects, with the line and advice for it."""
     number = re.search(r"at line (\d+)", str(error))
     line = text.split("\n")[int(number[1]) - 1].strip() if number else ""
+    if len(line) > MAX_CHARACTERS_SHOWN:
+        line = ""
     if digits := re.fullmatch(r"([\w.]+)\s*=\s*(\d[\d_,]*(?:[ ,]\d+)+)", line):
         joined = re.sub("[ ,]", "_", digits[2])
         advice = f"a number has no spaces or commas: {digits[1]} = {joined}"
-    elif re.fullmatch(r"\[+[^\]]*", line):
+    elif re.fullmatch(r"\[[^\]]*", line):
         brackets = len(line) - len(line.lstrip("["))
         advice = f"a section needs closing brackets: {line}{']' * brackets}"
     else:
