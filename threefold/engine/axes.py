@@ -25,9 +25,10 @@ class ProcessGrid(PipelineParallelGrid):
     """The process groups in the form in which DeepSpeed's engines read them.
 
     The constructor of PipelineParallelGrid, which this one replaces, calls `new_group` for each
-    group of each axis, and even for each rank if there is no tensor parallelism. This one has one
-    call per axis. The attributes keep DeepSpeed's names: "slice" is the tensor axis, a "model"
-    group has all ranks that share a data rank, and context ranks are data ranks.
+    group of each axis, and even for each rank if there is no tensor parallelism. This constructor
+    creates all groups of an axis in one call. The attributes keep DeepSpeed's names: "slice" is the
+    tensor axis, a "model" group has all ranks that share a data rank, and context ranks are data
+    ranks.
 
     Attributes:
         dp_shard_group: this rank's group of data ranks that divide the optimizer state (hybrid
