@@ -495,6 +495,16 @@ def test_the_status_of_an_earlier_process_is_removed(small: dict, folder: RunFol
     assert WandbStatus.read(folder.path) is None
 
 
+def test_the_files_of_a_moved_run_folder_are_those_in_it(folder: RunFolder) -> None:
+    (folder.path / "wandb").mkdir()
+    for mode, expected in (("offline", folder.path / "wandb" / "run-*"), ("online", "/elsewhere")):
+        WandbStatus(mode, "/before/wandb/run-*" if mode == "offline" else "/elsewhere").write(
+            folder.path
+        )
+        status = WandbStatus.read(folder.path)
+        assert status and status.where == str(expected)
+
+
 @pytest.mark.parametrize("content", ["", "5", "[" * 100_000, '{"mode": 1}', "\x00"])
 def test_a_damaged_status_is_left_out_of_the_summary(content: str, folder: RunFolder) -> None:
     (folder.path / "wandb").mkdir()
@@ -527,7 +537,8 @@ def test_an_offline_run_whose_process_has_ended_continues_without_a_message(
         status = train(small, folder)
     assert restart.call_count == 1
     assert [call.args[0]["loss"] for call in replacement.log.call_args_list] == [2.5]
-    assert status == WandbStatus("offline", "both", "a reason")
+    files = str(folder.path / "wandb" / "both")
+    assert status == WandbStatus("offline", files, "a reason")
     told, summed = about_wandb(capfd.readouterr().out)
     assert told == ["offline, because a reason"]
-    assert summed == ["offline; upload with: wandb sync both"]
+    assert summed == [f"offline; upload with: wandb sync {files}"]

@@ -181,7 +181,7 @@ def test_a_wait_at_the_end_is_announced(
     subject = "an answer, and to send its data" if awaits_server else "W&B to start"
     assert told[awaits_server:][:2] == [
         f"waiting for {subject}, for at most 0.04 s; Ctrl-C ends this wait",
-        f"failed, because W&B {ended}",
+        f"{'off' if interrupted else 'failed'}, because W&B {ended}",
     ]
 
 

@@ -81,6 +81,12 @@ def write(output: Path, page: str) -> None:
     print(f"wrote {output} ({len(page.encode()) / 1e6:.1f} MB)", flush=True)
 
 
+def html_file(name: str) -> Path:
+    """Return a path, with .html added for browsers if its name has no suffix."""
+    path = Path(name)
+    return path if path.suffix or path.is_dir() else path.with_name(f"{path.name}.html")
+
+
 def parse_command_line(description: str | None = None) -> argparse.Namespace:
     """Return the options of the command."""
     parser = argparse.ArgumentParser(
@@ -90,8 +96,8 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         "runs", nargs="+", type=Path, metavar="RUN", help="run folder, such as runs/tiny"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("report.html"), metavar="FILE",
-        help="file to write; default: %(default)s",
+        "--output", type=html_file, default=Path("report.html"), metavar="FILE",
+        help="file to write, with .html added if its name has no suffix; default: %(default)s",
     )  # fmt: skip
     parser.add_argument(
         "--gpu", metavar="NAME",

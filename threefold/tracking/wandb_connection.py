@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
@@ -231,7 +231,10 @@ class WandbStatus:
         """Return the newest status of a run; None if there is none that can be read."""
         try:
             facts = json.loads((folder / STATUS_FILE).read_bytes())
-            return cls(**{name: str(facts[name]) for name in ("mode", "where", "reason")})
+            status = cls(**{name: str(facts[name]) for name in ("mode", "where", "reason")})
+            if status._upload():  # the folder may have been moved
+                status = replace(status, where=str(folder / "wandb" / Path(status.where).name))
+            return status
         except (OSError, ValueError, RecursionError, TypeError, KeyError):
             return None
 

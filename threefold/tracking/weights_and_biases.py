@@ -446,8 +446,11 @@ class WandbThread:
         """Tell that some of the data has not been sent."""
         self.has_told_failure = True
         files = str(self._folder.path / "wandb" / ALL_FILES)
-        started = self._status.mode != "failed"
-        self._change(WandbStatus(*(("incomplete", files) if started else ("failed", "")), reason))
+        if self._status.mode != "failed":  # it has started
+            self._change(WandbStatus("incomplete", files, reason))
+        else:
+            mode = "disabled" if self._is_interrupted else "failed"
+            self._change(WandbStatus(mode, reason=reason))
 
     def _change(self, status: WandbStatus) -> None:
         """Record a status, and tell it unless neither the mode nor the reason has changed."""
