@@ -81,11 +81,6 @@ soak: $(READY) ## kill and resume small runs hundreds of times, and check that n
 	@$(BIN)/python tests/fault_injection/soak_control.py $(ARGS)
 	@$(BIN)/python tests/fault_injection/soak_data.py $(ARGS)
 
-# Many tests wait for processes, so three test files run at a time on two cores. The tests of a file
-# share fixtures and run in order. tests/conftest.py orders the files; xdist would put those with the
-# most tests first.
-PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
-
 # `make test BUDGET=1150` fails if the tests need more core-seconds, whatever the machine's load.
 BUDGET ?=
 LIMIT := $(if $(BUDGET),--budget $(BUDGET))
@@ -97,7 +92,7 @@ test long: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 test long: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## run the fast tests, eight minutes on two cores
-	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m tests.parallel $(ARGS)
 
 fuzz: $(READY) ## fuzz every parser of files and options for five minutes
 	@$(BIN)/python -m tests.fuzzing $(ARGS)
@@ -106,7 +101,7 @@ mutants: $(READY) ## seed small faults into copies of the code, and check that t
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 cluster: $(READY) ## test launching and faults with Slurm and hosts on this machine (as root)
-	@$(BIN)/python -m pytest tests/cluster -m "cluster and not exhaustive" -rs $(PARALLEL) $(ARGS)
+	@$(BIN)/python -m tests.parallel --processes 3 -m "cluster and not exhaustive" -rs tests/cluster $(ARGS)
 
 # torch for CPUs does not include Triton, which the long tests need to compile GPU kernels. Triton is installed
 # in .venv/triton, because torch and DeepSpeed would import it in every run if it were in .venv.
@@ -116,7 +111,7 @@ $(TRITON): requirements-triton.txt | $(READY)
 	@mkdir -p .venv/triton && touch $@
 
 long: $(READY) $(TRITON) ## run the tests that take minutes, such as kills of a run at random instants
-	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m pytest -m long $(PARALLEL) $(ARGS)
+	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m tests.parallel -m long $(ARGS)
 
 # CI runs a few of these tests, chosen by the date: --portion. Run all of them after a change to the
 # pipeline or to supervision.

@@ -3,59 +3,18 @@
 import functools
 import signal
 import subprocess
-import time
 import tomllib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.core_seconds import seconds_of_tree
 from threefold.config import loading
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
 from threefold.prove.shrink import write_corpus
 
-# The files that take longest, each kind longest first, so that none comes last and runs alone.
-# `make test` runs three files at a time on two cores: every third one mostly waits.
-COMPUTING_FILES = (
-    "engine/test_layouts.py",
-    "test_pretrain.py",
-    "trace/test_trace.py",
-    "prove/test_prove.py",
-    "convert/test_convert.py",
-    "pretrain/evaluation/test_evaluator.py",
-    "test_phases.py",
-    "plan/test_planning.py",
-    "gpu/test_gpu_checks.py",
-    "pipeline/test_nccl_rules.py",
-    "test_docs.py",
-    "prepare_data/test_prepare_data.py",
-    "models/test_transformer.py",
-    "test_floors.py",
-    "plan/test_traced_memory.py",
-    "test_user_data.py",
-)
-WAITING_FILES = (
-    "launch/test_launcher.py",
-    "tracking/test_connection.py",
-    "sweep/test_sweep.py",
-    "supervision/test_supervisor.py",
-    "checkpoint/test_resume.py",
-    "tracking/test_tracker.py",
-    "sweep/test_split_results.py",
-    "sweep/test_split.py",
-)
-LONGEST_FILES = [
-    name
-    for two, waiting in zip(
-        zip(COMPUTING_FILES[::2], COMPUTING_FILES[1::2], strict=True), WAITING_FILES, strict=True
-    )
-    for name in (*two, waiting)
-]
 TESTS = Path(__file__).resolve().parent
 USER_FOLDERS = ("recipes", "ds_configs")  # in which users put files of their own
 
@@ -122,80 +81,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the selection by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the longest files first; keep the order of the other files and within files."""
-    ranks = {TESTS / name: rank for rank, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
+    """Keep the tests of a portion."""
     if portion := config.getoption("portion"):
         first, step = map(int, portion.split("/"))
         kept = items[first::step]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
-
-
-class TimePerFile:
-    """Counter of the processor time and the wall time of each test file, for a table at the end.
-
-    Orphaned processes are not counted here; `tests/core_seconds.py` counts all processes.
-    """
-
-    SHOWN = 10  # files
-
-    def __init__(self) -> None:
-        self.core_seconds: Counter[str] = Counter()
-        self.wall_seconds: Counter[str] = Counter()
-        self.last = 0.0, 0.0
-
-    def now(self) -> tuple[float, float]:
-        """Return the processor time so far, and the monotonic time."""
-        return seconds_of_tree(psutil.Process()), time.monotonic()
-
-    def add(self, file: str) -> None:
-        """Count the time since the last call for a file."""
-        now = self.now()
-        self.core_seconds[file] += now[0] - self.last[0]
-        self.wall_seconds[file] += now[1] - self.last[1]
-        self.last = now
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(
-        self, item: pytest.Item, nextitem: pytest.Item | None
-    ) -> Iterator[None]:
-        """Count the time of a file after its last test."""
-        if self.last == (0.0, 0.0):
-            self.last = self.now()
-        result = yield
-        if nextitem is None or nextitem.path != item.path:
-            self.add(str(item.path.relative_to(TESTS)))
-        return result
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Give the numbers of a worker to the process that started it."""
-        if hasattr(session.config, "workeroutput"):
-            spent = self.core_seconds, self.wall_seconds
-            session.config.workeroutput["spent"] = [dict(each) for each in spent]
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        """Take the numbers of a worker that has ended."""
-        for own, other in zip(
-            (self.core_seconds, self.wall_seconds),
-            getattr(node, "workeroutput", {}).get("spent", ({}, {})),
-            strict=True,
-        ):
-            own.update(other)
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Print the files with the most core-seconds."""
-        if len(self.core_seconds) > 1:
-            terminalreporter.write_sep("-", "files with the most core-seconds")
-            for file, seconds in self.core_seconds.most_common(self.SHOWN):
-                wall = self.wall_seconds[file]
-                terminalreporter.write_line(f"{seconds:6.1f} in {wall:5.0f} s  {file}")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Count the time of the tests."""
-    config.pluginmanager.register(TimePerFile())
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ budget, makes the exit code 1.
 """
 
 import argparse
-import contextlib
 import ctypes
 import os
 import resource
@@ -109,15 +108,6 @@ def command_line(process: psutil.Process) -> str:
         return " ".join(process.cmdline())[:200]
     except psutil.Error:
         return "ended"
-
-
-def seconds_of_tree(root: psutil.Process) -> float:
-    """Return the processor time of a process, its descendants, and those they have waited for."""
-    total = 0.0
-    for process in (root, *root.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # it has ended
-            total += sum(process.cpu_times()[:4])  # user, system, and the same of its children
-    return total
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import resource
 import runpy
 import subprocess
 import sys
@@ -42,6 +43,7 @@ FORK_SERVER_MODULES = [
 ]
 REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 420
+core_seconds: list[float] = []  # of each rank that has ended
 
 
 def fp16_on_cpu() -> AbstractContextManager[Any]:
@@ -160,6 +162,8 @@ def _fork(
             process.join(max(0.0, deadline - time.monotonic()))
         return [process.exitcode for process in processes]
     finally:
+        for file in folder.glob("seconds*"):
+            core_seconds.append(float(file.read_text()))
         for process in processes:
             process.kill()
             process.join()
@@ -177,6 +181,8 @@ def _rank(target: Callable[[Path], None], folder: Path, variables: dict[str, str
     os.chdir(REPOSITORY)
     target(folder)
     sys.stdout.flush()
+    seconds = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    (folder / f"seconds{variables['RANK']}").write_text(str(seconds))
     os._exit(0)  # the teardown of torch's threads sometimes aborts, and is not under test
 
 

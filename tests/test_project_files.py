@@ -1,5 +1,6 @@
 """The files around the code: licence, contributing, continuous integration and containers."""
 
+import json
 import re
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import LONGEST_FILES, TESTS
+from tests.parallel import DURATIONS
 from threefold.config.loading import REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
@@ -146,6 +147,7 @@ def test_the_definition_is_valid_shell() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_longest_test_files_exist() -> None:
-    names = LONGEST_FILES
-    assert [name for name in names if not (TESTS / name).exists()] == []
+def test_the_files_with_a_recorded_time_exist() -> None:
+    recorded = json.loads(DURATIONS.read_text())
+    assert recorded[""]
+    assert [file for times in recorded.values() for file in times if not Path(file).exists()] == []
