@@ -1,15 +1,18 @@
-"""Ctrl-C ends every command with one line in place of a traceback."""
+"""Ctrl-C ends every command with one line in place of a traceback; the end of a process."""
 
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from threefold.config.loading import REPOSITORY
-from threefold.runtime.exits import interrupts_blocked
+from threefold.runtime.exits import exit_now, interrupts_blocked
 
 COMMANDS = sorted(
     path.name for path in (REPOSITORY / "recipes").glob("*.py") if path.stem[0] != "_"
@@ -66,3 +69,17 @@ def test_processes_can_be_started_out_of_reach_of_an_interrupt() -> None:
         child = subprocess.Popen([sys.executable, "-c", INTERRUPT + "print('continues')"])
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert child.wait() == 0
+
+
+def test_exit_handlers_run_except_those_that_unregister_operators() -> None:
+    library = torch.library.Library("exiting", "DEF")
+    finalizers = weakref.finalize._registry  # type: ignore[attr-defined]
+    (slow,) = (one for one in finalizers if one.alive and one.peek()[0] is library)
+    handled = weakref.finalize(library, print)
+    with (
+        mock.patch("threefold.runtime.exits.leave_handlers_out") as leave,
+        mock.patch("atexit._run_exitfuncs") as run_handlers,
+    ):
+        exit_now(5)
+    assert run_handlers.called and leave.call_args.args == (5,)
+    assert handled.atexit and not slow.atexit

@@ -164,6 +164,7 @@ import torch, torch.distributed as dist
 from pathlib import Path
 from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
+from threefold.supervision import supervisor
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.supervisor import Supervisor
 from threefold.config.parallel_dims import LaunchEnvironment
@@ -178,16 +179,16 @@ if recorder != "off":
 start_processes(world)
 pair = dist.new_group([0, 1], group_desc="tensor")
 dist.all_reduce(torch.ones(2), group=pair)
+supervisor.SECONDS_OF_TICK = 0.5
 if recorder == "broken":
-    from threefold.supervision import supervisor
     supervisor.launched_collectives = lambda: time.sleep(60)
 hosts = ["here", "there"]
-supervisor = Supervisor(
+own = Supervisor(
     RunFolder(Path(folder) / recorder), Breadcrumb(), hang_seconds=4, startup_seconds=60
 ).start()
-supervisor.name_hosts(hosts)
-with supervisor:
-    supervisor.expect_steps()
+own.name_hosts(hosts)
+with own:
+    own.expect_steps()
     if world.rank == 0:
         dist.all_reduce(torch.ones(7), group=pair)
     time.sleep(60)

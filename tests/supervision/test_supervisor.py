@@ -22,6 +22,7 @@ from tests.fault_injection.unread import UNREAD, Output
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY
 from threefold.config.sections import Supervision
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import HUNG
 from threefold.runtime.launchers import Process, is_launcher
 from threefold.runtime.processes import collective_timeout
@@ -115,6 +116,7 @@ from pathlib import Path
 def supervise(path, what):
     use_nonblocking_output()
     supervisor.SECONDS_BEFORE_WATCHDOG, supervisor.REPORT_SECONDS = 3, 2
+    supervisor.SECONDS_OF_TICK, supervisor.ECHO_SECONDS = 0.4, 0.8
     os.environ.pop("MASTER_PORT", None)  # another process of the test uses it
     start_processes(LaunchEnvironment())
     path.mkdir()
@@ -124,8 +126,11 @@ def supervise(path, what):
     if what == "hang, and so does the disk":
         os.mkfifo(folder.events)
         pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
-    hang_seconds = {"hang": 1, "patient": 3, "twice": 5}.get(what, 2)
-    own = Supervisor(folder, crumb, hang_seconds=hang_seconds, startup_seconds=4).start()
+    hang_seconds = {"hang": 1, "patient": 3, "once": 9, "echo": 9, "twice": 9}.get(what, 2)
+    startup_seconds = 4 if what == "hang at start" else 20
+    own = Supervisor(
+        folder, crumb, hang_seconds=hang_seconds, startup_seconds=startup_seconds
+    ).start()
 
     def agree(severity):
         reason, worst, _ = own.agree(Severity(severity), torch.device("cpu"))
@@ -135,7 +140,7 @@ def supervise(path, what):
         crumb.note("building the engine")
         time.sleep(60)
     if what == "slow start":
-        time.sleep(3)
+        time.sleep(1.5)
     own.name_hosts(["here"])
     with own:
         own.expect_steps()
@@ -146,10 +151,10 @@ def supervise(path, what):
             time.sleep(60)
         if what == "patient":
             with crumb.waiting_for_disk("saving"):
-                time.sleep(5)
+                time.sleep(2)
         for _ in range({"twice": 2, "echo": 2, "once": 1}.get(what, 0)):
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(2.5 if what == "twice" else 0.5)
+            time.sleep(1.5 if what == "twice" else 0.2)
         agree(0)
     print("the end of the run", flush=True)
     sys.stdout.finish(5)
@@ -158,18 +163,6 @@ def supervise(path, what):
 RANKS = """
 what = sys.argv[2 + int(os.environ["RANK"])]
 supervise(Path(sys.argv[1]) / what, what)
-"""
-FORKS = """
-folder, output, *cases = sys.argv[1:]
-processes = {}
-for what in cases:
-    pid = os.fork()
-    if pid == 0:
-        os.dup2(int(output), 1)
-        os.dup2(int(output), 2)
-        supervise(Path(folder) / what, what)
-    processes[what] = pid
-print({what: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for what, pid in processes.items()})
 """
 CASES = {
     "once": (0, "('SIGTERM to rank 0 on here', 0)"),
@@ -214,24 +207,37 @@ def test_a_supervisor_ends_its_rank_even_if_output_is_unread(kind: str, tmp_path
              "hang, and so does the disk": HUNG}  # fmt: skip
     with Output(kind) as output:
         output.spoil()
-        descriptor = output.descriptor
-        process = subprocess.Popen(
-            [sys.executable, "-c", SUPERVISED + FORKS, str(tmp_path), str(descriptor), *codes],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=[descriptor],
-            start_new_session=True,
-        )
-        try:
-            found, _ = process.communicate(timeout=60)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        assert found.splitlines()[-1] == str(codes)
+        processes = {what: fork(what, tmp_path / what, output.descriptor) for what in codes}
+        found = {pid: os.waitpid(pid, 0)[1] for pid in processes.values()}
+        assert {
+            what: os.waitstatus_to_exitcode(found[pid]) for what, pid in processes.items()
+        } == codes
         if kind == "full pipe":
             text = output.text()
             assert "no progress for 1 s" in text and "has not answered for 5 s" in text
+
+
+def fork(what: str, folder: Path, output: int) -> int:
+    """Fork a process that runs a case and is killed after a minute; return its process ID."""
+    if pid := os.fork():
+        return pid
+    try:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        signal.alarm(60)
+        exec(SUPERVISED + "supervise(folder, what)", {"folder": folder, "what": what})
+    finally:
+        os._exit(1)
+
+
+def test_a_supervisor_leaves_without_another_look(
+    world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("threefold.supervision.supervisor.SECONDS_OF_TICK", 30)
+    own = Supervisor(RunFolder(tmp_path), Breadcrumb(), hang_seconds=0, startup_seconds=0)
+    with mock.patch.object(own, "_look_at_progress") as look, own.start():
+        pass
+    assert not look.called
 
 
 STARTING = """
@@ -243,9 +249,11 @@ from threefold.runtime.launchers import Process
 from threefold.runtime.processes import start_processes
 from threefold.run_folder.folder import RunFolder
 from threefold.supervision.hang_report import Breadcrumb
+from threefold.supervision import supervisor
 from threefold.supervision.supervisor import Supervisor
 from threefold.config.parallel_dims import LaunchEnvironment
 
+supervisor.SECONDS_OF_TICK = 0.4
 world = LaunchEnvironment.from_environment(os.environ)
 start_processes(world, patience_seconds=5000)
 backend = dist.group.WORLD._get_backend(torch.device("cpu"))
@@ -258,11 +266,11 @@ if world.rank == 1:
     peer = Process(pid[0])
     with crumb.waiting_for_disk("waiting for data"):
         while peer.state() not in ("", "Z"):
-            time.sleep(0.5)
+            time.sleep(0.2)
     os._exit(7)
-for _ in range(8):  # longer than rank 1's first report is recent
+for _ in range(13):  # longer than rank 1's first report is recent
     crumb.note("building the engine")
-    time.sleep(0.5)
+    time.sleep(0.2)
 dist.barrier()
 """
 

@@ -36,6 +36,7 @@ PRELOADED_MODULES = [
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.module_inject.auto_ep_layer",
 ]
 MAX_LINES_IN_MESSAGE = 12  # lines of a rank's output in a message
 

@@ -4,6 +4,7 @@ They must be set before torch is imported, so this file does not import torch. V
 user has set are not changed.
 """
 
+import functools
 import os
 from collections.abc import Mapping, MutableMapping
 from importlib.metadata import PackageNotFoundError, version
@@ -130,6 +131,7 @@ def cores_of_rank(environment: Mapping[str, str], world: LaunchEnvironment) -> i
     return max(1, cores // world.local_size)
 
 
+@functools.cache
 def _installed_torch() -> str | None:
     """Return the version of torch; None for a build in place, which has no metadata."""
     try:

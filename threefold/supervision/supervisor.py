@@ -96,6 +96,8 @@ def within(
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+SECONDS_OF_TICK = 1.0  # between looks at the progress, each of which counts as a second
+NO_SIGNAL = b"\0"  # wakes the thread without a signal
 ECHO_SECONDS = 2.0  # launchers forward signals, so a signal within this time is not a second one
 SECONDS_BEFORE_WATCHDOG = 8  # delay of the watchdog, because reports of ranks say more
 RECORDER_SECONDS = 10  # at most, to read the flight recorder
@@ -188,6 +190,8 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self._leaving.set()
+        with contextlib.suppress(BlockingIOError):  # full of signals, which wake the thread too
+            os.write(self._write, NO_SIGNAL)
         self._thread.join()
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
@@ -228,8 +232,8 @@ class Supervisor:
         with selectors.DefaultSelector() as selector:
             selector.register(self._read, selectors.EVENT_READ)
             while not self._leaving.is_set():
-                if selector.select(timeout=1.0):
-                    for number in os.read(self._read, 64):
+                if selector.select(timeout=SECONDS_OF_TICK):
+                    for number in os.read(self._read, 64).replace(NO_SIGNAL, b""):
                         self._on_signal(number)
                     continue
                 for look in (self._look_at_progress, self._beat, self._look_at_launchers):
