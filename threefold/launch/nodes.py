@@ -105,10 +105,10 @@ class Nodes:
             self._poll()
 
     def wait_for_answers(self, *, seconds: float, stop: Callable[[], bool]) -> None:
-        """Wait until every host has answered or could not be connected to, as `wait_for` does."""
+        """Wait, as `wait_for` does, until no connection to a host that may be used is pending."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not stop():
-            if all(self._answers(host) or host in self._next_connect for host in self.hosts):
+            if all(host in self._next_connect for host in self.missing()):
                 return
             self._poll()
 

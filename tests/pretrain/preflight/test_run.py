@@ -9,6 +9,7 @@ import tomli_w
 
 from tests.conftest import changed, quick_and_long, small_recipe
 from tests.ranks import start_ranks
+from threefold.launch.diagnosis import unfit_hosts
 from threefold.pretrain.preflight.judge import SPARE_NODES
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, HUNG, UNFIT
@@ -107,6 +108,8 @@ def test_a_slow_rank_is_named_and_left_out_if_there_is_a_spare_node(
     assert "matmul 0.2 TFLOP/s, the median of the others is 1 TFLOP/s" in outputs[0]
     assert event["measures"]["matmul"]["rank"] == 2
     assert ("left_out" in event) == bool(spares)
+    broken, slow = unfit_hosts([event], ["a", "b", "c", "d"], 1)  # for launch.py
+    assert (list(broken), list(slow)) == ([], ["c"] if spares else [])
     assert ("stopped: preflight: launch.py continues without" in outputs[0]) == bool(spares)
 
 
@@ -120,6 +123,8 @@ def test_a_broken_rank_stops_the_run(fault: str, words: str, corpus: Path, tmp_p
     assert words in outputs[0] and "use --set supervision.preflight=false" in outputs[0]
     (node,) = event["left_out"]
     assert node["rank"] == 2 and node["broken"] and words in node["reason"]
+    broken, slow = unfit_hosts([event], ["a", "b", "c", "d"], 1)  # for launch.py
+    assert words in broken["c"] and not slow
     last = json.loads((tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["exit_code"]) == ("stop", UNFIT)
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
