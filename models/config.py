@@ -250,7 +250,6 @@ def check_base_sizes(
     """Check that the sizes of the base model are those that the parametrization reads.
 
     Args:
-        parametrization: the parametrization
         given: the sizes of the base model by key; None: not given
         own: the sizes of the model itself by the same keys
 

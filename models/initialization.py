@@ -171,8 +171,6 @@ def initialize(
 
     Args:
         parameters: pairs of logical name and parameter
-        config: the model
-        seed: seed of the run
         tensor: the tensor axis; None: one rank holds every parameter
         elements: the elements of each flattened part to fill; None: all
     """

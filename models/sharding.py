@@ -29,7 +29,6 @@ class Place:
     """The place of a parameter in the model, as far as the scaling rules depend on it.
 
     Attributes:
-        role: role that the parameter declares (`models.sharding.Sharding`)
         in_block: True for parameters of the layers, False for embeddings, final norm and head
         writes_residual: True for matrices whose output is added to the residual stream, and for
             their biases
@@ -66,8 +65,6 @@ class MatrixPart:
     Attributes:
         shape: rows and columns of the logical matrix
         elements: indices of the part in the rank's flattened parameter
-        rows: rows of the matrix
-        columns: columns of the matrix
     """
 
     shape: tuple[int, int]

@@ -381,9 +381,7 @@ def attention_with_dropout(
         q: queries of the tokens in `info.slices`
         k: keys of whole sequences
         v: values of whole sequences
-        probability: of dropping an element
         info: dropout key, documents and slices of the micro-batch
-        layer: the name of the layer
         first_head: number of the first query head within the logical model
         fuse: compiles element-wise functions
     """

@@ -76,9 +76,7 @@ def with_router_losses(
 
     Args:
         gates: weights of the chosen experts, fp32 [s * b, k]
-        routing: what the router has computed
         settings: the router, and the factors of its losses
-        axis: the expert axis
         gradient_scale: returns the gradient of a micro-batch's loss in the coming backward pass
         statistics: receives the statistics in the backward pass
         computed: number of rows that this rank's experts compute
@@ -119,7 +117,6 @@ def balance_loss(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis
         probabilities: of each token's experts, with the sum 1, fp32 [s, b, E]
         counts: tokens of each sequence and expert on this rank, [b, E]
         k: experts per token
-        axis: the expert axis
     """
     tokens, sequences, experts = probabilities.shape
     counts = sum_over_sequence(counts, axis)

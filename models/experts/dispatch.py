@@ -137,9 +137,7 @@ def begin_dispatch(
 
     Args:
         x: the tokens, [n, h]
-        routes: the routes
         k: experts per token
-        axis: the expert axis
         deferral: collects the gradients of its weights, which the backward pass computes and
             returns while the gradients of the tokens are sent
 
@@ -169,8 +167,6 @@ def begin_combine(
     Args:
         y: outputs of this rank's experts, with expert tensor parallelism partial ones, [m, h]
         gates: weights of the experts of each token, fp32 [n, k]
-        routes: the routes
-        axis: the expert axis
 
     Returns:
         A function that waits for the outputs and returns the results [n, h]. Operations before its

@@ -174,7 +174,6 @@ def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
     Args:
         chosen: numbers of the experts of each token, int64 [n, k]
         experts: E
-        axis: the expert axis
     """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)

@@ -158,7 +158,6 @@ def require(theirs: Mapping[str, Any], known: dict[str, tuple[Any, ...]]) -> Non
     """Check that attributes of transformers' config have values that our model supports.
 
     Args:
-        theirs: the attributes
         known: the supported values of some of them
 
     Raises:

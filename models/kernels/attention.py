@@ -269,9 +269,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Part:
     """Return the attention of q [b, a, n, d] to k and v [b, g, m, d].
 
     Args:
-        q: queries
-        k: keys
-        v: values
         causal: query i sees the keys up to i; requires n = m
     """
     kernel = kernel_for(q)
@@ -288,9 +285,6 @@ def attend_backward(
 
     Args:
         grad: gradient of the merged output, [b, a, n, d]
-        q: queries of the part
-        k: keys of the part
-        v: values of the part
         whole: the merged output and logsumexp
         causal: as in `attend`
     """

@@ -53,7 +53,6 @@ def dropout(
 
     Args:
         key: None disables dropout, for validation
-        layer: the name of the layer
         slices: positions in the sequence of this context rank's tokens; None: 0 to s - 1
     """
     if key is None or probability == 0:
@@ -93,7 +92,6 @@ def attention_rows(
     mask.
 
     Args:
-        first_head: number of the first head
         slices: positions in the sequence of the queries; None: 0 to s - 1
     """
     count, length = x.shape[1:3]

@@ -76,7 +76,6 @@ def check_parts_read(
     Their names and first steps may change, because the run will reach them again.
 
     Args:
-        progress: the progress of the run
         before: fingerprints of the parts of the data from the second one on, as read
         now: fingerprints of the same parts of the recipe
 
@@ -145,8 +144,6 @@ def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
 
     Args:
         source: the recipe's key that names the checkpoint, with its value, for a message
-        manifest: the manifest of the checkpoint
-        recipe: the recipe of the run
 
     Raises:
         UserError: the checkpoint has another model; the message names each key that differs.
@@ -186,10 +183,6 @@ def check_initial_weights(recipe: Recipe) -> None:
 
 def initial_weights(recipe: Recipe, run: Path | None = None) -> Path | None:
     """Return the checkpoint with the weights that the recipe starts from, if it names one.
-
-    Args:
-        recipe: the recipe of the run
-        run: the folder of the new run, if it has one
 
     Raises:
         UserError: the checkpoint is missing, or in the run's own folder.

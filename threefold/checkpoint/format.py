@@ -241,7 +241,6 @@ class Manifest:
         versions: versions of this code, of Python and of the numerical libraries
         tensors: tensor name -> file name
         files: file name -> size and SHA-256
-        format: version of this format
         read_parts: `Progress.left_parts` of a run whose phases change the data
         parent: the checkpoint of another run at which the run began, if there is one
         validation_loss: mean loss of the validation sets at the save, if the run has just
@@ -378,7 +377,6 @@ def find_damages(
     """Verify a checkpoint's manifest and a share of its files; yield a sentence for each damage.
 
     Args:
-        checkpoint: the folder of the checkpoint
         share: the share to verify, 0 .. shares - 1
         shares: number of processes that verify the files together
         note: called before each file is read, to report progress

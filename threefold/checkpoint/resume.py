@@ -186,7 +186,6 @@ def find(
     Args:
         folder: the run's checkpoints
         resume: "auto" for the newest undamaged checkpoint, "never" for none, or a checkpoint's path
-        recipe: the recipe of the run
         data: fingerprints of corpora and tokenizer
         branch: the newest request for a certain checkpoint, which "auto" obeys
         note: called before each file is verified
@@ -259,8 +258,6 @@ def find_initial_weights(
     """Return the weights that the recipe starts from; collective.
 
     Args:
-        recipe: the recipe of the run
-        run: the folder of the new run, if it has one
         note: called before each file is verified
 
     Raises:
@@ -368,7 +365,6 @@ def lock_run_folder(folder: RunFolder, *, wait_seconds: float) -> str:
     The ranks synchronize after each try, so that no collective waits for longer than a second.
 
     Args:
-        folder: the run folder
         wait_seconds: time to wait for a holder that shows no sign of life
 
     Returns:
@@ -420,9 +416,6 @@ def find_start(
     """Find the point at which the run starts or resumes, without changing files; collective.
 
     Args:
-        folder: the run folder
-        request: the `--resume` option
-        recipe: the recipe of the run
         data: fingerprints of corpora and tokenizer
         find_in_memory: finds the newest snapshot in the memory of the nodes, not older than a step;
             None without snapshots
@@ -471,8 +464,6 @@ def _at(
     """Return the start of a run that resumes by itself.
 
     Args:
-        found: the checkpoint
-        history: the history of the run
         data: fingerprints of corpora and tokenizer
         saved: step of the newest checkpoint on the disk that the run has passed through
         pending: a request of an earlier start that has not been carried out

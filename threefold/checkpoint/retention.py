@@ -29,7 +29,6 @@ def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection
 
     Args:
         folder: the run's checkpoints
-        settings: the recipe's [checkpoint] section
         step: checkpoints of later steps are neither deleted nor counted
         damaged: these checkpoints are neither deleted nor counted
 
@@ -73,7 +72,6 @@ def lack_of_room(folder: Path, recipe: Recipe, *, reserve: int = RESERVED_DISK_B
 
     Args:
         folder: a folder on the disk
-        recipe: the recipe of the run
         reserve: bytes that have to stay free
 
     Raises:
@@ -100,7 +98,6 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
 
     Args:
         folder: the run's checkpoints; if it does not exist yet, its parent's disk counts
-        recipe: the recipe of the run
         step: the last completed step; the checkpoints up to this step are on the disk
 
     Returns:

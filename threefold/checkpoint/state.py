@@ -144,7 +144,6 @@ def initial_state(
 
     Args:
         states: the attribute `state` of a torch optimizer
-        weights: the tensor
         kinds: names of the states, apart from the number of steps
     """
     state = states[weights]

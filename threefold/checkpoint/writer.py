@@ -245,7 +245,6 @@ def write_files(
     Args:
         assembly: the plan of the stage
         staged: this rank's share of weights and moments, in host memory
-        workspace: where to write the files
         rank: global rank, for the names of the files
         problem: a reason not to write, with which this rank only sends to the others
     """
@@ -352,9 +351,6 @@ class CheckpointWriter:
 
     Args:
         state: this rank's share of weights and moments
-        folder: the run folder
-        recipe: the recipe of the run
-        dims: the layout of the ranks
         data: fingerprints of corpora and tokenizer, for the manifest
         step: a step of the phase that the ranks train
         damaged: checkpoints that retention neither deletes nor counts
@@ -441,7 +437,6 @@ class CheckpointWriter:
         The save after the last step of the run waits in its thread while the disk is full.
 
         Args:
-            progress: the progress of the run
             validation_loss: mean loss of the validation sets with the current weights, for the
                 manifest
             ends_process: True if no step of this process follows; the checkpoint may then fill the
@@ -656,7 +651,6 @@ class CheckpointWriter:
         """Write this rank's files from the staged copies; collective within the stage.
 
         Args:
-            workspace: where to write them
             problem: a reason not to write, with which this rank only sends to the others
         """
         return write_files(self.assembly, self.staged, workspace, self.rank, problem)

@@ -94,7 +94,6 @@ def report(
     """Print the report, and draw the heat map if it is asked for.
 
     Args:
-        findings: the results of the layouts
         title: name of the recipe
         complete: False if the proof was interrupted
     """

@@ -45,8 +45,6 @@ def build_deepspeed_config(
     """Return the configuration for `deepspeed.initialize`, with every "auto" filled in.
 
     Args:
-        recipe: the recipe, which names the JSON
-        dims: the layout of the ranks
         has_gpu: False to reject fp16, which DeepSpeed does not support on CPUs
 
     Raises:
@@ -85,7 +83,6 @@ def read_deepspeed_json(name: str, recipe: Recipe | None = None) -> dict[str, An
     Settings that the recipe owns are "auto" in the result, and keys without effect are left out.
 
     Args:
-        name: the file
         recipe: the recipe to compare the file with, as far as that needs no number of ranks
 
     Raises:
@@ -104,7 +101,6 @@ def require_auto(recipe: Recipe, reason: str) -> None:
     """Reject a JSON that fixes the micro-batch or the accumulation steps.
 
     Args:
-        recipe: the recipe that names the JSON
         reason: the reason why the command may change these values
 
     Raises:
@@ -354,7 +350,6 @@ def _review_owned(
     """Return the settings that the recipe owns, as the file may contain them.
 
     Args:
-        content: the content of the file
         review: receives a finding for each setting that differs from the recipe's
         values: the recipe's values, as far as they are known
     """

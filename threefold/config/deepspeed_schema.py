@@ -142,7 +142,6 @@ def is_off(value: Any, off: tuple[Any, ...] = (False,)) -> bool:
     A block is off if it is empty, if its "enabled" is false, or if its "device" is "none".
 
     Args:
-        value: the value of the setting
         off: the values that switch it off, in addition to null
     """
     if isinstance(value, dict):

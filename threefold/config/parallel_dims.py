@@ -304,8 +304,6 @@ def _number(environment: Mapping[str, str], name: str, *, or_list: bool = False)
     """Read a whole number from an environment variable.
 
     Args:
-        environment: the variables
-        name: the variable
         or_list: take the first number of Slurm's tasks per node, such as "8(x4)" or "4,2"
 
     Raises:

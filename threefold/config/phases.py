@@ -27,8 +27,6 @@ class PhaseTable(NamedTuple):
     """A phase of a recipe as a table without phases.
 
     Attributes:
-        name: name of the phase
-        first: its first step
         table: the recipe's table, with all changes up to this phase
         begins_schedule: True if a schedule of the learning rate begins with the phase
     """
@@ -126,8 +124,6 @@ def batches(
     read / (ramp.samples / number of increments)).
 
     Args:
-        batch: the [batch] table of the phase
-        first: first step of the phase
         last: last step of the phase; None if it is not known
     """
     size, ramp = batch["global_sequences"], batch.get("ramp")
@@ -189,9 +185,7 @@ class Segment:
     """Successive steps with the same recipe: a phase, or the part of it with one batch size.
 
     Attributes:
-        phase: name of the phase
         number: number of the phase, from 0
-        first, last: first and last step
         recipe: the recipe of these steps, without phases and without a ramp
         schedule_first, schedule_last: first and last step of the learning rate's schedule
         part: number of the part of the data, from 0; a part ends where the corpora, their weights,
@@ -239,7 +233,6 @@ class PhaseRejected(Exception):
     """The recipe of a phase is not valid.
 
     Attributes:
-        phase: name of the phase
         table: its recipe
         error: the errors of pydantic
     """
@@ -253,11 +246,7 @@ class PhasePlan:
     """The segments of a run.
 
     Attributes:
-        recipe: the recipe, with its phases
         segments: the segments, in the order of their steps
-
-    Args:
-        recipe: a valid recipe
 
     Raises:
         UserError: a phase does not fit into the run; the message names it.
@@ -484,7 +473,6 @@ def _plain_recipe(phase: PhaseTable, sequences: int) -> Recipe:
     """Return the plain recipe of a phase.
 
     Args:
-        phase: the table of the phase
         sequences: global batch, in sequences
 
     Raises:
@@ -518,7 +506,6 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
     Args:
         recipe: the whole recipe
         segment: the last segment of the phase
-        phase: the table of the phase
 
     Raises:
         UserError: one of them does not fit the phase.

@@ -53,9 +53,7 @@ def output_folder(
     """Yield a temporary folder, which is renamed to `path` at the end, or deleted after an error.
 
     Args:
-        path: the output folder
         reading: the input or inputs, which must not be overwritten
-        files: the files of the output
         overwrite: replace an existing folder that holds only unchanged files of this command
 
     Raises:
@@ -155,7 +153,6 @@ def _check_unchanged(path: Path, records: Mapping[str, FileRecord | None], refus
     """Check that no file of an output has changed since the command wrote it; small files first.
 
     Args:
-        path: the output folder
         records: name -> size and SHA-256 of each file that the command wrote; None for a file that
             has already been checked
         refusal: the beginning of the message
@@ -289,7 +286,6 @@ def write_weights(
     """Write weights as fp32, one at a time, divided over files of a limited size.
 
     Args:
-        folder: folder to write into
         shapes: name -> shape of each logical weight
         weight: returns the weight with a name, fp32
 

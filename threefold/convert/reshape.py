@@ -160,7 +160,6 @@ def average(sources: Sequence[CheckpointReader], output: Path) -> None:
 
     Args:
         sources: the checkpoints, oldest first
-        output: folder to write
     """
     shapes = logical_shapes(model_of(sources[-1]))
     files, tensors = write_weights(output, shapes, lambda name: mean(sources, name, shapes[name]))

@@ -150,7 +150,6 @@ def begin_texts_as_in_training(source: CheckpointReader, folder: Path, *, name: 
     would put before every prompt.
 
     Args:
-        source: the checkpoint
         folder: the export, which has the tokenizer's files
         name: the option that names the tokenizer, with its value, for a message
 

@@ -235,7 +235,6 @@ def token_bytes(tokenizer: Path, vocab_size: int) -> np.ndarray | None:
 
     Args:
         tokenizer: folder with tokenizer.json
-        vocab_size: number of ids
 
     Returns:
         None if the vocabulary is neither byte-level nor SentencePiece's (for example WordPiece,

@@ -178,7 +178,6 @@ class TrainingData:
         """Continue from where a run stopped; the next step reads the next sample.
 
         Args:
-            progress: the progress of the run
             dims: the layout of the next steps; None if it stays the same
         """
         self.progress = progress

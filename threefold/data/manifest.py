@@ -20,7 +20,6 @@ def read_manifest(folder: Path, *, advice: str = DELETE) -> dict[str, Any]:
     """Return the manifest of a corpus; empty for a corpus that Megatron's tools prepared.
 
     Args:
-        folder: folder of the corpus
         advice: end of the error message, which names a remedy
 
     Raises:
@@ -75,7 +74,6 @@ def few_tokens(part: str, tokens: int, options: dict[str, Any]) -> str:
 
     Args:
         part: train or validation
-        tokens: number of tokens of the part
         options: the options with which prepare_data.py made the corpus, as the manifest records
             them; empty for a corpus of Megatron's tools
     """

@@ -130,7 +130,6 @@ class CorpusOrder:
     """The window of each successive sample of a corpus.
 
     Args:
-        tokens: number of tokens of the corpus
         name: beginning of the keys of its permutations: the seed of the run and the number of the
             corpus, such as "1234/0"
     """
@@ -299,7 +298,6 @@ class Mixture:
 
     Attributes:
         sources: number of each corpus of the mixture
-        weights: weight of each corpus
         orders: number of a corpus -> its order, at the first sample of the part
         first: the first sample of the mixture, from which the shares of the corpora count
         before: samples of each corpus from `first` up to the start of the part
@@ -334,9 +332,7 @@ def mixture_after(
     """Return the mixture of a part of the data, which continues after the samples read before.
 
     Args:
-        plan: the phases of the run
         consumed_ranges: the samples read before
-        part: number of the part
         begin: the first sample of the part
         tokens: number of a corpus -> its tokens
 

@@ -56,7 +56,6 @@ def read_items(file: Path, limit: int | None = None) -> list[Item]:
     """Read the items of a task file.
 
     Args:
-        file: the file
         limit: maximum number of items; None: all
 
     Raises:
@@ -155,7 +154,6 @@ class TaskTokenizer:
     """Encodes contexts and continuations with the tokenizer of a recipe.
 
     Args:
-        folder: folder of the tokenizer
         name: the recipe's key that names the tokenizer, with its value, for messages
         start: tokens that begin each document in training, such as BOS
 

@@ -36,7 +36,6 @@ class Tasks:
     """The tasks of a recipe.
 
     Attributes:
-        tasks: the tasks
         requests: a request for each choice, task by task and item by item
         sequence_length: s
     """
@@ -173,8 +172,6 @@ def encode_task(task: TaskItems, tokenizer: TaskTokenizer, length: int) -> list[
     `HFLM._loglikelihood_tokens` of lm-evaluation-harness.
 
     Args:
-        task: the task
-        tokenizer: the tokenizer
         length: maximum number of tokens that the model reads
 
     Raises:

@@ -38,7 +38,6 @@ class ProcessGrid(PipelineParallelGrid):
             if the optimizer exchanges matrices between them; otherwise None
 
     Args:
-        dims: the sizes of the axes
         exchanges_matrices: the optimizer is Muon
     """
 
@@ -86,7 +85,6 @@ class ParallelAxes(ModelAxes):
     """All parallel axes of a rank.
 
     Attributes:
-        dims: the sizes of the axes
         grid: the process groups for DeepSpeed
         expert_data_group: the ranks that hold the same experts, if data ranks divide the experts
     """

@@ -63,10 +63,8 @@ class ShardedCreation:
     """Initializes and partitions the weights of a layer, as `SequentialModel` calls it.
 
     Args:
-        recipe: the recipe
         config: the DeepSpeed configuration of `build_deepspeed_config`
         axes: the parallel axes; a weight is divided among the data ranks
-        dtype: type of the weights
     """
 
     def __init__(
@@ -129,10 +127,7 @@ def build_from_recipe(
     """Build the process groups, the model, the optimizer and the engine; collective.
 
     Args:
-        recipe: the recipe
-        dims: the sizes of the parallel axes
         config: the DeepSpeed configuration of `build_deepspeed_config`
-        crumb: records the engine's current activity for hang reports
         lap: called with "model" when the model is built
     """
     axes = build_axes(recipe, dims)
@@ -189,8 +184,6 @@ def build_optimizer(
     """Build the optimizer of a rank, with the groups of `parameter_groups`.
 
     Args:
-        model: the result of `build_model`
-        recipe: the recipe
         config: the DeepSpeed configuration of `build_deepspeed_config`
     """
     settings = recipe.optimizer
@@ -219,12 +212,7 @@ def build_engine(
     """Build the DeepSpeed engine of a model, with our overrides, and wrap it.
 
     Args:
-        recipe: the recipe
-        axes: the parallel axes
         config: the DeepSpeed configuration of `build_deepspeed_config`
-        model: the result of `build_model`
-        optimizer: the result of `build_optimizer`
-        crumb: records the engine's current activity for hang reports
     """
     import_muon()
     allow_muon()

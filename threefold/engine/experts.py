@@ -61,7 +61,6 @@ def expert_report(
 
     Args:
         layers: this rank's layers with experts
-        model: the model
         tokens: tokens of the global batch
         replicas: number of ranks with the same part of the model
         micro_batches: number of micro-batches of a rank
@@ -142,7 +141,6 @@ def update_biases(
     Afterwards DeepSpeed copies them into the model, and to the other data ranks, like any weight.
 
     Args:
-        state: this rank's share of the training state
         counts: tokens of the global batch, by layer with experts and by expert
         first_layer: number of the first layer with experts
         amount: `model.experts.bias_update`

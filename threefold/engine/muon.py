@@ -48,7 +48,6 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         groups: the groups of `parameter_groups`
-        lr: learning rate
         betas: decay rates of AdamW's moments
         momentum: beta of Muon
     """

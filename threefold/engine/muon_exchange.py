@@ -29,7 +29,6 @@ class Shard:
     Attributes:
         fragment: the elements, and their place in the rank's flat tensors
         sharding: the declaration of the parameter
-        tensor_rank: rank along the tensor axis
     """
 
     fragment: Fragment
@@ -65,7 +64,6 @@ class Matrix:
     Attributes:
         shape: rows and columns
         flat: index of the flat tensor that holds the pieces, the same on all ranks
-        pieces: the pieces
     """
 
     shape: tuple[int, int]
@@ -122,7 +120,6 @@ def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Mat
 
     Args:
         shards: the shards of each rank of the group
-        tensor_size: number of tensor ranks
     """
     found: dict[tuple[str, int], Matrix] = {}
     for rank, own in enumerate(shards):
@@ -222,9 +219,7 @@ class MatrixExchange:
     previous round, the second one during the computation of the next round.
 
     Args:
-        state: this rank's share of the training state
         group: the ranks that hold one copy of the optimizer state of a stage; None: only this rank
-        tensor: the tensor axis
         dtype: type in which matrices are sent and orthogonalized
     """
 

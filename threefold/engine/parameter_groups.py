@@ -52,8 +52,6 @@ def rule_of(
     Args:
         name: logical name
         parameter: the parameter, whose declaration has its role
-        model: the model
-        settings: the optimizer's settings
     """
     place = place_of(name, sharding_of(parameter).role)
     algorithm: Algorithm = "muon" if place.role == "hidden" and settings.kind == "muon" else "adamw"
@@ -73,8 +71,6 @@ def rules_of(
 
     Args:
         parameters: pairs of logical name and parameter
-        model: the model
-        settings: the optimizer's settings
     """
     return {each: rule_of(name, each, model, settings) for name, each in parameters}
 
@@ -90,7 +86,6 @@ def parameter_groups(
 
     Args:
         model: a stage of a pipeline, or a model with all layers
-        rules: the rule of each parameter
         bucket: maximum number of elements of a bucket
     """
     if isinstance(model, Stage):

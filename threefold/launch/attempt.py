@@ -75,9 +75,7 @@ class Attempt:
     Args:
         number: number of the attempt, from 1
         lease: its name in the run folder
-        nodes: all nodes
         hosts: the hosts of the attempt, in the order of their ranks
-        placement: the layout
 
     Attributes:
         running: the ranks that have not ended, with their hosts

@@ -59,7 +59,6 @@ class Agent:
     """A connection to the agent of a node.
 
     Attributes:
-        host: name of the host
         process: ssh or srun
         heard_at: time of the last report, on the clock of time.monotonic
         machine: name of the machine, as the agent has reported it

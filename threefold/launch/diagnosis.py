@@ -36,7 +36,6 @@ class RankEnd:
 
     Attributes:
         rank: global rank
-        host: its host
         code: exit code, or the negative number of the signal that killed it
     """
 
@@ -312,7 +311,6 @@ class Failures:
     Attributes:
         limit: failures after which a host is left out; 0 for no limit
         hours: time after which a failure no longer counts
-        clock: returns the time
         of_nodes: host -> times of its failures
         broken: host -> time and reason, for hosts that are left out at once
         slow: host -> time; slow hosts are used after all others
@@ -356,7 +354,6 @@ class Failures:
         """Count a failure.
 
         Args:
-            diagnosis: its cause
             checkpoint: the later of the newest checkpoint's step and the step that the attempt
                 started from; 0 if there is neither
 
@@ -416,7 +413,6 @@ class GpuErrors:
     """The errors of GPUs during an attempt.
 
     Args:
-        failures: the failures of the run
         action: `cluster.on_gpu_error`
     """
 
@@ -459,7 +455,6 @@ class GpuErrors:
         """Return the errors of some hosts during the attempt, by host.
 
         Args:
-            hosts: the hosts
             severe: return the errors for which hosts are left out; otherwise, all others
         """
         found: dict[str, list[str]] = {}

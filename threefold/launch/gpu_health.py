@@ -153,7 +153,6 @@ def judge(number: int, gpu: str, text: str) -> GpuError | None:
 
     Args:
         number: the Xid
-        gpu: the GPU
         text: the rest of the line
     """
     if number == RECOVERY_ACTION:

@@ -266,7 +266,6 @@ def check_cluster(cluster: Cluster, slots: Slots) -> None:
     """Check that the hosts suffice for a [cluster] section.
 
     Args:
-        cluster: the section
         slots: the hosts; empty if they are unknown
 
     Raises:

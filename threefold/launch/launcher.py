@@ -41,13 +41,7 @@ from threefold.runtime.exits import HUNG, INTERRUPTED
 
 
 class Announcements:
-    """Prints what launch.py does, and records it in events.jsonl.
-
-    Args:
-        folder: the run folder
-        nodes: all nodes
-        minimum_nodes: `cluster.minimum_nodes`
-    """
+    """Prints what launch.py does, and records it in events.jsonl."""
 
     def __init__(self, folder: RunFolder, nodes: Nodes, minimum_nodes: int):
         self.folder, self.nodes, self.minimum_nodes = folder, nodes, minimum_nodes
@@ -91,8 +85,6 @@ class Announcements:
         """Announce the end of an attempt.
 
         Args:
-            attempt: the attempt
-            diagnosis: the cause of its end
             step: the later of the newest checkpoint's step and the step that the attempt started
                 from
             problem: the reason why the run is not restarted; "" if it is
@@ -137,7 +129,6 @@ class Announcements:
         """Announce the first wait for hosts that have not answered.
 
         Args:
-            hosts: these hosts
             seconds: longest time that launch.py waits for them
             is_short: True if the run cannot start without them
         """
@@ -178,8 +169,6 @@ class Launcher:
     Args:
         recipe: the recipe, with the user's overrides
         folder: the run folder, which this process has locked
-        command: how the ranks are started
-        replanner: finds the layouts
         list_hosts: returns the hosts, which may become more during the run
         connect: how a command is started on a host
     """
@@ -465,8 +454,6 @@ def agent_settings(recipe: Recipe, command: Command, token: str) -> AgentSetting
     """Return the settings of the agents.
 
     Args:
-        recipe: the recipe of the run
-        command: how the ranks are started
         token: name of the run
     """
     assert recipe.cluster

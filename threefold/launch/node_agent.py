@@ -120,7 +120,6 @@ class StandbyPool:
     Args:
         size: number of standby processes to keep
         run: name of the run, for the command lines of the processes
-        say: prints a message
 
     Attributes:
         variables: environment of the processes; None until launch.py has sent it
@@ -175,12 +174,7 @@ class StandbyPool:
     def wake(
         self, command: Sequence[str], variables: Mapping[str, str]
     ) -> "subprocess.Popen[bytes] | None":
-        """Turn a standby process into a rank; return None if there is none.
-
-        Args:
-            command: the command of the rank
-            variables: its environment variables
-        """
+        """Turn a standby process into a rank; return None if there is none."""
         while self.ready:
             process = self.ready.pop()
             assert process.stdin and process.stdout

@@ -20,7 +20,6 @@ class Nodes:
     Args:
         list_hosts: returns the names of the hosts, which may become more during the run
         connections: the connections, at first none
-        failures: the failures of the run, which grow during the run
         node_seconds: time without a sign of life after which a host is lost
         distinct: reject hosts that are the same machine under two names
 

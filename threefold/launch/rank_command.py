@@ -37,8 +37,6 @@ def rank_command(
 
     Args:
         options: the options of launch.py
-        recipe: the recipe of the run
-        folder: the run folder
         file: the recipe, with the user's overrides
         shares_machine: all nodes are this machine
 

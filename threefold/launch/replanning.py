@@ -23,7 +23,6 @@ class Placement:
     """The nodes of an attempt and the layout of the run on them.
 
     Attributes:
-        nodes: number of nodes
         overrides: the values of --set that select the layout, after those of the user
         layout: the layout, for messages
         step_seconds: predicted duration of a step
@@ -45,7 +44,6 @@ class Replanner:
     """Finds layouts of a recipe for other numbers of nodes, and caches the result for each number.
 
     Args:
-        file: the recipe
         overrides: the user's values of --set
     """
 
@@ -150,7 +148,6 @@ def _options_of_phases(recipe: Recipe, plan: Plan) -> list[str]:
 
     Args:
         recipe: the recipe, with its phases
-        plan: the layout
     """
     found = []
     for phase in recipe.phase:

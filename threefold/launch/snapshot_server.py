@@ -62,7 +62,6 @@ class ServerProcess:
     Attributes:
         process: the server; it ends when its standard input is closed
         folder: the folder of the node's snapshots
-        port: the TCP port of the server
         secret: what requests must know
     """
 
@@ -291,7 +290,6 @@ class Server(ThreadingHTTPServer):
     """A server on a socket that already listens, with a thread per connection.
 
     Args:
-        listening: the socket
         folder: the folder of the node's snapshots
         secret: what requests must know
         connections: limits of the connections

@@ -324,8 +324,6 @@ class ScheduledEngine(PipelineEngine):
 
     Args:
         stage: this rank's part of the model
-        optimizer: the optimizer of its parameters
-        config: the DeepSpeed configuration
         boundary: the tensors that pass from one chunk to the next
         shard_gradients: keep only this rank's shard of the gradients, as ZeRO-2 does
     """

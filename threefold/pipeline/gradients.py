@@ -88,8 +88,6 @@ class ShardedReduction:
         """Begin to sum a bucket, which must not be read or changed any more.
 
         Args:
-            number: number of the bucket
-            flat: its gradients on this rank
             is_last: no other sum of the bucket follows in the step
         """
         if self.sizes[number] == 1:
@@ -228,7 +226,6 @@ class Bucket:
     """The parameters of an optimizer group, whose gradients form one flat tensor.
 
     Attributes:
-        number: number of the group
         starts: index of the first element of each parameter in the flat tensor
         weights: the flat tensor of the weights, which has the same size
     """
@@ -374,8 +371,6 @@ class FlatGradients(ABC):
         """Treat the gradients of the coming pass as complete for its group of micro-batches.
 
         Args:
-            kind: kind of the pass
-            chunk: chunk of the pass
             is_last: no other pass of this kind follows in the step
         """
         self.is_last = is_last
@@ -545,7 +540,6 @@ def gradients_of(
     """Return the kind of flat gradients that an engine's optimizer needs.
 
     Args:
-        engine: the engine
         chunks: the parameters of each chunk, without tied ones, in the order of the layers
         sharded: ZeRO-2
     """

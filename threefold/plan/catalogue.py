@@ -168,7 +168,6 @@ def family_lines(
     Args:
         family: the members, the smallest model first
         days: limit of the duration
-        links: links that differ from the GPU's datasheet
         options: options of the command that also apply to a plan of the named model
     """
     yield (

@@ -66,7 +66,6 @@ def goodput(interval_seconds: float, costs: FaultCosts, failures_per_day: float)
 
     Args:
         interval_seconds: time of the steps between two saves, above 0
-        costs: the times that saves and failures cost
         failures_per_day: failures of the whole run, at least 0
     """
     period = _period(interval_seconds, costs)
@@ -89,7 +88,6 @@ def _log_kept(interval_seconds: float, costs: FaultCosts, rate: float) -> float:
 
     Args:
         interval_seconds: time of the steps between two saves, above 0
-        costs: the times that saves and failures cost
         rate: failures per second
     """
     exponent = rate * _period(interval_seconds, costs)
@@ -104,8 +102,6 @@ def best_interval(
     """Return the number of steps between saves that keeps most of the time.
 
     Args:
-        step_seconds: duration of a step
-        costs: the times that saves and failures cost
         failures_per_day: failures of the whole run, above 0
         max_steps: the largest number of steps, at least 1
 
@@ -233,10 +229,8 @@ class GoodputCase:
     """A recipe and the failures that its goodput is predicted for.
 
     Attributes:
-        recipe: the recipe
         step_seconds: predicted duration of a step
         costs: the times that saves and failures cost, without snapshots
-        snapshots: the costs of snapshots in memory
         failures_per_day: failures of the whole run
     """
 

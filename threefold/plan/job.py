@@ -56,9 +56,6 @@ class Machine:
     def of_cluster(cls, cluster: Cluster, links: LinkOverrides | None = None) -> "Machine":
         """Return the machine of a recipe's [cluster] section.
 
-        Args:
-            links: links that differ from the GPU's datasheet
-
         Raises:
             UserError: the GPU is not known.
         """

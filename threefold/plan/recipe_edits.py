@@ -66,7 +66,6 @@ def in_layout(recipe: Recipe, plan: Plan, origin: str) -> Recipe:
     """Return a copy of the recipe in a plan's layout.
 
     Args:
-        plan: a layout for it
         origin: name for error messages
     """
     table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)

@@ -342,8 +342,6 @@ class PhaseRow:
     """The predictions for a phase, or for the part of it with one batch size.
 
     Attributes:
-        phase: name of the phase
-        first_step, last_step: its steps
         sequence_length: tokens of a sequence
         global_sequences: sequences of a step
         layout: sizes of the axes that have more than one rank
@@ -377,7 +375,6 @@ def phase_rows(
     """Return the predictions for each segment of a run.
 
     Args:
-        plan: the phases of the run
         software: the software that the times are predicted for
         adjust: applies a calibration to a job
     """

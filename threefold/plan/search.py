@@ -483,7 +483,6 @@ def members(
         overrides: values of --set, for all recipes
         calibrate: function that adjusts a job to measured runs
         headroom: share of the GPU memory that a layout leaves free
-        links: links that differ from the GPU's datasheet
         warn: called with one line about each recipe of the family that is not valid
 
     Raises:

@@ -57,7 +57,6 @@ def join(
     hashed when they were written.
 
     Args:
-        tokenization: the tokenization of the pieces
         pieces: all pieces of the source, in order
         output: folder of the corpus, which is deleted and created again
         facts: further entries of the manifest
@@ -128,7 +127,6 @@ def divide(tokenization: Tokenization, folder: Path, report: Report) -> tuple[Pa
     """Divide the only document of a corpus by tokens: its end is the validation part.
 
     Args:
-        tokenization: the tokenization of the piece
         folder: the finished piece that holds the document
         report: the counts of this piece
 
@@ -257,8 +255,6 @@ def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Ite
     """Compare a corpus with its manifest; yield a message for each difference.
 
     Args:
-        corpus: folder of the corpus
-        threads: number of threads that hash files
         only_sizes: compare the sizes of the token files, and read no file but the manifest
 
     Raises:

@@ -311,7 +311,6 @@ def cut(formats: Sequence[Format], name: str) -> list[NumberedPiece]:
     TARGET_PIECES pieces, or one per file if it has more files.
 
     Args:
-        formats: readers of the source
         name: the option that names the source, with its values, for a message
 
     Raises:

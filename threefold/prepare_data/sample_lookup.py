@@ -28,7 +28,6 @@ def sample_lines(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterato
     """Yield a line per sample of a step: corpus, window, tokens, documents and their token ranges.
 
     Args:
-        recipe: recipe of the run
         run: run folder, which records changed batch sizes and rollbacks
         step: number of the step, from 1
         text: also yield the beginning of each window's text

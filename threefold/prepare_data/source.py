@@ -104,7 +104,6 @@ def open_validation(
     """Return the formats that read the validation part; none if it is a share of the documents.
 
     Args:
-        options: the options of the command
         reading: how the training part is read
         training: the formats that read the training part
 

@@ -33,7 +33,6 @@ def make_items(corpus: Path, make: ItemMaker, *, count: int) -> list[dict[str, A
     Args:
         corpus: folder of a corpus that prepare_data.py has written
         make: `next_line` or `last_word`
-        count: number of items
 
     Raises:
         UserError: the corpus is missing, or its documents make fewer items.
@@ -59,7 +58,6 @@ def next_line(lines: list[str], number: int, random: np.random.Generator) -> dic
     """Return an item that asks which of four lines of a document comes next.
 
     Args:
-        lines: the lines of the document
         number: the line that comes next, from 1
         random: chooses the wrong lines and the order
 
@@ -127,7 +125,6 @@ def items_of_samples(file: Path, delimiter: str | None) -> list[dict[str, Any]]:
     log-likelihoods by the length of the choices without it.
 
     Args:
-        file: the file
         delimiter: delimiter at the start of each continuation; None: a space if all continuations
             of the file begin with a space, otherwise nothing
 

@@ -277,7 +277,6 @@ def check_parts(
     kept.
 
     Args:
-        formats: readers of the source
         pieces: all pieces, in order
         fraction: share of the documents that is held out
         held_out: numbers of the formats whose documents are the validation part

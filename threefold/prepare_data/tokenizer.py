@@ -113,8 +113,6 @@ def plan_tokenization(
     """Return the settings with which a tokenizer tokenizes the documents of a source.
 
     Args:
-        formats: readers of the source
-        tokenizer: folder of the tokenizer
         name: the option that names the tokenizer, with its value, for a message
         validation_fraction: share of the documents that is held out
         held_out: numbers of the formats whose documents are the validation part

@@ -112,7 +112,6 @@ def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
     """Lock the workspace against other processes; keep its finished pieces after an error.
 
     Args:
-        workspace: the folder to lock
         shared: take a shared lock, as the processes of all shards do
 
     Raises:
@@ -162,7 +161,6 @@ def _keep_finished(workspace: Path, *, shared: bool, needs_documents: bool) -> s
     """Remove the unfinished corpus, and return a message about what is left to resume from.
 
     Args:
-        workspace: the folder of the preparation
         shared: True if other processes may be using the folder
         needs_documents: True if the same command would fail again without more documents
 

@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     """Roll back to the last checkpoint, and continue with the data that follows a step; collective.
 
-    Args:
-        run: the objects of the run
-        step: the bad step
-        reason: the problem with the step
-
     Returns:
         The step to continue after, with an ending if the ranks have to start again for an earlier
         phase; or `step` and an ending, if the run cannot roll back.
@@ -147,13 +142,7 @@ MAX_WEIGHTS_IN_MESSAGE = 8
 
 
 def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
-    """Handle bad numbers, compare replicas, save and stop, each only if it is due; collective.
-
-    Args:
-        run: the objects of the run
-        step: the step that is done
-        metrics: the metrics of the step
-    """
+    """Handle bad numbers, compare replicas, save and stop, each only if it is due; collective."""
     bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
     own_severity = bad.severity if bad else Severity.GOOD
     stop_request, severity, saving = run.supervisor.agree(
@@ -189,9 +178,6 @@ def handle_bad_step(
     """Skip a step with bad numbers, or roll back; collective.
 
     Args:
-        run: the objects of the run
-        step: the step that is done
-        metrics: the metrics of the step
         bad: the judgement of this rank, if the step is bad on this rank
         severity: the worst severity of all ranks
 
@@ -255,9 +241,6 @@ def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) ->
     """Begin to save; return the end of the run if this or an earlier save fails; collective.
 
     Args:
-        run: the objects of the run
-        step: the step that is done
-        metrics: the metrics of the step
         ends_process: True if a rank was asked to stop, so that no step follows
     """
     ends_process = ends_process or step == run.last_step_of_engine

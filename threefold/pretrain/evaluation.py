@@ -76,12 +76,7 @@ def _accuracy(items: Sequence[Item], values: np.ndarray, firsts: np.ndarray) -> 
 
 
 class Evaluator:
-    """Computes the metrics of validation and of tasks.
-
-    Args:
-        engine: the engine of the run
-        data: this rank's data
-    """
+    """Computes the metrics of validation and of tasks."""
 
     def __init__(self, engine: Engine, data: TrainingData):
         self.engine, self.data = engine, data

@@ -40,7 +40,6 @@ def exit_on_user_error(world: LaunchEnvironment, origin: str = "") -> Iterator[N
     print its message, and print their own only if they are still running after that.
 
     Args:
-        world: the ranks of the run
         origin: recipe file and overrides, for the beginning of the message
     """
     try:
@@ -59,7 +58,6 @@ class Experiment:
     """A validated recipe, and the settings that follow from it on the ranks of the launcher.
 
     Attributes:
-        world: the ranks, as this process sees them
         plan: the phases of the whole recipe, with the overrides of the command line
         recipe: the plain recipe of the phase that the ranks train
         origin: the recipe's file and the overrides, for messages
@@ -120,8 +118,6 @@ def check_phases(
     """Check every phase of a recipe on the ranks of the launcher, and return the first one.
 
     Args:
-        world: the ranks
-        plan: the phases of the recipe
         name: the recipe's file and the overrides
         has_gpu: False if the ranks certainly run on CPUs
 
@@ -143,7 +139,6 @@ def machine_of(experiment: Experiment, device: str) -> Machine | None:
     """Return the machine of a run for the planner; None if its GPU has no datasheet.
 
     Args:
-        experiment: the experiment of the run
         device: the driver's name of this rank's GPU; "cpu" on a CPU
 
     Raises:

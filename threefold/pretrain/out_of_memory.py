@@ -125,7 +125,6 @@ def alternative(recipe: Recipe, machine: Machine) -> Alternative | None:
 
     Args:
         recipe: the recipe in the layout that ran out of memory
-        machine: the GPUs of the run
 
     Returns:
         The same layout with more recomputation if that saves enough memory. Otherwise the layout
@@ -170,12 +169,7 @@ class Account:
 
 @contextlib.contextmanager
 def out_of_memory_explained(experiment: Experiment, handle: RunHandle) -> Iterator[Account]:
-    """End this rank with one message for all ranks if memory runs out within this context.
-
-    Args:
-        experiment: the experiment of the run
-        handle: the run folder and the supervision of this rank
-    """
+    """End this rank with one message for all ranks if memory runs out within this context."""
     account = Account()
     snapshot = experiment.recipe.tracking.memory_snapshot and on_gpu()
     if snapshot:
@@ -202,8 +196,6 @@ def report(
     """Print and record the message; if another rank has begun to, refer to its message.
 
     Args:
-        experiment: the experiment of the run
-        handle: the run folder and the supervision of this rank
         engine: the engine, or None if memory ran out before it was built
         error: the error of the allocator
     """

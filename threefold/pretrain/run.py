@@ -32,7 +32,6 @@ class Run:
 
     Attributes:
         recipe: the plain recipe of the step for which the engine was built
-        plan: the phases of the run
         last_step_of_engine: the last step before a phase that needs another engine, or of the run
         snapshots: takes snapshots in the memory of the nodes; None if the run takes none
         find_start: finds the newest checkpoint of the run, for a rollback; collective
@@ -76,7 +75,6 @@ class RunEnd:
     """The end of a run, or of an engine before the ranks start again for another phase.
 
     Attributes:
-        code: the exit code
         reason: the reason; empty if every step is done
         step: the step after which the ranks start again with the engine of another phase; 0 if the
             run ends

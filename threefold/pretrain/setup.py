@@ -138,9 +138,6 @@ def join(
     """Join the process group, supervise this rank, and lock the run folder; collective.
 
     Args:
-        experiment: the experiment of the run
-        folder: the run folder
-        startup: the stopwatch of the start-up
         wait_seconds: time to wait for the lock if its holder shows no sign of life
 
     Raises:
@@ -215,9 +212,6 @@ def find_resume_point(
     """Find the point at which the run starts or resumes, without changing anything; collective.
 
     Args:
-        experiment: the experiment of the run
-        handle: the run folder and the supervision of this rank
-        data: the corpora of the run
         resume: the option `--resume`
         resume_once: the option `--resume-once`
 
@@ -304,12 +298,9 @@ def open_run(
     """Open the checkpoint writer, the tracker and the handling of signals; collective.
 
     Args:
-        experiment: the experiment of the run
-        handle: the run folder and the supervision of this rank
         engine: the engine, with the weights of `start`
         data: the corpora, at the position of `start`
         start: the point at which the run starts or resumes
-        startup: the stopwatch of the start-up
     """
     recipe, dims, folder = experiment.whole_recipe, experiment.dims, handle.folder
     found, rank, size = start.found, experiment.world.rank, experiment.world.size
@@ -402,9 +393,7 @@ def open_snapshots(
     """Return the writer of snapshots, or None if the run takes none; collective.
 
     Args:
-        experiment: the experiment of the run
         handle: the snapshots of this node
-        writer: the writer of the run's checkpoints
         step: the last completed step
     """
     if handle.memory is None:

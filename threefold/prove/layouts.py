@@ -151,7 +151,6 @@ def only(cases: Sequence[ProofCase], chosen: Mapping[str, Sequence[str]]) -> lis
     """Return the cases that have the chosen settings.
 
     Args:
-        cases: the cases
         chosen: values by the name of a setting; a case needs one of the values of each name
 
     Raises:

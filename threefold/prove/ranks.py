@@ -177,7 +177,6 @@ def run_cases(
     A case that fails ends its world; the remaining cases continue in a new world.
 
     Args:
-        cases: the cases
         ranks: maximum number of processes at a time
         seconds: time limit of a case
         relay: folder through which each case passes the run to the next; all cases then have the
@@ -250,7 +249,6 @@ def _rank(
 
     Args:
         settings: rank, port, log, and the checkout that the rank must have imported
-        cases: the cases
         relay: the folder of a relay; None: the cases are trained independently
         report: connection to the process that started the ranks
     """

@@ -32,7 +32,6 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     its remainder modulo 64, and an odd number of layers stays odd.
 
     Args:
-        recipe: the recipe
         ranks: size of the largest world
         layers: maximum number of layers, or one more to keep an odd number odd
         steps: number of training steps
@@ -164,8 +163,6 @@ def write_corpus(folder: Path, vocab_size: int, *, validation_tokens: int = 4000
     """Write training and validation files of noisy arithmetic sequences, and a dummy tokenizer.
 
     Args:
-        folder: folder to create
-        vocab_size: number of different tokens
         validation_tokens: minimum number of validation tokens; training has five times as many
     """
     rounds = -(-validation_tokens // sum(DOCUMENT_TOKENS))

@@ -154,7 +154,6 @@ def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
     """Return this tensor rank's part of an optimizer state of all weights that have it; collective.
 
     Args:
-        engine: the engine
         kind: "fp32" for the fp32 weights, or a kind of `checkpoint/state.py`
     """
     optimizer = engine.wrapped.optimizer

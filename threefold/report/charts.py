@@ -76,7 +76,6 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
     """Return the panels of the metrics that at least one run has.
 
     Args:
-        runs: the runs of the report
         plans: predictions by index of the run
     """
     names = list(dict.fromkeys(
@@ -223,8 +222,6 @@ def positions(
 
     Args:
         steps: kept or abandoned steps of the run
-        run: the run
-        axes: the axes of the page
         chosen: indices of the steps
     """
     tokens = steps.column("tokens")[chosen]
@@ -283,7 +280,6 @@ class Scene:
     """The runs and what all figures share.
 
     Attributes:
-        runs: the runs of the report
         marks: the marks of each run
         axes: the x axes
         x_range: the x range of all figures, so that zooming one zooms all

@@ -564,7 +564,6 @@ def serve(watcher: Watcher, *, port: int, seconds: float) -> None:
     """Serve a page on this machine until its runs end or the user presses Ctrl-C.
 
     Args:
-        watcher: the page
         port: port to listen on; 0: a free port
         seconds: interval at which the runs are checked
 

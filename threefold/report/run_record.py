@@ -171,7 +171,6 @@ class RunRecord:
     """The record of a run.
 
     Attributes:
-        path: the run folder
         name: shown in the report, and different for each of the runs
         steps: the steps that were kept
         abandoned: the branches that were not kept; each begins on the kept curve

@@ -27,8 +27,6 @@ class Prediction:
 
     Attributes:
         gpu: name of the datasheet
-        ranks: number of ranks
-        step_seconds: duration of a step
         tokens_per_second: throughput of all ranks
         mfu: model FLOP/s as a share of the GPU's peak
         tflops_per_gpu: model TFLOP/s per GPU, without recomputation
@@ -52,7 +50,6 @@ def predict(record: RunRecord, gpu: str | None) -> Prediction:
     """Predict the speed and the memory of a run.
 
     Args:
-        record: the record of the run
         gpu: name of a datasheet; None for the GPU that the recipe names or the metrics imply
 
     Raises:

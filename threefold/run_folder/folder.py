@@ -42,7 +42,6 @@ class RunFolder:
     """`runs/<name>/`: recipe.toml, metrics.jsonl, events.jsonl, checkpoints/, wandb/.
 
     Args:
-        path: the folder
         attempt: the attempt of launch.py that this process belongs to; empty for a run without
             launch.py, which locks the folder itself
         lock: `lock_descriptor`, if this process held the lock before it replaced itself

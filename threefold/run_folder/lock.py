@@ -54,7 +54,6 @@ class FolderLock:
     """A lock on a folder, held by this process until it ends or releases it.
 
     Args:
-        folder: the folder
         inherited: the descriptor of the lock, if this process held it before it replaced itself
             with another program (`execve`); NO_DESCRIPTOR if it held it without flock
     """
@@ -336,7 +335,6 @@ class Lease:
     It takes the place of the folder's lock (`FolderLock`), which launch.py holds.
 
     Args:
-        folder: the run folder
         attempt: name of the attempt that this process belongs to
     """
 

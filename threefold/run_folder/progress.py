@@ -12,7 +12,6 @@ class LeftPart(NamedTuple):
     """A part of the data that a run has left.
 
     Attributes:
-        part: number of the part
         samples: number of samples that the run had read when it left the part
     """
 
@@ -27,7 +26,6 @@ class ConsumedRange(NamedTuple):
     """Successive samples that belong to one part of the data.
 
     Attributes:
-        part: number of the part
         first, stop: the run's samples first .. stop - 1
     """
 

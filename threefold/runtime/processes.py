@@ -192,7 +192,6 @@ def check_machine(
     """Check that this machine and the launcher's settings fit the recipe.
 
     Args:
-        world: rank and number of ranks, as set by the launcher
         precision: "fp32", "bf16" or "fp16"
         compile: the recipe's `training.compile`
         deterministic: the recipe's `training.deterministic`
@@ -272,7 +271,6 @@ def start_processes(
     """Join the process group; a single process does not need MASTER_ADDR.
 
     Args:
-        world: rank and number of ranks, as set by the launcher
         deterministic: use only algorithms whose results are reproducible bit for bit
         patience_seconds: time that supervision waits for progress; None for no limit
         keeps_memory: on CPUs, reuse freed memory as `keep_memory` does

@@ -243,7 +243,6 @@ class Breadcrumb:
 
     Attributes:
         step: the current step; 0 during start-up
-        doing: the activity
         micro_batch: the micro-batch that the activity works on, if any
         count: number of activities so far
         patient: True while the rank waits for a disk, however long that takes; the rank does not
@@ -331,7 +330,6 @@ class HangReport:
     Every method may fail or block, because the file system may be the cause of the hang.
 
     Args:
-        folder: the folder
         names: names of all ranks, for messages
         fresh_seconds: a file more than this many seconds older than the newest one is from an
             earlier hang

@@ -25,7 +25,6 @@ class ReplicaGroup:
 
     Attributes:
         kind: name of the ranks for messages, such as "tensor ranks"
-        group: this rank's process group
         tensors: (logical name, this rank's replica), in the same order on all ranks of the group
     """
 
@@ -41,7 +40,6 @@ def diverged_replicas(groups: Iterable[ReplicaGroup], device: torch.device) -> l
     all-reduce of one number, and an all-gather of the sentences if there are any.
 
     Args:
-        groups: the groups of this rank
         device: the device of the world's process group
     """
     found = [sentence for group in groups for sentence in _compare(group)]

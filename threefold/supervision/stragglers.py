@@ -15,7 +15,6 @@ def relative_times(seconds: Sequence[float], dims: ParallelDims) -> dict[int, fl
 
     Args:
         seconds: time in forward passes, by rank
-        dims: the layout of the ranks
 
     Returns:
         The relative times, by the first rank of each group.
@@ -41,7 +40,6 @@ def slow_groups(relative: Mapping[int, float], dims: ParallelDims, limit: float)
 
     Args:
         relative: the result of `relative_times`
-        dims: the layout of the ranks
         limit: the relative time above which a group is slow
     """
     size = dims.lockstep_size
@@ -52,7 +50,6 @@ def describe(group: range, relative: Mapping[int, float], hosts: Sequence[str]) 
     """Return a sentence about a slow group.
 
     Args:
-        group: the ranks of the group
         relative: the result of `relative_times`
         hosts: names of the nodes, by rank
     """

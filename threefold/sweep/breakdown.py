@@ -39,7 +39,6 @@ class PartClock:
     streams, such as overlapped collectives, counts only if the stream of the passes waits for it.
 
     Attributes:
-        device: the device of this rank
         seconds: part -> seconds since the beginning of the step
     """
 
@@ -113,7 +112,6 @@ class CountedCollectives:
 
     Args:
         engine: the engine whose groups are counted
-        clock: counts the time
     """
 
     def __init__(self, engine: Engine, clock: PartClock):

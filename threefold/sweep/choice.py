@@ -34,7 +34,6 @@ class Request:
     """The trials that a user asks for.
 
     Attributes:
-        recipes: files
         settings: values of --set; commas separate the values of a grid
         nodes: numbers of nodes; None for the recipe's [cluster]
         gpus_per_node: numbers of GPUs per node; None for the recipe's [cluster]

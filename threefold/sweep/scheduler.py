@@ -29,8 +29,6 @@ class Scheduler:
     """Measures trials in worlds that it starts and replaces.
 
     Attributes:
-        folder: the sweep folder
-        launcher: starts the ranks
         seconds_per_trial: time limit of a trial; None: derived from the plan
         measured_seconds: duration of all steps so far
     """
@@ -148,7 +146,6 @@ def repeat(
     Args:
         begin_round: called at the start of every round, as in `measure_all`; the trials to measure
             include those of later rounds
-        rounds: number of rounds
     """
     folder = scheduler.folder
     in_rounds = [[trial.in_round(n) for trial in trials] for n in range(1, rounds + 1)]

@@ -189,9 +189,6 @@ def summarize(
     """Print the results of a finished run, from its metrics; on rank 0.
 
     Args:
-        recipe: the recipe of the run
-        folder: the run folder
-        world: the ranks
         found: the checkpoint from which the run would resume; None at the end of training
     """
     if world.rank != 0:

@@ -20,7 +20,6 @@ class Meter:
 
     Args:
         recipe: the recipe of the run, with its phases
-        world_size: number of ranks
         precision: "fp32", "bf16" or "fp16"
         device_name: "cpu", or the name of the GPU
     """
@@ -37,11 +36,8 @@ class Meter:
         """Return the metrics of the newest step.
 
         Args:
-            progress: progress of the run after the step
             loss: mean loss of the global batch, in nats per token
             grad_norm: gradient norm before clipping
-            learning_rate: learning rate of the step
-            seconds: duration of the step
             experts: use of the experts; None for a dense model
 
         Returns:

@@ -181,9 +181,6 @@ class StepProfiler:
     """Profiler of the step that `tracking.profile_step` selects.
 
     Args:
-        engine: the engine of this rank
-        recipe: the recipe of the run
-        folder: the run folder
         precision: "fp32", "bf16" or "fp16"
         show: function that gets the step, the name and the file of the table of operations
     """

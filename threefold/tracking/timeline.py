@@ -32,10 +32,6 @@ class TimelineRecorder:
     """Recorder of the steps that `tracking.timeline_step` and `timeline_steps` select.
 
     Args:
-        engine: the engine of this rank
-        recipe: the recipe of the run
-        dims: the layout of the ranks
-        folder: the run folder
         show: function that gets the step, the name and the file of the picture; called on rank 0
         last_step: the last step that the engine runs; None: the last step of the recipe
     """

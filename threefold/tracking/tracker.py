@@ -125,9 +125,6 @@ def open_tracker(
     """Open a tracker on rank 0 and a silent one on the other ranks; close it in any case.
 
     Args:
-        recipe: the recipe of the run
-        folder: the run folder
-        rank: the rank of this process
         start: the point at which the run resumes; step 0 if it starts
         changed: keys of the recipe that have changed since the checkpoint was saved
         in_memory: True if the run resumes from a snapshot in the memory of the nodes

@@ -25,8 +25,6 @@ def check_wandb(recipe: Recipe, folder: Path, *, keeps_id: bool) -> None:
     """Check the settings of Weights & Biases before the engine is built.
 
     Args:
-        recipe: the recipe of the run
-        folder: the run folder
         keeps_id: the run continues the W&B run that the folder names
 
     Raises:

@@ -162,7 +162,6 @@ class Picture:
     """A picture or a text about a step, in a file of the run folder.
 
     Attributes:
-        step: the step
         name: name of the panel in W&B
         file: an SVG or text file
     """
@@ -187,7 +186,6 @@ class SavedCheckpoint:
 
     Attributes:
         step: the step after which it was saved
-        folder: its folder
     """
 
     step: int
@@ -258,8 +256,6 @@ class WandbThread:
     """A thread that sends metrics, alerts, pictures and checkpoints to Weights & Biases.
 
     Args:
-        recipe: the recipe of the run
-        folder: the run folder
         facts: facts about this start of the run, for its configuration and its summary
         predicted: returns the planner's predictions for a step, by the name of the metric; sent as
             "planned/..." with the metrics of each step, and, when they change, as configuration

@@ -42,8 +42,6 @@ class Server:
     """The server of a node's snapshots (threefold/launch/snapshot_server.py).
 
     Attributes:
-        node: name of the node
-        port: its TCP port
         secret: without it, the server does not answer
         address: host name or IP address of the server
     """
@@ -194,9 +192,6 @@ class Client:
 
     A process keeps MAX_CONNECTIONS connections at most, because the files of a large run are spread
     over a thousand nodes.
-
-    Args:
-        server: the server
     """
 
     _open: ClassVar[OrderedDict["Client", http.client.HTTPConnection]] = OrderedDict()
@@ -245,8 +240,6 @@ class Client:
         """Return the SHA-256 of a file, which the node computes, in hexadecimal.
 
         Args:
-            snapshot: name of the snapshot
-            file: name of the file
             size: of the file, in bytes; decides how long to wait
 
         Raises:

@@ -98,7 +98,6 @@ class Candidate:
     """A snapshot of which every file is on a node that answers.
 
     Attributes:
-        name: its name
         manifest: the bytes of its manifest, verified
         holders: file -> the nodes that have it
     """
@@ -120,8 +119,6 @@ def find_snapshot(
     """Find the newest snapshot that can be loaded; collective, and the same on all ranks.
 
     Args:
-        memory: the snapshots of this node
-        recipe: the recipe of the run
         data: fingerprints of corpora and tokenizer
         history: the history of the run; snapshots of abandoned steps are not used
         at_least: step of the newest checkpoint on the disk; older snapshots are not used

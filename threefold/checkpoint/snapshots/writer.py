@@ -54,7 +54,6 @@ class Partners:
     """The ranks with which this rank exchanges copies; the constructor is collective.
 
     Args:
-        ranks_per_node: number of ranks on each node
         timeout: time limit of each message
     """
 
@@ -141,11 +140,8 @@ class SnapshotWriter:
     taken. The constructor is collective.
 
     Args:
-        writer: the writer of the run's checkpoints
-        memory: the snapshots of this node
         every: steps between snapshots
         step: the last completed step
-        ranks_per_node: number of ranks on each node
     """
 
     def __init__(

@@ -315,8 +315,6 @@ def owner_seconds(
     the most expensive ones first, to the rank with the least work so far.
 
     Args:
-        precision: precision of the matmuls
-        matrices: the matrices of a stage
         ranks: ranks that share the work
         layers: number of layers of the stage, which have equal matrices
     """
@@ -351,7 +349,6 @@ def newton_schulz_seconds(gpu: Gpu, precision: str, shape: tuple[int, int], coun
     """Return the seconds in which a rank orthogonalizes a matrix.
 
     Args:
-        precision: precision of the matmuls
         shape: rows and columns
         count: number of matrices of this shape per rank, which share kernels
     """

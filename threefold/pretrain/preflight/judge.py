@@ -39,7 +39,6 @@ class Finding:
 
     Attributes:
         severity: what is wrong
-        measure: the measure
         ranks: the global ranks, on one node unless the severity is SHARED
         value: the measured value, in unit(measure); None for a broken device
         median_of_others: the median of the others, in unit(measure)
@@ -105,7 +104,6 @@ class RankLayout:
 
     Attributes:
         per_node: ranks of each node
-        dims: the sizes of the parallel axes
     """
 
     per_node: int
@@ -209,7 +207,6 @@ def scopes(world_size: int, per_node: int, stages: int) -> list[Scope]:
     measured. Stages get pairs of their own only if they are not neighbouring nodes anyway.
 
     Args:
-        world_size: number of ranks
         per_node: ranks of each node
         stages: pipeline stages
     """
@@ -318,9 +315,7 @@ def planned(
     """Return the planner's numbers.
 
     Args:
-        dims: the layout of the ranks
         machine: the GPUs of the run; None if they have no datasheet
-        precision: precision of the matmuls
         matmul_size: rows, columns and inner dimension of the measured matmul
         links: the links of a rank, for the sizes of the messages
     """
@@ -371,7 +366,6 @@ def judge(
     Args:
         devices: the device of each rank
         links: the links of each rank; empty if they were not measured
-        planned: the planner's numbers
         ratio: a rank is slow if its value times `ratio` is below the median of the others
         spares: number of spare nodes
     """

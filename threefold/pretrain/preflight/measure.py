@@ -61,7 +61,6 @@ def timed(
     """Return the time of a call in seconds, after a warm-up.
 
     Args:
-        call: the call
         calls: number of calls that are timed together, so that reading the clock does not matter
         repetitions: number of times that the calls are timed
         choose: chooses one of these times
@@ -172,7 +171,6 @@ def wrong_rows(
     Args:
         size: rows, columns and inner dimension of the matrices
         precision: "fp32", "bf16" or "fp16"
-        multiply: the matmul
     """
     generator = torch.Generator(device).manual_seed(0)
 

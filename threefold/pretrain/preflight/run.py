@@ -73,7 +73,6 @@ def warnings(verdict: Verdict, hosts: Sequence[str]) -> list[str]:
     At most MAX_IN_MESSAGE findings are in the list.
 
     Args:
-        verdict: the judgement
         hosts: name of the host of each rank
     """
     found = [f"preflight: {sentence(finding, hosts)}" for finding in verdict.findings]
@@ -136,9 +135,7 @@ def event(
     """Return the facts of the event `preflight`, at most MAX_IN_MESSAGE findings of them.
 
     Args:
-        verdict: the judgement
         hosts: name of the host of each rank
-        seconds: duration of the preflight
     """
     facts: dict[str, Any] = {
         "seconds": round(seconds, 3),
@@ -194,11 +191,7 @@ def check_nodes(
     node by a spare one.
 
     Args:
-        experiment: the experiment of the run
-        handle: the run folder and the supervision of this rank
-        axes: the parallel axes of the run
         step: the last step that is done
-        startup: the stopwatch of the start-up
     """
     recipe, world = experiment.recipe, experiment.world
     if not is_wanted(recipe.supervision.preflight):
@@ -236,15 +229,9 @@ def hang_limit(supervisor: Supervisor) -> Iterator[None]:
 class Preflight:
     """The measurements of the ranks; the constructor and the methods are collective.
 
-    Args:
-        experiment: the experiment of the run
-        handle: the run folder and the supervision of this rank
-        axes: the parallel axes of the run
-
     Attributes:
         layout: the ranks of the run
         hosts: name of the host of each rank
-        seconds: duration of the preflight
     """
 
     def __init__(self, experiment: Experiment, handle: RunHandle, axes: ParallelAxes):

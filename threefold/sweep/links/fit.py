@@ -149,7 +149,6 @@ class LinkFit:
         """Return an equation for each time.
 
         Args:
-            times: the measured times
             free: links whose unknown rate is unlimited, without latency
             one_rate: links with an unknown rate of 1 GB/s, and all others unlimited
             one_latency: links with an unknown latency of 1 second
@@ -359,8 +358,6 @@ def content(
     Args:
         measured: the measurements that the values were fitted to
         source: the GPU whose other values were kept
-        nodes: number of measured nodes
-        today: date of the measurement
     """
     gpu = replace(
         fitted,

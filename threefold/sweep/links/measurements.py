@@ -16,7 +16,6 @@ class LinkTime:
     """Median time of a transfer between two ranks, or of an all-reduce.
 
     Attributes:
-        operation: the kind of communication
         across_nodes: True if the ranks are on several nodes
         ranks: number of ranks that take part
         bytes: size of the tensor on each rank
@@ -56,8 +55,6 @@ class Measurements:
 
     Attributes:
         device: name of the device, as the driver reports it; of a CPU, its model
-        torch: version of torch
-        precision: precision of the matmul
         matmul_size: rows, columns and inner dimension of the matmul
         rates: the matmul rate of each rank
         links: the times of all transfers and all-reduces

@@ -42,7 +42,6 @@ class World:
 
     Attributes:
         kind: the kind of world, which decides the trials that it can measure
-        files: the files of the world
         processes: the ranks, or the process of their launcher
         number: number of the current trial
     """
@@ -79,7 +78,6 @@ class World:
 
         Args:
             table: the request, which `measuring.measure` reads
-            seconds: time limit
 
         Raises:
             WorldAbandoned: the ranks have exited because they saw no heartbeat.

@@ -39,7 +39,6 @@ def serve(
     """Measure trials until this process is ended.
 
     Args:
-        files: the files of the world
         watch: ends this process after a trial's time limit
         deterministic: `training.deterministic` of all trials
     """
@@ -91,7 +90,6 @@ def measure(
     Args:
         request: the table of the recipe, and the numbers of warm-up and measured steps
         control: group of all ranks on the CPU
-        memory: measures the memory of this rank
     """
     recipe = checked_recipe(request, world)
     memory.begin()

@@ -70,7 +70,6 @@ class CoordinateCheck:
     """The coordinate check of a family.
 
     Attributes:
-        family: name of the family
         sizes: the sizes of all places and moments
         faults: trials without a result, as "width 64, seed 1: reason"
     """
@@ -101,7 +100,6 @@ class Check:
 
     Attributes:
         curves: the models
-        steps: number of steps
         seeds: number of seeds, from the recipe's
     """
 

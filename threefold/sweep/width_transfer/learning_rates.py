@@ -27,7 +27,6 @@ class Sweep:
     """The learning-rate sweep of all curves.
 
     Attributes:
-        curves: the curves
         rates: the learning rates; None for an automatic grid, in factors of two around the rate of
             each recipe, which grows until the best rate is inside
         seeds: number of consecutive seeds, starting with the recipe's
@@ -97,7 +96,6 @@ class RateResult:
     """The results of a curve.
 
     Attributes:
-        curve: the curve
         results: learning rate -> results of its seeds, from the lowest rate to the highest
     """
 
@@ -178,7 +176,6 @@ class Verdict:
     """The comparison of the best learning rates of the widths of a family.
 
     Attributes:
-        family: name of the family
         smallest: outcome of the smallest width
         largest: outcome of the largest width
     """

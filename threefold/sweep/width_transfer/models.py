@@ -33,7 +33,6 @@ class Models:
     """The models that a user wants to compare.
 
     Attributes:
-        recipes: files
         settings: values of --set; commas separate the values of a grid
         widths: hidden sizes to which each recipe is scaled; None for the recipes' own
         cluster: keys of the [cluster] section that replace the recipe's
