@@ -178,7 +178,7 @@ class Sharding:
         width = math.prod(local_shape[1:])  # elements of a row of this rank's part
         rows = range(elements.start // width, -(-elements.stop // width))
         pieces, row = [], 0  # of the rank's part; the next range's first row
-        for start, stop in self._row_ranges(tensor):
+        for start, stop in self._ranges(tensor) if self.dimension == 0 else [(0, self.shape[0])]:
             first, last = max(rows.start, row), min(rows.stop, row + stop - start)
             if first < last:
                 piece = logical_rows(start + first - row, start + last - row)
@@ -189,10 +189,6 @@ class Sharding:
             pieces.append(torch.zeros(padding, *local_shape[1:]))
         flat = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).flatten()
         return flat[elements.start - rows.start * width :][: len(elements)]
-
-    def _row_ranges(self, tensor: TensorAxis) -> list[tuple[int, int]]:
-        """Return the [start, stop) rows of the logical tensor in a rank's part, in its order."""
-        return self._ranges(tensor) if self.dimension == 0 else [(0, self.shape[0])]
 
     def _own_columns(self, rows: Tensor, tensor: TensorAxis) -> Tensor:
         """Return the columns that a rank holds of rows of the logical tensor."""

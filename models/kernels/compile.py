@@ -6,7 +6,7 @@ keeps the same tensors. All layers share a function, so it is compiled once per 
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,14 +31,9 @@ def compiled(function: Function) -> Function:
     return _compiled(function, dynamic=False)
 
 
-def compiled_for_any_rows(function: Function) -> Function:
-    """Return the function compiled into kernels, once for all numbers of rows."""
-    return _compiled(function, dynamic=True)
-
-
 def for_any_rows(fuse: Callable[[Function], Function]) -> Callable[[Function], Function]:
     """Return the setting `fuse` for functions whose number of rows differs between calls."""
-    return compiled_for_any_rows if fuse is compiled else fuse
+    return partial(_compiled, dynamic=True) if fuse is compiled else fuse
 
 
 @cache

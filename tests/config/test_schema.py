@@ -76,7 +76,7 @@ BAD: list[tuple[str, int, str, str]] = [
     (
         "layout.context=4;layout.context_attention=ulysses", 8,
         "layout.context = 4 does not divide model.kv_heads / layout.tensor = 2",
-        "use layout.context = 2, or layout.context_attention",
+        "use layout.context_attention",
     ),
     (
         "layout.context_attention=ring", 2,

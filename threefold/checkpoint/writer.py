@@ -450,7 +450,8 @@ class CheckpointWriter:
             RuntimeError: this rank can no longer reach the other ranks.
         """
         earlier = self.wait() if self._thread else None
-        patience = self._patience(progress.step)
+        is_last = progress.step == self.recipe.training.steps
+        patience = self.recipe.checkpoint.room_seconds if is_last else 0
         self.reserve = RESERVED_BYTES_AT_THE_END if ends_process else RESERVED_DISK_BYTES
         no_room, _ = (None, False) if patience else self._no_room_on_rank_0()
         self._problem, self._saving = _unsaved(progress.step, no_room), progress.step
@@ -459,11 +460,6 @@ class CheckpointWriter:
         write = self._write_patiently if patience else self._write_checkpoint
         self._begin(partial(write, progress, validation_loss), is_snapshot=False)
         return earlier
-
-    def _patience(self, step: int) -> int:
-        """Return the seconds for which the save of a step waits for room on a full disk."""
-        is_last = step == self.recipe.training.steps
-        return self.recipe.checkpoint.room_seconds if is_last else 0
 
     def begin_snapshot(self, write: Callable[[Counters], str | None]) -> None:
         """Copy the current state from the device, and let the writer's thread write it; collective.

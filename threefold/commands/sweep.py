@@ -40,7 +40,7 @@ from threefold.sweep.ranks.launchers import (
 from threefold.sweep.ranks.rank import run_rank
 from threefold.sweep.report import check_wandb, publish
 from threefold.sweep.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, repeat
-from threefold.sweep.trial import Result, Trial, preference
+from threefold.sweep.trial import FAULTS, Result, Trial, preference
 from threefold.sweep.width_transfer.check import check_coordinates, check_learning_rates
 
 MAX_NAMES = 3  # recipes in the name of a sweep folder
@@ -163,7 +163,7 @@ def sweep(options: argparse.Namespace) -> int:
     say(f"wrote {folder.path / 'sweep.csv'}")
     if options.json:
         print(json.dumps(report.as_json(results, choice, str(folder.path))))
-    return 1 if report.has_faults(results) else 0
+    return int(any(result.outcome in FAULTS for _, result in results))
 
 
 def measure_links(options: argparse.Namespace) -> int:

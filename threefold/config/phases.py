@@ -440,7 +440,9 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
         for first, end, sequences in batches(phase.table["batch"], phase.first, last):
             assert end is not None
             plain = _plain_recipe(phase, sequences)
-            part = _next_part(found[-1], plain) if found else 0
+            part = found[-1].part if found else 0
+            if found and _data_of(found[-1].recipe) != _data_of(plain):
+                part += 1
             found.append(
                 _segment(phase.name, number, (first, end), plain, schedule=schedule, part=part)
             )
@@ -484,11 +486,6 @@ def _plain_recipe(phase: PhaseTable, sequences: int) -> Recipe:
         return validate(table)
     except ValidationError as error:
         raise PhaseRejected(phase.name, table, error) from None
-
-
-def _next_part(before: Segment, recipe: Recipe) -> int:
-    """Return the number of the part of the data that a recipe reads after a segment."""
-    return before.part + (_data_of(before.recipe) != _data_of(recipe))
 
 
 def _data_of(recipe: Recipe) -> tuple[Any, ...]:

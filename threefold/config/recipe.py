@@ -152,12 +152,9 @@ class Recipe(Section):
             )
         groups = model.kv_heads // layout.tensor
         if layout.context_attention == "ulysses" and groups % layout.context:
-            sizes = [n for n in range(2, groups + 1) if groups % n == 0 and self._divides_length(n)]
-            nearest = min(sizes, key=lambda n: abs(n - layout.context), default=0)
-            smaller = f"layout.context = {nearest}, or " if sizes else ""
             raise UserError(
                 f"layout.context = {layout.context} does not divide model.kv_heads / layout.tensor "
-                f'= {groups}, which layout.context_attention = "ulysses" needs; use {smaller}'
+                f'= {groups}, which layout.context_attention = "ulysses" needs; use '
                 f'layout.context_attention = "gather"'
             )
         return self
@@ -187,10 +184,6 @@ class Recipe(Section):
     def _divides_tokens(self) -> bool:
         """True if tensor ranks divide the tokens, between layers or to choose experts."""
         return self.layout.sequence_parallel or self.model.experts is not None
-
-    def _divides_length(self, context: int) -> bool:
-        """Return True if context and sequence parallelism can divide the sequence length."""
-        return self.model.sequence_length % self._length_divisor(context) == 0
 
     def _length_divisor(self, context: int) -> int:
         """Return the number that a sequence length must be a multiple of, for `context` ranks."""

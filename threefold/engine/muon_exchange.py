@@ -265,7 +265,9 @@ class MatrixExchange:
             self._orthogonalize(current, _finished(running))
             if returning is not None:
                 self._store(*returning, held)
-            returning = current, self._return(current, running)
+            # Send the results, which have replaced the received pieces, to their holders.
+            back = self._exchange(running.received, current.received, current.sent)
+            returning = current, back
         if returning is not None:
             self._store(*returning, held)
 
@@ -279,14 +281,11 @@ class MatrixExchange:
 
     def _send(self, current: Round, held: Mapping[int, Tensor]) -> _Running:
         """Begin to send this rank's pieces to the owners."""
-        sent = torch.empty(sum(sizes(current.sent)), dtype=self.dtype, device=_device(held))
+        device = next(iter(held.values())).device
+        sent = torch.empty(sum(sizes(current.sent)), dtype=self.dtype, device=device)
         for values, part in _in_place(current, sent, held):
             part.copy_(values)
         return self._exchange(sent, current.sent, current.received)
-
-    def _return(self, current: Round, gathered: _Running) -> _Running:
-        """Begin to send the results, which have replaced the received pieces, to their holders."""
-        return self._exchange(gathered.received, current.received, current.sent)
 
     def _exchange(
         self, sent: Tensor, messages: Sequence[Sequence[Piece]], answers: Sequence[Sequence[Piece]]
@@ -394,7 +393,3 @@ def _finished(running: _Running) -> Tensor:
     if running.work is not None:
         wait_for(running.work)
     return running.received
-
-
-def _device(held: Mapping[int, Tensor]) -> torch.device:
-    return next(iter(held.values())).device

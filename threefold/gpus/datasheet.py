@@ -108,11 +108,9 @@ def gpus_of_name(name: str) -> list[Gpu]:
 def published_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs whose datasheet was not written by `sweep.py links` for one cluster."""
     paths = sorted(FOLDER.glob("*.toml"))
-    return tuple(read_gpu(path) for path in paths if MEASURED_MARK not in _first_line(path))
-
-
-def _first_line(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    texts = {path: path.read_text(encoding="utf-8", errors="replace") for path in paths}
+    shipped = [path for path in paths if MEASURED_MARK not in texts[path].partition("\n")[0]]
+    return tuple(map(read_gpu, shipped))
 
 
 @cache

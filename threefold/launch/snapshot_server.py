@@ -166,16 +166,13 @@ class ConnectionLimit:
         """Add a connection; first wait until there is room for it."""
         with self._changed:
             while True:
-                strangers = self._strangers()
+                strangers = {own: peer for own, peer in self._peers.items() if not peer.is_known}
                 if len(strangers) < self.strangers and len(self._peers) < self.limit:
                     break
                 idle = {own: peer for own, peer in self._peers.items() if not peer.is_served}
                 self._close_oldest(strangers or idle)
                 self._changed.wait(SECONDS_BETWEEN_LOOKS)
             self._peers[connection] = Peer(time.monotonic())
-
-    def _strangers(self) -> dict[socket.socket, Peer]:
-        return {own: peer for own, peer in self._peers.items() if not peer.is_known}
 
     def _close_oldest(self, peers: dict[socket.socket, Peer]) -> None:
         """Close the connection that has waited longest, unless all have just begun to wait."""

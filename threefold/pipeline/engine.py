@@ -98,7 +98,9 @@ def warm_up(
     engine.gradients.finish()  # the next step's first gradients replace these
     if engine.grid.optimizer_group is not None:
         note("warming up: group of the optimizer")
-        _connect_all(engine.grid.optimizer_group, engine.device)
+        group = engine.grid.optimizer_group
+        numbers = torch.ones(dist.get_world_size(group), device=engine.device)
+        dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
     warm_up_evaluation(engine, tokens, labels, info, note=note)
 
 
@@ -129,12 +131,6 @@ def warm_up_evaluation(
     engine.module.train()
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
-
-
-def _connect_all(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Send one number from each rank of a group to each other one; collective."""
-    numbers = torch.ones(dist.get_world_size(group), device=device)
-    dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
 
 
 def _on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
@@ -508,18 +504,15 @@ class ScheduledEngine(PipelineEngine):
             x = self.handed_on.pop(work).requires_grad_(torch.is_grad_enabled())
         if self._is_end(chunk):
             output = self.module(x, chunk, self.labels.pop(buffer_id))
-            self._note_loss(output.detach())
+            loss = output.detach()
+            self.fwd_outputs.append(loss)  # this list and total_loss are what DeepSpeed reads
+            self.total_loss = loss if self.total_loss is None else self.total_loss + loss
         else:
             output = self.module(x, chunk)
             self._hand_on(work, output.detach())
         if torch.is_grad_enabled():
             end = output if self._is_end(chunk) else get_gradient_edge(output)
             self.in_flight[chunk, buffer_id] = InFlight(x, end)
-
-    def _note_loss(self, loss: Tensor) -> None:
-        """Add a micro-batch's loss to the attributes that DeepSpeed reads."""
-        self.fwd_outputs.append(loss)
-        self.total_loss = loss if self.total_loss is None else self.total_loss + loss
 
     def run_backward(self, buffer_id: int, chunk: int) -> None:
         """Run the backward pass, without the weight gradients if the schedule splits it."""

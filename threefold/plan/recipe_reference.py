@@ -33,7 +33,9 @@ def section_lines(path: str, section: Schema, definitions: Schema) -> Iterator[s
     """Yield the table of a section, followed by those of the sections that it contains."""
     keys = {key: resolved(value, definitions) for key, value in section["properties"].items()}
     nested = {key: value for key, value in keys.items() if "properties" in value}
-    entries = {key: value["items"] for key, value in keys.items() if has_tables(value)}
+    entries = {
+        key: value["items"] for key, value in keys.items() if "properties" in value.get("items", {})
+    }
     yield f"## `[{path}]`" if path else "## Top level"
     yield f"\n{one_paragraph(section.get('description', ''))}\n"
     rows = [
@@ -63,11 +65,6 @@ def resolved(field: Schema, definitions: Schema) -> Schema:
     if "$ref" in field.get("items", {}):
         field = field | {"items": resolved(field["items"], definitions)}
     return field
-
-
-def has_tables(field: Schema) -> bool:
-    """Return True if a field is a list of tables."""
-    return "properties" in field.get("items", {})
 
 
 def row(key: str, field: Schema, *, required: bool) -> str:

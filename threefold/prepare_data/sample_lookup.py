@@ -63,18 +63,13 @@ def sample_lines(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterato
         first, stop = window * length, (window + 1) * length + 1
         documents = ", ".join(
             f"tokens {begin} .. {end - 1} of document {number}"
-            f"{origin_phrase(origins[source][number])}"
+            + (f" (from {origin})" if (origin := origins[source][number]) else "")
             for number, begin, end in corpus.file.documents_of(first, stop)
         )
         yield f"sample {sample}: {path} window {window}, tokens {first} .. {stop - 1}: {documents}"
         if tokenizer:
             shown = tokenizer.decode(corpus.read(window))[:MAX_CHARACTERS_SHOWN]
             yield f"  {json.dumps(shown, ensure_ascii=False)}"
-
-
-def origin_phrase(origin: str) -> str:
-    """Return the origin of a document as the end of a phrase."""
-    return f" (from {origin})" if origin else ""
 
 
 def samples_of(recipe: Recipe, run: RunFolder, step: int) -> range:

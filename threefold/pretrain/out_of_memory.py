@@ -86,16 +86,6 @@ def allocated(engine: Engine | None, *, on_gpu: bool) -> Allocated:
     return Allocated(weights, optimizer, peak, reserved)
 
 
-def record_allocations() -> None:
-    """Begin to record allocations on this rank's GPU, for a snapshot."""
-    torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
-
-
-def save_snapshot(file: str) -> None:
-    """Save the recorded allocations; https://pytorch.org/memory_viz shows them."""
-    torch.cuda.memory._dump_snapshot(file)
-
-
 def _bytes(tensors: list[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -173,7 +163,7 @@ def out_of_memory_explained(experiment: Experiment, handle: RunHandle) -> Iterat
     account = Account()
     snapshot = experiment.recipe.tracking.memory_snapshot and on_gpu()
     if snapshot:
-        record_allocations()
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY_ENTRIES)
     if experiment.world.rank == 0:  # a report of an earlier start would suppress that of this one
         with contextlib.suppress(OSError):
             (handle.folder.path / REPORT).unlink(missing_ok=True)
@@ -185,7 +175,8 @@ def out_of_memory_explained(experiment: Experiment, handle: RunHandle) -> Iterat
         file = handle.folder.path / f"memory-rank-{experiment.world.rank:05d}.pickle"
         if snapshot:
             with contextlib.suppress(OSError, RuntimeError):
-                save_snapshot(str(file))
+                # https://pytorch.org/memory_viz shows the recorded allocations.
+                torch.cuda.memory._dump_snapshot(str(file))
         report(experiment, handle, account.engine, error=error)
         exit_now(STOPPED)
 

@@ -87,7 +87,10 @@ def train(case: ProofCase, world: LaunchEnvironment) -> TrainingResult | None:
         results.append(train_step(engine, data, step))
         margin = min(margin, margin_of(engine))
     weights = gather(engine, held_weights(engine))
-    moments = gather(engine, first_moments(engine))
+    # AdamW's first moments and Muon's momenta are running means or sums of the gradients. Unlike
+    # the updates, they show an error in the scale of a gradient.
+    first_moments = held_state(engine, "exp_avg") | held_state(engine, "momentum_buffer")
+    moments = gather(engine, first_moments)
     diverged = engine.diverged_replicas()
     if world.rank != 0:
         return None
@@ -139,15 +142,6 @@ def held_weights(engine: Engine) -> dict[str, Tensor]:
     partitioned = [parameter for parameter in held.values() if is_partitioned(parameter)]
     with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
         return {name: parameter.detach().cpu().clone() for name, parameter in held.items()}
-
-
-def first_moments(engine: Engine) -> dict[str, Tensor]:
-    """Return this tensor rank's part of AdamW's first moments and Muon's momentum; collective.
-
-    They are running means or sums of the gradients. Unlike the updates, they show an error in the
-    scale of a gradient.
-    """
-    return held_state(engine, "exp_avg") | held_state(engine, "momentum_buffer")
 
 
 def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:

@@ -225,7 +225,8 @@ def positions(
         chosen: indices of the steps
     """
     tokens = steps.column("tokens")[chosen]
-    found = {"step": steps.step[chosen].astype(np.int32 if _fits(steps.step) else np.float64)}
+    fits = not len(steps.step) or int(steps.step[-1]) < 2**31  # the steps increase
+    found = {"step": steps.step[chosen].astype(np.int32 if fits else np.float64)}
     found["tokens"] = (tokens / axes["tokens"].unit).astype(np.float32)
     if "flops" in axes:
         found["flops"] = (run.flops(tokens) / axes["flops"].unit).astype(np.float32)
@@ -256,11 +257,6 @@ def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, st
 def _largest(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
     return float(finite.max()) if len(finite) else 0.0
-
-
-def _fits(steps: np.ndarray) -> bool:
-    """Return True if the steps, which increase, fit into int32."""
-    return not len(steps) or int(steps[-1]) < 2**31
 
 
 # Parts that all figures of the page share: the x range, the cursor, fonts and tools.

@@ -217,22 +217,12 @@ def slowest_ranks(run: RunRecord) -> list[Sequence[str]]:
     ]  # fmt: skip
 
 
-def event_rows(run: RunRecord, most: int) -> list[dict[str, Any]]:
-    """Return the newest events of a run, at most `most`."""
-    return run.events[-most:]
-
-
 def recipe_differences(runs: Sequence[RunRecord]) -> list[Row]:
     """Return the keys of the recipes whose values differ between the runs."""
     tables = [flat(run.table) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = [Row(key, [table.get(key, NONE) for table in tables]) for key in keys]
     return [row for row in rows if len(set(row.cells)) > 1]
-
-
-def recipe_text(run: RunRecord) -> str:
-    """Return the recipe as TOML; empty if it could not be read."""
-    return tomli_w.dumps(run.table) if run.table else ""
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -367,7 +357,7 @@ def render(
     environment = _environment()
     page = environment.get_template("report.html").render(
         title=_title(runs),
-        subtitle=f"{' · '.join(_subtitle(run) for run in runs)}",
+        subtitle=" · ".join(f"{run.path}: {state(run)}" for run in runs),
         policy=_policy(scripts.values(), served=watching is not None),
         style=Markup(_own_file("report.css")),
         axes=axes,
@@ -381,7 +371,9 @@ def render(
         summary=summary(runs),
         figures=figures,
         differences=recipe_differences(runs),
-        figures_data=_json(_figures_json(document) if figures else "null"),
+        figures_data=_json(
+            serialize_json(document.to_json(deferred=False), pretty=False) if figures else "null"
+        ),
         settings=_json(json.dumps(settings)),
         footer=f"Written by recipes/report.py on {_time(time.time())} UTC. The curves are drawn by "
         f"Bokeh {bokeh.__version__}. {_reduction(runs, scene)}",
@@ -415,11 +407,11 @@ def _run_facts(
         "slowest": slowest_ranks(run),
         "slow_events": [mark for mark in marks if mark.kind == "slow ranks"],
         "timeline": timeline,
-        "recipe": recipe_text(run),
+        "recipe": tomli_w.dumps(run.table) if run.table else "",
         "event_count": len(run.events),
         "events": [
             (_time(event.get("time")), f"{event['step']:,}", event["event"], describe(event))
-            for event in event_rows(run, MAX_EVENTS_SHOWN)
+            for event in run.events[-MAX_EVENTS_SHOWN:]
         ],
     }
 
@@ -447,10 +439,6 @@ def _swatch(shade: str, style: str) -> Markup:
         shape = f'<line x1="0" y1="5" x2="22" y2="5" stroke="{{}}" stroke-width="2.5"{pattern}/>'
     picture = '<svg class="swatch" viewBox="0 0 22 10" aria-hidden="true">{}</svg>'
     return Markup(picture).format(Markup(shape).format(shade))
-
-
-def _figures_json(document: Document) -> str:
-    return serialize_json(document.to_json(deferred=False), pretty=False)
 
 
 def _json(text: str) -> Markup:
@@ -485,10 +473,6 @@ def _own_file(name: str) -> str:
 def _title(runs: Sequence[RunRecord]) -> str:
     names = [run.name for run in runs]
     return names[0] if len(names) == 1 else f"Comparison of {', '.join(names)}"
-
-
-def _subtitle(run: RunRecord) -> str:
-    return f"{run.path}: {state(run)}"
 
 
 def _reduction(runs: Sequence[RunRecord], scene: Scene) -> str:

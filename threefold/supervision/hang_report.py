@@ -290,7 +290,7 @@ class Breadcrumb:
 
 
 TORCH_COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
-OWN_COLLECTIVES = str(REPOSITORY / "models" / "parallel" / "collectives.py")  # has `wait_for`
+WAIT_FOR = "wait_for", str(REPOSITORY / "models" / "parallel" / "collectives.py")
 MAX_RANKS_IN_MESSAGE = 8
 
 
@@ -457,15 +457,10 @@ def collective_of(frame: FrameType | None) -> str:
     while frame:
         if frame.f_code.co_filename.endswith(TORCH_COLLECTIVES):
             name = frame.f_code.co_name
-        elif is_wait_for(frame) and frame.f_back:
+        elif (frame.f_code.co_name, frame.f_code.co_filename) == WAIT_FOR and frame.f_back:
             name = frame.f_back.f_code.co_name
         frame = frame.f_back
     return name
-
-
-def is_wait_for(frame: FrameType) -> bool:
-    """Return True for a frame of models.parallel.collectives.wait_for."""
-    return frame.f_code.co_name == "wait_for" and frame.f_code.co_filename == OWN_COLLECTIVES
 
 
 def innermost_line(frame: FrameType | None) -> str:

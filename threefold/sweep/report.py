@@ -182,11 +182,6 @@ def overhead_line(progress: Progress, measured_seconds: float) -> str:
     )
 
 
-def has_faults(results: Iterable[tuple[Trial, Result]]) -> bool:
-    """Return True if a trial hung or crashed."""
-    return any(result.outcome in FAULTS for _, result in results)
-
-
 def as_json(results: Iterable[tuple[Trial, Result]], choice: Choice, folder: str) -> dict[str, Any]:
     """Return the results for --json."""
     results = list(results)

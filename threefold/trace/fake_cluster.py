@@ -209,16 +209,12 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*inputs: Any) -> Any:
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
         shapes = (each.to("meta") if isinstance(each, torch.Tensor) else each for each in inputs)
+        made = partial(torch.empty_strided, device=tensors[0].device)
         return tree_map_only(
-            torch.Tensor, partial(made_like, device=tensors[0].device), function(*shapes)
+            torch.Tensor, lambda t: made(t.shape, t.stride(), dtype=t.dtype), function(*shapes)
         )
 
     return run
-
-
-def made_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a new tensor of the same shape, type and memory order."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def equal_counts(counts: Sequence[torch.Tensor], total: int) -> list[list[list[int]]]:

@@ -111,7 +111,9 @@ def grouped_bytes(job: Job, stage: int) -> TransientBytes:
         table = size * table_parameters(model, layout.tensor) if tied else 0.0
         return TransientBytes(table, 0.0, size * most, size * most)
     held = size * stage_parameters(job)[stage]
-    if layout.schedule == "interleaved" and is_aligned(job, every):
+    # Aligned: each group lies in one round of an interleaved schedule's micro-batches.
+    is_aligned = job.micro_batches % layout.pipeline == 0 and layout.pipeline % every == 0
+    if layout.schedule == "interleaved" and is_aligned:
         held *= min(1.0, 2 / layout.virtual_stages)
     return TransientBytes(held, 0.0, 0.0, 0.0)
 
@@ -122,12 +124,6 @@ def running_elements(job: Job) -> float:
     buckets = bucket_sizes(job.model, job.layout, job.footprint.group_bucket_elements)
     several = range(len(buckets) - RUNNING_BUCKETS)
     return max(sum(buckets[n : n + RUNNING_BUCKETS + 1]) for n in several)
-
-
-def is_aligned(job: Job, every: int) -> bool:
-    """Return True if each group of an interleaved schedule lies in one round of micro-batches."""
-    stages = job.layout.pipeline
-    return job.micro_batches % stages == 0 and stages % every == 0
 
 
 def bucket_sizes(model: ModelConfig, layout: PlannedLayout, elements: float) -> list[float]:

@@ -204,11 +204,6 @@ def stage_passes(job: Job) -> list[ForwardBackward]:
     return _with_ends(job, blocks, dense, last_stage(job.layout))
 
 
-def virtual_stage_passes(job: Job) -> list[ForwardBackward]:
-    """Return the times of a micro-batch's passes through each virtual stage."""
-    return _with_ends(job, job.blocks_of_virtual_stages, dense_of_virtual_stages(job), -1)
-
-
 def _with_ends(
     job: Job, blocks: Sequence[int], dense: Sequence[int], last: int
 ) -> list[ForwardBackward]:
@@ -272,7 +267,8 @@ def pass_seconds(job: Job) -> Callable[[Pass], float]:
     """Return a function from a pass to its predicted seconds."""
     pipeline = pipeline_of(job)
     seconds: dict[tuple[Kind, int], float] = {}
-    for virtual_stage, each in enumerate(virtual_stage_passes(job)):
+    blocks, dense = job.blocks_of_virtual_stages, dense_of_virtual_stages(job)
+    for virtual_stage, each in enumerate(_with_ends(job, blocks, dense, -1)):
         deferred = each.weights.total if pipeline.splits else 0.0
         seconds[FORWARD, virtual_stage] = each.forward.total
         seconds[BACKWARD, virtual_stage] = each.backward.total - deferred

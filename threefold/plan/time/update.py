@@ -164,12 +164,10 @@ def data_traffic(job: Job) -> DataTraffic:
     gathered = 0.0
     owners, between = layout.optimizer_ranks, 0.0
     if layout.zero_stage:
+        tensors = TENSORS_PER_BLOCK * max(map(sum, blocks_of_stages(job))) + 1
+        messages = min(owners, tensors) if software.broadcasts_weights else 1
         gathered = gather_seconds(
-            job.machine,
-            weights,
-            ranks=owners,
-            stride=stride,
-            messages=min(owners, tensors_of_stage(job)) if software.broadcasts_weights else 1,
+            job.machine, weights, ranks=owners, stride=stride, messages=messages
         )
     if owners < ranks and software.reduces_in_groups:
         # A reduce-scatter within each shard group; once in a step, an all-reduce between them.
@@ -239,11 +237,6 @@ def _in_buckets(
         between=between,
         gathered=gathered,
     )
-
-
-def tensors_of_stage(job: Job) -> int:
-    """Return the number of weights of the largest stage."""
-    return TENSORS_PER_BLOCK * max(sum(chunks) for chunks in blocks_of_stages(job)) + 1
 
 
 # Predicted seconds of the optimizer's update.

@@ -194,7 +194,8 @@ def check_nodes(
         step: the last step that is done
     """
     recipe, world = experiment.recipe, experiment.world
-    if not is_wanted(recipe.supervision.preflight):
+    wanted = recipe.supervision.preflight
+    if not (on_gpu() if wanted == "auto" else wanted):
         return
     with hang_limit(handle.supervisor):
         test = Preflight(experiment, handle, axes)
@@ -207,11 +208,6 @@ def check_nodes(
     if stops:  # nothing more must be asked of a device that may have failed
         exit_now(UNFIT)
     release_memory(test.device)
-
-
-def is_wanted(setting: bool | str) -> bool:
-    """Return True if the ranks run a preflight: with "auto" on GPUs."""
-    return setting is True or (setting == "auto" and on_gpu())
 
 
 @contextmanager

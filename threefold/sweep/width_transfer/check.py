@@ -60,12 +60,13 @@ def check_learning_rates(options: argparse.Namespace, launcher: Launcher, path: 
         say(line)
     if any(outcome.best is not None for outcome in outcomes):
         # Imported only here: matplotlib takes half a second to import.
+        from threefold.pipeline.picture import save_figure
         from threefold.sweep.width_transfer import picture
 
         file = path / LOSS_PICTURE
         steps = outcomes[0].validation[-1][0] if outcomes[0].validation else 0
         title = f"Learning rates of {path.name}, {steps} steps"
-        picture.draw_learning_rates(outcomes, title=title, file=file)
+        save_figure(picture.learning_rates(outcomes, title), file)
         say(f"wrote {file}")
     say(f"wrote {path / TABLE}")
     if options.json:
@@ -96,10 +97,11 @@ def check_coordinates(options: argparse.Namespace, launcher: Launcher, path: Pat
         for line in report.coordinate_lines(outcome):
             say(line)
     if all(outcome.sizes for outcome in checks):
-        from threefold.sweep.width_transfer import picture  # as above
+        from threefold.pipeline.picture import save_figure  # as above
+        from threefold.sweep.width_transfer import picture
 
         file = path / SIZE_PICTURE
-        picture.draw_coordinates(checks, title=f"Coordinate check of {path.name}", file=file)
+        save_figure(picture.coordinates(checks, f"Coordinate check of {path.name}"), file)
         say(f"wrote {file}")
     say(f"wrote {path / TABLE}")
     if options.json:

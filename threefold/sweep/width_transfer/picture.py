@@ -1,14 +1,12 @@
 """Pictures of a transfer check: losses over learning rates and steps, sizes over widths."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from threefold.pipeline.picture import save_figure
 from threefold.sweep.width_transfer.coordinates import CoordinateCheck, Moment
 from threefold.sweep.width_transfer.learning_rates import (
     Comparison,
@@ -24,26 +22,6 @@ MOMENT_TITLES: dict[Moment, str] = {
     "change": "change from the start to the last step",
 }
 GRID: dict[str, Any] = {"which": "major", "color": "0.92", "linewidth": 0.6}
-
-
-def draw_learning_rates(outcomes: Sequence[RateResult], *, title: str, file: Path) -> None:
-    """Write a picture of the final losses over the learning rates.
-
-    If there are several families, a second part shows the loss over the steps.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    save_figure(learning_rates(outcomes, title), file)
-
-
-def draw_coordinates(checks: Sequence[CoordinateCheck], *, title: str, file: Path) -> None:
-    """Write a picture of the sizes of activations over the widths, a row for each family.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    save_figure(coordinates(checks, title), file)
 
 
 def learning_rates(outcomes: Sequence[RateResult], title: str) -> Figure:
