@@ -21,7 +21,7 @@ from threefold.run_folder.lock import FolderInUse, FolderLock
 from threefold.run_folder.progress import LeftPart, Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
 from threefold.supervision.loss_watch import Severity
-from threefold.tracking.tracker import RunTracker
+from threefold.tracking.tracker import Tracker
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_an_event_keeps_the_parts_of_the_data(plan: PhasePlan, tmp_path: Path) -
     folder.path.mkdir()
     target = Progress(6, 76, (LeftPart(0, 64), LeftPart(1, 76)))
     folder.event("start", 0)
-    tracker = RunTracker(plan.at(11).recipe, folder)
+    tracker = Tracker(plan.at(11).recipe, folder)
     tracker.roll_back(11, target, "a loss spike", parts=[{"phase": "long"}])
     history = folder.history()
     assert history.data_parts == {(6, 76): [{"phase": "long"}]}

@@ -12,7 +12,7 @@ from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.launchers import age_seconds
 from threefold.tracking.clocks import Startup
-from threefold.tracking.tracker import RunTracker
+from threefold.tracking.tracker import Tracker
 
 LAUNCHED = """
 import json, time
@@ -82,7 +82,7 @@ def test_the_first_step_is_reported(
     small, startup: Startup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = RunFolder(tmp_path)
-    tracker = RunTracker(parse_recipe(changed(small), "test"), folder)
+    tracker = Tracker(parse_recipe(changed(small), "test"), folder)
     startup.seconds = {"launcher": 2.25}
     startup.mark("imports")
     assert startup.running

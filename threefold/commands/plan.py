@@ -41,7 +41,6 @@ from threefold.plan.search import DEFAULT_HEADROOM, SearchResult, largest, membe
 from threefold.plan.software import THREEFOLD, load_software
 from threefold.plan.time.step import step_time
 from threefold.runtime.command_line import (
-    MovedFlag,
     Options,
     Subcommand,
     add_cluster_options,
@@ -450,8 +449,8 @@ COMMANDS = {
     "catalogue": Subcommand(print_catalogue, lambda parser: None),
 }
 MOVED_FLAGS = {
-    "--largest": MovedFlag("largest", "--days"), "--trace": MovedFlag("trace"),
-    "--table": MovedFlag("table", ""), "--catalogue": MovedFlag("catalogue"),
+    "--largest": "largest --days DAYS", "--trace": "trace", "--table": "table FILE",
+    "--catalogue": "catalogue",
 }  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from models.errors import UserError
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.runtime.command_line import (
-    MovedFlag,
     Options,
     Subcommand,
     add_cluster_options,
@@ -441,7 +440,7 @@ COMMANDS = {
     "links": Subcommand(measure_links, add_link_options),
 }
 MOVED_FLAGS = {
-    "--learning-rate": MovedFlag("learning-rates", "--rates"),
-    "--coordinate-check": MovedFlag("coordinates", "--steps"),
-    "--links": MovedFlag("links", ""),
+    "--learning-rate": "learning-rates --rates RATES",
+    "--coordinate-check": "coordinates --steps STEPS",
+    "--links": "links NAME",
 }

@@ -252,20 +252,6 @@ class ParallelDims:
 SIZES = tuple(dict.fromkeys((*IN_TEXTS, *(field.name for field in fields(ParallelDims)))))
 
 
-def nearest_data_sizes(size: int, *, micro_batches: int, least: int) -> list[int]:
-    """Return the largest data axis up to `size`, and the smallest one above it, that divide a step.
-
-    Args:
-        size: data ranks, possibly 0; sizes above 2 x size + 1 are not considered
-        micro_batches: of a step, on all data ranks together
-        least: of each data rank
-    """
-    most = micro_batches // least
-    below = (n for n in range(min(size, most), 0, -1) if micro_batches % n == 0)
-    above = (n for n in range(size + 1, min(2 * size + 1, most) + 1) if micro_batches % n == 0)
-    return [n for n in (next(below, 0), next(above, 0)) if n]
-
-
 def check_placement(dims: ParallelDims, hosts: Sequence[str]) -> None:
     """Reject tensor groups that cross nodes.
 

@@ -10,7 +10,7 @@ from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multi
 from models.errors import UserError
 from threefold.config.layout import MODEL_CHECKS, WORLD_CHECKS, Cluster, Layout
 from threefold.config.optimization import Batch, Optimizer, Training
-from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims, nearest_data_sizes
+from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.sections import (
     MAX_COUNT,
     Checkpoint,
@@ -300,36 +300,12 @@ class Recipe(Section):
                 check(self.model, layout, world.size)
             return
         context = f" x layout.context = {layout.context}" if layout.context > 1 else ""
+        cluster = " (cluster.nodes x cluster.gpus_per_node)" if self.cluster else ""
         raise UserError(
             f"layout.tensor = {layout.tensor} x layout.pipeline = {layout.pipeline}{context} needs "
             f"a multiple of {ranks} ranks, not {world.size}; use "
-            f"{self._working_ranks(ranks, world)}{self._working_pipeline(world)}"
+            f"{ranks} ranks{cluster}"
         )
-
-    def _working_pipeline(self, world: LaunchEnvironment) -> str:
-        """Return the longest pipeline that fits the world; "" if more would have to change."""
-        others = self.layout.tensor * self.layout.context
-        if world.size % others or self.layout.schedule != "1f1b" or self.layout.layers_per_stage:
-            return ""
-        replicas = world.size // others
-        sequences, micro = self.batch.global_sequences, self.batch.micro_sequences
-        fitting = [
-            n
-            for n in range(1, self.layout.pipeline)
-            if replicas % n == 0 and sequences % (micro * (replicas // n)) == 0
-        ]
-        return f", or layout.pipeline = {max(fitting)}" if fitting else ""
-
-    def _working_ranks(self, ranks: int, world: LaunchEnvironment) -> str:
-        """Return the numbers of ranks around the world's, for `ranks` ranks per data rank."""
-        micro_sequences = self.batch.micro_sequences
-        micro_batches = self.batch.global_sequences // micro_sequences
-        least = self.layout.min_micro_batches
-        sizes = nearest_data_sizes(world.size // ranks, micro_batches=micro_batches, least=least)
-        if not sizes:
-            return f"{ranks} ranks with batch.global_sequences = {least * micro_sequences}"
-        cluster = " (cluster.nodes x cluster.gpus_per_node)" if self.cluster else ""
-        return f"{' or '.join(str(size * ranks) for size in sizes)} ranks{cluster}"
 
     def _check_batch(self, dims: ParallelDims) -> None:
         together = self.batch.micro_sequences * dims.data

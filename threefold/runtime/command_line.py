@@ -25,24 +25,11 @@ class Subcommand:
     add_options: Callable[[argparse.ArgumentParser], None]
 
 
-@dataclass(frozen=True)
-class MovedFlag:
-    """An option of earlier versions that is a command now.
-
-    Attributes:
-        command: the command that replaces it
-        value: the option that takes the flag's value; "": it is positional; None: it had no value
-    """
-
-    command: str
-    value: str | None = None
-
-
 def parse_subcommand(
     script: str,
     description: str,
     commands: Mapping[str, Subcommand],
-    moved: Mapping[str, MovedFlag],
+    moved: Mapping[str, str],
 ) -> argparse.Namespace:
     """Return the options of the command that the first argument names, with `command` to call.
 
@@ -50,7 +37,7 @@ def parse_subcommand(
         script: file name of the script
         description: the script's docstring: a summary and, after an empty line, examples
         commands: by name; "" is the command without a name
-        moved: flags of earlier versions, which are rejected with the new command line
+        moved: flags of earlier versions, which are rejected, and the commands that replace them
     """
     arguments = sys.argv[1:]
     name = arguments[0] if arguments and arguments[0] in commands else ""
@@ -64,8 +51,9 @@ def parse_subcommand(
         )
     else:
         parser = parser_with_examples(description)
-        if lines := _without_moved_flags(script, arguments, moved):
-            parser.exit(2, f"{script}: this option is a command now: use {' and '.join(lines)}\n")
+        for flag in (word.partition("=")[0] for word in arguments):
+            if flag in moved:
+                parser.exit(2, f"{script}: {flag} is a command now: use {script} {moved[flag]}\n")
         if misplaced := next((word for word in arguments if word in commands), ""):
             arguments.remove(misplaced)
             words = shlex.join([script, misplaced, *arguments])
@@ -74,33 +62,6 @@ def parse_subcommand(
     options = parser.parse_args(arguments)
     options.command = command.run
     return options
-
-
-def _without_moved_flags(
-    script: str, arguments: list[str], moved: Mapping[str, MovedFlag]
-) -> list[str]:
-    """Return a command line for each moved flag among the arguments, with the other arguments."""
-    kept, flags = [], []
-    words = iter(arguments)
-    for word in words:
-        name, has_value, value = word.partition("=")
-        if (flag := moved.get(name)) is None:
-            kept.append(word)
-        else:
-            has_more = flag.value is not None and not has_value
-            flags.append((flag, next(words, "") if has_more else value))
-    return [
-        shlex.join(
-            [
-                script,
-                flag.command,
-                *([value] if value and flag.value == "" else []),
-                *kept,
-                *([flag.value, value] if value and flag.value else []),
-            ]
-        )
-        for flag, value in flags
-    ]
 
 
 def add_overrides(parser: Options, text: str = "as for pretrain.py") -> None:
@@ -166,78 +127,6 @@ def share(text: str) -> float:
     return value
 
 
-def duration_in_days(text: str) -> float:
-    """Return a number of days.
-
-    Raises:
-        ArgumentTypeError: the text is not a positive number.
-    """
-    value = number(text)
-    if not 0 < value < 10**6:
-        raise argparse.ArgumentTypeError(
-            f"invalid duration {text}: expected more than 0 and below 1,000,000 days, such as 30"
-        )
-    return value
-
-
-def link_rate(text: str) -> float:
-    """Return the rate of a link in GB/s.
-
-    Raises:
-        ArgumentTypeError: the text is not a number between 0.001 and 1,000,000.
-    """
-    value = number(text)
-    if not 1e-3 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(
-            f"invalid rate {text}: expected a number from 0.001 to 1,000,000 without its unit, for "
-            f"example 50 for 50 GB/s"
-        )
-    return value
-
-
-def latency_in_microseconds(text: str) -> float:
-    """Return a latency in microseconds.
-
-    Raises:
-        ArgumentTypeError: the text is not a number of at least 0.
-    """
-    value = number(text)
-    if not 0 <= value < 10**9:
-        raise argparse.ArgumentTypeError(
-            f"invalid latency {text}: expected microseconds, for example 30"
-        )
-    return value
-
-
-def imbalance(text: str) -> float:
-    """Return the rows of the busiest expert rank relative to the mean.
-
-    Raises:
-        ArgumentTypeError: the text is not a number from 1 to 1,000.
-    """
-    value = number(text)
-    if not 1 <= value <= 1000:
-        raise argparse.ArgumentTypeError(
-            f"invalid ratio {text}: expected 1 (equal tokens) to 1,000, for example 1.3"
-        )
-    return value
-
-
-def failures_per_day(text: str) -> float:
-    """Return a number of failures per day.
-
-    Raises:
-        ArgumentTypeError: the text is not a positive number up to 100,000.
-    """
-    value = number(text)
-    if not 0 < value <= 1e5:
-        raise argparse.ArgumentTypeError(
-            f"invalid number {text}: expected more than 0 and up to 100,000 failures per day, such "
-            f"as 8"
-        )
-    return value
-
-
 def picture_file(text: str) -> Path:
     """Return the path of a picture that can be written.
 
@@ -271,17 +160,45 @@ def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
-def seconds(text: str) -> float:
-    """Parse a duration in seconds."""
-    value = number(text)
-    if not 0 < value < 10**9:
-        raise argparse.ArgumentTypeError(f"invalid duration {text}: expected seconds, such as 120")
-    return value
-
-
 def number(text: str) -> float:
     """Return the number that a text contains, or -1 if it contains none."""
     try:
         return float(text)
     except ValueError:
         return -1.0
+
+
+def number_type(
+    name: str, accepts: Callable[[float], bool], expected: str
+) -> Callable[[str], float]:
+    """Return a parser of numbers that a condition accepts; `name` and `expected` are for errors."""
+
+    def parse(text: str) -> float:
+        value = number(text)
+        if not accepts(value):
+            raise argparse.ArgumentTypeError(f"invalid {name} {text}: expected {expected}")
+        return value
+
+    return parse
+
+
+duration_in_days = number_type(
+    "duration", lambda days: 0 < days < 10**6, "more than 0 and below 1,000,000 days, such as 30"
+)
+link_rate = number_type(
+    "rate",
+    lambda rate: 1e-3 <= rate <= 1e6,
+    "a number from 0.001 to 1,000,000 without its unit, for example 50 for 50 GB/s",
+)
+latency_in_microseconds = number_type(
+    "latency", lambda latency: 0 <= latency < 10**9, "microseconds, for example 30"
+)
+imbalance = number_type(  # rows of the busiest expert rank relative to the mean
+    "ratio", lambda ratio: 1 <= ratio <= 1000, "1 (equal tokens) to 1,000, for example 1.3"
+)
+failures_per_day = number_type(
+    "number",
+    lambda failures: 0 < failures <= 1e5,
+    "more than 0 and up to 100,000 failures per day, such as 8",
+)
+seconds = number_type("duration", lambda duration: 0 < duration < 10**9, "seconds, such as 120")

@@ -4,12 +4,11 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
-from typing_extensions import override
 
 from models.errors import UserError
 from threefold.config.loading import value_text
@@ -122,7 +121,7 @@ def open_tracker(
     metrics: Sequence[dict[str, Any]] | None = None,
     predicted: PredictedMetrics = nothing_predicted,
 ) -> Iterator["Tracker"]:
-    """Open a tracker on rank 0 and a silent one on the other ranks; close it in any case.
+    """Open a tracker on rank 0, and one that ignores all reports on the others; then close it.
 
     Args:
         start: the point at which the run resumes; step 0 if it starts
@@ -132,9 +131,9 @@ def open_tracker(
         predicted: returns the planner's predictions for a step, by the name of the metric
     """
     if rank != 0:
-        yield Tracker()
+        yield cast(Tracker, _NoReports())
         return
-    tracker = RunTracker(
+    tracker = Tracker(
         recipe,
         folder,
         start=start,
@@ -153,56 +152,7 @@ def open_tracker(
 
 
 class Tracker:
-    """The reports of the training loop. This class ignores them; RunTracker does not."""
-
-    def step(self, metrics: dict[str, Any]) -> None:
-        """Report the metrics of a step."""
-
-    def repeat(self, corpora: Sequence[str]) -> None:
-        """Report the corpora whose second epoch has begun with the newest step."""
-
-    def started(self, step: int, startup: Startup, *, compiled: bool) -> None:
-        """Report the first step of this process, with the times of the start-up."""
-
-    def warn(self, message: str) -> None:
-        """Report a problem that does not stop the run."""
-
-    def slow(self, step: int, ranks: list[int], nodes: list[str], ratio: float) -> None:
-        """Report ranks that have been slow in several successive comparisons."""
-
-    def skip(self, step: int, reason: str, samples: range) -> None:
-        """Report a step that the optimizer has skipped."""
-
-    def begin_phase(self, before: Segment, after: Segment) -> None:
-        """Report that the next step is the first of a phase."""
-
-    def replace_ranks(self, step: int, phase: str) -> None:
-        """Report that all ranks end after a step, and start again with the engine of a phase."""
-
-    def roll_back(
-        self, step: int, to: Progress, reason: str, *, parts: Sequence[dict[str, Any]] = ()
-    ) -> None:
-        """Report a rollback after a step, and the point at which the run continues.
-
-        parts: fingerprints of the parts of the data from the second one on, which are recorded if
-            the run has left a part (`to.left_parts`)
-        """
-
-    def show(self, step: int, name: str, file: Path) -> None:
-        """Report a picture or a text about a step, in a file of the run folder."""
-
-    def saved(self, step: int, checkpoint: Path) -> None:
-        """Report a checkpoint that has been published; any thread may call this."""
-
-    def stop(self, reason: str, exit_code: int) -> None:
-        """Report that the run stops before its last step."""
-
-    def end(self) -> None:
-        """Report that the last step is done."""
-
-
-class RunTracker(Tracker):
-    """Writes the reports to the run folder, the display and Weights & Biases."""
+    """The reports of the training loop: to the run folder, the display and Weights & Biases."""
 
     def __init__(
         self,
@@ -241,8 +191,8 @@ class RunTracker(Tracker):
         for alert in alerts_at_start(events):
             self.wandb.send(alert)
 
-    @override
     def step(self, metrics: dict[str, Any]) -> None:
+        """Report the metrics of a step."""
         self.last_step = metrics["step"]
         self.folder.metric(metrics)
         self.display.step(metrics)
@@ -250,53 +200,57 @@ class RunTracker(Tracker):
         shares = self.wall_time.shares(time.time())
         self.wandb.send(metrics | {f"wall_time/{name}": share for name, share in shares.items()})
 
-    @override
     def repeat(self, corpora: Sequence[str]) -> None:
+        """Report the corpora whose second epoch has begun with the newest step."""
         for corpus in corpora:
             self.display.say(
                 f"step {self.last_step}: {corpus} has been read once; its second epoch begins, in "
                 f"a new order"
             )
 
-    @override
     def started(self, step: int, startup: Startup, *, compiled: bool) -> None:
+        """Report the first step of this process, with the times of the start-up."""
         self.folder.event("first_step", step, seconds=startup.seconds, compiled=compiled)
         self.wall_time.started(startup.seconds)
         self.display.say(str(startup))
 
-    @override
     def warn(self, message: str) -> None:
+        """Report a problem that does not stop the run."""
         self.folder.event("warning", self.last_step, message=message)
         print(f"warning: {message}", file=sys.stderr)
 
-    @override
     def slow(self, step: int, ranks: list[int], nodes: list[str], ratio: float) -> None:
+        """Report ranks that have been slow in several successive comparisons."""
         self._record("slow", step, ranks=ranks, nodes=nodes, ratio=ratio)
 
-    @override
     def skip(self, step: int, reason: str, samples: range) -> None:
+        """Report a step that the optimizer has skipped."""
         first, last = samples.start, samples.stop - 1
         self._record("skip", step, reason=reason, samples=[first, last])
         print(f"skipped: step {step}: {reason}; samples {first} .. {last}", file=sys.stderr)
 
-    @override
     def begin_phase(self, before: Segment, after: Segment) -> None:
+        """Report that the next step is the first of a phase."""
         different = changes(before.recipe, after.recipe)
         steps = [after.first, self.plan.steps_of(after.phase)[-1]]
         self.folder.event("phase", after.first, phase=after.phase, steps=steps, changed=different)
         values = ", ".join(f"{key} = {value_text(new)}" for key, (_, new) in different.items())
         self.display.say(f'phase "{after.phase}" begins with step {after.first}: {values}')
 
-    @override
     def replace_ranks(self, step: int, phase: str) -> None:
+        """Report that all ranks end after a step, and start again with the engine of a phase."""
         shares = self.wall_time.shares(time.time())
         self.folder.event("boundary", step, phase=phase, wall_time=shares)
         self.display.say(f'step {step} is saved; the ranks start again for phase "{phase}"')
 
-    @override
     def roll_back(
         self, step: int, to: Progress, reason: str, *, parts: Sequence[dict[str, Any]] = ()
     ) -> None:
+        """Report a rollback after a step, and the point at which the run continues.
+
+        parts: fingerprints of the parts of the data from the second one on, which are recorded if
+            the run has left a part (`to.left_parts`)
+        """
         data = {"data_parts": list(parts)} if to.left_parts else {}
         self._record("rollback", step, reason=reason, to=to.step, **to.record(), **data)
         print(
@@ -311,25 +265,25 @@ class RunTracker(Tracker):
         self.wall_time = self._read_wall_time()
         self.last_step = to.step
 
-    @override
     def show(self, step: int, name: str, file: Path) -> None:
+        """Report a picture or a text about a step, in a file of the run folder."""
         self.wandb.send(Picture(step, name, file))
 
-    @override
     def saved(self, step: int, checkpoint: Path) -> None:
+        """Report a checkpoint that has been published; any thread may call this."""
         if self.recipe.tracking.artifacts:
             self.wandb.send(SavedCheckpoint(step, checkpoint))
 
-    @override
     def stop(self, reason: str, exit_code: int) -> None:
+        """Report that the run stops before its last step."""
         self.wandb.exit_code = exit_code
         shares = self.wall_time.shares(time.time())
         self._record("stop", self.last_step, reason=reason, exit_code=exit_code, wall_time=shares)
         link = " and" if exit_code == INTERRUPTED else ":"  # "stopped and saved at step 35"
         print(f"stopped{link} {reason}", file=sys.stderr)
 
-    @override
     def end(self) -> None:
+        """Report that the last step is done."""
         self.folder.event("end", self.last_step, wall_time=self.wall_time.shares(time.time()))
 
     def _record(self, event: str, step: int, **facts: Any) -> None:
@@ -370,3 +324,11 @@ class RunTracker(Tracker):
                 print(problem, file=sys.stderr)
         for missing in self.folder.missing_lines():
             print(f"warning: {missing}", file=sys.stderr)
+
+
+class _NoReports:
+    """Ignores the reports of the ranks other than 0."""
+
+    def __getattr__(self, report: str) -> Callable[..., None]:
+        assert callable(getattr(Tracker, report))
+        return lambda *_, **__: None
