@@ -17,7 +17,6 @@ from torch import Tensor
 
 from models.sharding import Sharding, sharding_of
 from threefold.config.deepspeed_json import build_deepspeed_config
-from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
@@ -132,8 +131,7 @@ def start(recipe: Recipe, world: LaunchEnvironment) -> tuple[Engine, TrainingDat
 
 def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
     """Run a step, counted from 1, at the recipe's learning rate."""
-    rate = learning_rate(step, engine.recipe.optimizer, engine.recipe.training.steps)
-    return engine.train_step(data.step(step), rate)
+    return engine.train_step(data.step(step), data.plan.at(step).learning_rate(step))
 
 
 def held_weights(engine: Engine) -> dict[str, Tensor]:

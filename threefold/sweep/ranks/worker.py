@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from threefold.config.optimization import learning_rate
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
@@ -151,16 +150,14 @@ def run_steps(
     A step lasts from the end of the previous step to its own end, and the device is synchronized at
     both ends. The micro-batches are read in advance, as the prefetcher does in a run.
     """
-    recipe = engine.recipe
     batches = [list(data.step(step)) for step in range(1, steps + 1)]
     durations = []
     dist.barrier(group=control)
     with without_collections():
         before = time.perf_counter()
         for step, batch in enumerate(batches, start=1):
-            in_run = min(step, recipe.training.steps)
-            rate = learning_rate(in_run, recipe.optimizer, recipe.training.steps)
-            engine.train_step(batch, rate)
+            in_run = min(step, engine.recipe.training.steps)
+            engine.train_step(batch, data.plan.at(in_run).learning_rate(in_run))
             if engine.on_gpu:  # weights are still gathered on other streams
                 torch.cuda.current_stream(engine.device).synchronize()
             now = time.perf_counter()
@@ -174,7 +171,7 @@ def run_split_steps(
 ) -> dict[str, float]:
     """Return the seconds of each part of a step on this rank; collective."""
     batch = list(data.step(1))
-    rate = learning_rate(1, engine.recipe.optimizer, engine.recipe.training.steps)
+    rate = data.plan.at(1).learning_rate(1)
     dist.barrier(group=control)
     with without_collections():
         return split_of_rank(engine, batch, rate)
