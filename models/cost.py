@@ -100,10 +100,7 @@ def hidden_matrix_parameters(config: ModelConfig) -> int:
 
 
 def checkpoint_elements(config: ModelConfig, optimizer: str) -> int:
-    """Return the elements of weights and optimizer state: two states with AdamW, one with Muon.
-
-    optimizer: `optimizer.kind`
-    """
+    """Return the elements of weights and optimizer state: two states with AdamW, one with Muon."""
     with_momentum = hidden_matrix_parameters(config) if optimizer == "muon" else 0
     return 3 * parameter_count(config) - with_momentum
 

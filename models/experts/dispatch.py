@@ -77,10 +77,7 @@ def _sum(x: Tensor, rows: list[int], axis: TensorAxis) -> Tensor:
 
 
 class DeferralToExchange(Deferral):
-    """Weight gradients that the backward pass defers to an exchange, during which it computes them.
-
-    weights: the weights
-    """
+    """Weight gradients that the backward pass defers to an exchange, and computes during it."""
 
     def __init__(self, weights: Sequence[nn.Parameter]):
         super().__init__()

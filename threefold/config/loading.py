@@ -142,8 +142,6 @@ def _example(location: Location, recipe: type[BaseModel], example: dict[str, Any
 def _name_that_fits(name: str, pattern: str) -> str:
     """Return a name without accents, in which hyphens replace characters that a pattern forbids.
 
-    pattern: one of CHARACTERS
-
     Returns:
         "" if no character is left
     """
@@ -371,10 +369,7 @@ def _invalid_line(text: str, error: Exception) -> str:
 
 
 def _unquoted(text: str, error: str) -> str:
-    """Return a message about a value that is a word without quotes; "" if it is something else.
-
-    error: message of tomllib
-    """
+    """Return a message about a value that is a word without quotes; "" if it is something else."""
     number = re.match(r"Invalid value \(at line (\d+), ", error)
     line = text.split("\n")[int(number[1]) - 1].strip() if number else ""
     if not number or not (word := TOML_WORD.fullmatch(line)):

@@ -326,8 +326,6 @@ def scale_in_update(self: DeepSpeedZeroOptimizer, gradients: list[Tensor], norm:
 
     The divisor is the loss scale with which the gradients were computed. DeepSpeed uses the scale
     of the next step, and thus halves the gradients whenever the scale doubles.
-
-    norm: norm of the gradients, including the loss scale
     """
     loss_scale = self.scale_of_gradients
     scale = torch.full((), loss_scale, dtype=torch.float32, device=self.device)

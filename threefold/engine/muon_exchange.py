@@ -331,8 +331,6 @@ def update_scale(shape: tuple[int, int]) -> float:
     """Return the factor that gives an orthogonal matrix the root mean square of AdamW's updates.
 
     Moonlight (arXiv 2502.16982), equation 4.
-
-    shape: rows and columns of the logical matrix
     """
     return ADAMW_UPDATE_RMS * sqrt(max(shape))
 

@@ -47,8 +47,6 @@ def rule_of(
 ) -> UpdateRule:
     """Return the rule of a parameter, scaled as the model's parametrization requires.
 
-    Norms and biases have no weight decay.
-
     Args:
         name: logical name
         parameter: the parameter, whose declaration has its role
@@ -112,10 +110,7 @@ def _group(parameters: list[nn.Parameter], rule: UpdateRule) -> dict[str, Any]:
 def buckets_of_stage(
     stage: Stage, rules: Mapping[nn.Parameter, UpdateRule], *, elements: int
 ) -> list[list[nn.Parameter]]:
-    """Divide the parameters of a stage into buckets; tied ones are in the last buckets.
-
-    elements: maximum size of a bucket
-    """
+    """Divide the parameters of a stage into buckets; tied ones are in the last buckets."""
     chunks = [list(stage.parameters_of_chunk(n)) for n in range(stage.pipeline.virtual_stages)]
     untied = {parameter for chunk in chunks for parameter in chunk}
     tied = [parameter for parameter in stage.parameters() if parameter not in untied]

@@ -168,10 +168,7 @@ def sum_documents(reports: Sequence[Report]) -> int:
 
 
 def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size: int) -> str:
-    """Join token files in order, and return the SHA-256 of the new index.
-
-    documents: total number of documents
-    """
+    """Join token files in order, and return the SHA-256 of the new index."""
     with target.with_name(target.name + ".bin").open("wb") as stream:
         for part in parts:
             append(part.with_name(part.name + ".bin"), stream.fileno())
@@ -324,10 +321,7 @@ def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Ite
 def _wrong_sizes(
     corpus: Path, counts: dict[str, dict[str, int]], token_bytes: int
 ) -> Iterator[str]:
-    """Yield a message for each file of a corpus that is missing or has another size.
-
-    counts: part -> documents and tokens
-    """
+    """Yield a message for each file of a corpus that is missing or has another size."""
     sizes: dict[str, int | None] = {"pieces.jsonl": None, "tokenizer/tokenizer.json": None}
     for part, count in counts.items():
         sizes[f"{part}.bin"] = count["tokens"] * token_bytes

@@ -229,10 +229,7 @@ class JsonArray(Format):
 
 
 class Texts(Format):
-    """Files that are a document each, possibly compressed.
-
-    lenient: drop bytes that are not UTF-8, and files without text
-    """
+    """Files that are a document each, possibly compressed."""
 
     def __init__(self, files: list[Path], *, lenient: bool = False):
         self.files, self.lenient = files, lenient

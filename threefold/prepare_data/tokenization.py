@@ -114,8 +114,6 @@ class Tokenization:
     def run(self, format_number: int, piece: Piece, progress: Queue) -> "Report":
         """Tokenize a piece.
 
-        progress: receives (documents, tokens) after each batch
-
         Raises:
             UserError: A row is not a document, and `skip` does not name its kind of problem.
         """
@@ -204,8 +202,6 @@ def texts_of(
     reader: Format, piece: Piece, skip: frozenset[str], report: Report | None = None
 ) -> Iterator[str]:
     """Yield the texts of a piece.
-
-    report: counts the skipped rows
 
     Raises:
         UserError: A row is not a document; the message names the file, the line and the reason.
@@ -357,10 +353,7 @@ def _fraction_that_works(
 
 @lru_cache(maxsize=1)
 def fast_tokenizer(file: Path, split_special_tokens: bool) -> Tokenizer:
-    """Load a tokenizer.json without truncation and padding.
-
-    split_special_tokens: tokenize a special token's name in a document as ordinary text
-    """
+    """Load a tokenizer.json without truncation and padding."""
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
     tokenizer.no_padding()

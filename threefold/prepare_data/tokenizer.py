@@ -28,8 +28,6 @@ TRAINING_CHARACTERS = 2**29  # approximate number, taken evenly from all pieces
 def copy_tokenizer(name: str, workspace: Path) -> Path:
     """Copy an existing tokenizer into the workspace, and return its folder.
 
-    name: name on the hub, or a folder relative to the repository's root
-
     Raises:
         UserError: The tokenizer does not exist, or has no end-of-text token or no tokenizer.json.
     """

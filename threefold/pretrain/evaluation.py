@@ -160,8 +160,6 @@ class Evaluator:
         """Yield the numbers of the sequences, the micro-batch and the scores of its labels.
 
         Only ranks whose scores count get any; the scores are fp32 [2, b, s/c].
-
-        count: sequences of the evaluation on all ranks
         """
         scored = self.engine.token_scores(micro_batches)
         rows_of_batches = self.data.evaluation_samples(count)

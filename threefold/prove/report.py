@@ -140,10 +140,7 @@ def summary(findings: Sequence[CaseResult]) -> str:
 def as_json(
     findings: Sequence[CaseResult], *, relay: bool = False, complete: bool = True
 ) -> dict[str, Any]:
-    """Return the report for other programs.
-
-    complete: False if the proof was interrupted, so that it has not passed
-    """
+    """Return the report for other programs."""
     tolerances = {
         "loss": LOSS_TOLERANCE,
         "grad_norm": GRAD_NORM_TOLERANCE,

@@ -103,10 +103,7 @@ def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
 
 
 def small_base(model: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of the base model of the small model, in the ratios of the recipe.
-
-    sizes: hidden size and layers of the small model
-    """
+    """Return the sizes of the base model of the small model, in the ratios of the recipe."""
     pairs = {  # base size -> sizes of the recipe's model and of the small model
         "base_hidden_size": (model.hidden_size, sizes["hidden_size"]),
         "base_layers": (model.layers, sizes["layers"]),

@@ -106,8 +106,6 @@ def set_thread_count(environment: MutableMapping[str, str], world: LaunchEnviron
 
     By default, every rank would start as many threads as there are cores. `torchrun` sets one
     thread per rank, and leaves cores idle if there are fewer ranks than cores.
-
-    environment: `os.environ`
     """
     environment.setdefault("OMP_NUM_THREADS", str(cores_of_rank(environment, world)))
 

@@ -177,8 +177,6 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     On a GPU attention is fused at any length, LayerNorm needs no fp32 copies, and the loss computes
     more logits at a time. A sent tensor is freed once its transfer is complete, and not only when
     the send is waited for, as with gloo.
-
-    compiled: element-wise operations allocate only their results
     """
     fuse = one_kernel if compiled else compile.as_written
     with (

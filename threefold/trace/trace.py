@@ -285,8 +285,6 @@ def measure(recipe: Recipe, dims: ParallelDims, rank: int, *, at_most: int) -> T
     """Build the engine in the current process group and count its second step.
 
     The tensors may be fake or real; the tests compare the two.
-
-    at_most: maximum number of micro-batches to run
     """
     coordinates = dims.coordinates(rank)
     micro_batches = recipe.micro_batches(dims.data)

@@ -126,10 +126,7 @@ def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
 
 
 def tell_changes(folder: RunFolder, found: "ResumePoint", recipe: Recipe) -> None:
-    """Print the keys of the recipe that have changed since the save, and warn of a rate that jumps.
-
-    recipe: the recipe of the run, with its phases
-    """
+    """Print the keys that have changed since the save, and warn of a learning rate that jumps."""
     for key, (before, now) in found.changes(recipe).items():
         old, new = ("unset" if value is None else value_text(value) for value in (before, now))
         print(f"  {key}: {old} -> {new}", flush=True)

@@ -127,10 +127,7 @@ def running_elements(job: Job) -> float:
 
 
 def bucket_sizes(model: ModelConfig, layout: PlannedLayout, elements: float) -> list[float]:
-    """Return the elements of the buckets of a few blocks' matrices, in the order of the layers.
-
-    elements: maximum size of a bucket, unless a single matrix is larger
-    """
+    """Return the elements of the buckets of a few blocks' matrices, in the order of the layers."""
     h, t = model.hidden_size, layout.tensor
     matrices = [
         h * (model.query_size + 2 * model.key_value_size) / t,

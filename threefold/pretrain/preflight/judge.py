@@ -424,10 +424,7 @@ def _findings(
     planned: Planned,
     ratio: float,
 ) -> list[Finding]:
-    """Return what is broken or slow, the worst first.
-
-    measured: measure -> its values
-    """
+    """Return what is broken or slow, the worst first."""
     findings = [
         Finding(Severity.BROKEN, MATMUL, (rank,), problem=device.problem)
         for rank, device in enumerate(devices)
