@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 
@@ -46,7 +45,11 @@ def create_groups(
     lists = [sorted(ranks) for ranks in partition]
     members = {rank for ranks in lists for rank in ranks}
     alone = [[rank] for rank in range(dist.get_world_size()) if rank not in members]
-    options = _nccl_options(device, settings or NcclSettings())
+    settings = settings or NcclSettings()
+    options: Any = copy.deepcopy(_world()._get_backend(device).options)  # ProcessGroupNCCL.Options
+    options.is_high_priority_stream = settings.high_priority
+    if settings.max_ctas is not None:
+        options.config.max_ctas = settings.max_ctas
     group = dist.split_group(split_ranks=lists + alone, pg_options=options)
     return group if dist.get_rank() in members else None
 
@@ -91,12 +94,3 @@ def matches_by_order() -> bool:
     sends nothing.
     """
     return dist.get_backend() not in ("gloo", "fake")
-
-
-def _nccl_options(device: torch.device, settings: NcclSettings) -> Any:
-    """Copy the world's options (`ProcessGroupNCCL.Options`) and apply the settings."""
-    options: Any = copy.deepcopy(_world()._get_backend(device).options)
-    options.is_high_priority_stream = settings.high_priority
-    if settings.max_ctas is not None:
-        options.config.max_ctas = settings.max_ctas
-    return options

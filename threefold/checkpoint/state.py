@@ -81,7 +81,8 @@ class TrainingState(ABC):
         """Return each flat's weights and state, without copying; the next step changes them."""
         flats = []
         for number, flat in enumerate(self.weights):
-            kinds = self._states_of_flat(number)
+            group = self.optimizer.optimizer.param_groups[self._group_of(number)]
+            kinds = STATES[group.get("algorithm", "adamw")]
             state = initial_state(self.optimizer.optimizer.state, flat, kinds)
             flats.append({WEIGHTS: flat.detach()} | {kind: state[kind] for kind in kinds})
         return flats
@@ -89,10 +90,6 @@ class TrainingState(ABC):
     def kinds(self, name: str) -> tuple[str, ...]:
         """Return what is stored of a parameter: its weights and the states of its algorithm."""
         return (WEIGHTS, *STATES[self.algorithms.get(name, "adamw")])
-
-    def _states_of_flat(self, number: int) -> tuple[str, ...]:
-        group = self.optimizer.optimizer.param_groups[self._group_of(number)]
-        return STATES[group.get("algorithm", "adamw")]
 
     @property
     def updates(self) -> int:

@@ -94,7 +94,11 @@ def read_recipe(options: argparse.Namespace) -> tuple[PhasePlan, Recipe, Cluster
 
 def plan(options: argparse.Namespace) -> int:
     """Print a plan of the recipe's own layout and the fastest layouts; return the exit code."""
-    check_combinations(options)
+    for name in ("storage", "restart"):
+        if getattr(options, name) is not None and not options.failures_per_day:
+            raise UserError(f"--{name} requires --failures-per-day")
+    if options.top < 0:
+        raise UserError(f"invalid --top {options.top}: expected 0 or more, for example 5")
     whole, recipe, cluster = read_recipe(options)
     if options.write:  # before the search, which takes seconds
         recipe_edits.check_file(options.write)
@@ -138,7 +142,9 @@ def plan(options: argparse.Namespace) -> int:
             print("\n".join(goodput_lines(goodput_case(recipe, own, options))))
         if options.top:
             print()
-            print_search(recipe, own, result)
+            print("\n".join(report.search_lines(result, step_time(own) if own else None)))
+            if result.plans and (changes := recipe_edits.changes(recipe, result.plans[0])):
+                print(f"To use layout 1: {changes}")
     if options.write:
         recipe_edits.write_recipe(recipe, result, options.write)
         print(f"wrote {options.write}", file=sys.stderr)
@@ -182,14 +188,6 @@ def print_plan(recipe: Recipe, own: Job | None, problem: str, *, steps: int) -> 
             print(note)
     if recipe.data.separate_documents:
         print("data.separate_documents is ignored: attention is counted over whole sequences.")
-
-
-def print_search(recipe: Recipe, own: Job | None, result: SearchResult) -> None:
-    """Print the fastest layouts, and the options that select the first one."""
-    time = step_time(own) if own else None
-    print("\n".join(report.search_lines(result, time)))
-    if result.plans and (changes := recipe_edits.changes(recipe, result.plans[0])):
-        print(f"To use layout 1: {changes}")
 
 
 def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
@@ -452,15 +450,6 @@ MOVED_FLAGS = {
     "--largest": "largest --days DAYS", "--trace": "trace", "--table": "table FILE",
     "--catalogue": "catalogue",
 }  # fmt: skip
-
-
-def check_combinations(options: argparse.Namespace) -> None:
-    """Raise a UserError if options of a plan require another one, or --top is negative."""
-    for name in ("storage", "restart"):
-        if getattr(options, name) is not None and not options.failures_per_day:
-            raise UserError(f"--{name} requires --failures-per-day")
-    if options.top < 0:
-        raise UserError(f"invalid --top {options.top}: expected 0 or more, for example 5")
 
 
 def check_family_settings(settings: list[str]) -> None:

@@ -62,7 +62,11 @@ def output_folder(
     path = path.resolve()
     sources = [reading] if isinstance(reading, Path) else reading
     for source in sources:
-        _check_source(path, source.resolve())
+        own = source.resolve()
+        if path.is_relative_to(own) or own.is_relative_to(path):
+            raise UserError(
+                f"{short(path)} would overwrite the input {short(own)}; use another folder"
+            )
     try:
         checked = _versions(path)  # first, so that a change during the check is noticed below
         _check_replaceable(short(path), files, overwrite)
@@ -104,14 +108,6 @@ def _check_present(sources: Sequence[Path]) -> None:
                 if source.parent.name == "checkpoints"
                 else f"{source} was deleted while it was read; use another input"
             )
-
-
-def _check_source(path: Path, source: Path) -> None:
-    """Check that the output is neither in an input nor around it."""
-    if path.is_relative_to(source) or source.is_relative_to(path):
-        raise UserError(
-            f"{short(path)} would overwrite the input {short(source)}; use another folder"
-        )
 
 
 def _check_replaceable(path: Path, files: OutputFiles, overwrite: bool) -> None:

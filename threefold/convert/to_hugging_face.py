@@ -97,20 +97,9 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
     GenerationConfig(**special, do_sample=True).save_pretrained(folder)
     records = write_weights(source, folder, dtype=dtype)
     (folder / "README.md").write_text(card, encoding="utf-8")
-    write_records(folder, records)
-
-
-def write_records(folder: Path, records: dict[str, FileRecord]) -> None:
-    """Write the size and the SHA-256 of each file of an export.
-
-    `--overwrite` replaces an export only if its files still match these records.
-
-    Args:
-        folder: the export
-        records: the records of the weights; the other files are small, and are read here
-    """
+    # `--overwrite` replaces an export only if its files still match these records.
     for file in sorted(folder.iterdir()):
-        if file.name not in records:
+        if file.name not in records:  # a small file
             records[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
     text = json.dumps({"written_by": WRITTEN_BY, "files": records}, indent=1) + "\n"
     (folder / FILE_RECORDS).write_text(text, encoding="utf-8")

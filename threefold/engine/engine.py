@@ -135,7 +135,10 @@ class Engine(ABC):
         """
         micro_batches = list(micro_batches)
         if len(micro_batches) != self.micro_batches:
-            self._set_micro_batches(len(micro_batches))
+            size = self.wrapped.train_micro_batch_size_per_gpu() * self.wrapped.dp_world_size
+            self.wrapped.set_train_batch_size(len(micro_batches) * size)
+            # ZeRO's optimizers hold a copy. They only ask whether it is above 1, to offload.
+            self.wrapped.optimizer.gradient_accumulation_steps = len(micro_batches)
         for group in self.wrapped.optimizer.param_groups:
             group["lr"] = learning_rate * group["learning_rate_factor"]
         self._reset_statistics()
@@ -150,14 +153,6 @@ class Engine(ABC):
     def micro_batches(self) -> int:
         """Number of micro-batches of a step, on each rank."""
         return self.wrapped.gradient_accumulation_steps()
-
-    def _set_micro_batches(self, count: int) -> None:
-        """Change the number of micro-batches of a step."""
-        wrapped = self.wrapped
-        size = wrapped.train_micro_batch_size_per_gpu() * wrapped.dp_world_size
-        wrapped.set_train_batch_size(count * size)
-        # ZeRO's optimizers hold a copy. They only ask whether it is above 1, when they offload.
-        wrapped.optimizer.gradient_accumulation_steps = count
 
     def _reset_statistics(self) -> None:
         self._report = None
@@ -429,7 +424,9 @@ class SequentialEngine(Engine):
             self.wrapped.backward(loss)
             self.wrapped.step()
             losses.append(loss.detach())
-        return self._mean(losses)
+        total = torch.stack(losses).mean()
+        dist.all_reduce(total, group=self.data_group)
+        return total / dist.get_world_size(self.data_group)
 
     @override
     def expect(self, micro_batch: MicroBatch) -> None:
@@ -453,11 +450,6 @@ class SequentialEngine(Engine):
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         here = micro_batch.on(self.wrapped.device)
         return self.wrapped(here.tokens, here.labels, here.info)
-
-    def _mean(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        total = torch.stack(losses).mean()
-        dist.all_reduce(total, group=self.data_group)
-        return total / dist.get_world_size(self.data_group)
 
 
 def prepare_documents(micro_batch_infos: Iterable[MicroBatchInfo], device: torch.device) -> None:

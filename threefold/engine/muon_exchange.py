@@ -1,5 +1,6 @@
 """Gather matrices from the shards of several ranks, orthogonalize them, and return the results."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -167,20 +168,14 @@ def owners_by_round(matrices: Iterable[Matrix], ranks: int) -> list[list[list[Ma
     for together in _filled(matrices, MUON_ROUND_ELEMENTS * ranks):
         owned: list[list[Matrix]] = [[] for _ in range(ranks)]
         for matrix in sorted(together, key=lambda each: -each.cost):
-            held = _held(matrix)
-            owner = min(range(ranks), key=lambda rank: (load[rank], -held.get(rank, 0)))
+            held: Counter[int] = Counter()  # elements of the matrix, by the rank that holds them
+            for piece in matrix.pieces:
+                held[piece.rank] += piece.length
+            owner = min(range(ranks), key=lambda rank: (load[rank], -held[rank]))
             owned[owner].append(matrix)
             load[owner] += matrix.cost
         rounds.append(owned)
     return rounds
-
-
-def _held(matrix: Matrix) -> Mapping[int, int]:
-    """Return the number of elements of a matrix by the rank that holds them."""
-    held: dict[int, int] = {}
-    for piece in matrix.pieces:
-        held[piece.rank] = held.get(piece.rank, 0) + piece.length
-    return held
 
 
 def _filled(matrices: Iterable[Matrix], elements: int) -> Iterator[list[Matrix]]:
@@ -253,7 +248,12 @@ class MatrixExchange:
             meanwhile: function to call while the elements of the first round are exchanged
         """
         held = {self.flats[key]: values for key, values in flats.items()}
-        rounds = self._rounds(tuple(sorted(held)))
+        key = tuple(sorted(held))
+        if key not in self.rounds:
+            matrices = [each for each in self.matrices if each.flat in key]
+            owners = owners_by_round(matrices, self.ranks)
+            self.rounds[key] = [Round.of_rank(self.rank, owned) for owned in owners]
+        rounds = self.rounds[key]
         coming = self._send(rounds[0], held) if rounds else None
         meanwhile()
         returning: tuple[Round, _Running] | None = None
@@ -270,14 +270,6 @@ class MatrixExchange:
             returning = current, back
         if returning is not None:
             self._store(*returning, held)
-
-    def _rounds(self, flats: tuple[int, ...]) -> list[Round]:
-        """Return the rounds of the matrices in some flat tensors."""
-        if flats not in self.rounds:
-            matrices = [each for each in self.matrices if each.flat in flats]
-            rounds = owners_by_round(matrices, self.ranks)
-            self.rounds[flats] = [Round.of_rank(self.rank, owned) for owned in rounds]
-        return self.rounds[flats]
 
     def _send(self, current: Round, held: Mapping[int, Tensor]) -> _Running:
         """Begin to send this rank's pieces to the owners."""

@@ -206,10 +206,6 @@ class Connections:
         # A thread of its own, because the main thread may be busy with planning or a slow disk.
         threading.Thread(target=self._beat, name="heartbeats", daemon=True).start()
 
-    def free_connections(self) -> int:
-        """Return the number of connections that may be opened now."""
-        return MAX_CONNECTING - sum(not agent.ready for agent in self.agents.values())
-
     def open(self, host: str) -> Agent:
         """Start the agent of a host; it reports when it is ready.
 

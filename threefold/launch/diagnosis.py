@@ -144,8 +144,10 @@ def _stop_on_request(outcome: AttemptResult, codes: Sequence[int]) -> Diagnosis:
         return Diagnosis(reason, exit_code=1)
     # Before the first step, the signal itself ends a rank.
     orderly = all(code in (FINISHED, INTERRUPTED, *STOP_SIGNALS) for code in codes)
-    code = INTERRUPTED if INTERRUPTED in codes or orderly else _first_failure(codes)
-    return Diagnosis(reason, exit_code=code)
+    if INTERRUPTED in codes or orderly:
+        return Diagnosis(reason, exit_code=INTERRUPTED)
+    code = next((code for code in codes if code != FINISHED), FINISHED)
+    return Diagnosis(reason, exit_code=128 - code if code < 0 else code)
 
 
 def _error_of_a_rank(outcome: AttemptResult, codes: Sequence[int]) -> Diagnosis:
@@ -182,12 +184,6 @@ def shown(texts: Sequence[str], *, separator: str = ", ") -> str:
 def _few(hosts: Sequence[str]) -> Sequence[str]:
     """Return the hosts; none if there are many, because then a network or a disk has failed."""
     return hosts if len(hosts) <= MAX_BLAMED_NODES else ()
-
-
-def _first_failure(codes: Sequence[int]) -> int:
-    """Return the first exit code other than 0 as launch.py can return it."""
-    code = next((code for code in codes if code != FINISHED), FINISHED)
-    return 128 - code if code < 0 else code
 
 
 # The events of an attempt's ranks, as launch.py reads them from events.jsonl.
@@ -435,21 +431,15 @@ class GpuErrors:
             out because of it.
         """
         new = list(dict.fromkeys(error for error in reported if error[:2] not in self._found))
-        broken = self.to_leave_out(new)
+        broken = {host for host, _, severe in new if severe}
+        # Many at once point to the driver or to the power supply, so they are not left out.
+        if self.action != "leave_out" or len(broken) > MAX_BLAMED_NODES:
+            broken = set()
         for host, error, severe in new:
             self._found[host, error] = severe and host in broken
             if self._found[host, error]:
                 self.failures.leave_out(host, error)
         return [(host, error, self._found[host, error]) for host, error, _ in new]
-
-    def to_leave_out(self, errors: Iterable[tuple[str, str, bool]]) -> set[str]:
-        """Return the hosts to leave out because of new errors.
-
-        Many hosts with severe errors at once point to the driver or to the power supply, so they
-        are not left out.
-        """
-        hosts = {host for host, _, severe in errors if severe}
-        return hosts if self.action == "leave_out" and len(hosts) <= MAX_BLAMED_NODES else set()
 
     def of_hosts(self, hosts: Iterable[str], *, severe: bool) -> dict[str, str]:
         """Return the errors of some hosts during the attempt, by host.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from models.errors import UserError
-from threefold.launch.connection import Agent, Connections
+from threefold.launch.connection import MAX_CONNECTING, Agent, Connections
 from threefold.launch.diagnosis import Failures
 
 SECONDS_TO_CONNECT = 60.0
@@ -68,7 +68,8 @@ class Nodes:
     def keep_connected(self) -> None:
         """Connect to the hosts without an agent, and drop the agents that do not answer."""
         now = time.monotonic()
-        free = self.connections.free_connections()
+        agents = self.connections.agents.values()
+        free = MAX_CONNECTING - sum(not agent.ready for agent in agents)
         for host in self.hosts:
             if self.agent(host) is None:
                 due = now >= self._next_connect.get(host, 0.0)

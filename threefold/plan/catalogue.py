@@ -113,17 +113,12 @@ def zero_stage_lines() -> Iterator[str]:
     """Yield a Markdown table: time, memory and layout (tensor x pipeline x data) of each stage."""
     yield from ZERO_STAGE_HEADER
     for gpus, name in ZERO_STAGE_ROWS:
-        plans = fastest_of_each_stage(job_on(name, gpus))
+        recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.toml")
+        assert recipe.cluster is not None
+        machine = replace(Machine.of_cluster(recipe.cluster), gpus=gpus)
+        plans = fastest_of_each_stage(job_without_layout(recipe, machine))
         texts = (plan_text(plans[n]) if n in plans else "does not fit" for n in (1, 2, 3))
         yield f"| {' | '.join([f'{gpus:,}', name, *texts, choice(plans)])} |"
-
-
-def job_on(name: str, gpus: int) -> Job:
-    """Return a shipped recipe's job on another number of its GPUs."""
-    recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.toml")
-    assert recipe.cluster is not None
-    machine = Machine.of_cluster(recipe.cluster)
-    return job_without_layout(recipe, replace(machine, gpus=gpus))
 
 
 def fastest_of_each_stage(job: Job) -> dict[int, Plan]:

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from models.config import ModelConfig
 from models.cost import (
     active_parameter_count,
     flops_per_token,
@@ -17,7 +16,7 @@ from models.errors import UserError, counted
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import schedule_name
-from threefold.plan.calibration.fit import Fit, Quality
+from threefold.plan.calibration.fit import Fit
 from threefold.plan.job import Job, Machine, PlannedLayout, job_of, links_text, own_job
 from threefold.plan.memory.peak import (
     GIB,
@@ -82,24 +81,18 @@ def rates(job: Job, seconds: float, steps: int) -> Rates:
 
 def heading(recipe: Recipe, job: Job) -> str:
     """Describe a recipe and its machine in two lines."""
-    machine, plan = job.machine, PhasePlan(recipe)
+    machine, plan, model = job.machine, PhasePlan(recipe), recipe.model
+    active = f", of which {short_count(active_parameter_count(model))} compute a token"
+    parameters = f"{short_count(parameter_count(model))} parameters{active * bool(model.experts)}"
     phases = f" to {plan.segments[-1].recipe.tokens_per_step:,}" if len(plan.segments) > 1 else ""
     return (
-        f"{recipe.name}: {parameters_text(recipe.model)}, "
+        f"{recipe.name}: {parameters}, "
         f"{short_count(plan.total_tokens)} tokens, {counted(recipe.training.steps, 'step')} of "
         f"{plan.segments[0].recipe.tokens_per_step:,}{phases} tokens\n"
         f"{machine.gpus:,} x {machine.gpu.name} on {machine.nodes} "
         f"node{'s' * (machine.nodes > 1)}, {job.precision}, software {job.software.name}; "
         f"{links_text(machine)}"
     )
-
-
-def parameters_text(model: ModelConfig) -> str:
-    """Describe the number of parameters: "46.7 B parameters, of which 12.9 B compute a token"."""
-    text = f"{short_count(parameter_count(model))} parameters"
-    if model.experts is None:
-        return text
-    return f"{text}, of which {short_count(active_parameter_count(model))} compute a token"
 
 
 def short_count(count: float) -> str:
@@ -307,18 +300,14 @@ def calibration_text(fit: Fit) -> str:
     ]
     for rows, quality in (("these rows", fit.used), ("the other rows", fit.others)):
         if quality and quality.steps:
-            lines.append(f"mean error on {rows} ({quality.steps}): {quality_text(quality)}")
+            errors = f"{quality.after:.1%}, {quality.before:.1%} without calibration"
+            if quality.tau is not None and quality.tau_before is not None:
+                tau, before = quality.tau, quality.tau_before
+                errors += f"; Kendall's tau {tau:.2f}, {before:.2f} without"
+            lines.append(f"mean error on {rows} ({quality.steps}): {errors}")
     if fit.left_out:
         lines.append(f"left out {fit.left_out} row{'s' * (fit.left_out > 1)} on other GPUs")
     return "\n".join(lines) + "\n"
-
-
-def quality_text(quality: Quality) -> str:
-    """Format errors with and without calibration, as in "3.1 %, 45.0 % without calibration"."""
-    text = f"{quality.after:.1%}, {quality.before:.1%} without calibration"
-    if quality.tau is None or quality.tau_before is None:
-        return text
-    return f"{text}; Kendall's tau {quality.tau:.2f}, {quality.tau_before:.2f} without"
 
 
 def skipped(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:

@@ -498,7 +498,11 @@ def members(
         result = search(job, top=1, headroom=headroom)
         if result.plans:
             return Member(each, recipe, result.plans[0])
-        return Member(each, recipe, None, f"no layout fits; {reason_for_none(result)}")
+        if result.nearest:
+            reason = f"the closest needs {result.nearest[1]:.1f} GiB more per GPU"
+        else:
+            reason = f"rejected: {', '.join(why for why, _ in result.rejected.most_common())}"
+        return Member(each, recipe, None, f"no layout fits; {reason}")
 
     found = [planned(path)]
     for each, recipe in relatives(found[0].recipe, warn).items():
@@ -507,13 +511,6 @@ def members(
         except UserError as problem:
             found.append(Member(each, recipe, None, str(problem)))
     return sorted(found, key=lambda member: parameter_count(member.recipe.model))
-
-
-def reason_for_none(result: SearchResult) -> str:
-    """Return why a search has found no layout: the memory, or what rules out each size."""
-    if result.nearest:
-        return f"the closest needs {result.nearest[1]:.1f} GiB more per GPU"
-    return f"rejected: {', '.join(reason for reason, _ in result.rejected.most_common())}"
 
 
 def largest(family: Sequence[Member], days: float) -> Member | None:

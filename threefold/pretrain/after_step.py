@@ -19,7 +19,7 @@ from threefold.supervision.stragglers import describe, relative_times, slow_grou
 from threefold.tracking.messages import tell_skipped
 
 if TYPE_CHECKING:
-    from threefold.checkpoint.snapshots.writer import SnapshotWriter
+    pass
 
 
 # Rollback of a run to its last checkpoint, and continuation with the data after the bad step.
@@ -162,7 +162,9 @@ def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
     if not ending and run.is_save_due(step):
         ending = save(run, step, metrics, ends_process=bool(stop_request))
     elif not ending and not stop_request and snapshots and snapshot_due:
-        take_snapshot(run, snapshots, step)
+        run.supervisor.crumb.note("taking a snapshot")
+        if problem := snapshots.take(run.data.progress_after(step)):  # of an earlier one
+            run.tracker.warn(problem)
     # 4. Stop: after a signal or the death of a launcher, save and end.
     if not ending and stop_request:
         ending = stop(run, step, stop_request, metrics)
@@ -253,14 +255,6 @@ def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) ->
         run.tracker.warn(problem)
         return None
     return RunEnd(STOPPED, problem) if problem else None
-
-
-def take_snapshot(run: Run, snapshots: "SnapshotWriter", step: int) -> None:
-    """Begin to take a snapshot in the memory of the nodes; warn if an earlier one has failed."""
-    run.supervisor.crumb.note("taking a snapshot")
-    problem = snapshots.take(run.data.progress_after(step))
-    if problem:
-        run.tracker.warn(problem)
 
 
 def stop(run: Run, step: int, request: str, metrics: dict[str, Any]) -> RunEnd | None:

@@ -316,7 +316,15 @@ def open_run(
         damaged=found.skipped,
         parent=start.parent,
     )
-    snapshots = open_snapshots(experiment, handle, writer_of_run, start.progress.step)
+    snapshots = None
+    if handle.memory is not None:
+        snapshots = SnapshotWriter(
+            writer_of_run,
+            handle.memory,
+            every=recipe.checkpoint.snapshot_every,
+            step=start.progress.step,
+            ranks_per_node=experiment.world.local_size,
+        )
     metrics = folder.read_metrics() if rank == 0 else []  # large after 100,000 steps: read once
     machine = None
     if rank == 0:
@@ -385,21 +393,6 @@ def print_document_attention(experiment: Experiment) -> None:
     if recipe.data.separate_documents and recipe.layout.context == 1:
         name = document_kernel_name(torch.device("cuda"), dtype, recipe.model.attention_head_size)
         print(f"  attention to separate documents: {name}", flush=True)
-
-
-def open_snapshots(
-    experiment: Experiment, handle: RunHandle, writer: CheckpointWriter, step: int
-) -> SnapshotWriter | None:
-    """Return the writer of snapshots, or None if the run takes none; collective.
-
-    Args:
-        handle: the snapshots of this node
-        step: the last completed step
-    """
-    if handle.memory is None:
-        return None
-    every, size = experiment.recipe.checkpoint.snapshot_every, experiment.world.local_size
-    return SnapshotWriter(writer, handle.memory, every=every, step=step, ranks_per_node=size)
 
 
 def watch_losses(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> LossWatch:

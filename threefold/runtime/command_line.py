@@ -50,7 +50,12 @@ def parse_subcommand(
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
     else:
-        parser = parser_with_examples(description)
+        summary, _, examples = description.partition("\n\n")
+        parser = argparse.ArgumentParser(
+            description=summary,
+            epilog=examples,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         for flag in (word.partition("=")[0] for word in arguments):
             if flag in moved:
                 parser.exit(2, f"{script}: {flag} is a command now: use {script} {moved[flag]}\n")
@@ -84,18 +89,6 @@ def add_cluster_options(parser: Options, *, several: bool = False) -> None:
 def add_json(parser: Options) -> None:
     """Add --json."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-
-
-def parser_with_examples(description: str) -> argparse.ArgumentParser:
-    """Return a parser whose help ends with the examples of a command's docstring.
-
-    Args:
-        description: a summary and, after an empty line, examples
-    """
-    summary, _, examples = description.partition("\n\n")
-    return argparse.ArgumentParser(
-        description=summary, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
 
 
 def override(text: str) -> str:

@@ -189,7 +189,12 @@ class SnapshotWriter:
         tree = self.writer.tree
         workspace = self.memory.workspace(progress.step, self.writer.token)
         # Every rank checks the memory before any rank takes some of it.
-        lack = self.memory.lack_of_room(self._bytes_per_node()) or None
+        assembly = self.writer.assembly
+        elements = sum(
+            math.prod(shape) * len(assembly.kinds[name]) for name, shape in assembly.shapes.items()
+        )
+        bytes_of_node = FP32_BYTES * elements * self.files_per_node
+        lack = self.memory.lack_of_room(bytes_of_node) or None
         problem = tree.broadcast(united(tree.gather(Written(problem=lack))).problem)
         if problem:
             written = Written(problem=problem)
@@ -210,14 +215,6 @@ class SnapshotWriter:
             # All nodes have published this snapshot, so that the earlier one is not needed.
             self.memory.clean(keep="" if problem else name, incomplete_only=bool(problem))
         return None
-
-    def _bytes_per_node(self) -> int:
-        """Return the size of the files that this rank's node holds of a snapshot."""
-        assembly = self.writer.assembly
-        elements = sum(
-            math.prod(shape) * len(assembly.kinds[name]) for name, shape in assembly.shapes.items()
-        )
-        return FP32_BYTES * elements * self.files_per_node
 
     def _write_files(self, workspace: Path) -> Written:
         """Write this rank's files, and the copies of another node's; collective."""

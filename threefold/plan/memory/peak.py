@@ -214,7 +214,11 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     gradients = passing.gradients
     newest = gradients
     if first_only and not job.shards_in_passes and not is_grouped:
-        newest = footprint.running_gradient * newest_parameters(job, stage)
+        # The gradients that exist during the first block's backward pass.
+        parameters = parameters_of_block(job)
+        if stage == last_stage(layout):
+            parameters += table_parameters(job.model, layout.tensor)
+        newest = footprint.running_gradient * parameters
     # ZeRO-2 allocates its buckets in each backward pass; other buckets stay from the first backward
     # pass on. ZeRO-3 gathers in both passes.
     before_backward = layout.zero_stage == 2 or (first_only and not job.shards_in_passes)
@@ -305,15 +309,6 @@ def first_chunk_parameters(job: Job, stage: int) -> int:
 def parameters_of_block(job: Job) -> int:
     """Return a rank's parameters of a block, which has experts if the model has them."""
     return block_parameters(job.model, job.layout.tensor, job.layout.expert)
-
-
-def newest_parameters(job: Job, stage: int) -> float:
-    """Return the parameters whose gradients exist during the first block's backward pass."""
-    layout, model = job.layout, job.model
-    found = parameters_of_block(job)
-    if stage == last_stage(layout):
-        found += table_parameters(model, layout.tensor)
-    return found
 
 
 def held_bytes(job: Job, stage: int) -> float:

@@ -499,17 +499,9 @@ def _short_of_memory(
             continue
         others = median_of_others(ordered[device.device], device.free_gib)
         if others is not None and device.free_gib < others - MEMORY_MARGIN_GIB:
-            planned_gib = predicted_memory_gib(rank, len(devices), planned, layout)
+            stage = rank * layout.dims.pipeline // len(devices)
+            planned_gib = planned.memory_gib[stage] if planned.memory_gib else None
             yield Finding(Severity.SLOW, MEMORY, (rank,), device.free_gib, others, planned_gib)
-
-
-def predicted_memory_gib(
-    rank: int, ranks: int, planned: Planned, layout: RankLayout
-) -> float | None:
-    """Return the memory that the planner predicts for a rank, in GiB."""
-    if not planned.memory_gib:
-        return None
-    return planned.memory_gib[rank * layout.dims.pipeline // ranks]
 
 
 def _summary(values: Values, planned: float | None) -> Summary:
