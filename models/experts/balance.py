@@ -116,7 +116,6 @@ def balance_loss(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis
     Args:
         probabilities: of each token's experts, with the sum 1, fp32 [s, b, E]
         counts: tokens of each sequence and expert on this rank, [b, E]
-        k: experts per token
     """
     tokens, sequences, experts = probabilities.shape
     counts = sum_over_sequence(counts, axis)

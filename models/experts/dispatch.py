@@ -33,7 +33,6 @@ def gather_rows(x: Tensor, rows: Sequence[int], axis: TensorAxis) -> Tensor:
 
     Args:
         x: this rank's rows, [rows[axis.rank], h]
-        rows: number of rows of each rank
         axis: the ranks that divide the experts
 
     Returns:
@@ -49,7 +48,6 @@ def sum_rows(x: Tensor, rows: Sequence[int], axis: TensorAxis) -> Tensor:
 
     Args:
         x: this rank's partial output of each row, [m, h]
-        rows: number of rows of each rank
         axis: the ranks that divide the experts
 
     Returns:
@@ -134,7 +132,6 @@ def begin_dispatch(
 
     Args:
         x: the tokens, [n, h]
-        k: experts per token
         deferral: collects the gradients of its weights, which the backward pass computes and
             returns while the gradients of the tokens are sent
 

@@ -230,7 +230,6 @@ class ExpertMLPs(Deferring, Fusing):
         """[m, h], sorted by expert, to [m, h].
 
         Args:
-            rows: number of rows of each expert
             up_deferral: receives the gradients of `up`; None: `self.deferral` does, if it exists
         """
         up, down = (

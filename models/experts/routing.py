@@ -62,7 +62,6 @@ def choose_experts(preferences: Tensor, k: int) -> Tensor:
 
     Args:
         preferences: the logits, or the scores plus the biases
-        k: experts per token
     """
     ranked = torch.sort(preferences, dim=-1, descending=True, stable=True).indices
     return ranked[:, :k].contiguous()  # a view would keep all E numbers for the backward pass
@@ -173,7 +172,6 @@ def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
 
     Args:
         chosen: numbers of the experts of each token, int64 [n, k]
-        experts: E
     """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)

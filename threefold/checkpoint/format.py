@@ -231,8 +231,6 @@ class Manifest:
 
     Attributes:
         step: number of completed steps
-        samples: number of samples read
-        tokens: number of tokens read
         updates: number of optimizer steps, which is less than `step` if fp16 skipped some
         loss_scale: state of fp16's dynamic loss scale; None without it
         recipe: the resolved recipe; only the [model] section for imported weights

@@ -188,7 +188,6 @@ def find(
         resume: "auto" for the newest undamaged checkpoint, "never" for none, or a checkpoint's path
         data: fingerprints of corpora and tokenizer
         branch: the newest request for a certain checkpoint, which "auto" obeys
-        note: called before each file is verified
 
     Raises:
         UserError: the path has no checkpoint, all checkpoints are damaged, or the checkpoint
@@ -256,9 +255,6 @@ def find_initial_weights(
     recipe: Recipe, *, run: Path | None = None, note: Note = no_note
 ) -> ResumePoint:
     """Return the weights that the recipe starts from; collective.
-
-    Args:
-        note: called before each file is verified
 
     Raises:
         UserError: the checkpoint is missing, damaged, or of another model.
@@ -416,10 +412,8 @@ def find_start(
     """Find the point at which the run starts or resumes, without changing files; collective.
 
     Args:
-        data: fingerprints of corpora and tokenizer
         find_in_memory: finds the newest snapshot in the memory of the nodes, not older than a step;
             None without snapshots
-        note: called before each file of a checkpoint is verified
 
     Raises:
         UserError: the events cannot be read, or `resume_point.find` raised the error.
@@ -464,7 +458,6 @@ def _at(
     """Return the start of a run that resumes by itself.
 
     Args:
-        data: fingerprints of corpora and tokenizer
         saved: step of the newest checkpoint on the disk that the run has passed through
         pending: a request of an earlier start that has not been carried out
 

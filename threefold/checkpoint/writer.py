@@ -351,7 +351,6 @@ class CheckpointWriter:
 
     Args:
         state: this rank's share of weights and moments
-        data: fingerprints of corpora and tokenizer, for the manifest
         step: a step of the phase that the ranks train
         damaged: checkpoints that retention neither deletes nor counts
         parent: the checkpoint of another run at which this one began, for the manifest

@@ -343,7 +343,6 @@ def write_index(
     """Write an .idx with one sequence per document.
 
     Args:
-        type_of_tokens: result of `token_type`
         lengths: returns the number of tokens of each document, in blocks; called twice, so that
             only one block is in memory
         count: the number of documents

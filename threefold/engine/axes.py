@@ -85,7 +85,6 @@ class ParallelAxes(ModelAxes):
     """All parallel axes of a rank.
 
     Attributes:
-        grid: the process groups for DeepSpeed
         expert_data_group: the ranks that hold the same experts, if data ranks divide the experts
     """
 

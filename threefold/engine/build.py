@@ -63,7 +63,6 @@ class ShardedCreation:
     """Initializes and partitions the weights of a layer, as `SequentialModel` calls it.
 
     Args:
-        config: the DeepSpeed configuration of `build_deepspeed_config`
         axes: the parallel axes; a weight is divided among the data ranks
     """
 
@@ -181,11 +180,7 @@ def build_model(
 def build_optimizer(
     model: Stage | SequentialModel, recipe: Recipe, *, config: dict[str, Any]
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of a rank, with the groups of `parameter_groups`.
-
-    Args:
-        config: the DeepSpeed configuration of `build_deepspeed_config`
-    """
+    """Build the optimizer of a rank, with the groups of `parameter_groups`."""
     settings = recipe.optimizer
     rules = rules_of(logical_parameters(model, recipe.model), recipe.model, settings)
     groups = parameter_groups(model, rules, bucket=bucket_elements(config))
@@ -209,11 +204,7 @@ def build_engine(
     optimizer: torch.optim.Optimizer,
     crumb: Breadcrumb | None = None,
 ) -> Engine:
-    """Build the DeepSpeed engine of a model, with our overrides, and wrap it.
-
-    Args:
-        config: the DeepSpeed configuration of `build_deepspeed_config`
-    """
+    """Build the DeepSpeed engine of a model, with our overrides, and wrap it."""
     import_muon()
     allow_muon()
     kind: type[Engine]

@@ -29,7 +29,6 @@ class Shard:
 
     Attributes:
         fragment: the elements, and their place in the rank's flat tensors
-        sharding: the declaration of the parameter
     """
 
     fragment: Fragment
@@ -117,11 +116,7 @@ def sizes(messages: Sequence[Sequence[Piece]]) -> list[int]:
 
 
 def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Matrix]:
-    """Return the matrices that ranks hold together, in an order that all ranks agree on.
-
-    Args:
-        shards: the shards of each rank of the group
-    """
+    """Return the matrices that ranks hold together, in an order that all ranks agree on."""
     found: dict[tuple[str, int], Matrix] = {}
     for rank, own in enumerate(shards):
         for shard in own:

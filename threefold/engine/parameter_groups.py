@@ -65,11 +65,7 @@ def rule_of(
 def rules_of(
     parameters: Iterable[tuple[str, nn.Parameter]], model: ModelConfig, settings: Optimizer
 ) -> dict[nn.Parameter, UpdateRule]:
-    """Return the rule of each parameter.
-
-    Args:
-        parameters: pairs of logical name and parameter
-    """
+    """Return the rule of each parameter."""
     return {each: rule_of(name, each, model, settings) for name, each in parameters}
 
 

@@ -197,7 +197,6 @@ def _check(
         recipe: the recipe, with a [cluster] section
         name: the recipe's file and the overrides
         slots: the hosts; empty if they are unknown
-        shares_machine: all ranks run on this machine
     """
     assert recipe.cluster
     mistakes, not_used = list[str](), list[str]()
@@ -229,10 +228,7 @@ def cluster_of_hosts(slots: Slots, layout: Layout, name: str, *, shares_machine:
     machine without a GPU may be a login node, so the GPU is "cpu" only if all ranks run here.
 
     Args:
-        slots: the hosts; empty if they are unknown
         layout: the layout of the recipe
-        name: the recipe's file, for messages
-        shares_machine: all ranks run on this machine
 
     Raises:
         UserError: a key is unknown; the message has a section that a user can append to the recipe.
@@ -264,9 +260,6 @@ def cluster_of_hosts(slots: Slots, layout: Layout, name: str, *, shares_machine:
 
 def check_cluster(cluster: Cluster, slots: Slots) -> None:
     """Check that the hosts suffice for a [cluster] section.
-
-    Args:
-        slots: the hosts; empty if they are unknown
 
     Raises:
         UserError: they do not, or the section needs more nodes than it has.

@@ -170,7 +170,6 @@ class Launcher:
         recipe: the recipe, with the user's overrides
         folder: the run folder, which this process has locked
         list_hosts: returns the hosts, which may become more during the run
-        connect: how a command is started on a host
     """
 
     def __init__(

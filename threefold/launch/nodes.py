@@ -18,7 +18,6 @@ class Nodes:
     """The hosts of a run and the connections to them.
 
     Args:
-        list_hosts: returns the names of the hosts, which may become more during the run
         connections: the connections, at first none
         node_seconds: time without a sign of life after which a host is lost
         distinct: reject hosts that are the same machine under two names

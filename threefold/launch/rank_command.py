@@ -38,7 +38,6 @@ def rank_command(
     Args:
         options: the options of launch.py
         file: the recipe, with the user's overrides
-        shares_machine: all nodes are this machine
 
     Raises:
         UserError: the option --resume is not supported.

@@ -193,7 +193,6 @@ def fault_costs(
     """Return the times that saves and failures cost a job.
 
     Args:
-        detection_seconds: from a failure to its detection
         storage_bytes_per_second: rate at which all nodes together write and read checkpoints; None
             for the assumed rate per node
         restart_seconds: from a failure to the next step; None for detection, the assumed start and

@@ -277,7 +277,6 @@ def check_parts(
         fraction: share of the documents that is held out
         held_out: numbers of the formats whose documents are the validation part
         validation_option: the option that names these documents, for a message
-        skip: kinds of problems whose rows are skipped
 
     Raises:
         EmptyPart: A part has no documents.

@@ -111,10 +111,6 @@ def plan_tokenization(
     """Return the settings with which a tokenizer tokenizes the documents of a source.
 
     Args:
-        name: the option that names the tokenizer, with its value, for a message
-        validation_fraction: share of the documents that is held out
-        held_out: numbers of the formats whose documents are the validation part
-        skip: kinds of problems whose rows are skipped
         pieces: folder of the finished pieces
 
     Raises:

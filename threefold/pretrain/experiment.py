@@ -38,9 +38,6 @@ def exit_on_user_error(world: LaunchEnvironment, origin: str = "") -> Iterator[N
 
     Launchers end all ranks when the first one exits. The other ranks therefore wait for rank 0 to
     print its message, and print their own only if they are still running after that.
-
-    Args:
-        origin: recipe file and overrides, for the beginning of the message
     """
     try:
         yield
@@ -118,7 +115,6 @@ def check_phases(
     """Check every phase of a recipe on the ranks of the launcher, and return the first one.
 
     Args:
-        name: the recipe's file and the overrides
         has_gpu: False if the ranks certainly run on CPUs
 
     Raises:
@@ -137,9 +133,6 @@ def check_phases(
 
 def machine_of(experiment: Experiment, device: str) -> Machine | None:
     """Return the machine of a run for the planner; None if its GPU has no datasheet.
-
-    Args:
-        device: the driver's name of this rank's GPU; "cpu" on a CPU
 
     Raises:
         UserError: `cluster.gpu` has no datasheet.

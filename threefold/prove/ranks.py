@@ -48,7 +48,6 @@ class RankPool:
     """The processes that train cases of one world size.
 
     Attributes:
-        relay: the folder of a relay; None: the cases are trained independently
         done: number of cases that have a result
         failure: the reason why the next case failed, if it did
     """
@@ -249,7 +248,6 @@ def _rank(
 
     Args:
         settings: rank, port, log, and the checkout that the rank must have imported
-        relay: the folder of a relay; None: the cases are trained independently
         report: connection to the process that started the ranks
     """
     rank, port, log, repository = settings

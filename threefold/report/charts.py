@@ -276,7 +276,6 @@ class Scene:
     """The runs and what all figures share.
 
     Attributes:
-        marks: the marks of each run
         axes: the x axes
         x_range: the x range of all figures, so that zooming one zooms all
         cursor: the vertical line at the mouse, in all figures

@@ -43,7 +43,6 @@ class Progress:
 
     Attributes:
         step: number of completed steps
-        samples: number of samples read
         left_parts: the parts that the run has left, in the order of their samples; the samples
             after the last entry belong to the part of the last completed step. A part may occur
             twice if the run has rolled back to an earlier phase.

@@ -192,10 +192,8 @@ def check_machine(
     """Check that this machine and the launcher's settings fit the recipe.
 
     Args:
-        precision: "fp32", "bf16" or "fp16"
         compile: the recipe's `training.compile`
         deterministic: the recipe's `training.deterministic`
-        gpu: the recipe's `cluster.gpu`, or None if it names no cluster
 
     Raises:
         UserError: torch cannot use this machine's GPUs, or this machine cannot run the precision,

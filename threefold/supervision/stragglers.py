@@ -47,12 +47,7 @@ def slow_groups(relative: Mapping[int, float], dims: ParallelDims, limit: float)
 
 
 def describe(group: range, relative: Mapping[int, float], hosts: Sequence[str]) -> str:
-    """Return a sentence about a slow group.
-
-    Args:
-        relative: the result of `relative_times`
-        hosts: names of the nodes, by rank
-    """
+    """Return a sentence about a slow group."""
     first, last = group[0], group[-1]
     who = f"rank {first}" if last == first else f"ranks {first} .. {last}"
     where = ", ".join(dict.fromkeys(hosts[first : last + 1]))

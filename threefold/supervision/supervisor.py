@@ -206,13 +206,7 @@ class Supervisor:
                 self._watchdog.kill()
 
     def agree(self, severity: Severity, device: torch.device, *, saving: bool = False) -> Agreement:
-        """Agree on requests to stop, bad numbers and saves in flight; collective.
-
-        Args:
-            severity: how bad the numbers of this rank are
-            device: the device of the message
-            saving: True while a save of this rank is in flight
-        """
+        """Agree on requests to stop, bad numbers and saves in flight; collective."""
         asked = self.rank + 1 if self.asked else 0
         worst = torch.tensor([asked, severity, saving], dtype=torch.int32, device=device)
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)

@@ -109,9 +109,6 @@ class CountedCollectives:
 
     A collective is counted when it starts, and again while the caller waits for it, so that an
     asynchronous collective counts only as far as it is exposed.
-
-    Args:
-        engine: the engine whose groups are counted
     """
 
     def __init__(self, engine: Engine, clock: PartClock):

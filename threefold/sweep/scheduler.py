@@ -172,9 +172,6 @@ def halve(
 
     Jamieson and Talwalkar 2016 (arXiv 1502.07943). Only trials of the same recipe on the same
     number of GPUs compete with each other.
-
-    Args:
-        begin_round: called at the start of every round, as in `measure_all`
     """
     steps = FIRST_HALVING_STEPS
     while trials:

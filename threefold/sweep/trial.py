@@ -52,7 +52,6 @@ class Trial:
         source: file of the recipe, as on the command line
         recipe: the recipe in the layout to measure, with a [cluster] section
         warm_up: number of steps before the measured ones
-        steps: number of measured steps
         split: True if the split of a step is measured, too
         round: number of the round, from 1 (`sweep.py --rounds`)
     """

@@ -20,7 +20,6 @@ class Meter:
 
     Args:
         recipe: the recipe of the run, with its phases
-        precision: "fp32", "bf16" or "fp16"
         device_name: "cpu", or the name of the GPU
     """
 

@@ -47,8 +47,6 @@ class Operation:
 
     Attributes:
         name: name in torch, such as "aten::mm"
-        shapes: shapes of its arguments
-        calls: number of calls
         seconds: time of all calls, without the operations that they call; on a GPU, the time of
             the kernels
     """
@@ -121,7 +119,6 @@ def operations_table(
         operations: the operations of a step on one rank
         title: the first line
         gpu: datasheet of the device, for the planner's numbers; None if there is none
-        precision: "fp32", "bf16" or "fp16"
     """
     found = sorted(operations, key=lambda each: -each.seconds)
     total = sum(each.seconds for each in found)
@@ -181,7 +178,6 @@ class StepProfiler:
     """Profiler of the step that `tracking.profile_step` selects.
 
     Args:
-        precision: "fp32", "bf16" or "fp16"
         show: function that gets the step, the name and the file of the table of operations
     """
 

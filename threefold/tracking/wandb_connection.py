@@ -279,7 +279,6 @@ def restart_offline(
     """Continue a run offline with the same id, after an error of W&B or its server.
 
     Args:
-        arguments: arguments of `wandb.init`, without a mode
         error: the error of the run that was or should have been online
         files: the files that have not been sent
     """

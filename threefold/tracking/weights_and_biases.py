@@ -182,11 +182,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint in the run folder. The artifact refers to it and does not contain its files.
-
-    Attributes:
-        step: the step after which it was saved
-    """
+    """A checkpoint in the run folder. The artifact refers to it and does not contain its files."""
 
     step: int
     folder: Path
@@ -259,7 +255,6 @@ class WandbThread:
         facts: facts about this start of the run, for its configuration and its summary
         predicted: returns the planner's predictions for a step, by the name of the metric; sent as
             "planned/..." with the metrics of each step, and, when they change, as configuration
-        metrics: the lines of metrics.jsonl so far, for the table of task scores
         tell: called in any thread when the mode of Weights & Biases is known, when it changes, and
             before a wait
 

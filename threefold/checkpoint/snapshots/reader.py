@@ -119,10 +119,8 @@ def find_snapshot(
     """Find the newest snapshot that can be loaded; collective, and the same on all ranks.
 
     Args:
-        data: fingerprints of corpora and tokenizer
         history: the history of the run; snapshots of abandoned steps are not used
         at_least: step of the newest checkpoint on the disk; older snapshots are not used
-        note: called before each file is verified
 
     Returns:
         Its `checkpoint` is None if no snapshot can be used; `skipped` names the

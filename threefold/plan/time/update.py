@@ -342,7 +342,6 @@ def newton_schulz_seconds(gpu: Gpu, precision: str, shape: tuple[int, int], coun
     """Return the seconds in which a rank orthogonalizes a matrix.
 
     Args:
-        shape: rows and columns
         count: number of matrices of this shape per rank, which share kernels
     """
     short, long = sorted(shape)

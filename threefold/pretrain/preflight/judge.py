@@ -100,11 +100,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """The ranks of a run.
-
-    Attributes:
-        per_node: ranks of each node
-    """
+    """The ranks of a run."""
 
     per_node: int
     dims: ParallelDims = field(default_factory=ParallelDims)
@@ -207,7 +203,6 @@ def scopes(world_size: int, per_node: int, stages: int) -> list[Scope]:
     measured. Stages get pairs of their own only if they are not neighbouring nodes anyway.
 
     Args:
-        per_node: ranks of each node
         stages: pipeline stages
     """
     found = [
@@ -316,7 +311,6 @@ def planned(
 
     Args:
         machine: the GPUs of the run; None if they have no datasheet
-        matmul_size: rows, columns and inner dimension of the measured matmul
         links: the links of a rank, for the sizes of the messages
     """
     if machine is None or machine.gpu.device == "cpu":  # CPUs differ too much

@@ -35,7 +35,6 @@ def matmul_tflops(
 
     Args:
         size: rows, columns and inner dimension
-        precision: "fp32", "bf16" or "fp16"
         choose: chooses one of the measured times
     """
     generator = torch.Generator(device).manual_seed(0)
@@ -63,7 +62,6 @@ def timed(
     Args:
         calls: number of calls that are timed together, so that reading the clock does not matter
         repetitions: number of times that the calls are timed
-        choose: chooses one of these times
     """
     found = []
     for _ in range(1 + repetitions):
@@ -136,11 +134,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def measure_device(precision: str, device: torch.device) -> DeviceReport:
-    """Measure the device of this rank, and check its results.
-
-    Args:
-        precision: "fp32", "bf16" or "fp16"
-    """
+    """Measure the device of this rank, and check its results."""
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
     rate = free = None
@@ -167,10 +161,6 @@ def wrong_rows(
     so that the order of the additions does not matter. Each product is multiplied by a vector, and
     compared with the product of one matrix by the other times the vector (Freivalds 1977), in fp64,
     where this is exact, too. No other device is needed for the comparison.
-
-    Args:
-        size: rows, columns and inner dimension of the matrices
-        precision: "fp32", "bf16" or "fp16"
     """
     generator = torch.Generator(device).manual_seed(0)
 

@@ -132,11 +132,7 @@ def mismatch(measure: str, summary: Summary | None) -> str:
 def event(
     verdict: Verdict, layout: RankLayout, hosts: Sequence[str], seconds: float
 ) -> dict[str, Any]:
-    """Return the facts of the event `preflight`, at most MAX_IN_MESSAGE findings of them.
-
-    Args:
-        hosts: name of the host of each rank
-    """
+    """Return the facts of the event `preflight`, at most MAX_IN_MESSAGE findings of them."""
     facts: dict[str, Any] = {
         "seconds": round(seconds, 3),
         "measures": {name: _summary(each, hosts) for name, each in verdict.summaries.items()},
@@ -227,7 +223,6 @@ class Preflight:
 
     Attributes:
         layout: the ranks of the run
-        hosts: name of the host of each rank
     """
 
     def __init__(self, experiment: Experiment, handle: RunHandle, axes: ParallelAxes):

@@ -65,7 +65,6 @@ def check_hosts(hosts: list[str], gpus_per_node: int) -> None:
     """Check that the launcher has placed consecutive ranks on the same node.
 
     Args:
-        hosts: name of the host of each rank
         gpus_per_node: number of ranks on each node
 
     Raises:
@@ -108,7 +107,6 @@ class LinkTimer:
     """Times transfers and all-reduces inside each node and across all nodes.
 
     Args:
-        control: group of all ranks on the CPU
         gpus_per_node: number of consecutive ranks on each node
     """
 

@@ -39,7 +39,6 @@ def serve(
 
     Args:
         watch: ends this process after a trial's time limit
-        deterministic: `training.deterministic` of all trials
     """
     gc.freeze()  # the collector is faster if it skips the objects that imports have created
     start_processes(world, deterministic=deterministic)
@@ -88,7 +87,6 @@ def measure(
 
     Args:
         request: the table of the recipe, and the numbers of warm-up and measured steps
-        control: group of all ranks on the CPU
     """
     recipe = checked_recipe(request, world)
     memory.begin()

@@ -99,7 +99,6 @@ class Check:
     """The coordinate checks of all families.
 
     Attributes:
-        curves: the models
         seeds: number of seeds, from the recipe's
     """
 

@@ -69,11 +69,7 @@ class Sweep:
                 every[trial.curve].append(trial)
 
     def outcomes(self, result: Callable[[str], Result | None]) -> list["RateResult"]:
-        """Return the outcome of each curve.
-
-        Args:
-            result: returns the result of a trial by its key
-        """
+        """Return the outcome of each curve."""
         found = []
         for curve in self.curves:
             rates = self.grid(curve)
