@@ -397,25 +397,17 @@ class ModelConfig:
 
     def _check_heads(self) -> None:
         hidden_size, heads, kv_heads = self.hidden_size, self.heads, self.kv_heads
-        divides = self.head_size is not None or hidden_size % heads == 0
-        if divides and heads % kv_heads == 0:
-            return
-        unit = 2 if self.positions == "rope" else 1  # rotary positions turn pairs of columns
-        sizes = f"hidden_size = {nearest_multiples(hidden_size, unit * heads)}"
-        groups = f"kv_heads = {nearest_divisors(heads, kv_heads)}"
-        if divides:
-            raise UserError(f"kv_heads = {kv_heads} does not divide heads = {heads}; use {groups}")
-        if heads % kv_heads:
-            multiples = range(kv_heads, hidden_size + 1, kv_heads)
-            fitting = [number for number in multiples if hidden_size % (unit * number) == 0]
-            works = f"heads = {_around(fitting, heads)}" if fitting else f"{sizes} and {groups}"
+        if self.head_size is None and hidden_size % heads:
+            unit = 2 if self.positions == "rope" else 1  # rotary positions turn pairs of columns
             raise UserError(
-                f"heads = {heads} does not divide hidden_size = {hidden_size}, and is not a "
-                f"multiple of kv_heads = {kv_heads}; use {works}"
+                f"heads = {heads} does not divide hidden_size = {hidden_size}; use hidden_size = "
+                f"{nearest_multiples(hidden_size, unit * heads)}"
             )
-        raise UserError(
-            f"hidden_size = {hidden_size} is not divisible by heads = {heads}; use {sizes}"
-        )
+        if heads % kv_heads:
+            raise UserError(
+                f"kv_heads = {kv_heads} does not divide heads = {heads}; use kv_heads = "
+                f"{nearest_divisors(heads, kv_heads)}"
+            )
 
     def _check_experts(self, experts: Experts) -> None:
         if experts.dense_layers >= self.layers:
@@ -519,11 +511,7 @@ def nearest_multiples(value: int, divisor: int, *, most: int = MAX_SIZE) -> str:
 
 def nearest_divisors(number: int, value: int) -> str:
     """Return the divisors of `number` around `value` as a phrase: '4 or 8'."""
-    return _around([d for d in range(1, number + 1) if number % d == 0], value)
-
-
-def _around(numbers: list[int], value: int) -> str:
-    """Return the ascending numbers around `value` as a phrase: '4 or 8'."""
-    below = [number for number in numbers if number <= value][-1:]
-    above = [number for number in numbers if number > value][:1]
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [divisor for divisor in divisors if divisor <= value][-1:]
+    above = [divisor for divisor in divisors if divisor > value][:1]
     return " or ".join(map(str, below + above))

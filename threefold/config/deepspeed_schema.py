@@ -78,19 +78,24 @@ def count(example: int, low: int = 1) -> Setting:
 
 Table = Mapping[str, "Setting | Table"]
 
+# Of zero_optimization. With ZeRO-1 and 2, the pipeline engine reduces gradients and gathers weights
+# itself, in buckets of `reduce_bucket_size`.
+ONLY_ZERO_3: Table = {
+    "contiguous_gradients": flag(True),
+    "overlap_comm": Setting(example=True, nullable=True),
+    "reduce_scatter": flag(True),
+    "sub_group_size": count(1_000_000_000),
+    "stage3_prefetch_bucket_size": count(50_000_000, low=0),
+    "stage3_param_persistence_threshold": count(100_000, low=0),
+    "stage3_model_persistence_threshold": count(1_000_000_000, low=0),
+    "stage3_max_live_parameters": count(1_000_000_000, low=0),
+    "stage3_max_reuse_distance": count(1_000_000_000, low=0),
+}
 SETTINGS: Table = {
     "zero_optimization": {
         "stage": Setting(example=1, choices=(1, 2, 3)),
-        "contiguous_gradients": flag(True),
-        "overlap_comm": Setting(example=True, nullable=True),
-        "reduce_scatter": flag(True),
         "reduce_bucket_size": count(2**24),
-        "sub_group_size": count(1_000_000_000),
-        "stage3_prefetch_bucket_size": count(50_000_000, low=0),
-        "stage3_param_persistence_threshold": count(100_000, low=0),
-        "stage3_model_persistence_threshold": count(1_000_000_000, low=0),
-        "stage3_max_live_parameters": count(1_000_000_000, low=0),
-        "stage3_max_reuse_distance": count(1_000_000_000, low=0),
+        **ONLY_ZERO_3,
     },
     "bf16": {"enabled": flag(True)},
     "fp16": {
@@ -107,19 +112,6 @@ SETTINGS: Table = {
     "prescale_gradients": flag(False),
     "gradient_predivide_factor": Setting(example=1.0, low=2.0**-32, high=2.0**32),
 }
-# Of zero_optimization. With ZeRO-1 and 2, the pipeline engine reduces gradients and gathers weights
-# itself, in buckets of `reduce_bucket_size`.
-ONLY_ZERO_3 = (
-    "contiguous_gradients",
-    "overlap_comm",
-    "reduce_scatter",
-    "sub_group_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_model_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-)
 NEEDED = {"bf16": "enabled", "fp16": "enabled"}  # block -> the key that it must contain
 
 

@@ -46,8 +46,6 @@ class EmptyPart(UserError):
         rows: number of skipped rows
         fraction: the option --validation-fraction
         validation_option: the option that names the source of the validation part, if it has one
-        proposal: a fraction that leaves documents for both parts, if one is known
-        are_equal: True if all documents are equal
     """
 
     def __init__(
@@ -58,8 +56,6 @@ class EmptyPart(UserError):
         rows: int,
         fraction: float,
         validation_option: str = "",
-        proposal: str = "",
-        are_equal: bool = False,
     ):
         skipped = f" ({counted(rows, 'row')} skipped)" if rows else ""
         if validation_option and (documents or part == "validation"):
@@ -67,21 +63,13 @@ class EmptyPart(UserError):
             message = f"{option} has no documents, so the {part} part would be empty{skipped}"
         elif not documents:
             message = f"the source has no documents{skipped}"
-        elif are_equal:
-            message = (
-                f"the {part} part has no tokens: the {counted(documents, 'document')}{skipped} are "
-                f"equal, and equal documents are in the same part; add other documents, name those "
-                f"of the validation part with --validation-source, or use --validation-fraction 0 "
-                f"for no validation part"
-            )
         else:
-            better = "a fraction that leaves some for both parts"
-            if proposal:
-                better = f"--validation-fraction {proposal}"
             message = (
                 f"the {part} part has no tokens: --validation-fraction {fraction} leaves none of "
-                f"the {counted(documents, 'document')}{skipped} for it; use {better}, "
-                f"more documents, or --validation-fraction 0 for no validation part"
+                f"the {counted(documents, 'document')}{skipped} for it, and equal documents are in "
+                f"the same part; use a {'larger' if part == 'validation' else 'smaller'} fraction, "
+                f"more documents, name those of the validation part with --validation-source, or "
+                f"use --validation-fraction 0 for no validation part"
             )
         super().__init__(message)
 

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import chain
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -40,7 +40,6 @@ from threefold.runtime.output import SECONDS_BETWEEN_LINES
 PARTS = ("train", "validation")
 REPORT = "report.json"
 MAX_CHECKED_CHARACTERS = 2**26  # read before the tokenization to check that no part is empty
-MAX_PROPOSED_DOCUMENTS = 1000  # that a proposed fraction moves to the lacking part
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 64, 2**18  # tokenized together; larger batches are slower
 
 Skipped = dict[str, Any]  # "rows": number of rows; "position", "reason": those of the first row
@@ -250,11 +249,8 @@ def is_held_out(text: str, fraction: float) -> bool:
 
     The content decides, so that equal documents are in the same part.
     """
-    return _hash_of(text) < fraction * 2**64
-
-
-def _hash_of(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) < fraction * 2**64
 
 
 def check_parts(
@@ -269,8 +265,7 @@ def check_parts(
     """Check before the tokenization that no part is empty.
 
     Documents are read until each part has one. After MAX_CHECKED_CHARACTERS, the check ends
-    without a result. Until then, the hashes of at most 2 x MAX_PROPOSED_DOCUMENTS documents are
-    kept.
+    without a result.
 
     Args:
         pieces: all pieces, in order
@@ -287,67 +282,25 @@ def check_parts(
         own["validation"] = [item for item in pieces if item[0] in held_out]
     for part, items in own.items():
         report, documents, characters = Report(), 0, 0
-        nearest: dict[int, int] = {}  # hash -> characters of documents nearest to the other part
+        kinds: set[bool] = set()  # True: held out
         for text in chain.from_iterable(texts_of(formats[n], p, skip, report) for n, p in items):
-            documents, characters, number = documents + 1, characters + len(text), _hash_of(text)
-            nearest[number] = len(text)
-            lacks_train = number < fraction * 2**64
-            are_two = lacks_train != (next(iter(nearest)) < fraction * 2**64)
-            if not fraction or are_two or characters > MAX_CHECKED_CHARACTERS:
+            documents, characters = documents + 1, characters + len(text)
+            kinds.add(is_held_out(text, fraction))
+            if not fraction or len(kinds) == 2 or characters > MAX_CHECKED_CHARACTERS:
                 break
-            if len(nearest) > 2 * MAX_PROPOSED_DOCUMENTS:
-                nearest = _nearest_first(nearest, MAX_PROPOSED_DOCUMENTS, lacks_train=lacks_train)
         else:
             if documents == 1:  # the join divides a single document by tokens
                 continue
             lacking = part
             if documents:
-                lacking = "train" if lacks_train else "validation"
+                lacking = "train" if kinds == {True} else "validation"
             raise EmptyPart(
                 lacking,
                 documents=documents,
                 rows=sum(kind["rows"] for kind in report.skipped.values()),
                 fraction=fraction,
                 validation_option=validation_option,
-                proposal=_fraction_that_works(nearest, lacking, fraction, characters),
-                are_equal=len(nearest) == 1,
             )
-
-
-def _nearest_first(
-    documents: dict[int, int], count: int | None = None, *, lacks_train: bool
-) -> dict[int, int]:
-    """Return the documents that the lacking part would take first: hash -> characters.
-
-    Documents with the smallest hashes are held out.
-    """
-    return dict(sorted(documents.items(), reverse=lacks_train)[:count])
-
-
-def _fraction_that_works(
-    nearest: dict[int, int], lacking: str, fraction: float, characters: int
-) -> str:
-    """Return a --validation-fraction, with few digits, that gives the lacking part its share.
-
-    Args:
-        nearest: hash -> characters of documents
-        lacking: the part without documents
-        fraction: the share of the validation part that the user wants
-        characters: length of all documents
-
-    Returns:
-        "" if all documents are equal, and therefore in the same part.
-    """
-    ordered = list(_nearest_first(nearest, lacks_train=lacking == "train").items())
-    if len(ordered) < 2:
-        return ""
-    wanted = characters * (fraction if lacking == "validation" else 1 - fraction)
-    lengths = accumulate(length for _, length in ordered[:-1])
-    count = next((n for n, length in enumerate(lengths, 1) if length >= wanted), len(ordered) - 1)
-    # A fraction between the hashes of two documents separates them.
-    low, high = sorted(number / 2**64 for number, _ in ordered[count - 1 : count + 1])
-    middle = (low + high) / 2
-    return next(text for n in range(1, 20) if low < float(text := f"{middle:.{n}f}") < high)
 
 
 @lru_cache(maxsize=1)
