@@ -203,7 +203,13 @@ def decisive_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
         if (result := folder.result(each.key)) is None:
             break
         found.append((each, result))
-    return max(found, key=order_of_rounds)
+
+    def order(pair: tuple[Trial, Result]) -> tuple[bool, bool, float]:
+        result = pair[1]
+        has_split = result.split is not None
+        return preference(outcome=result.outcome, split=has_split, seconds=result.median_seconds)
+
+    return max(found, key=order)
 
 
 def seconds_of_rounds(
@@ -225,16 +231,6 @@ def seconds_of_rounds(
         if len(seconds) == rounds:
             groups.setdefault((trial.source, trial.world.size), []).append(seconds)
     return [[list(each) for each in zip(*group, strict=True)] for group in groups.values()]
-
-
-def order_of_rounds(pair: tuple[Trial, Result]) -> tuple[bool, bool, float]:
-    """Return the `preference` of a trial's round."""
-    _, result = pair
-    return preference(
-        outcome=result.outcome,
-        split=result.split is not None,
-        seconds=result.median_seconds,
-    )
 
 
 def request_of(options: argparse.Namespace) -> Request:

@@ -6,7 +6,7 @@ import os
 import re
 import tomllib
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -157,10 +157,7 @@ def _defaults(model: Any, prefix: str = "") -> dict[str, Any]:
 
     A field's own example replaces a default that does not show what the key takes, such as [].
     """
-    return dict(_walk(model, prefix))
-
-
-def _walk(model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    found: dict[str, Any] = {}
     if is_dataclass(model):
         entries = [(field.name, field.type, field.default) for field in fields(model)]
     else:
@@ -169,12 +166,13 @@ def _walk(model: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             for name, f in model.model_fields.items()
         ]
     for name, annotation, default in entries:
-        yield prefix + name, default
+        found[prefix + name] = default
         for section in (annotation, *get_args(annotation)):
             if is_dataclass(section) or (
                 isinstance(section, type) and issubclass(section, BaseModel)
             ):
-                yield from _walk(section, f"{prefix}{name}.")
+                found |= _defaults(section, f"{prefix}{name}.")
+    return found
 
 
 def _look_up(table: Any, location: Location) -> Any:

@@ -247,7 +247,9 @@ def token_bytes(tokenizer: Path, vocab_size: int) -> np.ndarray | None:
     try:
         settings = json.loads(file.read_bytes())
         decoders = set(_decoders(settings.get("decoder")))
-        vocabulary = _vocabulary(settings["model"]) if decoders else {}
+        vocabulary: dict[str, int] = settings["model"]["vocab"] if decoders else {}
+        if isinstance(vocabulary, list):  # Unigram lists [token, score] by id
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
         added = {int(each["id"]): each for each in settings.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
@@ -285,11 +287,3 @@ def _decoders(decoder: Any) -> list[str]:
     if decoder["type"] != "Replace" or decoder["pattern"] == {"String": SPACE}:
         found.append(decoder["type"])
     return found
-
-
-def _vocabulary(model: dict[str, Any]) -> dict[str, int]:
-    """Return token -> id; Unigram lists [token, score] by id."""
-    vocabulary = model["vocab"]
-    if isinstance(vocabulary, list):
-        return {token: number for number, (token, _) in enumerate(vocabulary)}
-    return vocabulary

@@ -115,14 +115,8 @@ def warm_up_evaluation(
     """Run forward passes as in an evaluation, without messages; collective.
 
     An evaluation whose micro-batches have documents, in a run whose training has none, needs it
-    once more with documents, before its first receive is posted.
-
-    Args:
-        engine: the engine, whose stages are connected
-        tokens: as for `warm_up`
-        labels: as for `warm_up`
-        info: the information about a micro-batch of the evaluation
-        note: as for `warm_up`
+    once more with documents, before its first receive is posted. The arguments are those of
+    `warm_up`, with the information about a micro-batch of the evaluation.
     """
     inputs = _on_device(tokens, engine.device), _on_device(labels, engine.device)
     engine.module.eval()

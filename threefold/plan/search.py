@@ -78,13 +78,7 @@ class SearchResult:
     nearest: tuple[PlannedLayout, float] | None = None
 
 
-def search(
-    job: Job,
-    top: int,
-    *,
-    headroom: float = DEFAULT_HEADROOM,
-    predict_time: Callable[[Job], StepTime] = step_time,
-) -> SearchResult:
+def search(job: Job, top: int, *, headroom: float = DEFAULT_HEADROOM) -> SearchResult:
     """Find the `top` fastest layouts that fit for a job's model, batch and machine.
 
     A layout fits if it leaves the share `headroom` of a GPU's memory free.
@@ -131,7 +125,7 @@ def search(
                 memory = memory_within(candidate, limit)
             fits = memory.total <= limit
         if fits:
-            fitting.append(Plan(candidate, memory, predict_time(candidate)))
+            fitting.append(Plan(candidate, memory, step_time(candidate)))
             state_limit, result.nearest = limit, None
         else:
             result.rejected[TOO_LARGE_FOR_GPU] += 1

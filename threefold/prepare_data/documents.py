@@ -123,17 +123,13 @@ def field(item: Any, column: str) -> str | Problem:
 
 def advice(row: Mapping[str, Any]) -> str:
     """Return the end of a message that names the likeliest column for texts; "" if none is."""
-    likely = likely_column(row)
+    texts = {name: value for name, value in row.items() if isinstance(value, str) and name.strip()}
+    usual = [name for usual in USUAL_COLUMNS for name in texts if name.lower() == usual]
+    longest = max(texts, key=lambda name: len(texts[name]), default=None)
+    likely = usual[0] if usual else longest
     if likely is None or not likely.isprintable() or len(likely) > MAX_CHARACTERS_SHOWN:
         return ""
     return f" (use --column {shlex.quote(likely)})"
-
-
-def likely_column(row: Mapping[str, Any]) -> str | None:
-    """Return the likeliest column for texts: a usual name, otherwise the column of the longest."""
-    texts = {name: value for name, value in row.items() if isinstance(value, str) and name.strip()}
-    usual = [name for usual in USUAL_COLUMNS for name in texts if name.lower() == usual]
-    return next(iter(usual), max(texts, key=lambda name: len(texts[name]), default=None))
 
 
 def shortened(text: str) -> str:

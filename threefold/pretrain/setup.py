@@ -3,11 +3,10 @@
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -321,7 +320,7 @@ def open_run(
         snapshots = SnapshotWriter(
             writer_of_run,
             handle.memory,
-            every=recipe.checkpoint.snapshot_every,
+            every=experiment.recipe.checkpoint.snapshot_every,
             step=start.progress.step,
             ranks_per_node=experiment.world.local_size,
         )
@@ -363,7 +362,11 @@ def open_run(
             evaluator=Evaluator(engine, data),
             meter=Meter(recipe, size, precision=precision, device_name=name),
             clock=StepClock(),
-            watch=watch_losses(experiment, metrics),
+            watch=LossWatch(
+                experiment.recipe.supervision,
+                fp16=precision == "fp16",
+                losses=[line["loss"] for line in metrics if isinstance(line.get("loss"), float)],
+            ),
             writer=writer,
             snapshots=snapshots,
             tracker=tracker,
@@ -393,15 +396,6 @@ def print_document_attention(experiment: Experiment) -> None:
     if recipe.data.separate_documents and recipe.layout.context == 1:
         name = document_kernel_name(torch.device("cuda"), dtype, recipe.model.attention_head_size)
         print(f"  attention to separate documents: {name}", flush=True)
-
-
-def watch_losses(experiment: Experiment, metrics: Sequence[dict[str, Any]]) -> LossWatch:
-    """Return the loss watch, which knows the losses in the lines of metrics.jsonl."""
-    return LossWatch(
-        experiment.recipe.supervision,
-        fp16=experiment.precision == "fp16",
-        losses=[line["loss"] for line in metrics if isinstance(line.get("loss"), float)],
-    )
 
 
 def close_run(run: Run, ending: RunEnd) -> RunEnd:

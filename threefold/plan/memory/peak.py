@@ -215,10 +215,10 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     newest = gradients
     if first_only and not job.shards_in_passes and not is_grouped:
         # The gradients that exist during the first block's backward pass.
-        parameters = parameters_of_block(job)
+        existing = parameters_of_block(job)
         if stage == last_stage(layout):
-            parameters += table_parameters(job.model, layout.tensor)
-        newest = footprint.running_gradient * parameters
+            existing += table_parameters(job.model, layout.tensor)
+        newest = footprint.running_gradient * existing
     # ZeRO-2 allocates its buckets in each backward pass; other buckets stay from the first backward
     # pass on. ZeRO-3 gathers in both passes.
     before_backward = layout.zero_stage == 2 or (first_only and not job.shards_in_passes)

@@ -64,7 +64,10 @@ def step_time(job: Job) -> StepTime:
     (`waiting_for_stages`).
     """
     layout, machine, software = job.layout, job.machine, job.software
-    stages = stage_passes(job)
+    blocks, dense = (
+        [sum(chunks) for chunks in each] for each in (blocks_of_stages(job), dense_blocks(job))
+    )
+    stages = _with_ends(job, blocks, dense, last_stage(layout))
     slowest = max(stages, key=lambda each: each.total)
     forward, backward = slowest.forward, slowest.backward
     transfer = transfer_time(job)
@@ -194,14 +197,6 @@ def simulated_wait(
     takes = {kind: length / 2 for kind, length in zip(Kind, lengths, strict=True)}
     timeline = simulate(pipeline, lambda work: takes[work.kind])
     return pipeline_seconds(timeline) - micro_batches * sum(lengths)
-
-
-def stage_passes(job: Job) -> list[ForwardBackward]:
-    """Return the times of a micro-batch's passes through all chunks of each stage."""
-    blocks, dense = (
-        [sum(chunks) for chunks in each] for each in (blocks_of_stages(job), dense_blocks(job))
-    )
-    return _with_ends(job, blocks, dense, last_stage(job.layout))
 
 
 def _with_ends(
