@@ -10,6 +10,7 @@ from models.errors import UserError
 from threefold.config.loading import apply_overrides, parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan, recipe_at, table_at
+from threefold.pretrain.experiment import check_phases
 
 LONG = {"name": "long", "start_step": 9, "model": {"sequence_length": 64}}
 DECAY: dict[str, Any] = {
@@ -265,15 +266,15 @@ def test_impossible_ramps_are_rejected(
 def test_a_phase_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> None:
     table = staged(small, {**LONG, "layout": {"tensor": 2}})
     plan = plan_of(table)
-    plan.check_world(LaunchEnvironment(size=2, local_size=2))
+    check_phases(LaunchEnvironment(size=2, local_size=2), plan, "test")
     with pytest.raises(UserError, match=r'phase "long": layout.tensor = 2'):
-        plan.check_world(LaunchEnvironment(size=1, local_size=1))
+        check_phases(LaunchEnvironment(size=1, local_size=1), plan, "test")
     table = staged(small, {**LONG, "batch": {"global_sequences": 10}})
     with pytest.raises(UserError, match=r'phase "long": batch.global_sequences = 10'):
-        plan_of(table).check_world(LaunchEnvironment(size=4, local_size=4))
+        check_phases(LaunchEnvironment(size=4, local_size=4), plan_of(table), "test")
 
 
 def test_a_ramp_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> None:
     small["batch"] |= {"ramp": {"start_sequences": 2, "increment": 2, "samples": 30}}
     with pytest.raises(UserError, match=r"steps 1 .. 5 of batch.ramp.*batch.global_sequences = 2"):
-        plan_of(small).check_world(LaunchEnvironment(size=2, local_size=2))
+        check_phases(LaunchEnvironment(size=2, local_size=2), plan_of(small), "test")

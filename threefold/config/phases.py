@@ -16,7 +16,6 @@ from pydantic import ValidationError
 
 from models.errors import UserError
 from threefold.config.optimization import learning_rate
-from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.config.sections import CHANGEABLE, FIRST_PHASE, Phase, with_current_keys
 
@@ -359,16 +358,6 @@ class PhasePlan:
             if segment.first == last + 1 and segment.engine_settings == settings:
                 last = segment.last
         return last
-
-    def check_world(self, world: LaunchEnvironment) -> None:
-        """Check that every phase can run on a world.
-
-        Raises:
-            UserError: a phase cannot; the message names it.
-        """
-        for segment in self.segments:
-            with self.naming(segment):
-                segment.recipe.parallel_dims(world)
 
     @contextmanager
     def naming(self, segment: Segment) -> Iterator[None]:
