@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from models.errors import UserError
 from threefold.pretrain.run import Run, RunEnd, StepOutcome, is_due, stopped_without_save
@@ -17,10 +17,6 @@ from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, exit_now
 from threefold.supervision.loss_watch import BadStep, Severity
 from threefold.supervision.stragglers import describe, relative_times, slow_groups
 from threefold.tracking.messages import tell_skipped
-
-if TYPE_CHECKING:
-    pass
-
 
 # Rollback of a run to its last checkpoint, and continuation with the data after the bad step.
 
