@@ -31,7 +31,7 @@ from tests.engine.test_layouts import (
     ZERO2,
     ZERO3,
 )  # fmt: skip
-from tests.pretrain.evaluation.conftest import STEPS, TrainedRun
+from tests.pretrain.evaluation.conftest import MODEL, STEPS, TrainedRun, score_once
 from tests.pretrain.evaluation.text_corpus import SEQUENCE_LENGTH, evaluating_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
@@ -48,15 +48,16 @@ CONTEXT2 = {"layout__context": 2}
 RING = {"layout__context_attention": "ring"}
 ULYSSES = {"layout__context_attention": "ulysses"}
 FEW = {"batch__micro_sequences": 4}  # micro-batches, which take less time than many
+ONE = {"batch__micro_sequences": 8}
 REFERENCES: dict[str, dict[str, Any]] = {
-    "": FEW,
-    "documents": DOCUMENTS | FEW,
-    "gpt": GPT | FEW,
-    "experts": EXPERTS | FEW,
+    "": ONE,
+    "documents": DOCUMENTS | ONE,
+    "gpt": GPT | ONE,
+    "experts": EXPERTS | ONE,
 }
 QUICK: dict[str, dict[str, Any]] = {  # a layout of 4 ranks for each engine
     "pipeline 2 context 2": PIPELINE2 | CONTEXT2 | FEW,
-    "gpt zero3 tensor 2 context 2": GPT | ZERO3 | TENSOR2 | CONTEXT2 | SEQUENCE | FEW,
+    "gpt zero3 tensor 2 context 2": GPT | ZERO3 | TENSOR2 | CONTEXT2 | SEQUENCE | ONE,
 }
 OTHERS: dict[str, dict[str, Any]] = {  # layouts of 8 ranks
     "pipeline 2 tensor 2 context 2": PIPELINE2 | TENSOR2 | CONTEXT2 | SEQUENCE,
@@ -101,8 +102,9 @@ def evaluate_worker(folder: str, layouts: dict[str, dict[str, Any]]) -> dict[str
 def evaluation(folder: str, changes: dict[str, Any]) -> tuple[Any, ...]:
     recipe = parse_recipe(evaluating_recipe(Path(folder), **changes), "test")
     evaluator = Evaluator(*start(recipe, LaunchEnvironment.from_environment(os.environ)))
-    metrics = evaluator.validate() | evaluator.score_tasks()
-    return metrics, *evaluator.score_requests()
+    metrics = evaluator.validate()
+    tasks, *scores = score_once(evaluator)
+    return metrics | tasks, *scores
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +256,8 @@ def test_validation_equals_a_plain_forward_pass_of_the_export(
 
 def validate_worker(corpus: str, run: str) -> dict[str, Any]:
     """Return the validation of a saved run, on one rank."""
-    table = evaluating_recipe(Path(corpus), training__steps=STEPS, training__evaluate_every=STEPS)
+    steps = {"training__steps": STEPS, "training__evaluate_every": STEPS}
+    table = evaluating_recipe(Path(corpus), **MODEL, **steps)
     engine, data = start(parse_recipe(table, "test"), join_world())
     assert load_newest(engine, data, RunFolder(Path(run))) == STEPS
     return Evaluator(engine, data).validate()
