@@ -44,6 +44,13 @@ from threefold.runtime.processes import start_processes
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")
 SECONDS = 600
 STEPS = 15
+KILLED = """
+import os, signal
+from recipes import pretrain
+
+os.execve = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+pretrain.main()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +109,7 @@ def undisturbed(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def run_forked(folder: Path, *words: object) -> None:
     """Run one rank, forked from a process that has imported torch, until it has finished."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     command = ["recipes/pretrain.py", *map(str, words), "--run-dir", str(folder)]
     codes, outputs = start_ranks(1, command, folder=folder, seconds=SECONDS)
     assert codes == [0], outputs
@@ -236,12 +243,13 @@ def test_the_steps_of_a_phase_follow_its_recipe(undisturbed: Path, recipe_file: 
 def test_a_killed_run_is_equal_bit_for_bit(
     undisturbed: Path, recipe_file: Path, tmp_path: Path
 ) -> None:
-    """The instant is close to the replacement of the process."""
+    """The process is killed in place of being replaced; a long test kills it at random."""
     folder = tmp_path / "killed"
-    ranks = Ranks(folder, recipe_file)
-    assert ranks.wait_for_step(5)
-    ranks.kill()
-    assert Ranks(folder, recipe_file).finish() == [0]
+    folder.mkdir()
+    words = ["-c", KILLED, str(recipe_file), "--run-dir", str(folder)]
+    codes, outputs = start_ranks(1, words, folder=folder, seconds=SECONDS)
+    assert codes == [-signal.SIGKILL] and metrics(folder)[-1]["step"] == 5, outputs
+    run_forked(folder, recipe_file)
     assert metrics(folder) == metrics(undisturbed)
 
 
