@@ -162,8 +162,12 @@ def test_the_step_in_which_a_corpus_begins_to_repeat_is_known(
     assert repeated.keys() == {paths[1]}
 
 
-def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any]) -> None:
+def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any], corpus: Path) -> None:
     """Each window is read once on 1, 2, 4 and 8 data ranks in turn, with changing batch sizes."""
+    small["data"] |= {
+        "train": [{"path": str(corpus / "validation")}],
+        "validation": str(corpus / "train"),
+    }
     data, progress = build(small), Progress()
     count = data.sources()[0].count
     seen: Counter[int] = Counter()

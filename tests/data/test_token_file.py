@@ -20,7 +20,7 @@ from threefold.data.token_file import (
     write_token_file,
 )
 
-DOCUMENTS = 10_000
+DOCUMENTS = 1_500
 
 
 def documents(largest: int, *, count: int = DOCUMENTS) -> list[np.ndarray]:

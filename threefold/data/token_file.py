@@ -39,7 +39,7 @@ class TokenFile:
 
     The .bin is read on demand, not mapped. If it is truncated during a run, the error names the
     file, whereas a mapped file would end the process with a bus error. Moreover, the tokens read do
-    not count as memory of the process. The .idx is mapped when documents are requested.
+    not count as memory of the process. Entries of the .idx are read in the same way.
 
     Raises:
         UserError: a file is missing, not a token file, or truncated.
@@ -102,12 +102,11 @@ class TokenFile:
         Raises:
             UserError: the index is damaged.
         """
-        size, found = self.dtype.itemsize, []
-        offsets, documents = self.offsets, self.documents
+        found = []
         while start < stop:
             # Empty sequences share the address of the next one, so the last match is the right one.
-            sequence = bisect_right(offsets, start * size) - 1
-            document = bisect_right(documents, sequence) - 1
+            sequence = self._sequences_before(start, bisect_right) - 1
+            document = self._documents_before(sequence, bisect_right) - 1
             begin, end = self.range_of(document)
             if not begin <= start < end:
                 raise self._damaged(f"token {start} is not in document {document}")
@@ -121,18 +120,41 @@ class TokenFile:
         Raises:
             UserError: the index is damaged.
         """
-        size, offsets, documents = self.dtype.itemsize, self.offsets, self.documents
         # The range of sequences that begin here, then the documents that begin with one of them.
-        # np.searchsorted would first copy a whole column, because the columns are not aligned.
-        first, after = bisect_right(offsets, start * size), bisect_left(offsets, stop * size)
+        first, after = (
+            self._sequences_before(start, bisect_right),
+            self._sequences_before(stop, bisect_left),
+        )
         starts = self.starts(max(0, first - 1), after)
         if not starts[0] <= start < stop <= starts[-1]:
             raise self._damaged(f"no sequences contain the tokens {start} .. {stop - 1}")
-        begun = np.array(documents[bisect_left(documents, first) : bisect_left(documents, after)])
+        documents = (self._documents_before(number, bisect_left) for number in (first, after))
+        begun = self._entries("<i8", HEADER.size + 12 * self.sequences, *documents)
         if np.any((begun < first) | (begun >= after)) or np.any(np.diff(begun) < 0):
             raise self._damaged(f"no documents contain the tokens {start} .. {stop - 1}")
         begins = np.unique(starts[begun - max(0, first - 1)])  # empty documents share their address
         return tuple(np.diff(begins, prepend=start, append=stop).tolist())
+
+    def _sequences_before(self, token: int, bisect: Callable[..., int]) -> int:
+        """Return the number of sequences that begin before a token, or with it: `bisect_right`.
+
+        The search reads single entries. Mapping the column would take longer, and a file that is
+        truncated during the run would end the process with a bus error.
+        """
+        position, address = HEADER.size + 4 * self.sequences, token * self.dtype.itemsize
+        return bisect(range(self.sequences), address, key=lambda n: self._entry(position, n))
+
+    def _documents_before(self, sequence: int, bisect: Callable[..., int]) -> int:
+        """Return the number of documents that begin before a sequence, or with it."""
+        position = HEADER.size + 12 * self.sequences
+        return bisect(range(self.boundaries), sequence, key=lambda n: self._entry(position, n))
+
+    def _entry(self, position: int, number: int) -> int:
+        """Read an entry of a column of int64 that begins at a position of the index."""
+        content = os.pread(self._index_file, 8, position + 8 * number)
+        if len(content) < 8:
+            raise self._shorter(os.fstat(self._index_file).st_size)
+        return int.from_bytes(content, "little", signed=True)
 
     def range_of(self, document: int) -> tuple[int, int]:
         """Return the first token of a document, and the token after its last one.
