@@ -56,7 +56,7 @@ def test_the_first_report_names_the_machine_and_its_address() -> None:
     settings = AgentSettings(run="", silence_seconds=10, stop_seconds=10, standby=0)
     here = '{"is": "here", "host": "gpu7", "boot": "1", "address": "10.1.2.3"}'
     ready = '{"is": "ready"}'
-    agent_of = ["sh", "-c", f"echo '{here}'; read line; echo '{ready}'; sleep 60"]
+    agent_of = ["sh", "-c", f"echo '{here}'; read line; echo '{ready}'; exec sleep 60"]
     connections = Connections(lambda host, command: agent_of, settings, variables={})
     agent = connections.open("root@alias")
     deadline = time.monotonic() + 30

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from datetime import datetime
+from multiprocessing import get_context, set_forkserver_preload
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from models.errors import UserError, counted
 from tests.commands import run_here
 from tests.conftest import changed, small_recipe
 from tests.fault_injection.soak_data import soak
+from tests.ranks import FORK_SERVER_MODULES
 from threefold.commands import prepare_data
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.config.parallel_dims import ParallelDims
@@ -43,8 +45,15 @@ TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for
 def prepare(
     *arguments: object, smallest_piece: int = formats.MIN_PIECE_BYTES
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process, with pieces of at least `smallest_piece` bytes."""
-    with mock.patch.object(formats, "MIN_PIECE_BYTES", smallest_piece):
+    """Run the command in this process, with pieces of at least `smallest_piece` bytes.
+
+    Its workers are forked from the server that forks ranks, which saves their imports.
+    """
+    set_forkserver_preload(FORK_SERVER_MODULES)
+    with (
+        mock.patch.object(formats, "MIN_PIECE_BYTES", smallest_piece),
+        mock.patch.object(tokenization, "get_context", lambda _: get_context("forkserver")),
+    ):
         return run_here(prepare_data.main, *arguments)
 
 

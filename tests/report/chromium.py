@@ -43,6 +43,7 @@ class Chromium:
         self._process = subprocess.Popen(
             ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash", *command],
             pass_fds=(to_browser, from_browser), stderr=subprocess.DEVNULL,
+            env=os.environ | {"TMPDIR": str(profile)},  # of files that a killed browser leaves
         )  # fmt: skip
         os.close(to_browser)
         os.close(from_browser)

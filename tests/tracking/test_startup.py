@@ -15,9 +15,10 @@ from threefold.tracking.clocks import Startup
 from threefold.tracking.tracker import Tracker
 
 LAUNCHED = """
-import json, time
+import json, os, time
 from threefold.tracking.clocks import Startup
-time.sleep(1.5)
+if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+    time.sleep(1.5)
 print(json.dumps(Startup().seconds))
 """
 LAUNCHER = """

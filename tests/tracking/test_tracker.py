@@ -63,7 +63,8 @@ def test_an_unreachable_server_neither_stops_nor_slows_the_run(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")  # no server listens
-    monkeypatch.setattr(WandbThread, "SECONDS_TO_FINISH", 2.0)
+    monkeypatch.setattr(WandbThread, "SECONDS_TO_FINISH", 0.3)
+    monkeypatch.setenv("TMPDIR", str(folder.path))  # of files that a killed service leaves
     check_a_run_continues(recipe_with(small, "online"), folder)
 
 
@@ -71,7 +72,8 @@ def test_a_server_that_never_answers_neither_stops_nor_slows_the_run(
     small, folder: RunFolder, monkeypatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    monkeypatch.setattr(WandbThread, "SECONDS_TO_FINISH", 2.0)
+    monkeypatch.setattr(WandbThread, "SECONDS_TO_FINISH", 0.3)
+    monkeypatch.setenv("TMPDIR", str(folder.path))  # of files that a killed service leaves
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -164,6 +166,7 @@ def test_a_wait_at_the_end_is_announced(
         mock.patch.object(weights_and_biases, "start_wandb", side_effect=start),
         mock.patch.object(weights_and_biases, "tear_down"),
         mock.patch.multiple(WandbThread, SECONDS_BEFORE_NOTICE=0.01, SECONDS_TO_FINISH=0.05),
+        mock.patch.object(WandbThread, "SECONDS_TO_KEEP", 0.2),
         mock.patch("atexit.register"),
     ):
         thread = WandbThread(
