@@ -62,16 +62,17 @@ def a_few(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
 
 
-def suggestion(name: str, existing: Sequence[str]) -> str:
+def suggestion(name: str, existing: Sequence[str], folder: str = "") -> str:
     """Return the existing name that resembles a missing one, as a question; otherwise a few names.
 
     Args:
         name: the missing name; "" if nothing resembles it
         existing: at least one name
+        folder: put before the names in the message
     """
     if close := difflib.get_close_matches(name, existing, n=1, cutoff=0.7):
-        return f"did you mean {close[0]}?"
-    return f"use for example {a_few(existing)}"
+        return f"did you mean {folder}{close[0]}?"
+    return f"use for example {a_few([folder + one for one in existing])}"
 
 
 # How pydantic reads a recipe's [model] section and the sections in it: unknown keys and values of

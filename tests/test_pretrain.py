@@ -305,9 +305,10 @@ def test_resuming_an_older_checkpoint_keeps_the_later_ones_aside(
     folder = tmp_path / "small"
     shutil.copytree(finished[0], folder)
     older = ["--resume", folder / "checkpoints/step-0000004", "--set", "training.steps=6"]
-    one_rank(recipe_file, "--run-dir", folder, *older, "--set", "checkpoint.keep=1")
+    output = one_rank(recipe_file, "--run-dir", folder, *older, "--set", "checkpoint.keep=1")
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names[0].startswith("abandoned-") and names[0].endswith("-step-0000008")
+    assert f"the later checkpoints of the run are kept as {names[0]}" in output
     assert names[1:] == ["step-0000006"]
     assert [line["step"] for line in metrics(folder)] == list(range(1, 7))
     (before,) = folder.glob("metrics.*.jsonl")

@@ -261,7 +261,9 @@ def test_a_save_at_the_end_of_a_process_needs_a_smaller_reserve(
     free -= 1
     problem = lone_writer.save(Progress(13), ends_process=True)
     assert problem and "1.1 MB are reserved" in problem
-    rerun = "free space, then rerun the same command to"
+    rerun = (
+        f"have {retention.room_of_a_start(lone_writer.recipe)} free, then rerun the same command to"
+    )
     assert lone_writer.remedy() == f"no checkpoint exists; {rerun} start again"
     for step in (9, 10, 11, 15):  # 11 is damaged, 15 belongs to an abandoned branch
         (lone_writer.folder.checkpoints / checkpoint_name(step)).mkdir(parents=True)

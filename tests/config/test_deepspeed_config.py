@@ -160,13 +160,8 @@ def build(folder: Path, content: dict[str, Any] | str, *overrides: str) -> dict[
 
 def findings(said: str, file: Path) -> list[str]:
     """Return the findings of a message, without the notes."""
-    about = PROPOSAL.split(said)[0].removeprefix(f"{file}: ").split("\n  ")
-    listed = about[1:] if about[1:] else about
-    return [
-        line
-        for line in listed
-        if not line.startswith(("without effect", "for the values")) and "read as" not in line
-    ]
+    about = PROPOSAL.split(said)[0].removeprefix(f"{file}: ").partition("\nnotes, which")[0]
+    return about.split("\n  ")[1:] or [about]
 
 
 @pytest.mark.parametrize("project", PUBLIC)
@@ -229,7 +224,8 @@ def test_the_template_of_a_script_needs_one_correction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "position"),
-    [("", "it is empty; use"), (" \n", "it is empty; use"), ('{"a": 1', "it ends too early; use"),
+    [("", "it is empty; correct"), (" \n", "it is empty; correct"),
+     ('{"a": 1', "it ends too early; correct the file, or use one of ds_configs"),
      ('{"a": 010}', "column 8: "), ('{"a": "x"y"}', "column 10: "), ('{"a": .5}', "column 7: "),
      ('{"a": X,\n"b": .5}', "line 2, column 6: "),
      ('{"a": X, "b": [', "it ends too early; line 1, column 7: X"),
@@ -241,6 +237,14 @@ def test_other_errors_of_syntax_are_located(text: str, position: str, tmp_path: 
         build(tmp_path, text)
     said = str(raised.value)
     assert re.search(rf'ds\.json": this is not valid JSON: {position}', said) and "\n" not in said
+
+
+def test_a_stage_that_is_a_text_keeps_its_number(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        build(tmp_path, '{"zero_optimization": {"stage": "2"}}')
+    assert 'zero_optimization.stage = "2" is a text; use the number 2' in str(raised.value)
+    proposal = PROPOSAL.split(str(raised.value))[2]
+    assert json.loads(proposal)["zero_optimization"]["stage"] == 2
 
 
 def test_a_missing_comma_is_located_where_it_is_missing(tmp_path: Path) -> None:

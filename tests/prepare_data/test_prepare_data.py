@@ -238,6 +238,10 @@ def test_pieces_without_a_start_are_not_used_for_documents_with_one(tmp_path: Pa
         (["--source", "LATER.jsonl"], "LATER.jsonl, line 2: not valid JSON"),
         (["--tokenizer", "NOWHERE.tokenizer"], "NOWHERE.tokenizer does not exist; use a folder"),
         (["--config", "abc"], "--config abc: --source "),
+        (["--split", "validation"], "--split validation: "),
+        (["--tokenizer", "data/wikki/tokenizer"], "data/wikki/tokenizer does not exist; use a"),
+        (["--tokenizer", "CORPUS"], "is a corpus; use its tokenizer, "),
+        (["--vocab-size", "300", "--tokenizer", "x"], "--vocab-size 300 has no effect with --tok"),
     ],
 )
 def test_bad_input_is_rejected_in_one_line(
@@ -250,6 +254,7 @@ def test_bad_input_is_rejected_in_one_line(
         ("NUMBER", '{"body": 4}\n{"body": 5}\n'),
     ):
         (tmp_path / f"{name}.jsonl").write_text(text)
+    (tmp_path / "CORPUS" / "tokenizer").mkdir(parents=True)
     arguments = [str(tmp_path / word) if word[:5].isupper() else word for word in arguments]
     source = [] if "--source" in arguments else ["--source", prepared / "text.jsonl"]
     column = ["--column", "body", "--output", tmp_path / "bad"]
@@ -611,7 +616,7 @@ def test_a_corpus_that_does_not_exist_is_not_verified(prepared: Path) -> None:
     done = prepare("verify", prepared / "ot")
     assert done.stderr == (
         f"prepare_data.py: {prepared / 'ot'} does not exist, so it cannot be verified; did you "
-        f"mean out?\n"
+        f"mean {prepared / 'out'}?\n"
     )
     done = prepare("verify", prepared)
     assert f"{prepared} has no manifest.json, so it cannot be verified" in done.stderr

@@ -326,7 +326,7 @@ def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{tmp}/missing"], "missing does not exist; name a run folder, such as runs/tiny"),
+        (["{tmp}/missing"], "missing does not exist; use for example "),
         (["{tmp}"], "is not a run folder"),
         (["{tmp}/run", "{tmp}/run"], "is given twice; name each run once"),
         (["{tmp}/run", "--gpu", "Z9"], 'gpu = "Z9" is not known; use one of'),

@@ -188,7 +188,9 @@ def test_a_server_that_rejects_the_key_leaves_the_run_offline_with_the_same_id(
     capfd.readouterr()
     status = train(small, folder)
     run_id = (folder.path / "wandb" / "run_id").read_text()
-    assert status.mode == "offline" and status.reason.startswith(f"of an error of {server.url} (")
+    assert status.mode == "offline" and status.reason.startswith(
+        f"{server.url} rejected the key (401; "
+    )
     assert status.reason.endswith(f"); the run keeps its id {run_id}")
     (files,) = (folder.path / "wandb").glob(f"offline-run-*-{run_id}")
     assert list(files.glob("*.wandb"))
@@ -373,6 +375,32 @@ def test_a_mode_in_a_settings_file_is_named(home: Path) -> None:
     assert choose_mode(*requested_mode("auto")) == ("offline", f"{file} sets mode = offline")
 
 
+@pytest.mark.parametrize("fails", ["start", "last step", "end"])
+def test_what_may_not_be_in_a_file_is_sent_again_if_the_process_of_wandb_ends(
+    fails: str, small: dict, folder: RunFolder, home: Path
+) -> None:
+    ended, replacement, error = mock.Mock(), mock.Mock(), RuntimeError("Connection lost")
+    started = (ended, WandbStatus("offline", "first", "a reason"))
+    restarted = (replacement, WandbStatus("offline", "both", "of an error"))
+    start: dict[str, Any] = {"return_value": started}
+    if fails == "start":
+        start = {"side_effect": error}
+    elif fails == "end":
+        ended.finish.side_effect = error
+    else:
+        ended.log.side_effect = [None, error]
+    recipe = parse_recipe(changed(small, tracking__mode="offline"), "test")
+    with (
+        mock.patch.object(weights_and_biases, "start_wandb", **start),
+        mock.patch.object(weights_and_biases, "restart_offline", return_value=restarted),
+        open_tracker(recipe, folder, 0, start=Progress(), changed={}) as tracker,
+    ):
+        tracker.step(LINE)
+        tracker.step(LINE | {"step": 2})
+    steps = [call.args[0]["step"] for call in replacement.log.call_args_list]
+    assert steps == [LINE["step"], 2] and replacement.finish.called
+
+
 def test_an_error_in_the_last_call_ends_the_thread(
     small: dict, folder: RunFolder, home: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -537,6 +565,7 @@ def test_an_offline_run_whose_process_has_ended_continues_without_a_message(
         status = train(small, folder)
     assert restart.call_count == 1
     assert [call.args[0]["loss"] for call in replacement.log.call_args_list] == [2.5]
+    assert replacement.finish.called
     files = str(folder.path / "wandb" / "both")
     assert status == WandbStatus("offline", files, "a reason")
     told, summed = about_wandb(capfd.readouterr().out)

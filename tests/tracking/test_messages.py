@@ -190,14 +190,17 @@ def test_changed_values_are_printed_as_text(
         "tracking.tags": [["été"], ["夏", "ab"]],
         "data.train": [None, "corpora/größe"],
         "tracking.group": ["\ud83d", "a\nb"],  # half of a surrogate pair
+        "training.initial_weights": [None, "weights"],
     }
     found = mock.Mock(changes=lambda _: changes, learning_rate_jump=lambda _: "")
     tell_changes(RunFolder(tmp_path), found, parse_recipe(small, "test"))
-    assert capsys.readouterr().out.splitlines() == [
+    *lines, without_effect = capsys.readouterr().out.splitlines()
+    assert lines == [
         '  tracking.tags: ["été"] -> ["夏", "ab"]',
         '  data.train: unset -> "corpora/größe"',
         '  tracking.group: "\\ud83d" -> "a\\nb"',
     ]
+    assert 'unset -> "weights", which has no effect, because the run resumes' in without_effect
 
 
 def test_the_summary_names_the_steps_of_its_validations(

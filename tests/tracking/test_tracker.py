@@ -106,6 +106,9 @@ def check_a_run_continues(recipe, folder: RunFolder) -> None:
 def test_weights_and_biases_that_raises_is_reported_once(small, folder: RunFolder) -> None:
     with (
         mock.patch.object(weights_and_biases, "start_wandb", side_effect=RuntimeError("no disk")),
+        mock.patch.object(
+            weights_and_biases, "restart_offline", side_effect=RuntimeError("no disk")
+        ),
         mock.patch.object(weights_and_biases, "tear_down"),  # would wait for runs of other tests
     ):
         thread = WandbThread(recipe_with(small, "offline"), folder)
@@ -122,6 +125,9 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
 
     with (
         mock.patch.object(weights_and_biases, "start_wandb", side_effect=RuntimeError("no disk")),
+        mock.patch.object(
+            weights_and_biases, "restart_offline", side_effect=RuntimeError("no disk")
+        ),
         open_tracker(
             recipe_with(small, "offline"), folder, 0, start=Progress(), changed={}
         ) as tracker,

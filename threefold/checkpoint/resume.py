@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from models.errors import UserError
+from models.errors import UserError, a_few
 from threefold.checkpoint.compatibility import (
     REMEDY_FOR_DAMAGED_WEIGHTS,
     check_parts_read,
@@ -271,8 +271,8 @@ def find_initial_weights(
     return ResumePoint(CheckpointReader(path, manifest), weights_only=True)
 
 
-def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> None:
-    """Set aside the checkpoints that do not belong to a new branch.
+def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> list[Path]:
+    """Set aside the checkpoints that do not belong to a new branch, and return their new paths.
 
     If the branch begins at a checkpoint in this folder, the later checkpoints are set aside;
     otherwise all checkpoints are. Damaged checkpoints are not renamed.
@@ -283,12 +283,14 @@ def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> None:
         stamp: part of the new names of the checkpoints
     """
     own = is_own(folder, found.reader().path)
+    moved = []
     for path in published(folder):
         belongs = own and step_of(path) <= found.progress.step
         if not belongs and path not in found.skipped:
-            set_aside(path, stamp)
+            moved.append(set_aside(path, stamp))
     if folder.is_dir():
         flush(folder)
+    return moved
 
 
 def find_damage(checkpoint: Path, note: Note = no_note) -> str | None:
@@ -498,12 +500,15 @@ def begin_branch(folder: RunFolder, start: Start) -> None:
         _record(folder, request, found, checkpoint=name, stamp=stamp)
     source = folder.metrics if own else _metrics_of(folder, path)
     try:
-        abandon_others(folder.checkpoints, found, stamp=stamp)
+        moved = abandon_others(folder.checkpoints, found, stamp=stamp)
     except OSError as error:
         raise UserError(
             f"{error.filename or folder.checkpoints} cannot be renamed ({error.strerror}); make "
             f"it writable, or use --run-dir with another folder"
         ) from None
+    if moved:
+        names = a_few([path.name for path in moved])
+        print(f"the later checkpoints of the run are kept as {names}", flush=True)
     folder.restore_metrics(source, found.progress.step, stamp=stamp)
 
 

@@ -22,6 +22,7 @@ from threefold.run_folder.history import published, step_of
 RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
 RESERVED_BYTES_AT_THE_END = 2**20  # likewise, during a save after which no step follows
 LACK_OF_ROOM = "free, but a checkpoint needs"
+TO_FREE = "; free at least "
 
 
 def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection[Path]) -> None:
@@ -82,8 +83,13 @@ def lack_of_room(folder: Path, recipe: Recipe, *, reserve: int = RESERVED_DISK_B
         return None
     return (
         f"{folder} has {_size(free)} {LACK_OF_ROOM} {_size(size)}, and {_size(reserve)} are "
-        f"reserved for metrics and logs; free at least {_size(size + reserve - free)} more"
+        f"reserved for metrics and logs{TO_FREE}{_size(size + reserve - free)} more"
     )
+
+
+def room_of_a_start(recipe: Recipe) -> str:
+    """Return the free space that `check_disk` requires when a run starts."""
+    return _size(checkpoint_bytes(recipe) + RESERVED_DISK_BYTES)
 
 
 def _size(size: int) -> str:

@@ -39,8 +39,10 @@ from threefold.checkpoint.retention import (
     LACK_OF_ROOM,
     RESERVED_BYTES_AT_THE_END,
     RESERVED_DISK_BYTES,
+    TO_FREE,
     lack_of_room,
     retain,
+    room_of_a_start,
 )
 from threefold.checkpoint.state import KINDS, WEIGHTS, Fragment, TrainingState
 from threefold.config.parallel_dims import ParallelDims
@@ -492,7 +494,10 @@ class CheckpointWriter:
     def remedy(self) -> str:
         """Return the newest checkpoint and how to resume from it, for a run whose save failed."""
         is_full = any(text in (self._problem or "") for text in (*FULL_DISK_MESSAGES, LACK_OF_ROOM))
-        rerun = "free space, then rerun the same command" if is_full else "rerun the same command"
+        rerun = "rerun the same command"
+        if is_full:
+            room = room_of_a_start(self.recipe)
+            rerun = f"have {room} free, then rerun the same command"
         try:
             steps = [
                 step_of(path)
@@ -566,7 +571,8 @@ class CheckpointWriter:
             is_full = is_full or any(text in (problem or "") for text in FULL_DISK_MESSAGES)
             is_waiting = time.monotonic() < deadline and not self.is_asked_to_stop()
             if not self._from_rank_0(is_full and is_waiting):
-                return _unsaved(progress.step, problem)
+                # Without how much to free for this save, which is over.
+                return _unsaved(progress.step, problem and problem.partition(TO_FREE)[0])
             if self.rank == 0 and not told:
                 told = True
                 self.on_wait(

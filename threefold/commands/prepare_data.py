@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from threefold.prepare_data.tokenization import Tokenization
 
 VALIDATION_FRACTION = 0.1
+VOCAB_SIZE = 2048
 FEW_TOKENS = 2049  # of a part; a window of model.sequence_length = 2048 needs as many
 
 
@@ -286,6 +287,13 @@ def parse_command_line(arguments: list[str], description: str | None = None) -> 
     add_source_options(parser)
     add_corpus_options(parser)
     options = parser.parse_args(arguments)
+    if options.vocab_size is None:
+        options.vocab_size = VOCAB_SIZE
+    elif options.tokenizer:
+        raise UserError(
+            f"--vocab-size {options.vocab_size} has no effect with --tokenizer "
+            f"{options.tokenizer}; omit it"
+        )
     if options.validation_fraction is None:
         options.validation_fraction = 0.0 if validation_option(options) else VALIDATION_FRACTION
     return options
@@ -334,8 +342,8 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
         "tokenizer is trained",
     )
     parser.add_argument(
-        "--vocab-size", type=int, default=2048,
-        help="vocabulary size of a trained tokenizer (default: 2048)",
+        "--vocab-size", type=int,
+        help=f"vocabulary size of a trained tokenizer (default: {VOCAB_SIZE})",
     )  # fmt: skip
     parser.add_argument(
         "--validation-fraction", type=float,

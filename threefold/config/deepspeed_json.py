@@ -210,7 +210,9 @@ def _rejection(name: str, review: Review, proposal: dict[str, Any], *, is_comple
         about = f"{name}: {review.findings[0]}"
     else:
         count = counted(len(review.findings), "problem")
-        about = "\n  ".join([f"{name}: {count}:", *review.findings, *notes])
+        about = "\n  ".join([f"{name}: {count}:", *review.findings])
+        if notes:
+            about += "\n  ".join(["\nnotes, which need no change:", *notes])
     rest = "" if is_complete else " (pretrain.py also compares it with the layout and the GPUs)"
     return f"{about}\nThis file would be accepted{rest}:\n{value_text(proposal, indent=2)}"
 
@@ -225,7 +227,9 @@ def _parse(name: str, review: Review) -> dict[str, Any]:
         text = repository_path(name).read_text(encoding="utf-8-sig")
         problems, text = repair_json(text)
     except UserError as problem:
-        raise UserError(f'deepspeed = "{name}": {problem}; use one of {SHIPPED}') from None
+        raise UserError(
+            f'deepspeed = "{name}": {problem}; correct the file, or use one of {SHIPPED}'
+        ) from None
     except (FileNotFoundError, IsADirectoryError) as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else "this is a folder"
         raise UserError(f'deepspeed = "{name}": {reason}; use one of {SHIPPED}') from None
@@ -235,8 +239,8 @@ def _parse(name: str, review: Review) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:  # not UTF-8, or a number of 4,301 digits
         raise UserError(
-            f'deepspeed = "{name}": this is not valid JSON: {reason_of(error)}; use one of '
-            f"{SHIPPED}"
+            f'deepspeed = "{name}": this is not valid JSON: {reason_of(error)}; correct the '
+            f"file, or use one of {SHIPPED}"
         ) from None
     review.findings += problems
     content = json.loads(
@@ -423,6 +427,10 @@ def _resolve_stage(settings: dict[str, Any], review: Review) -> None:
     if not _is_block(zero):
         return
     stage = zero.get("stage", 0)
+    if stage in ("1", "2", "3"):
+        review.reject(f'zero_optimization.stage = "{stage}" is a text; use the number {stage}')
+        settings["zero_optimization"] = zero | {"stage": int(stage)}
+        return
     if stage == "auto":
         review.readings.append('zero_optimization.stage = "auto" is read as 1')
     elif stage == 0 and not isinstance(stage, bool):

@@ -246,7 +246,7 @@ class Training(Section):
 
 # The learning rate as a function of the step, so that there is no scheduler to save.
 
-MAX_RATE_CHANGE = 2.0  # ratio of two learning rates above which the change is called a jump
+MAX_RATE_CHANGE = 1.25  # ratio of two learning rates above which the change is called a jump
 
 
 def learning_rate(step: int, optimizer: Optimizer, steps: int) -> float:

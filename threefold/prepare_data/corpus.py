@@ -264,7 +264,8 @@ def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Ite
         others = sorted(file.parent for file in corpus.parent.glob("*/manifest.json"))
         problem = "has no manifest.json" if corpus.is_dir() else "does not exist"
         if others and not corpus.is_dir():
-            advice = suggestion(corpus.name, [other.name for other in others])
+            names = [other.name for other in others]
+            advice = suggestion(corpus.name, names, folder=f"{corpus.parent}/")
         raise UserError(f"{corpus} {problem}, so it cannot be verified; {advice}")
     manifest = read_manifest(corpus)
     try:

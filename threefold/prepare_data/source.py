@@ -73,6 +73,10 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
         files = [] if name == STANDARD_LIBRARY else find_files(name, reading.option)
         if reading.only_splits and (files or name == STANDARD_LIBRARY):
             raise without_splits(name, reading)
+        if reading.split != "train" and (files or name == STANDARD_LIBRARY):
+            raise UserError(
+                f"--split {reading.split}: {name} is not a dataset with splits; omit --split"
+            )
         if name == STANDARD_LIBRARY:
             formats.append(Texts(standard_library(), lenient=True))
         elif files:

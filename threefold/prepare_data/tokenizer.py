@@ -33,7 +33,9 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
     """
     path = repository_path(name)
     is_folder = path.is_dir()
-    if not is_folder and "/" in name and path.parent.is_dir():
+    if (path / "tokenizer").is_dir() and not (path / "tokenizer.json").exists():
+        raise UserError(f"--tokenizer {name} is a corpus; use its tokenizer, {name}/tokenizer")
+    if not is_folder and "/" in name and (name.count("/") > 1 or path.parent.is_dir()):
         raise UserError(
             f"--tokenizer {name} does not exist; use a folder with a tokenizer.json, such as "
             f"data/stdlib/tokenizer, or a name on the hub"

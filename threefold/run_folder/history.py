@@ -52,8 +52,10 @@ def remove_debris(folder: Path) -> None:
         shutil.rmtree(debris, ignore_errors=True)
 
 
-def set_aside(checkpoint: Path, stamp: str | None = None) -> None:
+def set_aside(checkpoint: Path, stamp: str | None = None) -> Path:
     """Rename a checkpoint so that it is kept, but no longer found by a resuming run.
+
+    Returns its new path.
 
     Args:
         checkpoint: folder of the checkpoint
@@ -62,6 +64,7 @@ def set_aside(checkpoint: Path, stamp: str | None = None) -> None:
     """
     name = f"{ABANDONED_PREFIX}{stamp or time_stamp()}-{checkpoint.name}"
     os.rename(checkpoint, checkpoint.with_name(name))
+    return checkpoint.with_name(name)
 
 
 def stamp_of(abandoned: Path) -> str | None:

@@ -44,7 +44,7 @@ class LineFile:
             except OSError as error:
                 if not self._has_told:  # only for the first of several failures in a row
                     self._has_told = True
-                    since = f" from step {line['step']} on" if "step" in line else ""
+                    since = f" from step {line['step']} on" if line.get("step") else ""
                     print(f"warning: {_problem(self.path, error)}; the lines{since} stay in "
                           f"memory until they can be written", file=sys.stderr)  # fmt: skip
 

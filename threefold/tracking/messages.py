@@ -129,7 +129,13 @@ def tell_changes(folder: RunFolder, found: "ResumePoint", recipe: Recipe) -> Non
     """Print the keys that have changed since the save, and warn of a learning rate that jumps."""
     for key, (before, now) in found.changes(recipe).items():
         old, new = ("unset" if value is None else value_text(value) for value in (before, now))
-        print(f"  {key}: {old} -> {new}", flush=True)
+        without_effect = ""
+        if key == "training.initial_weights":
+            without_effect = (
+                ", which has no effect, because the run resumes from its own checkpoint; to start "
+                "from these weights, use another --run-dir, or --resume never"
+            )
+        print(f"  {key}: {old} -> {new}{without_effect}", flush=True)
     if jump := found.learning_rate_jump(recipe):
         warn(folder, found.progress.step, jump)
 
@@ -262,6 +268,11 @@ def longer_training_than_requested(found: "ResumePoint") -> str:
     if earlier and earlier.training.steps > step:
         return f"to continue the run, use training.steps = {earlier.training.steps} as before"
     if earlier and earlier.training.steps == step:
+        if (end := earlier.optimizer.schedule.steps) and not earlier.phase:
+            return (
+                f"to train longer with the same schedule, use --set training.steps={2 * step} "
+                f"--set optimizer.schedule.steps={end}"
+            )
         return longer_training(earlier)
     return f"to train longer, set training.steps above {step}"
 

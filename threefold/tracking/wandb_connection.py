@@ -284,7 +284,10 @@ def restart_offline(
     """
     server = _settings().base_url
     reason = f"{server} did not answer within {SECONDS_TO_CONNECT:g} s"
-    if "deadline exceeded" not in str(error):
+    if "returned error 401" in str(error):
+        remedy = 'use "wandb login --relogin", or another WANDB_API_KEY'
+        reason = f"{server} rejected the key (401; {remedy})"
+    elif "deadline exceeded" not in str(error):
         reason = f"of an error of {server} ({short(error)})"
     reason += f"; the run keeps its id {arguments['id']}"
     tear_down()  # the failed run still holds its id

@@ -7,6 +7,7 @@ import queue
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import HUNG, leave_handlers_out
 from threefold.tracking.wandb_connection import (
     WandbStatus,
+    choose_mode,
     end_service,
     has_written_all,
     requested_mode,
@@ -239,6 +241,7 @@ Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
 ALL_FILES = "*run-*"  # of the offline and online runs in the run folder's wandb/
 INTERRUPTED = "was interrupted while it sent its data"
+SECONDS_UNTIL_WRITTEN = 30.0  # of sent data: W&B's process writes about every 15 s
 SECONDS_BETWEEN_CHECKS = 0.1  # for an interrupt, and for the files of W&B
 PIXELS = 8  # width and height of an expert in the picture of loads
 
@@ -285,6 +288,7 @@ class WandbThread:
         self._ended = threading.Event()
         self._run: Any = None
         self._queue: queue.Queue[Item | None] = queue.Queue(self.MAX_QUEUED_STEPS)
+        self._recent: deque[tuple[float, Item]] = deque()  # with the times at which they were sent
         self._task_table = TaskTable(metrics)
         self.exit_code = 0
         self.has_told_failure = False
@@ -389,23 +393,36 @@ class WandbThread:
         is_read = has_restarted = False  # is_read: the end of the queue
         try:
             arguments = wandb_arguments(recipe, self._folder.path)
-            run = self._started(*start_wandb(requested, arguments, tell=self._tell_wait))
+            # At Ctrl-C, the launcher `deepspeed` ends all processes that descend from it, also that
+            # of W&B, which can be starting, or hold data that are not in a file yet.
+            try:
+                started = start_wandb(requested, arguments, tell=self._tell_wait)
+            except Exception as error:
+                if self._is_late or self._is_interrupted:
+                    raise
+                has_restarted, (mode, reason) = True, choose_mode(*requested)
+                restarted, status = restart_offline(arguments, error, ALL_FILES)
+                if mode == "offline":
+                    status = replace(status, reason=reason)
+                started = restarted, status
+            run = self._started(*started)
             while (item := self._queue.get()) is not None:
+                self._recent.append((time.monotonic(), item))
+                while self._recent[0][0] < time.monotonic() - SECONDS_UNTIL_WRITTEN:
+                    self._recent.popleft()
                 try:
                     self._send(run, item)
                 except Exception as error:
                     if has_restarted or self._is_late:
                         raise
-                    # The process of an offline run ends, too: at Ctrl-C, the launcher `deepspeed`
-                    # ends all processes that descend from it.
-                    has_restarted, earlier = True, self._status
-                    run, status = restart_offline(arguments, error, ALL_FILES)
-                    if earlier.mode == "offline":
-                        status = replace(status, reason=earlier.reason)
-                    self._started(run, status)
-                    self._send(run, item)
+                    has_restarted, run = True, self._restarted(arguments, error)
             is_read = True
-            run.finish()
+            try:
+                run.finish()
+            except Exception as error:
+                if has_restarted or self._is_late or self._status.mode != "offline":
+                    raise
+                self._restarted(arguments, error).finish()
         except Exception as error:
             if self._is_interrupted:
                 self._problem = f"Weights & Biases {INTERRUPTED}"
@@ -418,6 +435,17 @@ class WandbThread:
         finally:
             tear_down()
             self._ended.set()
+
+    def _restarted(self, arguments: dict[str, Any], error: Exception) -> Any:
+        """Continue the run offline after an error, and send what may not have reached a file."""
+        earlier = self._status
+        run, status = restart_offline(arguments, error, ALL_FILES)
+        if earlier.mode == "offline":
+            status = replace(status, reason=earlier.reason)
+        self._started(run, status)
+        for _, item in self._recent:  # some may be sent twice
+            self._send(run, item)
+        return run
 
     def _tell_wait(self, status: WandbStatus) -> None:
         """Tell that the run waits for the server, before it has another mode."""
