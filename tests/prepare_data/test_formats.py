@@ -408,7 +408,7 @@ def test_names_of_columns_are_printed_with_escapes(tmp_path: Path) -> None:
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(row))
         with pytest.raises(UserError) as rejected:
             texts(opened(tmp_path / f"{number}.jsonl"), 1)
-        assert f"{said}; correct it" in str(rejected.value)
+        assert f"{said}; correct the row" in str(rejected.value)
         assert str(rejected.value).isprintable()
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"{number}.parquet")
         with pytest.raises(UserError) as rejected:

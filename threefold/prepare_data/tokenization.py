@@ -213,7 +213,10 @@ def texts_of(
         kind, reason = row.content.kind, row.content.reason
         if kind not in skip | reader.always_skipped:
             place = reader.place(piece, row.position)
-            raise UserError(f"{place}: {reason}; correct it, or skip such rows with --skip {kind}")
+            remedy = f"correct the row, or skip such rows with --skip {kind}"
+            if kind == "column" and "no column" not in reason:
+                remedy = f"use another --column, {remedy}"
+            raise UserError(f"{place}: {reason}; {remedy}")
         known = {"rows": 0, "position": row.position, "reason": reason}
         report.skipped.setdefault(kind, known)["rows"] += 1
 
