@@ -124,7 +124,6 @@ def gathered_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
-        axis: the context axis
         order: order of the slices, as in `Division`
         tiles: the result of `tiles_of`
     """
@@ -215,9 +214,6 @@ def ring_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
-        axis: the context axis
-        division: division of the sequences
-        tiles: the result of `tiles_of`
     """
     return _RingAttention.apply(q, k, v, axis, division, tiles)
 

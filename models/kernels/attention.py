@@ -286,7 +286,6 @@ def attend_backward(
     Args:
         grad: gradient of the merged output, [b, a, n, d]
         whole: the merged output and logsumexp
-        causal: as in `attend`
     """
     kernel, groups, (out, logsumexp) = kernel_for(q), k.shape[1], whole
     if not kernel.grouped:

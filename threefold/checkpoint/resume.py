@@ -141,7 +141,6 @@ class ResumePoint:
         """Return the setting that avoids a jump of the learning rate, or the keys that caused it.
 
         Args:
-            recipe: the recipe of the run
             old_segment: the segment of the next step in the recipe of the checkpoint
             new_segment: the segment of the next step in the recipe of the run
         """

@@ -33,7 +33,6 @@ class Fragment:
     Attributes:
         name: logical name of the parameter
         elements: indices in the flattened part of the parameter
-        flat: index of the flat
         offset: index of the first element within the flat
     """
 

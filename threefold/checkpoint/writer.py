@@ -86,7 +86,6 @@ class Assembly:
     Args:
         state: this rank's share of weights and moments
         group: the ranks of this stage, communicating through host memory
-        tensor: the tensor axis
         copy: which copy of its shards this rank holds
         copies: number of copies of each shard (hybrid sharding); they share the sending
     """
@@ -245,7 +244,6 @@ def write_files(
     """Assemble this rank's tensors and write them; collective within the stage.
 
     Args:
-        assembly: the plan of the stage
         staged: this rank's share of weights and moments, in host memory
         rank: global rank, for the names of the files
         problem: a reason not to write, with which this rank only sends to the others

@@ -514,7 +514,6 @@ class Problem:
 
     Attributes:
         finding: the setting, the reason and a remedy
-        block, key: the setting
         value: a value that suits the recipe; None to remove the setting
     """
 

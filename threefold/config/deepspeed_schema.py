@@ -323,7 +323,6 @@ def review_settings(
         config: the JSON's content, or a block of it
         review: receives a finding for each rejected key or value, and the keys without effect;
             what is switched off is not mentioned
-        table: the settings of this level
         prefix: the path of the block, with a dot at its end; empty at the top level
     """
     accepted: dict[str, Any] = {}

@@ -260,7 +260,6 @@ def learning_rate(step: int, optimizer: Optimizer, steps: int) -> float:
 
     Args:
         step: number of the step, from the first one of the schedule
-        optimizer: the [optimizer] section
         steps: number of steps of the schedule, if it does not set its own (`schedule.steps`)
     """
     peak, schedule = optimizer.learning_rate, optimizer.schedule

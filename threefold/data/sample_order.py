@@ -117,7 +117,6 @@ class Pass:
 
     Attributes:
         length: tokens of a window
-        key: the key of the permutation
         considered: number of windows at the start of the permutation that were read or left out
     """
 
@@ -333,7 +332,6 @@ def mixture_after(
 
     Args:
         consumed_ranges: the samples read before
-        begin: the first sample of the part
         tokens: number of a corpus -> its tokens
 
     Returns:

@@ -101,7 +101,6 @@ class Window:
         tokens: int64 [s]
         labels: int64 [s]
         requests: the request of each label, int64 [s]
-        lengths: lengths of the documents
     """
 
     tokens: np.ndarray

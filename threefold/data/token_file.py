@@ -367,7 +367,6 @@ def write_index(
     Args:
         lengths: returns the number of tokens of each document, in blocks; called twice, so that
             only one block is in memory
-        count: the number of documents
     """
     size = type_of_tokens.itemsize
     stream.write(HEADER.pack(MAGIC, 1, TOKEN_CODES[type_of_tokens.str], count, count + 1))

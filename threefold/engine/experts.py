@@ -60,11 +60,9 @@ def expert_report(
     """Return the report of the last step; collective over all ranks, one all-reduce.
 
     Args:
-        layers: this rank's layers with experts
         tokens: tokens of the global batch
         replicas: number of ranks with the same part of the model
         micro_batches: number of micro-batches of a rank
-        device: device of the process group
     """
     assert model.experts is not None
     first = model.layers - model.expert_layers

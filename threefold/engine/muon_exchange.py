@@ -46,7 +46,6 @@ class Piece:
         offset: index of the first element in the flat tensor
         part: the tensor rank's part of the matrix
         start: index of the first element within the part
-        length: number of elements
     """
 
     rank: int
@@ -87,7 +86,6 @@ class Round:
     """A round from the perspective of one rank.
 
     Attributes:
-        owned: the matrices that the rank owns
         sent: the pieces that the rank holds, by owner, in the order of the message
         received: the pieces of the owned matrices, by holder, in the order of the message
     """

@@ -31,7 +31,6 @@ class Command:
     Attributes:
         words: the command of a rank, without the options that launch.py adds
         variables: environment variables of all ranks
-        ranks_per_node: number of ranks on each node
         shares_machine: all nodes are this machine (--launcher local)
         pipelined: standby processes have the environment of a layout with pipeline stages
         python: the command that starts Python on a node, for its agent

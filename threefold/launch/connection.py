@@ -116,7 +116,6 @@ class FailedAttempts:
     """The failed attempts to connect to a host since its last answer; each error is printed once.
 
     Attributes:
-        count: number of failed attempts
         lines: output of the current attempt so far
         earlier: output of the previous attempt
     """
@@ -180,7 +179,6 @@ class Connections:
 
     Args:
         connect: how a command is started on a host
-        settings: the settings of the agents
         variables: environment variables of the ranks, which standby processes need too
         python: the command that starts Python on a host
 

@@ -274,7 +274,6 @@ def replacement(
         spare: number of other hosts that can be used and were not slow
         action: `cluster.on_slow_rank`
         replaced: ranks whose hosts have already been replaced because they were slow
-        ranks: the slow ranks
     """
     if not slow or action == "warn":
         return Replacement()

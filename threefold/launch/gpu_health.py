@@ -57,7 +57,6 @@ class GpuError(NamedTuple):
     """An error of a GPU of this node.
 
     Attributes:
-        text: the error and the GPU
         severe: True if the GPU needs a reset, a reboot or a replacement
     """
 
@@ -117,7 +116,6 @@ def new_errors(before: dict[str, Any] | None, now: dict[str, Any]) -> list[GpuEr
     Args:
         before: the earlier state; None for the first state of an agent, whose counters and lines of
             the log may be from an earlier run
-        now: the later state
     """
     errors = [] if now["answers"] else [GpuError(NO_ANSWER, severe=False)]
     errors += [GpuError(line, severe=True) for line in now["lost"]]

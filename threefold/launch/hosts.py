@@ -143,7 +143,6 @@ def recipe_on_hosts(
     """Check a recipe and the list of hosts, and report the mistakes of both at once.
 
     Args:
-        file: the recipe
         overrides: the user's values of --set
         hostfile: the list of hosts; None for the hosts of this Slurm job
         shares_machine: all ranks run on this machine
@@ -226,9 +225,6 @@ def cluster_of_hosts(slots: Slots, layout: Layout, name: str, *, shares_machine:
 
     Nodes and GPUs per node are those of the hostfile, and the GPU is that of this machine. A
     machine without a GPU may be a login node, so the GPU is "cpu" only if all ranks run here.
-
-    Args:
-        layout: the layout of the recipe
 
     Raises:
         UserError: a key is unknown; the message has a section that a user can append to the recipe.

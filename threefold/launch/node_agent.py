@@ -118,7 +118,6 @@ class StandbyPool:
     """Standby processes, started one at a time.
 
     Args:
-        size: number of standby processes to keep
         run: name of the run, for the command lines of the processes
 
     Attributes:
@@ -204,7 +203,6 @@ class NodeAgent:
         silence_seconds: time without a command after which launch.py counts as gone
         stop_seconds: time in which the ranks may save and end after a signal
         run: name of the run, for leftovers and the command lines of standby processes
-        standby: number of standby processes
         snapshots: prefix of the folder for snapshots; empty for none
     """
 

@@ -36,7 +36,6 @@ def rank_command(
     """Return the command of the ranks.
 
     Args:
-        options: the options of launch.py
         file: the recipe, with the user's overrides
 
     Raises:

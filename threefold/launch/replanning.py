@@ -58,7 +58,6 @@ class Replanner:
 
         Args:
             available: number of nodes that can be used
-            minimum: smallest number of nodes
 
         Returns:
             None if no number of nodes from `minimum` to `available` has a layout that fits.

@@ -128,7 +128,6 @@ class Peer:
     Attributes:
         since: time when it was opened, or when its last answer was complete
         is_known: True once it has sent the secret
-        is_served: True while a request is answered
         is_closed: True once closed to make room for a new connection; its thread may still run
     """
 
@@ -289,7 +288,6 @@ class Server(ThreadingHTTPServer):
     Args:
         folder: the folder of the node's snapshots
         secret: what requests must know
-        connections: limits of the connections
     """
 
     daemon_threads = True

@@ -313,7 +313,6 @@ class ScheduledEngine(PipelineEngine):
             the instruction runs
 
     Args:
-        stage: this rank's part of the model
         boundary: the tensors that pass from one chunk to the next
         shard_gradients: keep only this rank's shard of the gradients, as ZeRO-2 does
     """

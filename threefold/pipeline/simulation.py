@@ -35,7 +35,6 @@ def simulate(
     at the end of the pair.
 
     Args:
-        seconds: returns the duration of a pass
         transfer: seconds of a transfer between two stages
         orders: the order of passes of each stage, if it differs from the pipeline's
 

@@ -331,14 +331,9 @@ class PhaseRow:
     """The predictions for a phase, or for the part of it with one batch size.
 
     Attributes:
-        sequence_length: tokens of a sequence
-        global_sequences: sequences of a step
         layout: sizes of the axes that have more than one rank
-        tokens: tokens of all its steps
         step_seconds: predicted time of a step; None if the layout is not valid
-        seconds: predicted time of all its steps
         memory_bytes: predicted memory of the fullest GPU
-        gpu_memory_bytes: memory of a GPU
         fits: True if the layout is valid and fits into memory
         problem: the reason why the layout is not valid; empty if it is
     """

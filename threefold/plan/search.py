@@ -65,7 +65,6 @@ class SearchResult:
     Attributes:
         plans: the fastest layouts that fit: first the layouts within NEAR_TIE of the fastest one,
             from the simplest on, then the others, from the fastest on
-        tried: number of valid layouts
         rejected: reason -> number of rejected layouts; an invalid size of an axis counts once, for
             all layouts with this size
         nearest: the layout that exceeds the GPU memory least, and its excess in GiB; None if any
@@ -474,7 +473,6 @@ def members(
     """Plan a recipe and the rest of its family on one cluster, the smallest model first.
 
     Args:
-        overrides: values of --set, for all recipes
         calibrate: function that adjusts a job to measured runs
         headroom: share of the GPU memory that a layout leaves free
         warn: called with one line about each recipe of the family that is not valid
@@ -508,11 +506,6 @@ def members(
 
 
 def largest(family: Sequence[Member], days: float) -> Member | None:
-    """Return the largest model that fits and takes at most `days`; None if there is none.
-
-    Args:
-        family: members, the smallest model first
-        days: limit of the duration
-    """
+    """Return the largest model that fits and takes at most `days`; None if there is none."""
     in_time = [each for each in family if each.days is not None and each.days <= days]
     return in_time[-1] if in_time else None

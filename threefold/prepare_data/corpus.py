@@ -128,7 +128,6 @@ def divide(tokenization: Tokenization, folder: Path, report: Report) -> tuple[Pa
 
     Args:
         folder: the finished piece that holds the document
-        report: the counts of this piece
 
     Returns:
         The folder and the counts of a piece with both parts.

@@ -42,8 +42,6 @@ class EmptyPart(UserError):
 
     Args:
         part: train or validation
-        documents: number of documents in both parts
-        rows: number of skipped rows
         fraction: the option --validation-fraction
         validation_option: the option that names the source of the validation part, if it has one
     """

@@ -168,7 +168,6 @@ def from_library(rows: Iterable[T], source: object) -> Iterator[T]:
     `try`; a defect in the code that consumes the rows keeps its traceback.
 
     Args:
-        rows: the library's iterator
         source: the source of the rows, for a message
 
     Raises:

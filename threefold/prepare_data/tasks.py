@@ -80,7 +80,6 @@ def last_word(lines: list[str], number: int, random: np.random.Generator) -> dic
     """Return an item that asks for the last word of a line, as LAMBADA (arXiv 1606.06031) does.
 
     Args:
-        lines: the lines of the document
         number: the line whose last word is asked for, from 1
         random: not used
 

@@ -59,7 +59,6 @@ class Experiment:
         recipe: the plain recipe of the phase that the ranks train
         origin: the recipe's file and the overrides, for messages
         dims: the layout of the ranks in this phase
-        config: the configuration of DeepSpeed
         precision: "fp32", "bf16" or "fp16"
     """
 

@@ -148,11 +148,7 @@ REPORT = "out-of-memory.txt"
 
 @dataclass
 class Account:
-    """The parts of a run whose memory is reported.
-
-    Attributes:
-        engine: the engine, once it is built
-    """
+    """The parts of a run whose memory is reported."""
 
     engine: Engine | None = None
 
@@ -188,7 +184,6 @@ def report(
 
     Args:
         engine: the engine, or None if memory ran out before it was built
-        error: the error of the allocator
     """
     name = handle.supervisor.names[experiment.world.rank]
     file = handle.folder.path / REPORT

@@ -34,7 +34,6 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     Args:
         ranks: size of the largest world
         layers: maximum number of layers, or one more to keep an odd number odd
-        steps: number of training steps
         corpus: folder that `write_corpus` wrote
     """
     table = recipe.model_dump(mode="json", exclude_none=True)

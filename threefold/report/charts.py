@@ -49,13 +49,10 @@ class Panel:
 
     Attributes:
         key: part of the HTML element's id
-        title: title above the figure
         axis: title of the y axis, with its unit
         metrics: metrics of the curves
         scale: factor from a metric to the unit of the axis
-        logarithmic: use a logarithmic axis
         thousands: write the numbers of the axis as 12,000
-        note: remark after the title
         references: lines that the curves are compared with
         wide: use the whole width of the page
     """
@@ -222,7 +219,6 @@ def positions(
 
     Args:
         steps: kept or abandoned steps of the run
-        chosen: indices of the steps
     """
     tokens = steps.column("tokens")[chosen]
     fits = not len(steps.step) or int(steps.step[-1]) < 2**31  # the steps increase
@@ -276,7 +272,6 @@ class Scene:
     """The runs and what all figures share.
 
     Attributes:
-        axes: the x axes
         x_range: the x range of all figures, so that zooming one zooms all
         cursor: the vertical line at the mouse, in all figures
         buckets: number of buckets to which a long curve is reduced

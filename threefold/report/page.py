@@ -509,7 +509,6 @@ class Watcher:
     """A page that is generated again when its run folders have changed.
 
     Args:
-        paths: the run folders
         generate: function that returns the page as HTML, for a version
     """
 

@@ -58,7 +58,6 @@ def set_aside(checkpoint: Path, stamp: str | None = None) -> Path:
     Returns its new path.
 
     Args:
-        checkpoint: folder of the checkpoint
         stamp: part of the new name, shared by all checkpoints and the metrics of a branch; None for
             the current time
     """

@@ -190,8 +190,6 @@ def write_whole(file: Path, text: str, *, fresh: Path | None = None) -> None:
     """Write a file atomically: after a failure the previous file still exists, unchanged.
 
     Args:
-        file: the file to replace
-        text: its new content
         fresh: file on the same file system that is written first and then renamed; the default is
             the file's name with ".incomplete", which suits files with a single writer
 

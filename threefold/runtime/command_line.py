@@ -18,7 +18,6 @@ class Subcommand:
 
     Attributes:
         run: returns the exit code; its docstring is the description in --help
-        add_options: declares the options
     """
 
     run: Callable[[argparse.Namespace], int]

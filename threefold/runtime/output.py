@@ -48,7 +48,6 @@ def progress_lines(
 
     Args:
         describe: returns what the command is doing at this moment, for example "reading train.bin"
-        seconds_between_lines: time between two lines
     """
     ended, started = threading.Event(), time.monotonic()
 

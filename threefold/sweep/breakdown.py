@@ -255,7 +255,6 @@ def instrumented_steps(
     Args:
         engine: an engine after its first steps
         batch: this rank's micro-batches of a step, which all steps use
-        learning_rate: learning rate of the steps
     """
     clock, steps = PartClock(engine.device), []
     with instrumented(engine, clock):

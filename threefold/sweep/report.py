@@ -37,7 +37,6 @@ class Progress:
 
     Attributes:
         total: number of trials of this command that are known so far; halving adds more
-        done: finished trials, with their results
     """
 
     total: int = 0
@@ -79,7 +78,6 @@ def choice_lines(choice: Choice, measured: int, rounds: int = 1) -> Iterator[str
     Args:
         choice: the trials and the rejected combinations
         measured: number of trials that already have a result, in all rounds
-        rounds: number of rounds over all trials
     """
     trials = len(choice.trials)
     worlds = Counter(trial.world.size for trial in choice.trials)

@@ -185,9 +185,7 @@ class Rejection:
     """A combination of settings that cannot run, or that the plan rules out.
 
     Attributes:
-        source: file of the recipe
         settings: settings that identify the combination, such as "layout.tensor=3, 2 nodes"
-        reason: message for the user
         trial: the trial, if the combination is a valid recipe
     """
 
@@ -212,10 +210,8 @@ class Result:
     """The end of a trial.
 
     Attributes:
-        outcome: one of OUTCOMES
         reason: explanation in one line, if the outcome is not "ok"
         log: last lines of the ranks' output after a failure
-        step_seconds: duration of every measured step
         warm_up_seconds: total duration of the warm-up steps
         memory_gib: peak memory of the fullest rank, including that of CUDA and its libraries
         allocated_gib: peak memory of torch's allocator on the fullest rank; None on CPUs

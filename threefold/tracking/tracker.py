@@ -36,12 +36,7 @@ from threefold.tracking.weights_and_biases import (
 
 
 class Display:
-    """A progress bar on a terminal, otherwise a line every ten seconds.
-
-    Args:
-        steps: number of steps of the run
-        done: number of steps that are done
-    """
+    """A progress bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self, steps: int, done: int):
         self.steps = steps

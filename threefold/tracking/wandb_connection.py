@@ -335,7 +335,6 @@ def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
 
     Args:
         wanted: the mode that the run asks for, as `requested_mode` returns it
-        reason: the reason for this mode
 
     Returns:
         The mode, and a reason that is empty if the run is online because it has a key.

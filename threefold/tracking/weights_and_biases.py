@@ -53,7 +53,6 @@ class Alert:
 
     Attributes:
         title: W&B sends alerts with the same title at most once a minute
-        text: the details
         level: INFO, WARN or ERROR
     """
 
@@ -120,7 +119,6 @@ def launch_facts(events: Iterable[Event], attempt: str) -> dict[str, Any]:
     """Return number, nodes, layout and reason of launch.py's attempt, for the run's page in W&B.
 
     Args:
-        events: all events of the run
         attempt: the lease of the attempt; empty without launch.py
     """
     for event in events:

@@ -42,7 +42,6 @@ class SnapshotReader(CheckpointReader):
     `path` names the snapshot in messages.
 
     Attributes:
-        snapshot: name of the snapshot's folder
         holders: file name -> the node that serves it
     """
 

@@ -122,7 +122,6 @@ class Prediction:
     """A row of a table and its predictions.
 
     Attributes:
-        seconds: predicted seconds of a step
         memory_gib: predicted memory of the fullest stage
         fits: True if that memory leaves the search's default headroom free
     """
@@ -313,7 +312,6 @@ class Quality:
     """Errors of predictions relative to measured steps.
 
     Attributes:
-        steps: number of measured steps
         before: mean relative error without calibration; None without steps
         after: the same with calibration
         tau: Kendall's tau of predicted and measured times with calibration, as a mean over groups

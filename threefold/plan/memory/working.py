@@ -175,7 +175,6 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
     """Return the bytes of the loss or of the output matrix's gradient; 0 before the last stage.
 
     Args:
-        stage: index of the stage
         first_only: True for the first micro-batch of the step; afterwards, DeepSpeed's pipeline
             still holds the logits of the previous one
     """

@@ -110,7 +110,6 @@ def gather_seconds(
     another. If many ranks share few bytes, this latency exceeds the time of the transfer.
 
     Args:
-        ranks: number of ranks of the group
         stride: distance between neighbouring global ranks of the group; `stride` groups share a
             node
         messages: number of collectives that the bytes are divided into, one after the other
@@ -611,11 +610,7 @@ def _exposed(job: Job, communication: float, computation: float) -> float:
 
 @lru_cache(maxsize=4096)
 def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
-    """Return the times of the embedding, and those of the final norm, the logits and the loss.
-
-    Args:
-        job: a job as returned by `block_job`
-    """
+    """Return the times of the embedding, and those of the final norm, the logits and the loss."""
     gpu, t, precision, era = job.machine.gpu, job.layout.tensor, job.precision, job.software.era
     tokens, h = tokens_per_micro_batch(job.model, job.layout), job.model.hidden_size
     row = tokens * h * BYTES[precision]

@@ -113,9 +113,7 @@ def exposed_after(passing: float, collectives: Sequence[float], buckets: int) ->
     (jobs - 1) times that of the slowest machine (Pinedo, Scheduling, section 6.1).
 
     Args:
-        passing: seconds of the pass
         collectives: seconds of each collective for all buckets together
-        buckets: number of buckets
     """
     of_bucket = [seconds / buckets for seconds in (passing, *collectives)]
     return sum(of_bucket) + (buckets - 1) * max(of_bucket) - passing
@@ -219,7 +217,6 @@ def _in_buckets(
     """Return traffic with the buckets and groups of a job.
 
     Args:
-        parameters: number of parameters of the stage
         reduced: as in DataTraffic
         gathered: as in DataTraffic
         between: as in DataTraffic

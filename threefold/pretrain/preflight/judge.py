@@ -201,9 +201,6 @@ def scopes(world_size: int, per_node: int, stages: int) -> list[Scope]:
 
     Ranks with the same position in their nodes form pairs, so that every network link of a node is
     measured. Stages get pairs of their own only if they are not neighbouring nodes anyway.
-
-    Args:
-        stages: pipeline stages
     """
     found = [
         Scope(NODE_LINK, per_node, 1),
@@ -358,10 +355,8 @@ def judge(
     """Return the judgement.
 
     Args:
-        devices: the device of each rank
         links: the links of each rank; empty if they were not measured
         ratio: a rank is slow if its value times `ratio` is below the median of the others
-        spares: number of spare nodes
     """
     measured = _measured(devices, links, layout)
     findings = _findings(measured, devices, layout, planned, ratio)

@@ -269,7 +269,6 @@ def message_bytes(seconds: float, probe: int, most: int) -> int:
     Args:
         seconds: time of the slowest message of `probe` bytes
         probe: size of the first messages
-        most: largest size
     """
     size = most
     while size > probe and seconds * size / probe * (1 + REPETITIONS) > SECONDS_PER_ROUND:

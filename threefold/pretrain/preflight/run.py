@@ -219,11 +219,7 @@ def hang_limit(supervisor: Supervisor) -> Iterator[None]:
 
 
 class Preflight:
-    """The measurements of the ranks; the constructor and the methods are collective.
-
-    Attributes:
-        layout: the ranks of the run
-    """
+    """The measurements of the ranks; the constructor and the methods are collective."""
 
     def __init__(self, experiment: Experiment, handle: RunHandle, axes: ParallelAxes):
         self.experiment, self.hosts = experiment, handle.supervisor.hosts

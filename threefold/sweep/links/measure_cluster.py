@@ -38,10 +38,7 @@ class Preflight:
 
     Attributes:
         name: name of the datasheet to write
-        file: path of the datasheet
         source: the GPU whose datasheet keeps the values that are not measured
-        kind: the ranks that measure
-        seconds: time limit of the measurement
     """
 
     name: str

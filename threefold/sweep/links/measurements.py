@@ -17,7 +17,6 @@ class LinkTime:
 
     Attributes:
         across_nodes: True if the ranks are on several nodes
-        ranks: number of ranks that take part
         bytes: size of the tensor on each rank
         seconds: time of one transfer in one direction, or of one all-reduce
     """
@@ -56,7 +55,6 @@ class Measurements:
     Attributes:
         device: name of the device, as the driver reports it; of a CPU, its model
         matmul_size: rows, columns and inner dimension of the matmul
-        rates: the matmul rate of each rank
         links: the times of all transfers and all-reduces
     """
 

@@ -64,9 +64,6 @@ def measure_links(
 def check_hosts(hosts: list[str], gpus_per_node: int) -> None:
     """Check that the launcher has placed consecutive ranks on the same node.
 
-    Args:
-        gpus_per_node: number of ranks on each node
-
     Raises:
         UserError: the ranks of a node are on several hosts.
     """
@@ -92,7 +89,6 @@ class Scope(NamedTuple):
 
     Attributes:
         across_nodes: True if the ranks are on several nodes
-        ranks: number of ranks of an all-reduce
         pair: the ranks of a transfer; in the scope of a node, each node has its own pair
         group: group of an all-reduce; None: all ranks
     """

@@ -109,8 +109,6 @@ class Measured:
     """The measured values of a rank.
 
     Attributes:
-        seconds: duration of each step
-        peak_gib: peak memory
         allocated_gib: peak memory of torch's allocator; None on a CPU
         parts: parts of a step; None without --split
     """

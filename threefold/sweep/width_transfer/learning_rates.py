@@ -169,12 +169,7 @@ def mean_or_none(values: Iterable[float | None]) -> float | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The comparison of the best learning rates of the widths of a family.
-
-    Attributes:
-        smallest: outcome of the smallest width
-        largest: outcome of the largest width
-    """
+    """The comparison of the best learning rates of the widths of a family."""
 
     family: str
     smallest: RateResult
