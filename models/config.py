@@ -399,9 +399,11 @@ class ModelConfig:
         hidden_size, heads, kv_heads = self.hidden_size, self.heads, self.kv_heads
         if self.head_size is None and hidden_size % heads:
             unit = 2 if self.positions == "rope" else 1  # rotary positions turn pairs of columns
+            works = f"heads = {nearest_divisors(hidden_size // unit, heads)}"
+            if hidden_size % unit:
+                works = f"hidden_size = {nearest_multiples(hidden_size, unit * heads)}"
             raise UserError(
-                f"heads = {heads} does not divide hidden_size = {hidden_size}; use hidden_size = "
-                f"{nearest_multiples(hidden_size, unit * heads)}"
+                f"heads = {heads} does not divide hidden_size = {hidden_size}; use {works}"
             )
         if heads % kv_heads:
             raise UserError(
@@ -511,7 +513,6 @@ def nearest_multiples(value: int, divisor: int, *, most: int = MAX_SIZE) -> str:
 
 def nearest_divisors(number: int, value: int) -> str:
     """Return the divisors of `number` around `value` as a phrase: '4 or 8'."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [divisor for divisor in divisors if divisor <= value][-1:]
-    above = [divisor for divisor in divisors if divisor > value][:1]
-    return " or ".join(map(str, below + above))
+    below = (n for n in range(min(value, number), 0, -1) if number % n == 0)
+    above = (n for n in range(value + 1, number + 1) if number % n == 0)
+    return " or ".join(str(n) for n in (next(below, 0), next(above, 0)) if n)

@@ -25,7 +25,7 @@ BAD: list[tuple[str, int, str, str]] = [
     # the model
     (
         "model.heads=7", 2, "model.heads = 7 does not divide hidden_size = 192",
-        "use hidden_size = 182 or 196",
+        "use heads = 6 or 8",
     ),
     ("model.kv_heads=4", 2, "model.kv_heads = 4", "use kv_heads = 3 or 6"),
     ("model.layers=0", 2, "model.layers = 0", "use layers = 1"),
@@ -315,9 +315,9 @@ def test_a_bad_recipe_is_rejected(overrides: str, ranks: int, key: str, works: s
 
 def test_no_size_above_the_limit_is_suggested() -> None:
     message = rejection(
-        TINY, ["model.hidden_size=16777216", "model.heads=3", "model.kv_heads=1"], 2
+        TINY, ["model.hidden_size=16777215", "model.heads=11", "model.kv_heads=1"], 2
     )
-    assert message.endswith("= 16777216; use hidden_size = 16777212")
+    assert message.endswith("= 16777215; use hidden_size = 16777200")
     batch = ["batch.global_sequences=999999999", "batch.micro_sequences=2"]
     assert rejection(TINY, batch, 2).endswith("= 999999998 or 1000000000")
     batch = ["batch.global_sequences=1000000000", "batch.micro_sequences=3"]

@@ -907,7 +907,10 @@ def test_the_exit_code_reports_the_fit() -> None:
         (["--top", "-1"], "invalid --top -1"),
         (["trace", "--write", "mine.toml"], "unrecognized arguments: --write"),
         (["--json", "trace"], "trace must be the first argument: use plan.py trace --json"),
-        (["--trace", "recipes/tiny.toml"], "--trace is a command now: use plan.py trace\n"),
+        (
+            ["--trace", "recipes/tiny.toml"],
+            "--trace: now a command of its own; use plan.py trace\n",
+        ),
         (["a.toml", "--largest", "30"], "use plan.py largest --days DAYS\n"),
         (["--table=a b.csv", "--json"], "use plan.py table FILE\n"),
     ],

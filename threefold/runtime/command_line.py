@@ -55,9 +55,12 @@ def parse_subcommand(
             epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        for flag in (word.partition("=")[0] for word in arguments):
-            if flag in moved:
-                parser.exit(2, f"{script}: {flag} is a command now: use {script} {moved[flag]}\n")
+        flags = [flag for word in arguments if (flag := word.partition("=")[0]) in moved]
+        if flags:
+            use = " and ".join(f"{script} {moved[flag]}" for flag in flags)
+            parser.exit(
+                2, f"{script}: {' and '.join(flags)}: now a command of its own; use {use}\n"
+            )
         if misplaced := next((word for word in arguments if word in commands), ""):
             arguments.remove(misplaced)
             words = shlex.join([script, misplaced, *arguments])
