@@ -150,21 +150,21 @@ def test_no_modules_import_each_other() -> None:
 
 
 IMPORT = """
-import importlib, json, os, sys
+import importlib, json, sys
 before = set(sys.modules)
 for name in sys.argv[1:]:
-    child = os.fork()
-    if not child:
-        importlib.import_module(name)
-        packages = {each.partition(".")[0] for each in sys.modules.keys() - before}
-        print(json.dumps([name, sorted(packages - sys.stdlib_module_names)]), flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, name
+    importlib.import_module(name)
+    packages = {each.partition(".")[0] for each in sys.modules.keys() - before}
+    print(json.dumps([name, sorted(packages - sys.stdlib_module_names)]))
+    before = set(sys.modules)
 """
 
 
 def imported_packages(*modules: str) -> dict[str, set[str]]:
-    """Return the packages outside the standard library that the import of a module loads."""
+    """Return the packages outside the standard library that the import of each module loads.
+
+    One process imports all modules in turn, so a package counts to the first that imports it.
+    """
     command = [sys.executable, "-c", IMPORT, *modules]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -172,8 +172,8 @@ def imported_packages(*modules: str) -> dict[str, set[str]]:
 
 
 def test_light_commands_do_not_import_torch() -> None:
-    packages = imported_packages(*WITHOUT_TORCH, "models.transformer")
-    assert "torch" in packages.pop("models.transformer")
+    packages = imported_packages(*WITHOUT_TORCH)
+    assert "pydantic" in set().union(*packages.values())  # an import is noticed
     heavy = {"torch", "deepspeed", "transformers"}
     assert {name: found & heavy for name, found in packages.items() if found & heavy} == {}
 

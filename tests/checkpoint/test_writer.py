@@ -13,7 +13,7 @@ import tomli_w
 
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks
-from tests.test_pretrain import events, metrics
+from tests.test_pretrain import IMPATIENT, events, metrics
 from threefold.checkpoint import retention
 from threefold.checkpoint import writer as writer_module
 from threefold.checkpoint.format import FileRecord, find_damages
@@ -126,7 +126,7 @@ def test_a_full_disk_destroys_no_checkpoint(
     expected = metrics(undisturbed)
     assert metrics(folder) == expected[: len(metrics(folder))]
 
-    output = run(recipe_file, folder, code=2, start=healthy)
+    output = run(recipe_file, folder, code=2, start=["-c", IMPATIENT])
     assert "MB free, but a checkpoint needs " in output and "steps" not in output
 
     (disk / "ballast").unlink()
