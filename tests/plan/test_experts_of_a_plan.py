@@ -12,8 +12,14 @@ from tests.commands import run_here
 from threefold.commands.plan import main
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
-from threefold.plan.job import Job, Machine, job_of
-from threefold.plan.memory.peak import first_chunk_parameters, memory_of_stage, stage_memory
+from threefold.plan.job import Job, Machine, job_of, with_sent_bytes
+from threefold.plan.memory.activations import micro_batches_in_flight
+from threefold.plan.memory.peak import (
+    first_chunk_parameters,
+    memory_of_stage,
+    peak_candidates,
+    stage_memory,
+)
 from threefold.plan.recipe_edits import in_layout
 from threefold.plan.search import search
 from threefold.plan.stage_contents import (
@@ -75,6 +81,18 @@ def test_a_first_chunk_has_its_blocks_and_the_embedding() -> None:
     assert len(blocks) == job.layout.virtual_stages > 1
     block = (stage_parameters(job)[0] - table) / sum(blocks)
     assert first_chunk_parameters(job, 0) == table + blocks[0] * block
+
+
+def test_copies_of_the_other_chunks_gradients_exist_during_the_first_chunks_pass() -> None:
+    """Also in a step whose first micro-batch is its peak."""
+    _, job = planned("deepspeed=ds_configs/zero1_bf16.json", "batch.global_sequences=64")
+    assert job.micro_batches <= micro_batches_in_flight(job.layout, 0, job.micro_batches)
+    parameters, last = stage_parameters(job)[0], []
+    for sent in (2, 4):  # fp32 gradients are not copied
+        footprints = {"bf16": with_sent_bytes(job.footprint, sent)}
+        stack = replace(job.software, footprint=footprints)
+        last.append(peak_candidates(replace(job, software=stack), 0, parameters)[-1].gradients)
+    assert last[0] - last[1] == 2 * (parameters - first_chunk_parameters(job, 0))
 
 
 def test_more_expert_ranks_exchange_more_and_reduce_less() -> None:
