@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from tests.ranks import start_ranks
 from threefold.runtime.exits import HUNG
@@ -61,7 +62,7 @@ def launched(*entries: dict[str, Any], ranks: str = "[0, 1, 2, 3]") -> list[Laun
     status = {"3": {"last_completed_collective": "1", "last_enqueued_collective": "2"}}
     dump = {"version": "2.10", "pg_config": config, "pg_status": status, "entries": entries}
     found = read_dump(json.loads(json.dumps(dump)))
-    return [Launched.from_json(json.loads(json.dumps(asdict(each)))) for each in found]
+    return [TypeAdapter(Launched).validate_json(json.dumps(asdict(each))) for each in found]
 
 
 WAITING = launched(done("all_reduce", 16), entry("all_reduce", 17, state="started"))

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from models.experts.overlap import running_helper
 from threefold.config.loading import REPOSITORY
 
@@ -76,12 +78,6 @@ class Launched:
     collectives: int
     transfers: int
     pending: list[Operation]
-
-    @classmethod
-    def from_json(cls, table: dict[str, Any]) -> "Launched":
-        """Restore an object from the result of `dataclasses.asdict`."""
-        pending = [Operation(**each) for each in table["pending"]]
-        return cls(**{**table, "pending": pending})
 
     def has_launched(self, operation: Operation) -> bool:
         """Return True if this rank has launched an operation of the group."""
@@ -315,9 +311,7 @@ class RankStatus:
     @classmethod
     def from_json(cls, text: str) -> "RankStatus":
         """Restore a status from the first line of a rank's file."""
-        table: dict[str, Any] = json.loads(text)
-        launched = [Launched.from_json(each) for each in table["launched"]]
-        return cls(**{**table, "launched": launched})
+        return TypeAdapter(cls).validate_json(text)
 
     def __str__(self) -> str:
         waiting = f"waits in {self.waits_in}" if self.waits_in else "waits in no collective"
