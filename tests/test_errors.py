@@ -106,13 +106,15 @@ def sources() -> list[tuple[str, ast.Module]]:
 
 @functools.cache
 def functions(tree: ast.Module) -> list[tuple[str, ast.AST]]:
-    """Return every node of a module with the qualified name of its innermost function."""
+    """Return every statement and handler with the qualified name of its innermost function."""
     waiting: list[tuple[str, ast.AST]] = [("", tree)]
     nodes = []
     while waiting:
         name, node = waiting.pop()
         nodes.append((name, node))
         for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+                continue  # most nodes are expressions
             is_scope = isinstance(child, ast.FunctionDef | ast.ClassDef)
             waiting.append((f"{name}.{child.name}".lstrip(".") if is_scope else name, child))
     return nodes
