@@ -1,6 +1,7 @@
 """Packages import only from lower floors, modules not in a circle, and light commands not torch."""
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -62,19 +63,27 @@ def package_of(module: str) -> str:
     return second if top == "threefold" else top
 
 
+@functools.cache
+def import_statements(source: str) -> list[tuple[ast.AST, bool]]:
+    """Return the import statements of a source, with True for those under `if TYPE_CHECKING`."""
+    return [
+        (node, for_types)
+        for part in ast.parse(source).body
+        for for_types in [isinstance(part, ast.If) and "TYPE_CHECKING" in ast.unparse(part.test)]
+        for node in ast.walk(part)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+
+
 def imported_modules(source: str, *, for_types: bool = True) -> set[str]:
     """Return everything that a source imports, `from package import module` as package.module.
 
     for_types: include imports under `if TYPE_CHECKING`
     """
-    names, tree = set(), ast.parse(source)
-    if not for_types:
-        tree.body = [
-            node
-            for node in tree.body
-            if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        ]
-    for node in ast.walk(tree):
+    names = set()
+    for node, is_for_types in import_statements(source):
+        if is_for_types and not for_types:
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
