@@ -1,6 +1,7 @@
 """Load a recipe with its overrides; name what is wrong with it, and a value that works."""
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -264,11 +265,13 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
             f"{name}: tables and arrays are nested more than {MAX_NESTING} levels deep, which no "
             f'key needs; write lines such as name = "tiny"'
         )
-    _reject_null_characters(table, name)
     try:
         # pydantic's strict mode accepts an array for a tuple and a table for a dataclass only in
         # JSON.
-        recipe = Recipe.model_validate_json(json.dumps(table, default=_reject_date))
+        text = json.dumps(table, default=_reject_date)
+        if r"\u0000" in text:
+            _reject_null_characters(table)
+        recipe = Recipe.model_validate_json(text)
         PhasePlan(recipe)
         return recipe
     except ValidationError as error:
@@ -285,12 +288,18 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
 
 def _explanations(error: ValidationError, table: dict[str, Any]) -> list[str]:
     """Return a message for each error of pydantic about a recipe's table."""
+    return [explain(problem, table, Recipe, _complete_table()) for problem in root_causes(error)]
+
+
+@functools.cache
+def _complete_table() -> dict[str, Any]:
+    """Return the table of a recipe with a valid value for every key that an error may name."""
     example = _read_toml(CLUSTER_RECIPE) | _read_toml(DEFAULT_RECIPE)
     example["model"] |= {"rope_scaling": SCALING_EXAMPLE, "experts": EXPERTS_EXAMPLE}
     example["batch"] |= {"ramp": RAMP_EXAMPLE}
     example["evaluation"] = {"tasks": [TASK_EXAMPLE]}
     example["phase"] = [PHASE_EXAMPLE]
-    return [explain(problem, table, Recipe, example) for problem in root_causes(error)]
+    return example
 
 
 def is_nested_too_deeply(table: dict[str, Any]) -> bool:
@@ -305,18 +314,16 @@ def is_nested_too_deeply(table: dict[str, Any]) -> bool:
     return bool(level)
 
 
-def _reject_null_characters(value: Any, name: str, key: str = "") -> None:
+def _reject_null_characters(value: Any, key: str = "") -> None:
     """Raise a UserError if a string contains a character that no path may contain."""
     if isinstance(value, dict):
-        for each, content in value.items():
-            _reject_null_characters(content, name, f"{key}.{each}" if key else str(each))
+        for name, content in value.items():
+            _reject_null_characters(content, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
         for content in value:
-            _reject_null_characters(content, name, key)
+            _reject_null_characters(content, key)
     elif isinstance(value, str) and "\0" in value:
-        raise UserError(
-            f"{name}: {key} = {value_text(value)} contains a null character; remove \\u0000"
-        )
+        raise UserError(f"{key} = {value_text(value)} contains a null character; remove \\u0000")
 
 
 def _reject_date(value: Any) -> Any:

@@ -157,13 +157,14 @@ class Data(Section):
                 f"each path once, with its weight"
             )
         sets = self.validation_sets
+        files = {name: repository_path(path) for name, path in sets.items()}
         for name, path in sets.items():
-            if repository_path(path) in paths:
+            if files[name] in paths:
                 raise UserError(
                     f'data.validation{f".{name}" if name else ""} = "{path}" is also a training '
                     f"corpus (data.train); use a file of its own, as prepare_data.py writes it"
                 )
-        if len({repository_path(path) for path in sets.values()}) < len(sets):
+        if len(set(files.values())) < len(sets):
             raise UserError(
                 f"data.validation = {toml_value(sets)} names a file twice; use each path once, "
                 f"under one name"

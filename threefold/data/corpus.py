@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -116,8 +117,9 @@ def check_document_starts(recipe: Recipe) -> None:
 
 def _check_tokens(recipe: Recipe, file: TokenFile) -> None:
     """Check a sample of the tokens, spread over the file; preparation checked all of them."""
-    for block in range(min(BLOCKS_CHECKED, file.count)):
-        start = max(0, file.count - BLOCK_TOKENS) * block // (BLOCKS_CHECKED - 1)
+    blocks = min(BLOCKS_CHECKED, math.ceil(file.count / BLOCK_TOKENS))
+    for block in range(blocks):
+        start = max(0, file.count - BLOCK_TOKENS) * block // max(1, blocks - 1)
         tokens = file.read(start, min(start + BLOCK_TOKENS, file.count))
         wrong = np.flatnonzero((tokens < 0) | (tokens >= recipe.model.vocab_size))
         if len(wrong):

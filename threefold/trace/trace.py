@@ -169,7 +169,7 @@ def roles_of(engine: Engine) -> Iterator[tuple[torch.Tensor, str]]:
                 yield value, "optimizer"
     parameters = [p for _, p in logical_parameters(engine.wrapped.module, engine.recipe.model)]
     for parameter in parameters:  # before the optimizer's, which in fp32 may be the same tensors
-        yield parameter.data, "weights"
+        yield parameter, "weights"
     for flat in engine.state.weights:
         yield flat, "optimizer"
         if flat.grad is not None:
