@@ -49,7 +49,7 @@ from threefold.prove import compare as compare_module
 from threefold.prove import picture
 from threefold.prove.compare import TrainingResult, compare
 from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
-from threefold.prove.ranks import run_cases
+from threefold.prove.ranks import RANK_ENVIRONMENT, run_cases
 from threefold.prove.report import CaseResult, as_json, failures, table, verdict
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.prove.training import train_cases
@@ -317,7 +317,7 @@ def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
 
 
 def test_a_sample_has_every_pair_of_settings(of_four_ranks: list[ProofCase]) -> None:
-    cases = of_four_ranks[::2]
+    cases = of_four_ranks[::4]
 
     def pairs(some: Iterable[ProofCase]) -> set[Any]:
         return {pair for case in some for pair in itertools.combinations(case.settings.items(), 2)}
@@ -652,8 +652,8 @@ def seeded_fault(fault: str) -> Iterator[None]:
 @functools.cache
 def mutant_case(corpus: Path, fault: str) -> ProofCase:
     changes, layout = MUTANTS[fault]
-    small = made_small(recipe_of(corpus, changes), corpus, steps=3)
-    ranks = ranks_of_mutant(fault)
+    small = made_small(recipe_of(corpus, changes), corpus, steps=2)
+    ranks = layout.get("ranks", 2)
     found = valid_cases(small, ranks=ranks, micro_sequences=(1,))
     wanted = {
         "tensor": 1, "pipeline": 1, "context": 1, "context_attention": "gather",
@@ -674,16 +674,8 @@ def mutant_case(corpus: Path, fault: str) -> ProofCase:
     return case
 
 
-def ranks_of_mutant(fault: str) -> int:
-    """Return the number of ranks of the layout that a seeded fault must show in."""
-    return MUTANTS[fault][1].get("ranks", 2)
-
-
-def mutant_worker(
-    corpus: str, faults: list[str]
-) -> dict[str, tuple[TrainingResult, TrainingResult]]:
+def mutant_worker(cases: dict[str, ProofCase]) -> dict[str, tuple[TrainingResult, TrainingResult]]:
     """Return the outcome of each mutant's layout without and with the fault."""
-    cases = {fault: mutant_case(Path(corpus), fault) for fault in faults}
     healthy = train_once(cases)
     outcomes = {}
     for fault, case in cases.items():
@@ -691,12 +683,6 @@ def mutant_worker(
             (faulty,) = train_cases([case])
         outcomes[fault] = healthy[fault], faulty
     return outcomes
-
-
-def mutant_reference_worker(corpus: str, faults: list[str]) -> dict[str, TrainingResult]:
-    return train_once(
-        {fault: reference(mutant_case(Path(corpus), fault).recipe) for fault in faults}
-    )
 
 
 def train_once(cases: dict[str, ProofCase]) -> dict[str, TrainingResult]:
@@ -716,11 +702,13 @@ def mutants(
         for item in request.session.items
         if getattr(item, "function", None) is test_a_seeded_fault_fails_the_proof
     ]
-    expected = run_ranks(1, mutant_reference_worker, str(corpus), faults)[0]
+    cases = {fault: mutant_case(corpus, fault) for fault in faults}
+    references = {fault: reference(case.recipe) for fault, case in cases.items()}
+    expected = run_ranks(1, train_once, references)[0]
     outcomes = {}
-    for ranks in {*map(ranks_of_mutant, faults)}:
-        some = [fault for fault in faults if ranks_of_mutant(fault) == ranks]
-        outcomes |= run_ranks(ranks, mutant_worker, str(corpus), some)[0]
+    for ranks in {case.world_size for case in cases.values()}:
+        some = {fault: case for fault, case in cases.items() if case.world_size == ranks}
+        outcomes |= run_ranks(ranks, mutant_worker, some)[0]
     return {fault: (expected[fault], *outcomes[fault]) for fault in faults}
 
 
@@ -778,9 +766,10 @@ def test_a_layout_that_fails_is_a_finding_and_the_others_continue(
     assert as_json(findings)["passed"] is False and json.dumps(as_json(findings), allow_nan=False)
 
 
-def test_a_layout_that_hangs_is_a_finding(corpus: Path) -> None:
+def test_a_layout_that_hangs_is_a_finding(corpus: Path, tmp_path: Path) -> None:
     good = reference(made_small(recipe_of(corpus, {}), corpus, steps=1))
-    endless = reference(made_small(recipe_of(corpus, {}), corpus, steps=10**6))
+    os.mkfifo(pipe := tmp_path / "zero1.json")  # a reader waits until it is written
+    endless = replace(good, recipe=good.recipe.model_copy(update={"deepspeed": str(pipe)}))
     started = time.monotonic()
     list(run_cases([good], ranks=1, seconds=60))  # which also starts the fork server
     limit = max(5, math.ceil(4 * (time.monotonic() - started)))
@@ -791,11 +780,19 @@ def test_a_layout_that_hangs_is_a_finding(corpus: Path) -> None:
     assert len(multiprocessing.active_children()) == children
 
 
-def command(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess:
+@pytest.fixture
+def other_folder(tmp_path: Path) -> Path:
+    """Return a folder with a package of the name of ours, which must not be imported."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not this one')")
+    return tmp_path
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, str(REPOSITORY / "recipes" / "prove.py"), *arguments],
+        [sys.executable, *arguments],
         cwd=cwd,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | RANK_ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=300,
@@ -803,20 +800,46 @@ def command(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProc
     )
 
 
-def test_the_command_runs_anywhere_draws_and_prints_one_json_object(tmp_path: Path) -> None:
-    (tmp_path / "models").mkdir()  # which must not be taken for ours
-    (tmp_path / "models" / "__init__.py").write_text("raise SystemExit('not this one')")
-    options = ("--ranks", "1", "--steps", "1", "--json", "--heatmap", "proof.png")
-    options += ("--curves", "curves.svg")
-    options += ("--only", "recompute=none", "--only", "micro_sequences=1")
-    done = command(*options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
-    assert "2 layouts, one loss curve" in (tmp_path / "curves.svg").read_text()
-    proof = json.loads(done.stdout)
+PROVE = str(REPOSITORY / "recipes" / "prove.py")
+TWO_LAYOUTS = (
+    *("--ranks", "1", "--steps", "1", "--json", "--heatmap", "proof.png", "--curves", "curves.svg"),
+    *("--only", "recompute=none", "--only", "micro_sequences=1"),
+)
+
+
+def check_proof_of_two_layouts(folder: Path, printed: str) -> None:
+    """Check what the command with TWO_LAYOUTS has printed, and drawn in a folder."""
+    assert (folder / "proof.png").read_bytes().startswith(b"\x89PNG")
+    assert "2 layouts, one loss curve" in (folder / "curves.svg").read_text()
+    proof = json.loads(printed)
     assert proof["passed"] and len(proof["layouts"]) == 2
     assert {row["zero"] for row in proof["layouts"]} == {1, 3}
     assert max(row["loss"] for row in proof["layouts"]) <= proof["tolerances"]["loss"]
+
+
+def test_the_command_draws_and_prints_one_json_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["prove.py", *TWO_LAYOUTS])
+    with pytest.raises(SystemExit, match="0"):
+        prove.main()
+    check_proof_of_two_layouts(tmp_path, capsys.readouterr().out)
+
+
+@pytest.mark.long
+def test_the_command_runs_anywhere(other_folder: Path) -> None:
+    done = command(PROVE, *TWO_LAYOUTS, cwd=other_folder)
+    assert done.returncode == 0, done.stderr
+    check_proof_of_two_layouts(other_folder, done.stdout)
+
+
+def test_the_command_and_its_ranks_import_from_this_checkout(other_folder: Path) -> None:
+    done = command(PROVE, "recipes/none.toml", cwd=other_folder)
+    assert done.returncode == 2 and "recipes/none.toml: no such recipe" in done.stderr
+    # As the fork server of the ranks starts, which then imports the preloaded modules.
+    done = command("-c", "import models; print(models.__file__)", cwd=other_folder)
+    assert done.stdout.strip() == str(REPOSITORY / "models" / "__init__.py"), done.stderr
 
 
 def test_the_curves_show_every_layout_and_its_difference(corpus: Path) -> None:
@@ -842,7 +865,8 @@ def test_a_failed_layout_is_black(corpus: Path) -> None:
 
 
 def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
-    arguments = ["prove.py", "--ranks", "1", "--steps", "1", "--layouts", "--only", "zero=3"]
+    arguments = ["prove.py", "--ranks", "1", "--steps", "1", "--layouts"]
+    arguments += ["--only", "zero=3", "--only", "recompute=full"]
     with (
         mock.patch.object(sys, "argv", arguments),
         mock.patch.object(compare_module, "LOSS_TOLERANCE", -1.0),
@@ -852,7 +876,7 @@ def test_the_exit_code_is_the_verdict(capsys: pytest.CaptureFixture) -> None:
     assert ended.value.code == 1
     printed = capsys.readouterr().out
     assert "differs: tensor 1 x pipeline 1 x data 1, zero3, recompute full by 2" in printed
-    assert "0 of 6 layouts train like one process" in printed
+    assert "0 of 2 layouts train like one process" in printed
 
 
 @pytest.mark.parametrize("finished", [0, 5])
@@ -896,18 +920,23 @@ def test_an_interrupted_proof_reports_what_is_finished(
         (["--set", "model.heads=7"], "use heads = 6 or 8"),
         (["--ranks", "0"], "invalid number 0: expected 1 to 1024"),
         (["--steps", "many"], "many"),
+        (
+            [
+                *("--ranks", "1", "--relay", "--only", "zero=1", "--only", "recompute=none"),
+                *("--only", "micro_sequences=1"),
+            ],
+            "choose at least 2 layouts",
+        ),
     ],
 )
 def test_an_invalid_recipe_or_option_is_rejected_in_one_line(
-    arguments: list[str], message: str
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture
 ) -> None:
-    done = command(*arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert message in done.stderr.splitlines()[-1]
-
-
-def test_a_relay_needs_two_layouts() -> None:
-    chosen = ["zero=1", "recompute=none", "micro_sequences=1"]
-    options = [word for each in chosen for word in ("--only", each)]
-    done = command("--ranks", "1", "--relay", *options)
-    assert done.returncode == 2 and "choose at least 2 layouts" in done.stderr
+    with (
+        mock.patch.object(sys, "argv", ["prove.py", *arguments]),
+        pytest.raises(SystemExit, match="2"),
+    ):
+        prove.main()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err.splitlines()[-1]
