@@ -402,14 +402,14 @@ def test_columns_of_threefold_are_read(cells: dict[str, str], reason: str) -> No
 
 
 def test_the_search_leaves_headroom_and_puts_simple_near_ties_first() -> None:
-    job = planned("gpt/6.7b", "cluster.nodes=2")[1]
+    job = planned("gpt/6.7b", "cluster.nodes=1")[1]
     limit = job.machine.gpu.memory_gib * GIB
     full = search(job, 10_000, headroom=0.0)
     found = search(job, 10_000, headroom=0.3)
     assert max(plan.memory.total for plan in full.plans) > 0.9 * limit
     assert max(plan.memory.total for plan in found.plans) <= 0.7 * limit
     assert len(found.plans) < len(full.plans)
-    plans = search(job, 1000).plans
+    plans = full.plans
     fastest = min(plan.time.total for plan in plans)
     ties = [plan for plan in plans if is_near_tie(plan.time.total, fastest)]
     assert plans[: len(ties)] == ties and len(ties) > 1
@@ -639,7 +639,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 @pytest.mark.parametrize(
     ("name", "nodes"),
-    [("llama/13b", 2), ("llama/405b", 64), ("gpt/350m", 1)],  # in fp16 too
+    [("llama/13b", 2), ("llama/405b", 16), ("gpt/350m", 1)],  # in fp16 too
 )
 def test_the_best_layouts_can_be_run_and_match_the_prediction(name: str, nodes: int) -> None:
     recipe, job = planned(name, f"cluster.nodes={nodes}")
@@ -660,12 +660,12 @@ def test_the_best_layouts_can_be_run_and_match_the_prediction(name: str, nodes: 
 
 
 def test_the_options_for_a_layout_select_it() -> None:
-    few = "cluster.nodes=4"
-    recipe, job = planned("llama/70b", few)
+    few = "cluster.nodes=1"
+    recipe, job = planned("gpt/13b", few)
     best = search(job, 1).plans[0]
     options = changes(recipe, best).split()
     assert options and options[::2] == ["--set"] * (len(options) // 2)
-    assert planned("llama/70b", few, *options[1::2])[1].layout == best.job.layout
+    assert planned("gpt/13b", few, *options[1::2])[1].layout == best.job.layout
 
 
 def test_a_search_finds_every_layout_of_a_recipe() -> None:
