@@ -165,18 +165,18 @@ def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
 
 
 def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the logical tensors in fp32 on rank 0, an empty dict on other ranks; collective."""
+    """Return the logical tensors on rank 0, an empty dict on other ranks; collective."""
     shardings = {name: sharding_of(parameter) for name, parameter in engine.parameters()}
     parts = [  # as arrays, which are pickled far faster than tensors
-        (name, engine.axes.tensor.rank, shardings[name], part.float().numpy())
+        (name, engine.axes.tensor.rank, shardings[name], part.float().numpy(), part.dtype)
         for name, part in held.items()
     ]
     of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(parts, of_ranks)
     found: dict[str, tuple[Sharding, dict[int, Tensor]]] = {}
-    for name, tensor_rank, sharding, part in itertools.chain.from_iterable(of_ranks or []):
+    for name, tensor_rank, sharding, array, dtype in itertools.chain.from_iterable(of_ranks or []):
         tensors = found.setdefault(name, (sharding, {}))[1]
-        tensors.setdefault(tensor_rank, torch.from_numpy(part))
+        tensors.setdefault(tensor_rank, torch.from_numpy(array).to(dtype))
     return {
         name: sharding.logical_tensor([tensors[rank] for rank in sorted(tensors)])
         for name, (sharding, tensors) in found.items()
