@@ -13,7 +13,7 @@ from threefold.plan.goodput import (
     goodput,
 )
 
-DAYS = 1000
+DAYS = 300
 
 
 def young_interval(pause: float, failures_per_day: float) -> float:

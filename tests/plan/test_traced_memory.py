@@ -34,7 +34,7 @@ EXPERTS = [
 MUON = ['optimizer.kind="muon"']
 VARIANTS = {
     "tensor": ["layout.tensor=4", "layout.pipeline=1"],
-    "tensor, stages": ["layout.tensor=2", "layout.pipeline=2", "model.layers=4"],
+    "tensor, stages": ["layout.tensor=2", "layout.pipeline=2", "model.layers=2"],
     "sequence parallel, stages": [
         "layout.tensor=4", "layout.pipeline=2", "layout.sequence_parallel=true",
     ],
@@ -107,7 +107,7 @@ VARIANTS = {
     "zero-2, zb-v": [
         "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=4", "layout.schedule=zb-v",
     ],
-    "zero-2": ["deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1", "model.layers=3"],
+    "zero-2": ["deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1", "model.layers=2"],
     "zero-3": ["deepspeed=ds_configs/zero3_bf16.json", "layout.pipeline=1", "model.layers=4"],
     "gpt, dropout": [*GPT, "model.dropout=0.1", "layout.tensor=2", "layout.pipeline=2"],
     "attention dropout": [*GPT, "model.attention_dropout=0.1", "layout.pipeline=1"],
