@@ -28,7 +28,7 @@ RULES = {
     "one hardware queue": replace(STRICT, one_queue=True),
     "any order": Rules(slots=4, launch=LaunchRule.ANY_ORDER, patience=60),
 }
-HANGS = 5.0  # seconds of patience where a hang is expected
+HANGS = 2.0  # seconds of patience where a hang is expected
 ZERO_2 = "ds_configs/zero2_fp32.json"
 FLOAT32, BFLOAT16 = "ds_configs/zero1_fp32.json", "ds_configs/zero1_bf16.json"
 EXPERTS = {
@@ -75,7 +75,7 @@ def recipe_of(corpus: str, layout: dict[str, Any], **changes: Any) -> Recipe:
 
 
 def train(recipe: Recipe, world: LaunchEnvironment, *, watched: bool = False) -> list[float]:
-    """Train three steps with a validation in between; return losses and gradient norms.
+    """Train two steps with a validation in between; return losses and gradient norms.
 
     watched: fail if an operation runs for the first time while a receive is outstanding
     """
@@ -84,10 +84,10 @@ def train(recipe: Recipe, world: LaunchEnvironment, *, watched: bool = False) ->
     engine, data = start(recipe, world)
     found = []
     with watch_first_uses(watched, sizes=recipe.model.experts is None):
-        for step in (1, 2, 3):
+        for step in (1, 2):
             result = train_step(engine, data, step)
             found += [result.loss, result.grad_norm]
-            if step == 2:
+            if step == 1:
                 found.append(engine.evaluate(data.evaluation()))
     return found
 
@@ -205,13 +205,17 @@ def layouts_worker(
     rules: NCCL's rules; None: train the reference, on one process with gloo
     """
     world = join_world() if rules is None else join_with_rules(rules)
-    found = {}
-    for name, changes in layouts.items():
-        recipe = recipe_of(corpus, **changes)
-        if rules is None:
-            recipe = recipe.model_copy(update={"layout": type(recipe.layout)()})
-        found[name] = train(recipe, world, watched=rules == RULES["posting order"])
-    return found
+    recipes = {name: recipe_of(corpus, **changes) for name, changes in layouts.items()}
+    if rules is None:
+        recipes = {
+            name: recipe.model_copy(update={"layout": type(recipe.layout)()})
+            for name, recipe in recipes.items()
+        }
+    watched = rules == RULES["posting order"]
+    trained = {
+        recipe: train(recipe, world, watched=watched) for recipe in dict.fromkeys(recipes.values())
+    }
+    return {name: trained[recipe] for name, recipe in recipes.items()}
 
 
 @pytest.mark.parametrize(
