@@ -26,9 +26,11 @@ def test_memory_is_that_of_the_formula(
 
 
 def test_recomputation_that_keeps_everything_is_noticed() -> None:
+    recomputing = {way: formula for way, formula in FORMULAS.items() if way[1] != "none"}
     with (
+        mock.patch("benchmarks.activation_memory.FORMULAS", recomputing),
         mock.patch("models.layer_specs.recomputed", lambda function, *inputs: function(*inputs)),
         mock.patch("models.transformer.recomputed", lambda function, *inputs: function(*inputs)),
     ):
-        ratios = [row["counted_over_formula"] for row in rows() if row["recompute"] != "none"]
+        ratios = [row["counted_over_formula"] for row in rows()]
     assert min(ratios) > 1.5

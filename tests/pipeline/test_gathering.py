@@ -31,7 +31,7 @@ LAYOUTS = {
 }  # fmt: skip
 QUICK = ("1f1b", "recomputed", "tied, interleaved")
 BUCKET = 5000  # elements: several in each of the small model's layers
-STEPS = 4
+STEPS = 3
 AVERAGE = PipelineEngine._aggregate_total_loss
 
 

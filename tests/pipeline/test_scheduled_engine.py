@@ -62,6 +62,12 @@ def count_in_flight(engine: ScheduledEngine) -> list[int]:
     return held
 
 
+def chunks_of(schedule: str) -> int:
+    """Return the number of virtual stages of a stage."""
+    default = 1 if schedule in ("1f1b", "zb-h1", "gpipe") else 2
+    return SCHEDULES[schedule].get("virtual_stages", default)
+
+
 def schedules_worker(corpus: str, folder: str, schedules: list[str]) -> dict[str, dict[str, Any]]:
     """Return the maximum in flight, measured and according to the order, for each schedule."""
     world = join_world()
@@ -70,7 +76,7 @@ def schedules_worker(corpus: str, folder: str, schedules: list[str]) -> dict[str
         layout = SCHEDULES[name]
         table = changed(
             small_recipe(Path(corpus)),
-            model__layers=12 if layout.get("virtual_stages") == 3 else 8,
+            model__layers=STAGES * chunks_of(name),
             layout={"pipeline": STAGES, **layout},
             batch={"global_sequences": MICRO_BATCHES, "micro_sequences": 1},
             tracking__timeline_step=2,
@@ -154,10 +160,7 @@ def test_the_measured_timeline_has_every_pass_of_every_rank(
     ranks = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     assert ranks == {rank: f"rank {rank}: pipeline {rank}, data 0, tensor 0" for rank in range(4)}
     passes = Counter((e["pid"], e["cat"], e["args"]["step"]) for e in events if e["ph"] == "X")
-    layout = SCHEDULES[name]
-    each = MICRO_BATCHES * layout.get(
-        "virtual_stages", 1 if name in ("1f1b", "zb-h1", "gpipe") else 2
-    )
+    each = MICRO_BATCHES * chunks_of(name)
     for rank in range(STAGES):
         for step in (2, 3):
             assert passes[rank, "forward", step] == passes[rank, "backward", step] == each

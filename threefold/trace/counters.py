@@ -79,6 +79,8 @@ class AllocationCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """Count the storages that the operation has allocated."""
+        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].device  # half of all operations; other modes would answer it slowly
         result = function(*args, **(kwargs or {}))
         leaves = (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
         for tensor in leaves:
@@ -172,8 +174,6 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """Count the data that the operation transfers."""
-        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].device  # half of all operations; other modes would answer it slowly
         if function.namespace == "c10d":
             self._count(function._schema.name.removeprefix("c10d::"), args)
         return function(*args, **(kwargs or {}))

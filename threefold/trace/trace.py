@@ -300,7 +300,7 @@ def measure(recipe: Recipe, dims: ParallelDims, rank: int, *, at_most: int) -> T
     counter = AllocationCounter(granularity=ALLOCATOR_BYTES)
     counter.ignore(t for each in batch for t in (each.tokens, each.labels) if t is not None)
     collectives = CollectiveCounter(axes_of(dims, coordinates))
-    with counter, collectives:
+    with collectives, counter:
         observer = Observer(counter, collectives)
         engine = build_from_recipe(recipe, dims, config, observer)
         observer.watch(engine)
