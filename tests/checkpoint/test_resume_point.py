@@ -81,7 +81,7 @@ COSINE = {"optimizer__schedule__warmup_steps": 5, "training__steps": 20}
             "1.00e-03",
             "keys that changed: optimizer.schedule.minimum_learning_rate, training.steps",
         ),
-        ({"optimizer__schedule__minimum_learning_rate": 8e-4}, "", ""),
+        ({"optimizer__schedule__minimum_learning_rate": 4.8e-4}, "", ""),
         (
             {"optimizer__schedule__minimum_learning_rate": 0.0},
             "0.00e+00",
