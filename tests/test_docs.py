@@ -287,11 +287,11 @@ def test_every_package_is_explained() -> None:
 
 def test_the_proofs_are_counted_right() -> None:
     from tests.config.test_schema import BAD
-    from tests.engine.test_layouts import CASES, QUICK_KEYS
+    from tests.engine.test_layouts import QUICK_KEYS, ROWS
     from tests.plan.test_catalogue import COPIES
 
     page = " ".join(DOCS["testing.md"].split())
-    assert f"in {len(CASES)} layouts" in page
+    assert f"in {len(ROWS)} layouts" in page
     assert f"({len(QUICK_KEYS)} of them in `make test`" in page
     assert len(BAD) > 50 and "More than 50 bad recipes" in page
     assert f"small copies of {len(COPIES)} recipes" in " ".join(DOCS["catalogue.md"].split())
