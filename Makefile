@@ -48,7 +48,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test long exhaustive cluster soak fuzz mutants gpu lint format
+.PHONY: help setup pretrain reproduce test long exhaustive cluster soak fuzz mutants gpu lint format
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 17
@@ -75,6 +75,9 @@ pretrain: $(READY) data/stdlib/manifest.json ## train recipes/tiny.toml and expo
 ifeq ($(findstring --run-dir,$(ARGS)),)
 	@$(BIN)/python recipes/convert.py to-hf runs/tiny runs/tiny/hugging_face --overwrite --prompt "def "
 endif
+
+reproduce: $(READY) ## reproduce published results and plain training loops, in 15 minutes
+	@$(BIN)/python benchmarks/published_results.py $(ARGS)
 
 soak: $(READY) ## kill and resume small runs hundreds of times, and check that nothing is lost
 	@$(BIN)/python tests/fault_injection/soak.py $(ARGS)

@@ -307,8 +307,9 @@ class ModelConfig:
     """Normalisation before each half of a layer and before the output."""
     positions: Literal["rope", "learned"]
     """Rotary position embeddings, or learned ones that are added to the tokens."""
-    activation: Literal["swiglu", "gelu"]
-    """Activation of the MLP; "gelu" is the tanh approximation, as in GPT-2."""
+    activation: Literal["swiglu", "gelu", "gelu_erf"]
+    """Activation of the MLP: "gelu" is the tanh approximation, as in GPT-2; "gelu_erf" is exact, as
+    in nanoGPT."""
     bias: bool
     """Give linear layers a bias."""
     tie_embeddings: bool

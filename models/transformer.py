@@ -276,7 +276,7 @@ class MLP(Fusing):
             x = self.up(x)  # [s, b, 2f/t] with the gate first
             return swiglu(x, self.fuse)
         x = self.up(x, bias_gradient=False)  # [s, b, f/t]
-        return gelu(x, self.up.bias, self.fuse)
+        return gelu(x, self.up.bias, self.fuse, exact=self.activation == "gelu_erf")
 
     def bias_here(self) -> Tensor | None:
         """Return the output bias for this rank's positions."""

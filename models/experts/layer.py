@@ -66,7 +66,7 @@ class MixtureOfExperts(nn.Module):
     matrices are computed, too, unless the schedule defers them.
 
     settings: number and sizes of the experts, and their router
-    activation: "swiglu" or "gelu"
+    activation: as `ModelConfig.activation`
     shared: the MLP of the shared experts; None: there are none
     number: number of the layer in the model
     gradient_scale: function that returns the gradient of the loss in the coming backward pass
@@ -239,7 +239,10 @@ class ExpertMLPs(Deferring, Fusing):
         # m differs between micro-batches. Fewer than two rows would be compiled separately.
         fuse = for_any_rows(self.fuse) if len(x) > 1 else as_written
         x = grouped_matmul(x, up, rows, up_deferral or self.deferral)
-        x = swiglu(x, fuse) if self.activation == "swiglu" else gelu(x, None, fuse)
+        if self.activation == "swiglu":
+            x = swiglu(x, fuse)
+        else:
+            x = gelu(x, None, fuse, exact=self.activation == "gelu_erf")
         return grouped_matmul(x, down, rows, self.deferral)
 
 

@@ -82,6 +82,8 @@ WITH_QK_NORM = ("qwen3", "qwen3_moe", "dots1")
 BlockDesign = tuple[str, str, str]  # model.norm, model.positions and model.activation
 LLAMA_DESIGN: BlockDesign = ("rmsnorm", "rope", "swiglu")
 GPT2_DESIGN: BlockDesign = ("layernorm", "learned", "gelu")
+# transformers' name -> ours
+OUR_GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
 
 
 def family_of(config: ModelConfig) -> str:
@@ -99,7 +101,7 @@ def family_of(config: ModelConfig) -> str:
             return "qwen3" if config.qk_norm else "llama"
         problems["model.bias = true"] = "model.bias = false"
         name = "Llama"
-    elif design == GPT2_DESIGN:
+    elif design in (GPT2_DESIGN, (*GPT2_DESIGN[:2], "gelu_erf")):
         if config.kv_heads != config.heads:
             problems[f"model.kv_heads = {config.kv_heads}"] = f"model.kv_heads = {config.heads}"
         if config.head_size is not None:
@@ -190,7 +192,7 @@ def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
             "n_head": config.heads,
             "n_inner": config.ffn_hidden_size,
             "layer_norm_epsilon": config.norm_epsilon,
-            "activation_function": "gelu_new",
+            "activation_function": "gelu" if config.activation == "gelu_erf" else "gelu_new",
             "resid_pdrop": config.dropout,
             "embd_pdrop": config.dropout,
             "attn_pdrop": config.attention_dropout,
@@ -358,7 +360,7 @@ def _experts_of_dots1(theirs: Mapping[str, Any]) -> Experts:
 def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
     require(
         theirs,
-        {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+        {"activation_function": tuple(OUR_GELU), "scale_attn_weights": (True,),
          "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
     )  # fmt: skip
     return {
@@ -371,7 +373,7 @@ def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         "sequence_length": theirs["n_positions"],
         "norm": "layernorm",
         "positions": "learned",
-        "activation": "gelu",
+        "activation": OUR_GELU[theirs["activation_function"]],
         "bias": True,
         "tie_embeddings": theirs["tie_word_embeddings"],
         "norm_epsilon": theirs["layer_norm_epsilon"],

@@ -86,7 +86,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         },
     },
     "gpt2": GPT_SWITCHES,
-    "bias-free gpt2": GPT_SWITCHES | {"model__bias": False},
+    "bias-free gpt2": GPT_SWITCHES | {"model__bias": False, "model__activation": "gelu_erf"},
 }  # fmt: skip
 FAMILIES = {
     "llama": {"num_key_value_heads": 2},

@@ -1,7 +1,8 @@
 """nanoGPT's recipe for Shakespeare, config/train_shakespeare_char.py, trained with Threefold.
 
-Its README publishes a best validation loss of 1.4697. `shakespeare.txt` is the "tinyshakespeare"
-file of karpathy/char-rnn: 40,000 lines of Shakespeare's plays, in the public domain.
+Its README publishes a best validation loss of 1.4697. `recipes/shakespeare/input.txt` is the
+"tinyshakespeare" file of karpathy/char-rnn: 40,000 lines of Shakespeare's plays, in the public
+domain.
 
 nanoGPT draws sequences at random offsets, and averages losses over 200 random batches. Threefold
 reads sequences that begin at multiples of their length, in a new order in each epoch, and evaluates
@@ -17,41 +18,16 @@ import numpy as np
 
 from tests.gpu.runs import start
 from tests.gpu.setting import Result, Setting
+from threefold.config.loading import REPOSITORY
 from threefold.data.token_file import write_token_file
 from threefold.run_folder.json_lines import validation_losses
 
-TEXT = Path(__file__).parent / "shakespeare.txt"
+TEXT = REPOSITORY / "recipes/shakespeare/input.txt"
 PUBLISHED_LOSS = 1.4697  # nanoGPT's best evaluation; it evaluates every 250 steps
 TOLERANCE = 0.02
 TRAINED_SHARE = 0.9  # of the characters; the others validate
 POLL_SECONDS = 1.0
-RECIPE: dict[str, Any] = {  # on top of recipes/tiny.toml
-    "model.layers": 6,
-    "model.hidden_size": 384,
-    "model.heads": 6,
-    "model.kv_heads": 6,
-    "model.ffn_hidden_size": 4 * 384,
-    "model.sequence_length": 256,
-    "model.norm": '"layernorm"',
-    "model.positions": '"learned"',
-    "model.activation": '"gelu"',
-    "model.bias": "false",
-    "model.tie_embeddings": "true",
-    "model.dropout": 0.2,
-    "model.attention_dropout": 0.2,
-    "layout.pipeline": 1,
-    "batch.global_sequences": 64,
-    "batch.micro_sequences": 64,
-    "optimizer.learning_rate": 1e-3,
-    "optimizer.betas": "[0.9, 0.99]",
-    "optimizer.schedule.warmup_steps": 100,
-    "optimizer.schedule.minimum_learning_rate": 1e-4,
-    "training.steps": 5000,
-    "training.evaluate_every": 250,
-    "training.evaluation_batches": 7,  # all 435 sequences
-    "checkpoint.every": 5000,
-    "tracking.mode": '"disabled"',
-}
+RECIPE = "recipes/shakespeare-gpu.toml"
 SMALL: dict[str, Any] = {
     "model.layers": 2,
     "model.hidden_size": 24,
@@ -69,7 +45,8 @@ SMALL: dict[str, Any] = {
 def shakespeare(setting: Setting) -> Result:
     """Train, and compare the best validation loss with the published one."""
     settings = settings_of(setting, write_characters(setting.output / "shakespeare"))
-    run = start(setting, "nanogpt", [f"{key}={value}" for key, value in settings.items()])
+    changes = [f"{key}={value}" for key, value in settings.items()]
+    run = start(setting, "nanogpt", changes, recipe=RECIPE)
     while run.processes[0].poll() is None:
         time.sleep(POLL_SECONDS)
         setting.save(result_of(run.metrics(), steps=settings["training.steps"]))
@@ -83,7 +60,7 @@ def shakespeare(setting: Setting) -> Result:
 
 
 def settings_of(setting: Setting, corpus: Path) -> dict[str, Any]:
-    """Return the changes of recipes/tiny.toml."""
+    """Return the changes of the recipe."""
     precision = "bf16" if setting.device == "cuda" else "fp32"
     files = {
         "deepspeed": f"ds_configs/zero1_{precision}.json",
@@ -92,7 +69,7 @@ def settings_of(setting: Setting, corpus: Path) -> dict[str, Any]:
         "data.tokenizer": f"{corpus}/tokenizer",
         "model.vocab_size": len(set(TEXT.read_text(encoding="utf-8"))),
     }
-    return RECIPE | files | (SMALL if setting.small else {})
+    return files | (SMALL if setting.small else {})
 
 
 def write_characters(folder: Path) -> Path:

@@ -165,8 +165,9 @@ def start(
     ranks: int = 1,
     device: str = "",
     share_gpu: bool = False,
+    recipe: str = "recipes/tiny.toml",
 ) -> Run:
-    """Start a run of recipes/tiny.toml, with ranks started as torchrun starts them.
+    """Start a run of a recipe, with ranks started as torchrun starts them.
 
     Args:
         setting: the machine and the sizes
@@ -178,7 +179,7 @@ def start(
     """
     folder = setting.runs / name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "recipes/pretrain.py", "--run-dir", str(folder)]
+    command = [sys.executable, "recipes/pretrain.py", recipe, "--run-dir", str(folder)]
     command += [word for each in settings for word in ("--set", each)]
     port = free_port()
     logs = [folder.parent / f"{name}-rank{rank}.log" for rank in range(ranks)]

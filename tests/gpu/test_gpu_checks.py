@@ -473,7 +473,7 @@ def test_the_recipe_of_nanogpt_is_valid(small: bool, tmp_path: Path) -> None:
     setting = Setting(output=tmp_path, **CPU | {"small": small})
     settings = nanogpt.settings_of(setting, nanogpt.write_characters(tmp_path / "text"))
     changes = [f"{key}={value}" for key, value in settings.items()]
-    recipe = load_recipe(REPOSITORY / "recipes" / "tiny.toml", changes)
+    recipe = load_recipe(REPOSITORY / nanogpt.RECIPE, changes)
     assert recipe.model.vocab_size == 65 and recipe.model.tie_embeddings
     train, validation = (TokenFile(tmp_path / "text" / name) for name in ("train", "validation"))
     assert (train.count, validation.count) == (1_003_854, 111_540)  # as nanoGPT's prepare.py

@@ -76,7 +76,8 @@ PARAMETRIZED = {
     "qwen3, completep": replace(SHAPES["qwen3"], **COMPLETEP),
     "gpt2, completep": replace(SHAPES["gpt2"], **COMPLETEP),
 }
-SHAPES |= {"bias-free gpt2": replace(SHAPES["gpt2"], bias=False)} | PARAMETRIZED
+BIAS_FREE = replace(SHAPES["gpt2"], bias=False, activation="gelu_erf")
+SHAPES |= {"bias-free gpt2, exact": BIAS_FREE} | PARAMETRIZED
 RECOMPUTE = {  # name -> (recompute attention cores, blocks recomputed at a time)
     "none": (False, 0),
     "selective": (True, 0),

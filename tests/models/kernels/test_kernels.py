@@ -151,6 +151,11 @@ KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
         lambda x: F.gelu(x, approximate="tanh"),
         [STREAM],
     ),
+    "exact gelu": (
+        lambda x, b: elementwise.gelu(x + b.detach(), b, as_written, exact=True),
+        lambda x, b: F.gelu(x + b),
+        [STREAM, (16,)],
+    ),
     "swiglu": (lambda x: elementwise.swiglu(x, as_written), swiglu, [(5, 3, 16)]),
     "rotated heads": (
         lambda x: elementwise.heads_first(
