@@ -193,7 +193,9 @@ def plain(name: str, folder: Path) -> Iterator[Row]:
         )
     )  # fmt: skip
     python("recipes/convert.py", "to-hf", str(folder / "run"), str(folder / "exported"))
-    exported = AutoModelForCausalLM.from_pretrained(folder / "exported").state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(
+        folder / "exported", trust_remote_code=False
+    ).state_dict()
     distance = max(
         relative_difference(name, tensor, exported[name])
         for name, tensor in model.state_dict().items()
