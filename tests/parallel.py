@@ -59,7 +59,7 @@ def main() -> int:
     if len(files := test_files(paths)) == 1 or any("::" in path for path in paths):
         return int(pytest.main([*options, *paths]))
     recorded = json.loads(DURATIONS.read_text(encoding="utf-8"))
-    groups = grouped(files, recorded.get(known.marker, {}))
+    groups = grouped(files, recorded.get(known.marker))
     preload()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         suite = Suite(groups, options, Path(folder), known.processes)
@@ -94,8 +94,13 @@ def test_files(paths: Sequence[str]) -> list[str]:
     return [os.path.relpath(path, REPOSITORY) for path in dict.fromkeys(found)]
 
 
-def grouped(files: Sequence[str], seconds: dict[str, float]) -> list[list[str]]:
-    """Return the files by process: the longest first, one by one, then the short ones together."""
+def grouped(files: Sequence[str], seconds: dict[str, float] | None) -> list[list[str]]:
+    """Return the files by process: the longest first, one by one, then the short ones together.
+
+    seconds: recorded time of each longer file; None: nothing is known, and no file is short
+    """
+    if seconds is None:
+        return [[file] for file in files]
     groups: list[list[str]] = []
     left = 0.0  # seconds of the last group that are free
     for file in sorted(files, key=lambda file: -seconds.get(file, USUAL_SECONDS)):

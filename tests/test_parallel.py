@@ -128,4 +128,5 @@ def test_an_interrupted_suite_leaves_no_process(
 
 def test_long_files_come_first_and_short_ones_share_a_process() -> None:
     seconds: dict[str, Any] = {"a": 2.0, "b": 30.0, "c": 5.0, "d": 0.5}
+    assert grouped(["a", "b"], None) == [["a"], ["b"]]
     assert grouped(["a", "b", "c", "d", "new"], seconds) == [["b"], ["c"], ["a", "d", "new"]]

@@ -207,6 +207,7 @@ def case(corpus: Path, world_size: int, changes: dict[str, Any]) -> ProofCase:
     settings = {
         "model__layers": 4,
         "training__evaluation_batches": 1,
+        "optimizer__learning_rate": 2e-3,  # Adam's first steps enlarge the rounding of gradients
         "optimizer__schedule__warmup_steps": STEPS - 1,
         "training__steps": STEPS,
         "training__evaluate_every": STEPS,
@@ -435,7 +436,7 @@ def test_the_references_learn_and_clip_and_drop_and_separate(
     for name, reference in references.items():
         if "expert" not in name:  # whose initial weights are larger
             assert reference.losses[0] == pytest.approx(math.log(250), rel=0.02)
-            assert reference.losses[-1] < 0.995 * reference.losses[0]  # the validation loss
+            assert reference.losses[-1] < 0.998 * reference.losses[0]  # the validation loss
         if "gpt" in name:
             assert min(reference.grad_norms) > 0.5
 
