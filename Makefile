@@ -114,7 +114,7 @@ $(TRITON): requirements-triton.txt | $(READY)
 	@mkdir -p .venv/triton && touch $@
 
 long: $(READY) $(TRITON) ## run the tests that take minutes, such as kills of a run at random instants
-	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m tests.parallel -m long $(ARGS)
+	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m tests.parallel --processes 4 -m long $(ARGS)
 
 # CI runs a few of these tests, chosen by the date: --portion. Run all of them after a change to the
 # pipeline or to supervision.
