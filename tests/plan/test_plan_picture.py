@@ -125,6 +125,7 @@ def test_picked_stages_are_spread_evenly() -> None:
 
 def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MIN_LAST_NODES", 2)
+    assert pictures.node_counts(1) == [1, 2]
     relatives = [RECIPES / "llama" / f"{size}.toml" for size in ("1b", "8b", "405b")]
     monkeypatch.setattr(search_module, "recipes_in_repository", lambda: relatives)
     size = ("cluster.nodes=2", "cluster.gpus_per_node=4", "batch.global_sequences=8")

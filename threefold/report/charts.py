@@ -544,7 +544,8 @@ def _curve(
         values = np.where(values > 0, values, np.nan)
     chosen = reduced(values, scene.buckets)
     data = positions(steps, scene.runs[run], scene.axes, chosen)
-    data["y"] = values[chosen].astype(np.float32)
+    with np.errstate(over="ignore"):  # a damaged value becomes infinite
+        data["y"] = values[chosen].astype(np.float32)
     source = ColumnDataSource(data)
     many = len(scene.runs) > 1
     shade = colour(run if many else place)
