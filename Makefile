@@ -84,7 +84,7 @@ soak: $(READY) ## kill and resume small runs hundreds of times, and check that n
 	@$(BIN)/python tests/fault_injection/soak_control.py $(ARGS)
 	@$(BIN)/python tests/fault_injection/soak_data.py $(ARGS)
 
-# `make test BUDGET=900` fails if the tests need more core-seconds, whatever the machine's load.
+# `make test BUDGET=800` fails if the tests need more core-seconds, whatever the machine's load.
 BUDGET ?=
 LIMIT := $(if $(BUDGET),--budget $(BUDGET))
 
