@@ -24,11 +24,10 @@ IN_EVERY_LAYER = NcclSettings(high_priority=True)  # the next operation waits fo
 class ProcessGrid(PipelineParallelGrid):
     """The process groups in the form in which DeepSpeed's engines read them.
 
-    The constructor of PipelineParallelGrid, which this one replaces, calls `new_group` for each
-    group of each axis, and even for each rank if there is no tensor parallelism. This constructor
-    creates all groups of an axis in one call. The attributes keep DeepSpeed's names: "slice" is the
-    tensor axis, a "model" group has all ranks that share a data rank, and context ranks are data
-    ranks.
+    The constructor of PipelineParallelGrid calls `new_group` once for each group of an axis, and
+    without tensor parallelism once for each rank. Ours replaces it, and creates all groups of an
+    axis in one call. The attributes keep DeepSpeed's names: "slice" is the tensor axis, a "model"
+    group has all ranks that share a data rank, and context ranks are data ranks.
 
     Attributes:
         dp_shard_group: this rank's group of data ranks that divide the optimizer state (hybrid

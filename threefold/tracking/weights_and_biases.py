@@ -398,12 +398,11 @@ class WandbThread:
             except Exception as error:
                 if self._is_late or self._is_interrupted:
                     raise
-                has_restarted, (mode, reason) = True, choose_mode(*requested)
-                restarted, status = restart_offline(arguments, error, ALL_FILES)
-                if mode == "offline":
-                    status = replace(status, reason=reason)
-                started = restarted, status
-            run = self._started(*started)
+                mode, reason = choose_mode(*requested)
+                has_restarted = True
+                run = self._restarted(arguments, error, WandbStatus(mode, reason=reason))
+            else:
+                run = self._started(*started)
             while (item := self._queue.get()) is not None:
                 self._recent.append((time.monotonic(), item))
                 while self._recent[0][0] < time.monotonic() - SECONDS_UNTIL_WRITTEN:
@@ -413,14 +412,14 @@ class WandbThread:
                 except Exception as error:
                     if has_restarted or self._is_late:
                         raise
-                    has_restarted, run = True, self._restarted(arguments, error)
+                    has_restarted, run = True, self._restarted(arguments, error, self._status)
             is_read = True
             try:
                 run.finish()
             except Exception as error:
                 if has_restarted or self._is_late or self._status.mode != "offline":
                     raise
-                self._restarted(arguments, error).finish()
+                self._restarted(arguments, error, self._status).finish()
         except Exception as error:
             if self._is_interrupted:
                 self._problem = f"Weights & Biases {INTERRUPTED}"
@@ -434,9 +433,11 @@ class WandbThread:
             tear_down()
             self._ended.set()
 
-    def _restarted(self, arguments: dict[str, Any], error: Exception) -> Any:
-        """Continue the run offline after an error, and send what may not have reached a file."""
-        earlier = self._status
+    def _restarted(self, arguments: dict[str, Any], error: Exception, earlier: WandbStatus) -> Any:
+        """Continue the run offline after an error, and send what may not have reached a file.
+
+        earlier: the status until now; a run that was offline anyway keeps its reason
+        """
         run, status = restart_offline(arguments, error, ALL_FILES)
         if earlier.mode == "offline":
             status = replace(status, reason=earlier.reason)
