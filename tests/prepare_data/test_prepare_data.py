@@ -727,7 +727,7 @@ def test_the_ledger_lists_the_samples_of_a_step(prepared: Path, tmp_path: Path) 
     for number, row in enumerate(np.concatenate(batches)):
         sample, text = lines[1 + 2 * number], json.loads(lines[2 + 2 * number])
         assert sample.startswith(f"sample {16 + number}: ") and "document" in sample
-        assert f" (from {prepared / 'text.jsonl'} (0 .. " in sample
+        assert " (from bytes 0 .. " in sample and f" of {prepared / 'text.jsonl'})" in sample
         assert text.startswith(tokenizer.decode(row)[:30])
     rejected = prepare("show", tmp_path / "recipe.toml", "--step", 21)
     assert rejected.returncode == 2 and "has the steps 1 to 20; use --step 20\n" in rejected.stderr

@@ -1,5 +1,6 @@
 """Joining the process group: a port that another process uses, and DeepSpeed's operations."""
 
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 import tomli_w
 
 from tests.ranks import join_world, run_ranks, start_ranks
+from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import BUSY
 from threefold.runtime.launchers import free_port
 
@@ -57,6 +59,21 @@ def test_a_busy_port_is_one_line_with_a_free_port(
     assert found, line
     assert (int(found[1]) == busy_port) == bool(options)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_in_use_is_reported_before_a_port_that_the_same_run_uses(
+    small: dict, busy_port: int, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(tomli_w.dumps(small))
+    program = RANK_0.format(
+        port=busy_port, recipe=recipe, folder=tmp_path, options=[], launchers=[]
+    )
+    (folder := RunFolder(tmp_path / "run")).hold()
+    codes, (output,) = start_ranks(1, ["-c", program], folder=tmp_path, seconds=60)
+    folder.release()
+    assert codes == [BUSY], output
+    assert f"in use by process {os.getpid()} on " in output and str(busy_port) not in output
 
 
 def test_a_free_port_is_free_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:

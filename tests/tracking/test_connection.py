@@ -20,6 +20,7 @@ from unittest import mock
 import psutil
 import pytest
 from typing_extensions import override
+from wandb import Settings
 from wandb.sdk import mailbox
 from wandb.sdk.lib import wb_logging
 
@@ -43,6 +44,7 @@ from threefold.tracking.wandb_connection import (
 )
 
 KEY = "k" * 40
+DEFAULT_SERVER = Settings.model_fields["base_url"].default
 LINE = {
     "step": 1, "loss": 2.5, "learning_rate": 1e-3, "step_seconds": 0.5, "tokens": 256,
     "tokens_per_second": 1000.0, "tflops_per_gpu": 0.01, "mfu": None,
@@ -257,7 +259,12 @@ def test_a_crash_of_wandb_ends_in_an_offline_run_and_no_traceback(
 @pytest.mark.parametrize(
     ("wanted", "variables", "mode", "reason"),
     [
-        ("auto", {}, "offline", "there is no key for https://api."),
+        (
+            "auto",
+            {},
+            "offline",
+            f"there is no key for {DEFAULT_SERVER}, the default server (",
+        ),
         ("online", {}, "offline", "there is no key for https://api."),
         ("auto", {"WANDB_API_KEY": KEY}, "online", ""),
         ("offline", {"WANDB_API_KEY": KEY}, "offline", 'tracking.mode = "offline"'),

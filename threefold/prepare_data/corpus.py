@@ -38,7 +38,7 @@ from threefold.prepare_data.tokenization import PARTS, Report, Tokenization, new
 from threefold.run_folder.json_lines import flush
 
 BLOCK_BYTES = 2**24
-LOCATION_KEYS = ("files", "start", "stop")  # fields of a Piece in pieces.jsonl
+LOCATION_KEYS = ("files", "start", "stop", "unit")  # fields of a Piece in pieces.jsonl
 COUNT_KEYS = ("documents", "tokens")  # counts of a part in the manifest
 
 
@@ -223,7 +223,7 @@ def read_pieces(file: Path) -> list[dict[str, Any]]:
     pieces = []
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
-            piece = json.loads(line)
+            piece = {"unit": ""} | json.loads(line)  # corpora of older versions have none
             pieces.append({key: piece[key] for key in (*LOCATION_KEYS, *PARTS)})
             _check_piece(pieces[-1])
         except (ValueError, RecursionError, TypeError, KeyError) as error:
@@ -236,11 +236,13 @@ def read_pieces(file: Path) -> list[dict[str, Any]]:
 
 def _check_piece(piece: dict[str, Any]) -> None:
     """Raise a UserError if a value of a line of pieces.jsonl has another type than was written."""
-    files, start, stop = (piece[key] for key in LOCATION_KEYS)
+    files, start, stop, unit = (piece[key] for key in LOCATION_KEYS)
     if not (isinstance(files, list) and files and all(isinstance(file, str) for file in files)):
         raise UserError(f"files = {files!r:.60}")
     if type(start) is not int or not (stop is None or type(stop) is int):
         raise UserError(f"start = {start!r:.60}, stop = {stop!r:.60}")
+    if not isinstance(unit, str):
+        raise UserError(f"unit = {unit!r:.60}")
     for part in PARTS:
         for key in COUNT_KEYS:
             if type(count := piece[part][key]) is not int or count < 0:

@@ -47,10 +47,10 @@ class Piece:
     """A part of a source.
 
     files: paths, or the name of a dataset
-    start, stop: range of bytes, row groups or rows, depending on the format; if stop is None, the
-        piece extends to the end
+    start, stop: range in the format's units; if stop is None, the piece extends to the end
     size: in bytes, for the estimate of the remaining time
     version: changes when the files do
+    unit: of start and stop: bytes, rows, row groups or shards
     """
 
     files: tuple[str, ...]
@@ -58,20 +58,27 @@ class Piece:
     stop: int | None
     size: int
     version: str
+    unit: str = ""
 
     def __str__(self) -> str:
         """Return the piece in words, for a message."""
-        return describe(self.files, self.start, self.stop)
+        return describe(self.files, self.start, self.stop, self.unit)
 
 
 NumberedPiece = tuple[int, Piece]  # index of the format that reads the piece, and the piece
 
 
-def describe(files: Sequence[str], start: int, stop: int | None) -> str:
-    """Return a piece in words: its files and its range."""
+def describe(files: Sequence[str], start: int, stop: int | None, unit: str) -> str:
+    """Return a piece in words: its files and its range.
+
+    Args:
+        unit: of the range; empty for a corpus that does not record it
+    """
     if len(files) > 1:
         return f"one of the {len(files)} files from {files[0]} to {files[-1]}"
-    return files[0] + ("" if stop is None else f" ({start} .. {stop - 1})")
+    if stop is None:
+        return files[0]
+    return f"{unit} {start} .. {stop - 1} of {files[0]}".lstrip()
 
 
 class Format(ABC):
@@ -134,7 +141,7 @@ class TextLines(Format):
             return
         for start in range(0, size, target_bytes):
             stop = min(start + target_bytes, size)
-            yield Piece((str(self.file),), start, stop, stop - start, version)
+            yield Piece((str(self.file),), start, stop, stop - start, version, "bytes")
 
     def rows(self, piece: Piece) -> Iterator[Row]:
         """Yield the lines that begin in the piece.

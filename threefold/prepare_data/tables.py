@@ -48,7 +48,7 @@ class Parquet(Format):
         for group in range(about.num_row_groups):
             size += about.row_group(group).total_byte_size
             if size >= target_bytes or group == about.num_row_groups - 1:
-                yield Piece((str(self.file),), first, group + 1, size, version)
+                yield Piece((str(self.file),), first, group + 1, size, version, "row groups")
                 first, size = group + 1, 0
 
     def rows(self, piece: Piece) -> Iterator[Row]:
@@ -97,7 +97,7 @@ class Rows(Format):
         for start in range(0, count, step):
             stop = min(start + step, count)
             size = (stop - start) * row_bytes
-            yield Piece((self.name,), start, stop, size, self.fingerprint)
+            yield Piece((self.name,), start, stop, size, self.fingerprint, "rows")
 
     def place(self, piece: Piece, position: int) -> str:
         """Return the dataset, the split and the row number."""
@@ -143,7 +143,7 @@ class Stream(Format):
     def pieces(self, target_bytes: int) -> Iterator[Piece]:
         """Yield the shards of the dataset."""
         for shard in range(self.dataset.num_shards):
-            yield Piece((self.name,), shard, shard + 1, 1, self.identity)
+            yield Piece((self.name,), shard, shard + 1, 1, self.identity, "shards")
 
     def version(self, piece: Piece) -> str:
         """Return the identity with which the dataset was opened."""

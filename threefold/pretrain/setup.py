@@ -151,6 +151,7 @@ def join(
         )
     except PortInUse:
         if not folder.attempt:
+            folder.check_unused()  # the other process may be a run in the same folder
             raise
         port = os.environ["MASTER_PORT"]
         print(

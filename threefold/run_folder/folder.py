@@ -82,6 +82,13 @@ class RunFolder:
             self.release()
             raise _cannot_write(error.filename or self.path, error) from None
 
+    def check_unused(self) -> None:
+        """Raise FolderInUse if another process holds the folder."""
+        if self.path.exists():
+            lock = FolderLock(self.path)
+            lock.acquire()
+            lock.release()
+
     def _check_checkpoints(self) -> None:
         """Raise a UserError if the folder of checkpoints exists but is not a folder."""
         if self.checkpoints.is_symlink() and not self.checkpoints.exists():

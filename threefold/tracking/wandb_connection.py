@@ -359,8 +359,12 @@ def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
     except wandb.Error as error:
         return "offline", short(error)
     if key is None:
+        default = type(settings).model_fields["base_url"].default
+        server = settings.base_url + (
+            ", the default server" if settings.base_url == default else ""
+        )
         login = 'log in with "wandb login" to be online'
-        return "offline", f"there is no key for {settings.base_url} ({login})"
+        return "offline", f"there is no key for {server} ({login})"
     return ("shared" if settings.mode == "shared" else "online"), reason
 
 
