@@ -26,10 +26,10 @@ import numpy as np
 
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY
-from threefold.prove.ranks import RANK_ENVIRONMENT, free_port, rank_variables
 from threefold.prove.shrink import write_corpus
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.command_line import count
+from threefold.runtime.ranks import CPU_VARIABLES, log_tails, start_interpreters
 
 VOCABULARY = 512
 SETTINGS = (  # of recipes/tiny.toml, changed for all cases
@@ -90,10 +90,10 @@ def train(name: str, steps: int, variables: Mapping[str, str] | None = None) -> 
     """
     size, changes = CASES[name]
     with tempfile.TemporaryDirectory(prefix="threefold-benchmark-") as name_of_folder:
-        folder, port = Path(name_of_folder), free_port()
+        folder = Path(name_of_folder)
         corpus, run = folder / "corpus", RunFolder(folder / "run")
         write_corpus(corpus, VOCABULARY)
-        command = [sys.executable, "recipes/pretrain.py", "--run-dir", str(run.path)]
+        command = [str(REPOSITORY / "recipes/pretrain.py"), "--run-dir", str(run.path)]
         for setting in (
             *(*SETTINGS, f"training.steps={steps}", f"checkpoint.every={steps}"),
             f'data.train=[{{path="{corpus}/train"}}]',
@@ -101,27 +101,15 @@ def train(name: str, steps: int, variables: Mapping[str, str] | None = None) -> 
             *changes,
         ):
             command += ["--set", setting]
-        common = os.environ | RANK_ENVIRONMENT | dict(variables or {})
-        with (folder / "log").open("w+") as log:
-            ranks = [
-                subprocess.Popen(
-                    command,
-                    cwd=REPOSITORY,
-                    env=common | rank_variables(rank, size, port),
-                    stdout=log,
-                    stderr=log,
-                )
-                for rank in range(size)
-            ]
-            try:
-                samples = watch(ranks, run)
-            finally:  # also after Ctrl-C
-                for rank in ranks:
-                    rank.kill()
-                    rank.wait()
-            if any(rank.returncode for rank in ranks):
-                log.seek(0)
-                sys.exit(f"{name} failed:\n{log.read()}")
+        ranks = start_interpreters(
+            size, command, logs=folder, variables=CPU_VARIABLES | dict(variables or {})
+        )
+        try:
+            samples = watch(list(ranks.running.values()), run)
+        finally:  # also after Ctrl-C
+            ranks.stop()
+        if any(ranks.ended().values()):
+            sys.exit(f"{name} failed:\n{log_tails(folder.glob('rank*.log'))}")
     return samples
 
 

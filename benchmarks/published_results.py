@@ -41,9 +41,8 @@ from threefold.config.loading import load_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
-from threefold.prove.ranks import RANK_ENVIRONMENT, rank_variables
 from threefold.run_folder.json_lines import validation_losses
-from threefold.runtime.launchers import free_port
+from threefold.runtime.ranks import CPU_VARIABLES, log_tails, start_interpreters
 
 RECIPE = "recipes/shakespeare-cpu.toml"
 TEXT = "recipes/shakespeare/input.txt"
@@ -263,21 +262,13 @@ def train(
 ) -> tuple[list[dict[str, Any]], float]:
     """Run pretrain.py; return the lines of its metrics, and the seconds that it took."""
     options = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "recipes/pretrain.py", recipe, "--run-dir", str(folder), *options]
-    begun, port = time.monotonic(), free_port()
-    processes = [
-        subprocess.Popen(
-            command,
-            env=os.environ | RANK_ENVIRONMENT | rank_variables(rank, ranks, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    outputs = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{' '.join(command)} failed:\n{''.join(outputs)}")
+    command = ["recipes/pretrain.py", recipe, "--run-dir", str(folder), *options]
+    begun, logs = time.monotonic(), Path(tempfile.mkdtemp(dir=folder.parent))
+    processes = start_interpreters(ranks, command, logs=logs, variables=CPU_VARIABLES)
+    processes.wait(until_failure=True)
+    processes.stop()
+    if any(processes.ended().values()):
+        raise SystemExit(f"{' '.join(command)} failed:\n{log_tails(sorted(logs.iterdir()))}")
     metrics = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in metrics], time.monotonic() - begun
 

@@ -20,7 +20,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import json
-import subprocess
 import tempfile
 import time
 import tomllib
@@ -38,12 +37,12 @@ from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
 from threefold.plan.goodput import FaultCosts, best_interval
-from threefold.prove.ranks import free_port, rank_variables
 from threefold.prove.shrink import write_corpus
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.command_line import count
 from threefold.runtime.processes import start_processes
+from threefold.runtime.ranks import log_tails, start_interpreters
 
 NODES = 2
 STEPS_PER_BLOCK = 2  # of a block; a snapshot is complete before the block ends
@@ -63,14 +62,14 @@ def main() -> None:
         measure(options.folder, options.rounds)
         return
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="threefold-benchmark-") as name:
-        folder, port = Path(name), free_port()
+        folder = Path(name)
         write_corpus(folder / "corpus", read_tiny()["model"]["vocab_size"])
-        command = [sys.executable, __file__, "--folder", name, "--rounds", str(options.rounds)]
-        ranks = [
-            subprocess.Popen(command, env=os.environ | rank_variables(rank, NODES, port))
-            for rank in range(NODES)
-        ]
-        wait_for_all(ranks)
+        command = [__file__, "--folder", name, "--rounds", str(options.rounds)]
+        ranks = start_interpreters(NODES, command, logs=folder, variables={})
+        ranks.wait(until_failure=True)
+        ranks.stop()
+        if any(ranks.ended().values()):
+            sys.exit(f"a rank failed:\n{log_tails(sorted(folder.glob('rank*.log')))}")
         found = json.loads((folder / "result").read_text())
     step, pause, cost, write = (
         found[f"{name}_seconds"] for name in ("step", "pause", "cost", "write")
@@ -86,17 +85,6 @@ def main() -> None:
         f"  best interval for {options.failures_per_day} failures per day: every {every} steps "
         f"({every * step:.0f} s), which takes {cost / (every * step):.2%} of the time"
     )
-
-
-def wait_for_all(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait until all ranks have ended; if one fails, kill the others and end this process."""
-    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-        time.sleep(0.1)
-    if any(codes):
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-        sys.exit(1)
 
 
 def read_tiny() -> dict[str, Any]:

@@ -6,21 +6,17 @@ into a file, which is shown if the contestant fails.
 """
 
 import contextlib
-import multiprocessing
 import os
-import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from threefold.prove.ranks import free_port, rank_variables
+from threefold.runtime.ranks import ForkedRanks
 
 PRELOADED = ["benchmarks.one_step.contestants"]
-MAX_LOG_CHARACTERS = 4000  # of a failed contestant's output, in the error message
 Play = Callable[..., None]  # (child's end of the pipe, *arguments), in a contestant's process
 
 
@@ -47,32 +43,24 @@ class Player:
     """
 
     def __init__(self, play: Play, *arguments: Any, cores: Sequence[int], ranks: int = 1):
-        context: Any = multiprocessing.get_context("forkserver" if cores else "spawn")
-        if cores:
-            context.set_forkserver_preload(PRELOADED)
-        self._log = tempfile.TemporaryDirectory()
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        port = free_port()
         self._cores = cores[-ranks:]
-        for rank in range(ranks):
-            ours, theirs = context.Pipe()
-            environment = rank_variables(rank, ranks, port) if ranks > 1 else {}
-            process = context.Process(
-                target=begin, args=(theirs, self._file(rank), environment, play, arguments)
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self._logs = tempfile.TemporaryDirectory()
+        self._ranks = ForkedRanks(
+            ranks,
+            play,
+            *arguments,
+            logs=Path(self._logs.name),
+            preload=PRELOADED if cores else (),
+            variables={},
+        )
 
     def wait(self) -> None:
         """Wait until all ranks are ready."""
-        self._answers()
+        self._ranks.gather()
 
     def settle(self) -> None:
         """Pin each rank to a core."""
-        for process, core in zip(self._processes, self._cores, strict=False):
+        for process, core in zip(self._ranks.processes, self._cores, strict=False):
             for thread in Path(f"/proc/{process.pid}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {core})
 
@@ -87,7 +75,7 @@ class Player:
 
     def end_step(self) -> Turn:
         """Wait for the end of the started step."""
-        turns = self._answers()
+        turns = self._ranks.gather()
         losses = [turn.loss for turn in turns if turn.loss is not None]
         start, end = min(turn.start for turn in turns), max(turn.end for turn in turns)
         return Turn(start, end, losses[0] if losses else None)
@@ -95,61 +83,16 @@ class Player:
     def ask(self, question: str, *arguments: Any) -> list[Any]:
         """Call a method of the contestant on each rank, and return the results."""
         self._say(question, *arguments)
-        return self._answers()
+        return self._ranks.gather()
 
     def close(self) -> None:
         """Kill the processes of the contestant."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._log.cleanup()
+        self._ranks.stop()
+        self._logs.cleanup()
 
     def _say(self, question: str, *arguments: Any) -> None:
-        for pipe in self._pipes:
+        for pipe in self._ranks.pipes.values():
             pipe.send((question, arguments))
-
-    def _answers(self) -> list[Any]:
-        answers: dict[int, Any] = {}
-        while len(answers) < len(self._pipes):
-            waiting = {pipe: n for n, pipe in enumerate(self._pipes) if n not in answers}
-            for pipe in cast(list[Connection], wait(list(waiting))):
-                try:
-                    answers[waiting[pipe]] = pipe.recv()
-                except EOFError:
-                    text = self._file(waiting[pipe]).read_text(errors="replace")[
-                        -MAX_LOG_CHARACTERS:
-                    ]
-                    self.close()
-                    raise RuntimeError(
-                        f"a contestant failed; the end of its output:\n{text}"
-                    ) from None
-        return [answers[rank] for rank in range(len(answers))]
-
-    def _file(self, rank: int) -> Path:
-        return Path(self._log.name) / f"rank{rank}.log"
-
-
-def begin(
-    pipe: Connection,
-    log: Path,
-    environment: Mapping[str, str],
-    play: Play,
-    arguments: tuple[Any, ...],
-) -> None:
-    """Run a contestant in its process, with its output in a file."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, sys.stdout.fileno())
-    os.dup2(file, sys.stderr.fileno())
-    os.environ |= environment
-    try:
-        play(pipe, *arguments)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pipe.close()
-        os._exit(0)  # skips the teardown of libraries' threads
 
 
 def serve(pipe: Connection, contestant: Any) -> None:

@@ -119,10 +119,11 @@ def preload() -> None:
     The fork server is the child of this process, but the processes that use it cannot wait for it.
     """
     # Imported here, as torch is, since processes that tests spawn import this module.
-    from tests.ranks import FORK_SERVER_MODULES, RANK_ENVIRONMENT, environment
+    from tests.ranks import FORK_SERVER_MODULES
+    from threefold.runtime.ranks import CPU_VARIABLES, environment
 
     forkserver.set_forkserver_preload(FORK_SERVER_MODULES)
-    with environment(RANK_ENVIRONMENT):
+    with environment(CPU_VARIABLES):
         forkserver.ensure_running()
     for module in (*PRELOADED_MODULES, *FORK_SERVER_MODULES):  # the last one freezes
         importlib.import_module(module)

@@ -1,17 +1,16 @@
 """Run a function or a program on several ranks, for tests that need more than one process."""
 
-import importlib
-import multiprocessing
+import contextlib
 import os
-import pickle
 import resource
 import runpy
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,14 +19,16 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from threefold.config.parallel_dims import LaunchEnvironment
-from threefold.prove.ranks import (
-    PRELOADED_MODULES,
-    RANK_ENVIRONMENT,
-    environment,
-    free_port,
-    rank_variables,
-)
+from threefold.config.sections import REPOSITORY
+from threefold.prove.ranks import PRELOADED_MODULES
 from threefold.runtime.processes import start_processes
+from threefold.runtime.ranks import (
+    CPU_VARIABLES,
+    ForkedRanks,
+    log_file,
+    send,
+    start_interpreters,
+)
 
 # The fork server imports these modules before it forks ranks, because most test files import
 # pytest, and some matplotlib, transformers or what a run of pretrain.py imports.
@@ -41,7 +42,6 @@ FORK_SERVER_MODULES = [
     "transformers.models.auto.modeling_auto",
     "tests.frozen_imports",
 ]
-REPOSITORY = Path(__file__).resolve().parents[1]
 SECONDS = 420
 core_seconds: list[float] = []  # of each rank that has ended
 
@@ -65,28 +65,19 @@ def run_ranks(
         seconds: time limit, after which the ranks are killed
 
     Raises:
-        AssertionError: a rank raised, was killed, or reached the time limit.
+        RankFailed: a rank raised, was killed, or reached the time limit.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        call = (function.__module__, function.__name__, arguments)
-        (folder / "call").write_bytes(pickle.dumps(call))
-        codes = _fork(world_size, _call, folder, seconds)
-        assert not any(code != 0 for code in codes), "\n".join(
-            f"rank {rank} of {world_size}, "
-            + ("killed at the time limit" if code is None else f"exit code {code}")
-            + f":\n{_log(folder, rank).read_text(errors='replace')[-4000:]}"
-            for rank, code in enumerate(codes)
-        )
-        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
+    with (
+        tempfile.TemporaryDirectory() as name,
+        _forked(world_size, _call, function, arguments, folder=Path(name)) as ranks,
+    ):
+        return ranks.gather(seconds)
 
 
 def start_ranks(
     world_size: int, arguments: list[str], *, folder: Path, seconds: float, forked: bool = True
 ) -> tuple[list[int], list[str]]:
     """Run `python ARGUMENTS` on every rank of a new world; return exit codes and outputs.
-
-    Outputs go to files, because a full pipe would stop a rank.
 
     Args:
         world_size: number of ranks
@@ -99,122 +90,70 @@ def start_ranks(
     Raises:
         subprocess.TimeoutExpired: a rank has reached the time limit.
     """
+    deadline = time.monotonic() + seconds
     if forked:
-        (folder / "call").write_bytes(pickle.dumps(arguments))
-        codes = _fork(world_size, _run_program, folder, seconds)
+        with _forked(world_size, _run_program, arguments, folder=folder) as ranks:
+            for process in ranks.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            codes = [process.exitcode for process in ranks.processes]
     else:
-        codes = _start_interpreters(world_size, arguments, folder, seconds)
-    outputs = [_log(folder, rank).read_text(errors="replace") for rank in range(world_size)]
+        interpreters = start_interpreters(
+            world_size, arguments, logs=folder, variables=CPU_VARIABLES
+        )
+        interpreters.wait(seconds)
+        codes = [process.returncode for process in interpreters.running.values()]
+        interpreters.stop()
+    outputs = [log_file(folder, rank).read_text(errors="replace") for rank in range(world_size)]
     if None in codes:
         raise subprocess.TimeoutExpired(arguments, seconds, "\n".join(outputs))
     return codes, outputs
 
 
-def _start_interpreters(
-    world_size: int, arguments: list[str], folder: Path, seconds: float
-) -> list[int | None]:
-    """Start an interpreter per rank; return the exit codes, None where the time was over."""
-    port, deadline = free_port(), time.monotonic() + seconds
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=REPOSITORY,
-            env=os.environ | rank_environment(rank, world_size, port),
-            stdout=_log(folder, rank).open("wb"),
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(world_size)
-    ]
-    codes: list[int | None] = []
-    for process in processes:
-        try:
-            codes.append(process.wait(timeout=max(0.0, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            codes.append(None)
-    for process in processes:
-        process.kill()
-    return codes
+@contextlib.contextmanager
+def _forked(
+    world_size: int, function: Callable[..., None], *arguments: Any, folder: Path
+) -> Iterator[ForkedRanks]:
+    """Fork ranks from a server that has imported torch and DeepSpeed, and count their seconds."""
+    with ForkedRanks(
+        world_size, function, folder, *arguments, logs=folder, preload=FORK_SERVER_MODULES
+    ) as ranks:
+        yield ranks
+    for file in folder.glob("seconds*"):
+        core_seconds.append(float(file.read_text()))
 
 
-def _fork(
-    world_size: int, target: Callable[[Path], None], folder: Path, seconds: float
-) -> list[int | None]:
-    """Run a function on forked ranks; return the exit codes, None where the time was over.
-
-    The server that the ranks are forked from has imported torch and DeepSpeed, which saves
-    seconds per world.
-    """
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(FORK_SERVER_MODULES)
-    port, deadline = free_port(), time.monotonic() + seconds
-    with environment(RANK_ENVIRONMENT):  # of the server, which starts with the first rank
-        processes = [
-            server.Process(
-                target=_rank,
-                args=(target, folder, os.environ | rank_environment(rank, world_size, port)),
-            )
-            for rank in range(world_size)
-        ]
-        for process in processes:
-            process.start()
-    try:
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        return [process.exitcode for process in processes]
-    finally:
-        for file in folder.glob("seconds*"):
-            core_seconds.append(float(file.read_text()))
-        for process in processes:
-            process.kill()
-            process.join()
-
-
-def _rank(target: Callable[[Path], None], folder: Path, variables: dict[str, str]) -> None:
-    """Run one forked rank."""
-    log = os.open(_log(folder, int(variables["RANK"])), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ.clear()
-    os.environ.update(variables)
-    # os._exit below skips the removal of temporary files, such as those of W&B's import.
+@contextlib.contextmanager
+def _in_checkout(folder: Path) -> Iterator[None]:
+    """Run a rank in the checkout, with its temporary files in `folder`, and note its seconds."""
+    # The end of a rank skips the removal of temporary files, such as those of W&B's import.
     tempfile.tempdir = tempfile.mkdtemp(dir=folder)
     os.chdir(REPOSITORY)
-    target(folder)
-    sys.stdout.flush()
-    seconds = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    (folder / f"seconds{variables['RANK']}").write_text(str(seconds))
-    os._exit(0)  # the teardown of torch's threads sometimes aborts, and is not under test
+    try:
+        yield
+    finally:
+        seconds = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+        (folder / f"seconds{os.environ['RANK']}").write_text(str(seconds))
 
 
-def _call(folder: Path) -> None:
-    """Call the function that `run_ranks` was given, and write its result."""
-    module, name, arguments = pickle.loads((folder / "call").read_bytes())
-    result = getattr(importlib.import_module(module), name)(*arguments)
-    (folder / f"result{os.environ['RANK']}").write_bytes(pickle.dumps(result))
+def _call(
+    pipe: Connection, folder: Path, function: Callable[..., Any], arguments: Sequence[Any]
+) -> None:
+    """Call the function that `run_ranks` was given, and send its result."""
+    with _in_checkout(folder):
+        result = function(*arguments)
+    send(pipe, result)
 
 
-def _run_program(folder: Path) -> None:
+def _run_program(pipe: Connection, folder: Path, arguments: Sequence[str]) -> None:
     """Run the program that `start_ranks` was given, as `__main__`."""
-    file, *rest = pickle.loads((folder / "call").read_bytes())
-    if file == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
-    else:
-        sys.argv = [file, *rest]
-        runpy.run_path(file, run_name="__main__")
-
-
-def _log(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.log"
-
-
-def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the variables that a launcher sets for a CPU rank, and limits to one core."""
-    return rank_variables(rank, world_size, port) | {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    file, *rest = arguments
+    with _in_checkout(folder):
+        if file == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = [file, *rest]
+            runpy.run_path(file, run_name="__main__")
 
 
 def join_world() -> LaunchEnvironment:

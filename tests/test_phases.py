@@ -34,11 +34,11 @@ from threefold.data.dataset import TrainingData
 from threefold.engine.build import build_from_recipe
 from threefold.prepare_data.sample_lookup import sample_lines
 from threefold.pretrain.restart import command_of
-from threefold.prove.ranks import free_port
 from threefold.report.run_record import marks_of, read_run
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import History
 from threefold.run_folder.progress import LeftPart, Progress
+from threefold.runtime.launchers import free_port
 from threefold.runtime.processes import start_processes
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "validation_loss")

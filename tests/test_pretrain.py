@@ -24,9 +24,9 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.data.token_file import TokenFile
-from threefold.prove.ranks import free_port
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
+from threefold.runtime.launchers import free_port
 from threefold.runtime.processes import check_machine
 
 # pretrain.py on a machine whose second rank computes different weights from step 2 on.

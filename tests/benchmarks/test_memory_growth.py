@@ -1,6 +1,5 @@
 """The benchmark of memory over steps: its slope, and a run that does not grow."""
 
-import subprocess
 import sys
 from unittest import mock
 
@@ -40,13 +39,13 @@ def test_too_few_steps_end_the_benchmark_with_one_message(
 
 
 def test_an_interrupted_benchmark_leaves_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = [mock.Mock(), mock.Mock()]
-    monkeypatch.setattr(subprocess, "Popen", mock.Mock(side_effect=ranks))
+    ranks = mock.Mock(running={})
+    monkeypatch.setattr(memory_growth, "start_interpreters", lambda *_, **__: ranks)
     monkeypatch.setattr(memory_growth, "write_corpus", mock.Mock())
     monkeypatch.setattr(memory_growth, "watch", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         train("2 ranks, data-parallel", 350)
-    assert all(rank.kill.called and rank.wait.called for rank in ranks)
+    ranks.stop.assert_called_once()
 
 
 def test_the_table_shows_the_first_and_the_last_sample() -> None:

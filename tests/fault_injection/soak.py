@@ -18,7 +18,6 @@ if __name__ == "__main__":  # the repository, not tests/, is where imports start
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -27,15 +26,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import tomli_w
 
 from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from threefold.checkpoint.format import find_damages
-from threefold.prove.ranks import PRELOADED_MODULES, RANK_ENVIRONMENT, environment, free_port
+from threefold.prove.ranks import PRELOADED_MODULES
 from threefold.prove.shrink import write_corpus
 from threefold.run_folder.history import INCOMPLETE, published, step_of
+from threefold.runtime.ranks import MAX_TRACEBACK_LINES, ForkedRanks, log_tails
 
 IMPORTED = [
     *PRELOADED_MODULES,
@@ -56,7 +57,6 @@ EXPERTS: dict[str, Any] = {
     "layout__expert": 2,
 }  # fmt: skip
 MUON: dict[str, Any] = {"optimizer__kind": "muon"}
-OUTPUT_CHARACTERS = 2000  # characters of a rank's output, in a report
 
 
 @dataclass
@@ -90,22 +90,16 @@ class Run:
     def __init__(self, recipe: Path, folder: Path, fault: str | None):
         self.recipe, self.folder, self.fault = recipe, folder, fault
         self.checkpoints = folder / "checkpoints"
+        self.logs = folder.with_name(f"{folder.name}-logs")
         self.processes: list[Any] = []
         self.debris: set[Path] = set()  # of killed saves, at the start of the run
 
     def start(self) -> None:
         """Start all ranks, forked from a server that has done the imports."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
         self.debris = set(self.checkpoints.glob(INCOMPLETE))
-        port, job = free_port(), (self.recipe, self.folder, self.fault)
-        with environment(RANK_ENVIRONMENT):
-            self.processes = [
-                context.Process(target=_rank, args=(rank, port, job), daemon=True)
-                for rank in range(RANKS)
-            ]
-            for process in self.processes:
-                process.start()
+        self.logs.mkdir(exist_ok=True)
+        job = self.recipe, self.folder, self.fault
+        self.processes = ForkedRanks(RANKS, _rank, *job, logs=self.logs, preload=IMPORTED).processes
 
     @property
     def alive(self) -> bool:
@@ -166,8 +160,7 @@ class Run:
 
     def last_words(self) -> str:
         """Return the end of every rank's output."""
-        files = sorted(self.folder.parent.glob(f"{self.folder.name}-rank*"))
-        return "\n".join(file.read_text(errors="replace")[-OUTPUT_CHARACTERS:] for file in files)
+        return log_tails(sorted(self.logs.iterdir()), MAX_TRACEBACK_LINES)
 
 
 def soak(
@@ -299,24 +292,8 @@ def write_recipe(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def _rank(rank: int, port: int, job: tuple[Path, Path, str | None]) -> None:
-    """Run the command in one process, as a launcher would start it.
-
-    job: recipe, run folder and fault
-    """
-    recipe, folder, fault = job
-    os.environ |= RANK_ENVIRONMENT | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    log = folder.with_name(f"{folder.name}-rank{rank}")
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def _rank(_: Connection, recipe: Path, folder: Path, fault: str | None) -> None:
+    """Run the command in one process, as a launcher would start it."""
     from recipes import pretrain
 
     if fault:

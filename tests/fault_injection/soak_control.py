@@ -25,7 +25,6 @@ if __name__ == "__main__":  # the repository, not tests/, is where imports start
 
 import argparse
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -36,6 +35,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from multiprocessing.connection import Connection
 from typing import Any
 
 import tomli_w
@@ -50,12 +50,12 @@ from tests.fault_injection.soak_faults import (
 )
 from threefold.checkpoint.format import find_damages
 from threefold.config.loading import load_recipe
-from threefold.prove.ranks import RANK_ENVIRONMENT, environment, free_port, rank_variables
 from threefold.prove.shrink import write_corpus
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
 from threefold.run_folder.json_lines import LineFile
 from threefold.runtime.exits import REJECTED
+from threefold.runtime.ranks import ForkedRanks, log_file
 
 RANKS, STEPS, EVERY = 2, 20, 4
 MAX_SECONDS = 240  # a start that takes longer hangs
@@ -224,20 +224,11 @@ class Soak:
         self, folder: Path, options: list[str], plan: tuple[Any, ...] | None
     ) -> list[int | None]:
         """Start all ranks, kill some as planned, and end the others as a launcher does."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
         fault = self.fault if folder == self.folder else None
-        job = (self.recipe, folder, options, plan, fault)
-        port = free_port()
-        for rank in range(RANKS):  # a rank that is killed at once leaves the previous log
-            log_file(folder, rank).unlink(missing_ok=True)
-        with environment(RANK_ENVIRONMENT):
-            ranks = [
-                context.Process(target=_rank, args=(rank, port, job), daemon=True)
-                for rank in range(RANKS)
-            ]
-            for process in ranks:
-                process.start()
+        job = self.recipe, folder, options, plan, fault
+        logs = logs_folder(folder)
+        logs.mkdir(exist_ok=True)
+        ranks = ForkedRanks(RANKS, _rank, *job, logs=logs, preload=IMPORTED).processes
         self.pids = [process.pid for process in ranks]
         deadline = time.monotonic() + MAX_SECONDS
         if plan and plan[0] == "time":
@@ -307,7 +298,7 @@ class Soak:
 
     def words(self, folder: Path) -> str:
         """Return the output of the ranks of the newest start."""
-        logs = [log_file(folder, rank) for rank in range(RANKS)]
+        logs = [log_file(logs_folder(folder), rank) for rank in range(RANKS)]
         return "\n".join(log.read_text(errors="replace")[-6000:] for log in logs if log.exists())
 
 
@@ -381,9 +372,9 @@ def reads_file(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}-reads.jsonl")
 
 
-def log_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's output."""
-    return folder.with_name(f"{folder.name}-rank{rank}.log")
+def logs_folder(folder: Path) -> Path:
+    """Return the folder next to a run folder that has the output of the ranks."""
+    return folder.with_name(f"{folder.name}-logs")
 
 
 def reads_of(folder: Path) -> dict[int, list[int]]:
@@ -394,18 +385,18 @@ def reads_of(folder: Path) -> dict[int, list[int]]:
     return {step: sorted(chain(*ranks.values())) for step, ranks in newest.items()}
 
 
-def _rank(rank: int, port: int, job: tuple[Any, ...]) -> None:
-    """One process: the command, as a launcher would start it.
-
-    job: recipe, run folder, options, plan and fault
-    """
-    recipe, folder, options, plan, fault = job
-    os.environ |= RANK_ENVIRONMENT | rank_variables(rank, RANKS, port)
-    output = os.open(log_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def _rank(
+    _: Connection,
+    recipe: Path,
+    folder: Path,
+    options: list[str],
+    plan: tuple[Any, ...] | None,
+    fault: str | None,
+) -> None:
+    """One process: the command, as a launcher would start it."""
     from recipes import pretrain
 
+    rank = int(os.environ["RANK"])
     poison_and_record(rank, LineFile(reads_file(folder), keys={"step": (int,)}))
     if plan and plan[0] == "operation" and rank == 0:
         die_at_operation(plan[1])

@@ -19,7 +19,7 @@ from tests.gpu.parts import Part
 from tests.gpu.runs import cores, corpus, device_environment
 from tests.gpu.setting import FAILED, SKIPPED, UNFINISHED, Setting, results_of
 from threefold.config.loading import REPOSITORY
-from threefold.sweep.ranks.launchers import killed_with_parent
+from threefold.runtime.ranks import killed_with_parent
 
 MIN_PART_SECONDS = 40  # below it, a part would end before its first result
 LOG_CHARACTERS = 2000  # of a part that has failed

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from tests.gpu.setting import Setting
 from threefold.config.loading import REPOSITORY
-from threefold.prove.ranks import free_port, rank_variables
 from threefold.prove.shrink import write_corpus
-from threefold.sweep.ranks.launchers import killed_with_parent
+from threefold.runtime.launchers import free_port
+from threefold.runtime.ranks import killed_with_parent, rank_variables
 
 Item = TypeVar("Item")
 VOCAB_SIZE, SMALL_VOCAB_SIZE = 2048, 250

@@ -19,7 +19,7 @@ from tests.gpu.runs import (
 )
 from tests.gpu.setting import Result, Setting
 from threefold.runtime.launchers import free_port
-from threefold.sweep.ranks.launchers import killed_with_parent
+from threefold.runtime.ranks import killed_with_parent
 
 SAME = 1e-4  # relative, of losses in fp32
 NEAR = {"bf16": 0.03, "fp16": 0.1}  # of losses in fp32; fp16 may skip its first steps

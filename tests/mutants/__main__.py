@@ -38,7 +38,7 @@ import psutil
 from models.errors import UserError
 from tests.mutants.server import PR_SET_PDEATHSIG
 from threefold.config.loading import REPOSITORY
-from threefold.sweep.ranks.launchers import killed_with_parent
+from threefold.runtime.ranks import killed_with_parent
 
 MUTANTS = Path(__file__).with_name("mutants.toml")
 SERVER = Path(__file__).with_name("server.py")

@@ -47,12 +47,14 @@ from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 from threefold.prove import compare as compare_module
 from threefold.prove import picture
+from threefold.prove import ranks as proof_ranks
 from threefold.prove.compare import TrainingResult, compare
 from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
-from threefold.prove.ranks import RANK_ENVIRONMENT, run_cases
+from threefold.prove.ranks import run_cases
 from threefold.prove.report import CaseResult, as_json, failures, table, verdict
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.prove.training import train_cases
+from threefold.runtime.ranks import CPU_VARIABLES
 
 SHIPPED = shipped_recipes()
 MARKS = {"odd": [pytest.mark.exhaustive], "gpt with dropout": [pytest.mark.long]}
@@ -780,6 +782,29 @@ def test_a_layout_that_hangs_is_a_finding(corpus: Path, tmp_path: Path) -> None:
     assert len(multiprocessing.active_children()) == children
 
 
+class SentMessages:
+    """Messages that ranks have sent, of which those of rank 0 arrive late."""
+
+    def __init__(self, *_: Any, **__: Any):
+        self.messages = {0: [(0, mock.sentinel.result)], 1: [(1, "ValueError: a lost tensor")]}
+        self.pipes = {0: mock.Mock(), 1: mock.Mock()}
+        self.pipes[0].poll = lambda seconds: seconds > 0 and bool(self.messages[0])
+        self.pipes[1].poll = lambda _: bool(self.messages[1])
+
+    def receive(self, rank: int) -> Any:
+        return self.messages[rank].pop(0)
+
+
+def test_a_failure_does_not_hide_the_result_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof_ranks, "ForkedRanks", SentMessages)
+    first, second = mock.Mock(world_size=2), mock.Mock(world_size=2)
+    pool = proof_ranks.RankPool([first, second], folder=tmp_path, seconds=60, relay=None)
+    assert list(pool.results()) == [(first, mock.sentinel.result)]
+    assert (pool.done, pool.failure) == (1, "rank 1: ValueError: a lost tensor")
+
+
 @pytest.fixture
 def other_folder(tmp_path: Path) -> Path:
     """Return a folder with a package of the name of ours, which must not be imported."""
@@ -792,7 +817,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env=os.environ | RANK_ENVIRONMENT,
+        env=os.environ | CPU_VARIABLES,
         capture_output=True,
         text=True,
         timeout=300,

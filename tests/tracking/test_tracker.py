@@ -14,12 +14,12 @@ import pytest
 
 from models.errors import UserError
 from tests.conftest import changed
-from tests.ranks import free_port
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import LineFile
 from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
+from threefold.runtime.launchers import free_port
 from threefold.tracking import wandb_connection, weights_and_biases
 from threefold.tracking.metrics import Meter
 from threefold.tracking.tracker import Display, open_tracker

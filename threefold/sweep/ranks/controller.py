@@ -16,7 +16,8 @@ from typing import Any
 from threefold.gpus.datasheet import is_cpu
 from threefold.run_folder.lock import is_running, machine_id
 from threefold.runtime.launchers import start_ticks
-from threefold.sweep.ranks.launchers import Launcher, Processes
+from threefold.runtime.ranks import Processes, log_file, log_tails
+from threefold.sweep.ranks.launchers import Launcher
 from threefold.sweep.ranks.protocol import ABANDONED, START, WorldFiles, read_message, write_message
 from threefold.sweep.trial import Result, WorldKind
 
@@ -24,7 +25,6 @@ SECONDS_TO_START = 600.0  # imports from a busy network file system take minutes
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 1.0  # for failure reports of other ranks, which may name the cause
 PASSED_VARIABLES = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-MAX_LOG_LINES = 12  # of a rank, in a result
 MAX_LOGS = 4  # of ranks, in a result
 
 
@@ -149,14 +149,8 @@ class World:
 
     def _log(self, ranks: Sequence[int]) -> str:
         """Return the last lines of the launcher and of some ranks."""
-        parts = []
-        for file in [self.files.launcher_log, *(self.files.log(rank) for rank in ranks[:MAX_LOGS])]:
-            if file.exists() and (
-                text := file.read_text(encoding="utf-8", errors="replace").strip()
-            ):
-                lines = text.splitlines()[-MAX_LOG_LINES:]
-                parts.append("\n".join([f"{file.stem}:", *lines]))
-        return "\n".join(parts)
+        logs = [log_file(self.files.folder, rank) for rank in ranks[:MAX_LOGS]]
+        return log_tails([self.files.launcher_log, *logs])
 
 
 def rank_settings(kind: WorldKind) -> dict[str, Any]:

@@ -1,87 +1,19 @@
 """Launchers that start the ranks of a world: on this machine, with `deepspeed` or with `srun`."""
 
-import contextlib
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from models.errors import UserError, reason_of
 from threefold.launch.hosts import read_hostfile
-from threefold.prove.ranks import rank_variables
-from threefold.runtime.launchers import free_port, random_port
+from threefold.runtime.launchers import random_port
+from threefold.runtime.ranks import Processes, start_interpreters
 from threefold.sweep.ranks.protocol import WorldFiles
 from threefold.sweep.trial import WorldKind
-
-SECONDS_TO_TERMINATE = 10.0  # for a launcher to end its processes on other nodes
-# Run a command that the kernel kills when its parent process ends, for whatever reason. The
-# setting (PR_SET_PDEATHSIG) survives `exec`.
-DIES_WITH_PARENT = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)
-if os.getppid() == int(sys.argv[1]):  # otherwise the parent has ended before the call
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
-
-
-def killed_with_parent(command: Sequence[str]) -> list[str]:
-    """Wrap a command so that the kernel kills it when this process ends."""
-    return [sys.executable, "-SEc", DIES_WITH_PARENT, str(os.getpid()), *command]
-
-
-@dataclass
-class Processes:
-    """The running processes of a launcher.
-
-    Attributes:
-        running: name for messages -> process
-        local: True if all processes are ranks on this machine, which may be killed at once
-    """
-
-    running: dict[str, subprocess.Popen] = field(default_factory=dict)
-    local: bool = True
-
-    def start(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path
-    ) -> None:
-        """Start a process in its own session. The kernel kills it when this process ends."""
-        with log.open("ab") as output:
-            self.running[name] = subprocess.Popen(
-                killed_with_parent(command),
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def ended(self) -> dict[str, int]:
-        """Return the exit codes of processes that have ended, negative after a signal."""
-        codes = {name: process.poll() for name, process in self.running.items()}
-        return {name: code for name, code in codes.items() if code is not None}
-
-    def stop(self) -> None:
-        """End all processes, and wait for them."""
-        if not self.local:
-            self._signal(signal.SIGTERM)
-            deadline = time.monotonic() + SECONDS_TO_TERMINATE
-            while len(self.ended()) < len(self.running) and time.monotonic() < deadline:
-                time.sleep(0.1)
-        self._signal(signal.SIGKILL)
-        for process in self.running.values():
-            process.wait()
-
-    def _signal(self, number: int) -> None:
-        for process in self.running.values():
-            if process.poll() is None or not self.local:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
 
 
 class Launcher(Protocol):
@@ -118,12 +50,8 @@ class LocalLauncher:
 
     def start(self, files: WorldFiles, kind: WorldKind) -> Processes:
         """See `Launcher`."""
-        processes, port = Processes(), free_port()
-        for rank in range(kind.size):
-            command = [sys.executable, str(self.program), "--rank-of", str(files.folder)]
-            variables = os.environ | rank_variables(rank, kind.size, port)
-            processes.start(f"rank {rank}", command, variables, files.log(rank))
-        return processes
+        arguments = [str(self.program), "--rank-of", str(files.folder)]
+        return start_interpreters(kind.size, arguments, logs=files.folder, variables={})
 
 
 @dataclass(frozen=True)

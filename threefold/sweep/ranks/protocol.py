@@ -35,10 +35,6 @@ class WorldFiles:
         """Return the file in which a rank describes its failure."""
         return self.folder / f"failure-{rank}.json"
 
-    def log(self, rank: int) -> Path:
-        """Return the file with the output of a rank."""
-        return self.folder / f"rank{rank}.log"
-
     def create(self, settings: dict[str, Any], size: int) -> None:
         """Create the folder and its files for a world of `size` ranks."""
         self.folder.mkdir()

@@ -9,6 +9,7 @@ from typing import NoReturn
 from models.errors import UserError
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.runtime.environment import set_torch_variables
+from threefold.runtime.ranks import log_file
 from threefold.sweep.ranks.protocol import START, RankWatch, WorldFiles, read_message, write_message
 from threefold.sweep.trial import Outcome
 
@@ -31,7 +32,7 @@ def run_rank(folder: Path) -> NoReturn:
         os.environ, deterministic=settings["deterministic"], pipelined=settings["pipelined"]
     )
     world = LaunchEnvironment.from_environment(os.environ)
-    output = os.open(files.log(world.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = os.open(log_file(folder, world.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
     watch = RankWatch(files)
