@@ -21,7 +21,7 @@ import time
 
 import numpy as np
 
-from threefold.data.dataset import Windows
+from threefold.data.dataset import SequenceView
 from threefold.data.sample_order import permuted
 from threefold.data.token_file import HEADER, MAGIC, TokenFile
 
@@ -68,7 +68,7 @@ def main() -> None:
         path = Path(folder) / "sparse"
         write_sparse(path, int(1.2 * machine) // 2)
         started = time.perf_counter()
-        windows = Windows(TokenFile(path), SEQUENCE_LENGTH)
+        windows = SequenceView(TokenFile(path), SEQUENCE_LENGTH)
         seconds = time.perf_counter() - started
         print(f"opened {2 * windows.file.count / 1e9:.0f} GB in {seconds:.4f} s", end="")
         print(f" (this machine has {machine / 1e9:.0f} GB)")

@@ -65,7 +65,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/sweep/report.py: publish": "the message shows the error, and no result is lost",
     "threefold/sweep/ranks/protocol.py: read_message": PARSING,
     "threefold/sweep/ranks/rank.py: run_rank": "a trial that fails is a result of the sweep",
-    "threefold/sweep/ranks/controller.py: World.start": RAISES,
+    "threefold/sweep/ranks/controller.py: Workers.start": RAISES,
     "threefold/pretrain/setup.py: raise_on_all_ranks": RAISES,
     "threefold/prove/ranks.py: _run_cases": "a layout that fails is a finding of the proof",
     "threefold/runtime/ranks.py: ForkedRanks.__init__": RAISES,

@@ -20,7 +20,7 @@ from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.config.sections import check_weights, whole_shares
 from threefold.data.corpus import document_starts, fingerprint
-from threefold.data.dataset import MicroBatch, TrainingData, Windows
+from threefold.data.dataset import MicroBatch, TrainingData, SequenceView
 from threefold.data.manifest import tokenizer_hash
 from threefold.data.sample_order import choose_sources, permuted
 from threefold.data.token_file import HEADER, TokenFile, write_token_file
@@ -270,7 +270,7 @@ def test_all_stages_know_the_documents_and_only_the_end_stages_read_tokens(
 
 
 def check_documents(
-    micro_batch: MicroBatch, windows: list[tuple[Windows, int]]
+    micro_batch: MicroBatch, windows: list[tuple[SequenceView, int]]
 ) -> tuple[tuple[int, ...], ...] | None:
     """Compare a micro-batch with its windows; return the documents, or None if none ends."""
     lengths = tuple(

@@ -32,7 +32,7 @@ from threefold.launch.launcher import Announcements, Launcher
 from threefold.launch.rank_command import forwarded, in_container
 from threefold.launch.replanning import Placement
 from threefold.plan.memory.peak import StageMemory
-from threefold.pretrain.preflight.judge import SPARE_NODES
+from threefold.pretrain.preflight.evaluate import SPARE_NODES
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, HUNG, INTERRUPTED, STOPPED, UNFIT
 

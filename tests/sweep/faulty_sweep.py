@@ -23,7 +23,7 @@ if __name__ == "__main__":  # the repository is where imports start
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from threefold.sweep.ranks import protocol
-from threefold.sweep.ranks.protocol import START, WorldFiles, read_message, write_message
+from threefold.sweep.ranks.protocol import START, WorkerFiles, read_message, write_message
 
 FAKE_SECONDS = 0.03
 FAKE_BEST_RATE = 0.032
@@ -76,7 +76,7 @@ def fake_rank(folder: Path) -> None:
     """Answer requests without measuring."""
     if PATIENCE in os.environ:
         protocol.SECONDS_WITHOUT_HEARTBEAT = float(os.environ[PATIENCE])
-    files, rank = WorldFiles(folder), int(os.environ["RANK"])
+    files, rank = WorkerFiles(folder), int(os.environ["RANK"])
     watch = protocol.RankWatch(files)
     watch.start()
     (folder / f"up-{rank}").touch()

@@ -100,9 +100,9 @@ def test_nodes_and_recipes_multiply(recipe: Path, tmp_path: Path) -> None:
     )
     trials = choice.trials
     assert len(trials) == 8
-    assert sorted(trial.world.size for trial in trials) == [1, 1, 2, 2, 2, 2, 4, 4]
+    assert sorted(trial.workers.size for trial in trials) == [1, 1, 2, 2, 2, 2, 4, 4]
     assert {trial.cluster.gpu for trial in trials} == {"H100"}
-    assert trials == sorted(trials, key=lambda trial: (trial.world, trial.planned_seconds))
+    assert trials == sorted(trials, key=lambda trial: (trial.workers, trial.planned_seconds))
 
 
 def test_a_key_depends_on_what_decides_the_speed() -> None:

@@ -72,7 +72,7 @@ def test_faults_become_outcomes(sweep: Sweep) -> None:
     assert rows["crash"]["reason"] == "rank 1 was killed by SIGKILL"
     assert rows["error"]["reason"] == "rank 1: RuntimeError: a defect, as injected"
     assert f"{len(trials) - 4} ok, 1 out_of_memory, 1 hung, 2 crashed" in done.stdout
-    assert not sweep.processes() and not (sweep.folder / "worlds").exists()
+    assert not sweep.processes() and not (sweep.folder / "workers").exists()
     sweep.inject({})
     finished = len(sweep.finished())
     assert sweep.run_here().returncode == 1 and len(sweep.finished()) == finished
@@ -124,7 +124,7 @@ def test_a_killed_sweep_continues(
     # A rank may finish a trial in the instant in which its scheduler is killed.
     assert set(disturbed.finished()) == measured
     assert len(disturbed.finished()) <= len(measured) + kills
-    assert not list(disturbed.folder.glob("worlds")) + list(disturbed.folder.glob("claims"))
+    assert not list(disturbed.folder.glob("workers")) + list(disturbed.folder.glob("claims"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -137,7 +137,7 @@ def test_an_interrupted_sweep_says_how_to_continue(sweep: Sweep, number: int) ->
     assert process.returncode == 128 + number
     assert "interrupted; rerun the same command to continue" in output
     assert "Traceback" not in output
-    assert not sweep.processes() and not (sweep.folder / "worlds").exists()
+    assert not sweep.processes() and not (sweep.folder / "workers").exists()
 
 
 def test_two_schedulers_share_a_sweep(sweep: Sweep) -> None:

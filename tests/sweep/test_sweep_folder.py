@@ -168,13 +168,13 @@ def test_the_claim_of_a_dead_scheduler_is_free(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path, SETTINGS)
     with folder.claimed("a") as claimed:
         assert not claimed
-    assert len(list(folder.worlds.iterdir())) == 2
+    assert len(list(folder.workers.iterdir())) == 2
     other.kill()
     other.wait()
     with folder.claimed("a") as claimed:
         assert claimed
     folder.close()
-    assert not folder.worlds.exists()  # nor are the files of the dead scheduler left
+    assert not folder.workers.exists()  # nor are the files of the dead scheduler left
 
 
 def test_only_abandoned_claims_are_removed(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_only_abandoned_claims_are_removed(tmp_path: Path) -> None:
 
 def test_a_scheduler_on_another_machine_is_dead_without_heartbeat(tmp_path: Path) -> None:
     folder = SweepFolder(tmp_path, SETTINGS)
-    other = folder.worlds / "another_machine-1-1-00000000"
+    other = folder.workers / "another_machine-1-1-00000000"
     other.mkdir()
     (other / "heartbeat").touch()
     SweepFolder(tmp_path, SETTINGS).close()
@@ -212,17 +212,17 @@ def test_the_folder_of_a_scheduler_killed_while_it_starts_is_removed(tmp_path: P
     """The scheduler is killed between the creation of its folder and that of the first file."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from threefold.sweep.ranks.controller import WorldsFolder\n"
-        "WorldsFolder(Path(sys.argv[1]) / 'worlds').path.mkdir(parents=True)\n"
+        "from threefold.sweep.ranks.controller import WorkersFolder\n"
+        "WorkersFolder(Path(sys.argv[1]) / 'workers').path.mkdir(parents=True)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
-    (left,) = (tmp_path / "worlds").iterdir()
+    (left,) = (tmp_path / "workers").iterdir()
     one, two = SweepFolder(tmp_path, SETTINGS), SweepFolder(tmp_path, SETTINGS)
     assert not left.exists() and one.own.exists()
     two.close()
     assert one.own.exists()
     one.close()
-    assert not (tmp_path / "worlds").exists()
+    assert not (tmp_path / "workers").exists()
 
 
 def test_the_table_has_each_trial_with_its_most_steps(tmp_path: Path) -> None:

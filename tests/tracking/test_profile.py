@@ -36,14 +36,14 @@ def test_a_matmul_has_the_planners_seconds(name: str, shapes: Any, batch: int) -
     expected = matmul_seconds(H100, "bf16", rows=4096, columns=512, inner=1024, batch=batch)
     operation = Operation(name, shapes, calls=1, seconds=1.0)
     assert operation.kind == "matmul"
-    assert operation.planned_seconds(H100, "bf16") == expected / THREEFOLD.era
+    assert operation.planned_seconds(H100, "bf16") == expected / THREEFOLD.kernel_efficiency
     assert operation.planned_seconds(H100, "int4") is None
 
 
 def test_attention_has_the_planners_seconds() -> None:
     b, heads, s, d = 2, 16, 4096, 128
     expected = fused_attention_seconds(H100, "bf16", flops=4 * b * heads * s * s * d / 2)
-    expected /= THREEFOLD.attention * THREEFOLD.era
+    expected /= THREEFOLD.attention * THREEFOLD.kernel_efficiency
     outer, inner = (b, heads, s, d), (b, s, heads, d)
     for name, shape in {
         "aten::_scaled_dot_product_flash_attention": outer,

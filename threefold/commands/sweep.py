@@ -104,7 +104,7 @@ def sweep(options: argparse.Namespace) -> int:
         raise UserError("--halving and --rounds exclude each other; leave out one of them")
     launcher = launcher_of(options)
     choice = choose(request_of(options))
-    for kind in {trial.world for trial in choice.trials}:
+    for kind in {trial.workers for trial in choice.trials}:
         launcher.check(kind)
     if options.wandb:
         check_wandb(choice.trials)
@@ -229,7 +229,7 @@ def seconds_of_rounds(
             if result is not None and result.median_seconds is not None
         ]
         if len(seconds) == rounds:
-            groups.setdefault((trial.source, trial.world.size), []).append(seconds)
+            groups.setdefault((trial.source, trial.workers.size), []).append(seconds)
     return [[list(each) for each in zip(*group, strict=True)] for group in groups.values()]
 
 

@@ -67,7 +67,7 @@ class MicroBatch:
         return replace(self, tokens=tokens, labels=labels)
 
 
-class Windows:
+class SequenceView:
     """A token file as windows of `sequence_length` inputs and their labels."""
 
     def __init__(self, file: TokenFile, sequence_length: int):
@@ -109,9 +109,9 @@ class TrainingData:
     def __init__(self, recipe: Recipe, dims: ParallelDims, rank: int):
         self.recipe, self.rank = recipe, rank
         self.plan = PhasePlan(recipe)
-        self._opened: dict[tuple[str, int], Windows] = {}
+        self._opened: dict[tuple[str, int], SequenceView] = {}
         self._tasks: dict[tuple[Any, ...], Tasks] = {}
-        self._sources: dict[int, dict[int, Windows]] = {}  # first step of a segment -> its sources
+        self._sources: dict[int, dict[int, SequenceView]] = {}  # first step of a segment -> its sources
         self.numbers = source_numbers(self.plan)
         for segment in self.plan.segments:
             with self.plan.naming(segment):
@@ -128,7 +128,7 @@ class TrainingData:
             if key not in self._opened:
                 opened = [each.file for (other, _), each in self._opened.items() if other == path]
                 file = opened[0] if opened else open_corpus(path, recipe)
-                self._opened[key] = Windows(file, recipe.model.sequence_length)
+                self._opened[key] = SequenceView(file, recipe.model.sequence_length)
         self._sources[segment.first] = {
             self.numbers[str(repository_path(source.path))]: self._opened[
                 source.path, recipe.model.sequence_length
@@ -153,7 +153,7 @@ class TrainingData:
         return self.phase_recipe.data.separate_documents
 
     @property
-    def validation(self) -> dict[str, Windows]:
+    def validation(self) -> dict[str, SequenceView]:
         """Name -> validation set; the name of a single path is ""."""
         recipe = self.phase_recipe
         length = recipe.model.sequence_length
@@ -165,7 +165,7 @@ class TrainingData:
         """Let evaluations use the settings of a step's phase."""
         self._evaluated_step = step
 
-    def sources(self, step: int = 1) -> dict[int, Windows]:
+    def sources(self, step: int = 1) -> dict[int, SequenceView]:
         """Return number -> corpus, as the windows of a step."""
         return self._sources[self.plan.at(step).first]
 
@@ -362,7 +362,7 @@ class TrainingData:
             most, total = most + max(work), total + sum(work)
         return most * self.context_size / total
 
-    def _windows(self, samples: range, step: int) -> list[tuple[Windows, int]]:
+    def _windows(self, samples: range, step: int) -> list[tuple[SequenceView, int]]:
         """Return the windows of samples of a step."""
         places = self.places(np.arange(samples.start, samples.stop), step)
         sources = self.sources(step)
@@ -376,7 +376,7 @@ class TrainingData:
             yield range(sample, sample + size)
 
     def _micro_batch(
-        self, recipe: Recipe, windows: list[tuple[Windows, int]], dropout: MaskKey | None
+        self, recipe: Recipe, windows: list[tuple[SequenceView, int]], dropout: MaskKey | None
     ) -> MicroBatch:
         info = self.info(self._document_lengths(recipe, windows), dropout)
         if not self.takes_tokens:
@@ -395,7 +395,7 @@ class TrainingData:
             documents = Documents(lengths)
         return MicroBatchInfo(dropout, documents, self._division(sum(lengths[0]), documents))
 
-    def _document_lengths(self, recipe: Recipe, windows: list[tuple[Windows, int]]) -> Lengths:
+    def _document_lengths(self, recipe: Recipe, windows: list[tuple[SequenceView, int]]) -> Lengths:
         """Return the lengths of the documents in each window, one document if not separated."""
         if not recipe.data.separate_documents:
             return ((recipe.model.sequence_length,),) * len(windows)
@@ -409,14 +409,14 @@ class TrainingData:
         return divide(length, self.context_rank, self.context_size, lengths)
 
     def _read(
-        self, windows: list[tuple[Windows, int]], slices: Slices | None
+        self, windows: list[tuple[SequenceView, int]], slices: Slices | None
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and labels, each [b, s], or [b, s/c] on one of c context ranks."""
         parts = [self._read_slice(windows, positions) for positions in slices or (None,)]
         tokens = torch.cat([part[:, :-1] for part in parts], dim=1)
         return tokens, torch.cat([part[:, 1:] for part in parts], dim=1)
 
-    def _read_slice(self, windows: list[tuple[Windows, int]], positions: range | None) -> Tensor:
+    def _read_slice(self, windows: list[tuple[SequenceView, int]], positions: range | None) -> Tensor:
         """Return some tokens of each window and the token after them: int64 [b, n + 1]."""
         read = [corpus.read(index, positions) for corpus, index in windows]
         tokens = torch.from_numpy(np.stack(read).astype(np.int64))

@@ -13,7 +13,7 @@ from threefold.launch.connection import Agent
 from threefold.launch.diagnosis import AttemptResult, RankEnd
 from threefold.launch.nodes import Nodes
 from threefold.launch.replanning import Placement
-from threefold.pretrain.preflight.judge import SPARE_NODES
+from threefold.pretrain.preflight.evaluate import SPARE_NODES
 
 SECONDS_TO_ANSWER = 3.0  # after a failure, for nodes to show that they are alive
 SECONDS_FOR_MESSAGES = 1.0  # between a failure and the end of the other ranks

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from threefold.pretrain.preflight.judge import MAX_BLAMED_NODES
+from threefold.pretrain.preflight.evaluate import MAX_BLAMED_NODES
 from threefold.runtime.exits import (
     BUSY,
     FINISHED,

@@ -291,7 +291,7 @@ InstructionObserver = Callable[[PipeInstruction], AbstractContextManager[None]]
 
 
 @dataclass
-class InFlight:
+class SavedMicroBatch:
     """A micro-batch in a chunk, between its passes.
 
     x: the input of the forward pass, whose gradient the previous chunk waits for
@@ -396,7 +396,7 @@ class ScheduledEngine(PipelineEngine):
             warm_up_evaluation(self, tokens, labels, info, note=lambda activity: None)
 
     def _begin_step(self) -> None:
-        self.in_flight: dict[tuple[int, int], InFlight] = {}
+        self.in_flight: dict[tuple[int, int], SavedMicroBatch] = {}
         self.deferred: dict[tuple[int, int], list] = {}  # for the weights' passes
         self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
         self.labels: dict[int, Tensor] = {}
@@ -505,7 +505,7 @@ class ScheduledEngine(PipelineEngine):
             self._hand_on(work, output.detach())
         if torch.is_grad_enabled():
             end = output if self._is_end(chunk) else get_gradient_edge(output)
-            self.in_flight[chunk, buffer_id] = InFlight(x, end)
+            self.in_flight[chunk, buffer_id] = SavedMicroBatch(x, end)
 
     def run_backward(self, buffer_id: int, chunk: int) -> None:
         """Run the backward pass, without the weight gradients if the schedule splits it."""

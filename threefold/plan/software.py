@@ -33,9 +33,11 @@ class Footprint:
         reducing_bucket: additional bytes of buckets during the gradient reduction
         updating: additional bytes per parameter of a rank's share during its update
         norm: bytes per input element of an RMSNorm, kept for its backward pass
-        apart: q, k and v are kept separately, instead of the fused projection and rotated q and k
-        gated: number of f-sized tensors that a SwiGLU keeps (gate, up, silu(gate), their product)
-        rows: number of h-sized tensors in the working memory of a block's backward pass
+        separate_qkv: q, k and v are kept separately, instead of the fused projection and rotated
+            q and k
+        swiglu_tensors: number of f-sized tensors that a SwiGLU keeps (gate, up, silu(gate), their
+            product)
+        working_tensors: number of h-sized tensors in the working memory of a block's backward pass
         loss_in_parts: logits exist for only a part of the tokens at a time, and the loss's forward
             pass computes the gradients of its input and of the output matrix
         logit: bytes per logit of the current micro-batch during its loss
@@ -67,9 +69,9 @@ class Footprint:
     reducing_bucket: float = 0
     updating: float = 0
     norm: float = 8
-    gated: float = 4
-    apart: bool = False
-    rows: float = 3
+    swiglu_tensors: float = 4
+    separate_qkv: bool = False
+    working_tensors: float = 3
     loss_in_parts: bool = False
     logit: float = 10
     head: float = 6
@@ -90,8 +92,8 @@ class Footprint:
 # updated in place. ZeRO-2 of DeepSpeed and ZeRO-3 have buckets of 5e8 elements.
 DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
 ZERO = replace(
-    DEEPSPEED_ZERO, norm=4, gated=3, apart=True, rows=1, loss_in_parts=True, score=3,
-    stock_pipeline=False,
+    DEEPSPEED_ZERO, norm=4, swiglu_tensors=3, separate_qkv=True, working_tensors=1, score=3,
+    loss_in_parts=True, stock_pipeline=False,
 )  # fmt: skip
 FP16 = replace(ZERO, gradient=0, running_gradient=2, updating=6)
 FP32 = replace(
@@ -104,10 +106,10 @@ DEEPSPEED = {
 }
 # Korthikanti et al. 2022 (arXiv 2205.05198), table 2 and section 4: 16-bit weights, fp32 gradients
 # and state, dropout everywhere.
-MEGATRON = Footprint(norm=4, gated=3, logit=6, dropout=True)
+MEGATRON = Footprint(norm=4, swiglu_tensors=3, logit=6, dropout=True)
 # Megatron-Core with Transformer Engine, whose kernels fuse the rotation of q and k and keep one
 # h-sized tensor per norm, as counted by the allocator in runs of 131,072 tokens.
-MEGATRON_CORE = replace(MEGATRON, norm=2, apart=True)
+MEGATRON_CORE = replace(MEGATRON, norm=2, separate_qkv=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +117,8 @@ class Software:
     """A version of a training stack: its fused kernels and its overlap of communication.
 
     Attributes:
-        era: speed of its kernels relative to the efficiencies in the GPU's datasheet; this single
-            number covers all differences between library versions
+        kernel_efficiency: speed of its kernels relative to the efficiencies in the GPU's datasheet;
+            this single number covers all differences between library versions
     """
 
     name: str
@@ -125,7 +127,7 @@ class Software:
     )  # by precision
     framework: tuple[str, ...] = ()  # prefixes of the framework column of a table
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # of rows with these frameworks
-    era: float = 1.0
+    kernel_efficiency: float = 1.0
     fused_attention: bool = True  # False: scores are written, with a fused softmax
     attention: float = 1.0  # speed of its fused attention relative to the datasheet
     attention_dropout: bool = False  # dropout on written scores
@@ -152,7 +154,7 @@ class Software:
     broadcasts_weights: bool = False
     block_seconds: float = 5e-4  # host time to launch a block's forward pass
     step_seconds: float = 0.02  # host time of a step in addition to its micro-batches
-    straggling: float = 1.0  # relative to the datasheet
+    straggler_factor: float = 1.0  # relative to the datasheet
     parallel_block: bool = False  # attention and MLP in parallel: half the tensor collectives
 
     def bytes_of_gradients(self, weight: int) -> int:
@@ -168,7 +170,7 @@ THREEFOLD = Software(
     name="threefold",
     framework=("Threefold",),
     gradient_bytes=4,  # the shipped JSON files sum gradients in fp32
-    era=0.95,  # that of Megatron-DeepSpeed, because Threefold has not been measured yet
+    kernel_efficiency=0.95,  # of Megatron-DeepSpeed: Threefold has not been measured yet
     elementwise=1.5,  # norms, rotations and additions are separate kernels
     shard_overlap=0.0,  # as measured for FSDP on the same GPUs
     data_overlap=0.9,  # as fitted to Megatron-Core, which overlaps the same collectives

@@ -100,7 +100,7 @@ class Combination:
 
 
 def choose(request: Request) -> Choice:
-    """Return the trials of a request, by kind of world and then by predicted step time.
+    """Return the trials of a request, by kind of workers and then by predicted step time.
 
     Raises:
         UserError: a recipe cannot be read, or no combination can run.
@@ -122,7 +122,7 @@ def choose(request: Request) -> Choice:
             choice.rejections.append(rejection)
     if not choice.trials:
         raise UserError(nothing_to_run(choice))
-    choice.trials.sort(key=lambda trial: (trial.world, trial.planned_seconds))
+    choice.trials.sort(key=lambda trial: (trial.workers, trial.planned_seconds))
     return choice
 
 
@@ -149,7 +149,7 @@ def add(choice: Choice, trial: Trial, settings: str) -> None:
         UserError: the recipe cannot run on its cluster.
     """
     cluster = trial.cluster
-    world = LaunchEnvironment(size=trial.world.size, local_size=cluster.gpus_per_node)
+    world = LaunchEnvironment(size=trial.workers.size, local_size=cluster.gpus_per_node)
     build_deepspeed_config(trial.recipe, trial.recipe.parallel_dims(world))
     if fits(trial.job):
         choice.trials.append(trial)

@@ -5,7 +5,7 @@
     results/KEY.json     the trial's result; without this file, the trial is still to be measured
     claims/KEY/          the lock of the scheduler that measures the trial
     corpora/             synthetic training data
-    worlds/ID/           files of the processes of one scheduler
+    workers/ID/          files of the processes of one scheduler
     sweep.csv            one row per trial, rewritten after each result
 
 Files are written under another name, flushed to the disk and then renamed, so that each is either
@@ -26,7 +26,7 @@ from threefold.config.loading import value_text
 from threefold.prove.shrink import write_corpus
 from threefold.run_folder.json_lines import flush, write_whole
 from threefold.run_folder.lock import FolderInUse, FolderLock
-from threefold.sweep.ranks.controller import WorldsFolder
+from threefold.sweep.ranks.controller import WorkersFolder
 from threefold.sweep.table import Row, row_of_rejection, row_of_result, row_of_trial, table_text
 from threefold.sweep.trial import FAULTS, Rejection, Result, Trial, preference
 
@@ -50,19 +50,19 @@ class SweepFolder:
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):
         self.path = path
-        self._own_worlds = WorldsFolder(path / "worlds")
-        self.worlds, self.own = self._own_worlds.parent, self._own_worlds.path
+        self._own_workers = WorkersFolder(path / "workers")
+        self.workers, self.own = self._own_workers.parent, self._own_workers.path
         self._rows: dict[str, tuple[int, Row]] = {}  # with the time of the result's file
         self._retried: dict[str, int] = {}  # failed trials, with the time of the result's file
         self._tried_locks: dict[str, FolderLock] = {}
         with self.stops_without_space():
             self._create()
             self._check_settings(settings)
-        self._own_worlds.start_heartbeat()
+        self._own_workers.start_heartbeat()
 
     def close(self) -> None:
         """Remove the files of this scheduler, and those that dead schedulers left behind."""
-        self._own_worlds.close()
+        self._own_workers.close()
         self._remove_abandoned_claims()
         with contextlib.suppress(OSError):  # another scheduler uses it
             (self.path / "claims").rmdir()
@@ -233,7 +233,7 @@ class SweepFolder:
         try:
             for name in ("trials", "results", "claims"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
-            self._own_worlds.create()
+            self._own_workers.create()
         except OSError as problem:
             if problem.errno in FULL_DISK_ERRORS:
                 raise

@@ -80,8 +80,8 @@ def choice_lines(choice: Choice, measured: int, rounds: int = 1) -> Iterator[str
         measured: number of trials that already have a result, in all rounds
     """
     trials = len(choice.trials)
-    worlds = Counter(trial.world.size for trial in choice.trials)
-    sizes = [(count, f"on {counted(size, 'rank')}") for size, count in sorted(worlds.items())]
+    ranks = Counter(trial.workers.size for trial in choice.trials)
+    sizes = [(count, f"on {counted(size, 'rank')}") for size, count in sorted(ranks.items())]
     on = ": " + ", ".join(f"{count} {size}" for count, size in sizes)
     if len(sizes) == 1:
         on = f", {sizes[0][1]}"
@@ -191,7 +191,7 @@ def as_json(results: Iterable[tuple[Trial, Result]], choice: Choice, folder: str
             {
                 "trial": trial.key,
                 "recipe": trial.source,
-                "gpus": trial.world.size,
+                "gpus": trial.workers.size,
                 "layout": layout_line(trial.job.layout),
                 "step_seconds": result.median_seconds,
                 "planned_step_seconds": trial.planned_seconds,

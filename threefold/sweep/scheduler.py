@@ -9,7 +9,7 @@ from threefold.gpus.datasheet import is_cpu
 from threefold.plan.stage_contents import stage_parameters
 from threefold.sweep.breakdown_parts import SPLIT_STEPS
 from threefold.sweep.folder import SweepFolder, SweepStopped
-from threefold.sweep.ranks.controller import World, WorldAbandoned, WorldFailed
+from threefold.sweep.ranks.controller import Workers, WorkersAbandoned, WorkersFailed
 from threefold.sweep.ranks.launchers import Launcher
 from threefold.sweep.trial import Result, Trial, competitors
 
@@ -26,7 +26,7 @@ FIRST_HALVING_STEPS = 2
 
 @dataclass
 class Scheduler:
-    """Measures trials in worlds that it starts and replaces.
+    """Measures trials with workers that it starts and replaces.
 
     Attributes:
         seconds_per_trial: time limit of a trial; None: derived from the plan
@@ -37,7 +37,7 @@ class Scheduler:
     launcher: Launcher
     seconds_per_trial: float | None = None
     measured_seconds: float = 0.0
-    _world: World | None = None
+    _workers: Workers | None = None
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def measure(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Result]]:
@@ -70,16 +70,16 @@ class Scheduler:
 
     def stop(self) -> None:
         """Stop the ranks, if there are any."""
-        if self._world is not None:
-            self._world.stop()
-            self._world = None
+        if self._workers is not None:
+            self._workers.stop()
+            self._workers = None
 
     def _run(self, trial: Trial) -> Result:
-        """Measure a trial, and stop the world unless the outcome is "ok"."""
+        """Measure a trial, and stop the workers unless the outcome is "ok"."""
         request = trial.request(self.folder.corpus)
         try:
-            result = self._world_for(trial).run(request, self._limit(trial))
-        except WorldAbandoned:
+            result = self._workers_for(trial).run(request, self._limit(trial))
+        except WorkersAbandoned:
             self.stop()
             return self._run(trial)
         self.measured_seconds += result.stepping_seconds
@@ -88,17 +88,17 @@ class Scheduler:
             self.folder.check_space()  # otherwise the trial would be blamed for a full disk
         return result
 
-    def _world_for(self, trial: Trial) -> World:
+    def _workers_for(self, trial: Trial) -> Workers:
         """Return running ranks for a trial."""
-        if self._world is not None and self._world.kind == trial.world:
-            return self._world
+        if self._workers is not None and self._workers.kind == trial.workers:
+            return self._workers
         self.stop()
         for attempt in range(1, MAX_FAILED_STARTS + 1):
-            path = self.folder.own / f"world-{next(self._numbers)}"
+            path = self.folder.own / f"workers-{next(self._numbers)}"
             try:
-                self._world = World.start(trial.world, path.resolve(), self.launcher)
-                return self._world
-            except WorldFailed as problem:
+                self._workers = Workers.start(trial.workers, path.resolve(), self.launcher)
+                return self._workers
+            except WorkersFailed as problem:
                 self.folder.check_space()
                 if attempt == MAX_FAILED_STARTS:
                     raise SweepStopped(f"the ranks cannot be started: {problem}") from None
@@ -112,7 +112,7 @@ class Scheduler:
             trial.warm_up + trial.steps + (SPLIT_STEPS if trial.split else 0)
         )
         building = SECONDS_TO_BUILD + max(stage_parameters(trial.job)) / PARAMETERS_BUILT_PER_SECOND
-        if is_cpu(trial.world.gpu):
+        if is_cpu(trial.workers.gpu):
             return building + max(MIN_SECONDS_OF_STEPS_ON_CPU, MAX_TIMES_THE_PLAN_ON_CPU * steps)
         return building + MAX_TIMES_THE_PLAN * steps
 
@@ -189,4 +189,4 @@ def faster_half(folder: SweepFolder, trials: Sequence[Trial]) -> list[Trial]:
         if len(group) > 2:
             ordered = sorted(group, key=lambda each: (each[0], each[1].key))
             found += [trial for _, trial in ordered[: (len(group) + 1) // 2]]
-    return sorted(found, key=lambda trial: (trial.world, trial.planned_seconds))
+    return sorted(found, key=lambda trial: (trial.workers, trial.planned_seconds))

@@ -47,7 +47,7 @@ def row_of_trial(trial: Trial) -> Row:
         "tie_embeddings": int(model.tie_embeddings),
         "qk_norm": int(model.qk_norm),
         "gpu": cluster.gpu,
-        "gpus": trial.world.size,
+        "gpus": trial.workers.size,
         "gpus_per_node": cluster.gpus_per_node,
         "precision": job.precision,
         "attention_kernel": "unfused" if job.writes_scores else "flash",
@@ -111,7 +111,7 @@ def row_of_result(trial: Trial | None, result: Result) -> Row:
         measured = {
             "step_time_s": digits(seconds),
             "mfu_pct": digits(100 * rate.mfu),
-            "tokens_s_gpu": digits(rate.tokens_per_second / trial.world.size),
+            "tokens_s_gpu": digits(rate.tokens_per_second / trial.workers.size),
         }
         if result.split is not None:
             measured |= columns_of_split(trial, result.split)

@@ -1,4 +1,4 @@
-"""Trials of a sweep: a recipe in one layout on one world, and the result of its measurement."""
+"""Trials of a sweep: a recipe in one layout, and the result of its measurement."""
 
 import hashlib
 import json
@@ -29,8 +29,8 @@ FAULTS: tuple[Outcome, ...] = ("hung", "crashed")  # outcomes that the user shou
 KEY_DIGITS = 16
 
 
-class WorldKind(NamedTuple):
-    """The properties of a world of ranks. Trials share a world if they need the same kind."""
+class WorkerKind(NamedTuple):
+    """The properties of workers. Trials share workers if they need the same kind."""
 
     nodes: int
     gpus_per_node: int
@@ -90,10 +90,10 @@ class Trial:
         return fullest_stage(self.job).total / GIB
 
     @property
-    def world(self) -> WorldKind:
+    def workers(self) -> WorkerKind:
         """The processes that the trial needs."""
         cluster = self.cluster
-        return WorldKind(
+        return WorkerKind(
             nodes=cluster.nodes,
             gpus_per_node=cluster.gpus_per_node,
             gpu=cluster.gpu,
@@ -280,7 +280,7 @@ def competitors(
     groups: dict[tuple[str, int], list[tuple[float, Trial]]] = {}
     for trial, result in results:
         if result.median_seconds is not None:
-            group = groups.setdefault((trial.source, trial.world.size), [])
+            group = groups.setdefault((trial.source, trial.workers.size), [])
             group.append((result.median_seconds, trial))
     return groups
 

@@ -93,7 +93,7 @@ class Operation:
             seconds = matmul_seconds(
                 gpu, precision, rows=rows, columns=columns, inner=inner, batch=batch
             )
-            return seconds / THREEFOLD.era
+            return seconds / THREEFOLD.kernel_efficiency
         return self._planned_attention(gpu, precision) if self._is_attention else None
 
     def _planned_attention(self, gpu: Gpu, precision: str) -> float | None:
@@ -107,7 +107,11 @@ class Operation:
         keys = k[2] if "scaled_dot_product" in self.name else k[1]
         flops = 4 * prod(q) * keys / 2
         seconds = fused_attention_seconds(gpu, precision, flops=flops) / THREEFOLD.attention
-        return seconds * (BACKWARD_MATMULS * BACKWARD_SLOWER if backward else 1) / THREEFOLD.era
+        return (
+            seconds
+            * (BACKWARD_MATMULS * BACKWARD_SLOWER if backward else 1)
+            / THREEFOLD.kernel_efficiency
+        )
 
 
 def operations_table(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from threefold.config.parallel_dims import ParallelDims
-from threefold.pretrain.preflight.judge import (
+from threefold.pretrain.preflight.evaluate import (
     DATA,
     MATMUL,
     MEMORY,
@@ -19,11 +19,11 @@ from threefold.pretrain.preflight.judge import (
     DeviceReport,
     LinkReport,
     Planned,
+    PreflightResult,
     RankLayout,
     Severity,
-    Verdict,
     best_of,
-    judge,
+    evaluate,
     median_of_others,
     pair_rounds,
     scopes,
@@ -85,14 +85,14 @@ class Cluster:
             found.append(LinkReport(transfers, groups, {}))
         return found
 
-    def judge(
+    def evaluate(
         self,
         *,
         spares: int = 0,
         planned: Planned = PLANNED,
         noise: Callable[[], float] = lambda: 1.0,
-    ) -> Verdict:
-        """Return the verdict."""
+    ) -> PreflightResult:
+        """Return the result."""
         slow = self.slowdowns.get(MATMUL, {})
         devices = [
             replace(each, tflops=each.tflops and each.tflops * noise() / slow.get(rank, 1.0))
@@ -100,116 +100,118 @@ class Cluster:
         ]
         broken = any(each.problem for each in devices)
         links = [] if broken else self.links()
-        return judge(
+        return evaluate(
             devices, links=links, layout=self.layout, planned=planned, ratio=1.5, spares=spares
         )
 
 
-def named(verdict: Verdict, severity: Severity | None = None) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the measures and ranks of the findings."""
+def named(
+    result: PreflightResult, severity: Severity | None = None
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the measures and ranks of the issues."""
     return [
         (each.measure, each.ranks)
-        for each in verdict.findings
+        for each in result.issues
         if severity is None or each.severity == severity
     ]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 7, 128])
 def test_healthy_ranks_have_no_findings(nodes: int) -> None:
-    verdict = Cluster(nodes).judge(spares=3)
-    assert not verdict.findings and not verdict.mismatches and not verdict.left_out
-    assert not verdict.stops and not verdict.has_slow
-    assert verdict.summaries[MATMUL].median == 700.0
-    assert verdict.summaries[MATMUL].planned == 720.0
+    result = Cluster(nodes).evaluate(spares=3)
+    assert not result.issues and not result.mismatches and not result.left_out
+    assert not result.stops and not result.has_slow
+    assert result.summaries[MATMUL].median == 700.0
+    assert result.summaries[MATMUL].planned == 720.0
 
 
 @pytest.mark.parametrize("nodes", [1, 128])
 def test_one_slow_device_is_named(nodes: int) -> None:
     cluster = Cluster(nodes).slow(MATMUL, range(5, 6))
     began = time.monotonic()
-    verdict = cluster.judge()
+    result = cluster.evaluate()
     assert time.monotonic() - began < 5
-    assert named(verdict, Severity.SLOW) == [(MATMUL, (5,))]
-    (finding,) = verdict.findings
-    assert finding.value == pytest.approx(700 / 3) and finding.median_of_others == 700
-    assert not verdict.stops and not verdict.left_out  # there is no spare node
-    assert verdict.has_slow and verdict.mismatches == []
-    assert cluster.judge(spares=1).stops
-    assert list(cluster.judge(spares=1).left_out) == [0]
+    assert named(result, Severity.SLOW) == [(MATMUL, (5,))]
+    (issue,) = result.issues
+    assert issue.value == pytest.approx(700 / 3) and issue.median_of_others == 700
+    assert not result.stops and not result.left_out  # there is no spare node
+    assert result.has_slow and result.mismatches == []
+    assert cluster.evaluate(spares=1).stops
+    assert list(cluster.evaluate(spares=1).left_out) == [0]
 
 
 def test_all_devices_equally_slow_are_the_planners_mistake() -> None:
     cluster = Cluster(8).slow(MATMUL, range(64)).slow(NETWORK, range(64))
-    verdict = cluster.judge(spares=8)
-    assert verdict.mismatches == [MATMUL, NETWORK]
-    assert not verdict.findings and not verdict.left_out and not verdict.stops
-    assert Cluster(8).judge(planned=Planned()).mismatches == []
+    result = cluster.evaluate(spares=8)
+    assert result.mismatches == [MATMUL, NETWORK]
+    assert not result.issues and not result.left_out and not result.stops
+    assert Cluster(8).evaluate(planned=Planned()).mismatches == []
 
 
 def test_a_single_device_is_compared_with_the_planner_only() -> None:
-    verdict = Cluster(1, 1).slow(MATMUL, range(1)).judge()
-    assert verdict.mismatches == [MATMUL] and not verdict.findings
-    assert Cluster(1, 1).judge().mismatches == []
+    result = Cluster(1, 1).slow(MATMUL, range(1)).evaluate()
+    assert result.mismatches == [MATMUL] and not result.issues
+    assert Cluster(1, 1).evaluate().mismatches == []
 
 
 @pytest.mark.parametrize("nodes", [3, 4, 5, 6, 7, 8, 16, 33])
 def test_a_slow_network_link_is_told_apart_from_its_partners(nodes: int) -> None:
     for node in range(nodes):
         cluster = Cluster(nodes, 2).slow(NETWORK, range(2 * node, 2 * node + 1))
-        assert named(cluster.judge()) == [(NETWORK, (2 * node,))]
+        assert named(cluster.evaluate()) == [(NETWORK, (2 * node,))]
 
 
 def test_a_node_between_two_slow_ones_is_not_slow() -> None:
     cluster = Cluster(8, 1).slow(NETWORK, range(2, 3)).slow(NETWORK, range(4, 5))
-    assert named(cluster.judge()) == [(NETWORK, (2,)), (NETWORK, (4,))]
+    assert named(cluster.evaluate()) == [(NETWORK, (2,)), (NETWORK, (4,))]
 
 
 def test_a_single_pair_of_nodes_cannot_be_told_apart() -> None:
     cluster = Cluster(2).slow(NETWORK, range(3, 4))
-    verdict = cluster.judge(spares=2)
-    assert named(verdict, Severity.SHARED) == [(NETWORK, (3, 11))]
-    assert not verdict.left_out and not verdict.stops
+    result = cluster.evaluate(spares=2)
+    assert named(result, Severity.SHARED) == [(NETWORK, (3, 11))]
+    assert not result.left_out and not result.stops
 
 
 def test_a_slow_group_is_named_unless_a_slow_node_explains_it() -> None:
     cluster = Cluster(4).slow(DATA, range(9, 10))
-    assert named(cluster.judge(spares=1)) == [(DATA, (1, 9, 17, 25))]
-    assert not cluster.judge(spares=1).stops
+    assert named(cluster.evaluate(spares=1)) == [(DATA, (1, 9, 17, 25))]
+    assert not cluster.evaluate(spares=1).stops
     cluster.slow(NETWORK, range(9, 10))
-    assert named(cluster.judge(spares=1)) == [(NETWORK, (9,))]
-    assert list(cluster.judge(spares=1).left_out) == [1]
+    assert named(cluster.evaluate(spares=1)) == [(NETWORK, (9,))]
+    assert list(cluster.evaluate(spares=1).left_out) == [1]
 
 
 def test_the_stages_of_a_slow_node_are_explained_by_it() -> None:
     cluster = Cluster(4, 2, stages=2)
     cluster.slow(NETWORK, range(2, 3)).slow(PIPELINE, range(2, 3)).slow(DATA, range(2, 3))
-    assert named(cluster.judge()) == [(NETWORK, (2,))]
+    assert named(cluster.evaluate()) == [(NETWORK, (2,))]
 
 
 def test_slow_links_and_groups_within_a_node_blame_it() -> None:
     cluster = Cluster(2, 2).slow(NODE_LINK, range(2, 3)).slow(TENSOR, range(2, 4))
-    verdict = cluster.judge(spares=1)
-    assert named(verdict, Severity.SLOW) == [(NODE_LINK, (2, 3)), (TENSOR, (2, 3))]
-    assert list(verdict.left_out) == [1]
+    result = cluster.evaluate(spares=1)
+    assert named(result, Severity.SLOW) == [(NODE_LINK, (2, 3)), (TENSOR, (2, 3))]
+    assert list(result.left_out) == [1]
 
 
 def test_broken_devices_stop_the_run_with_or_without_spares() -> None:
     cluster = Cluster(16).device(9, problem="17 rows of matmuls have wrong results")
     cluster.device(40, tflops=None, problem="CUDA error: uncorrectable ECC error")
     for spares in (0, 1, 2):
-        verdict = cluster.judge(spares=spares)
-        assert named(verdict, Severity.BROKEN) == [(MATMUL, (9,)), (MATMUL, (40,))]
-        assert verdict.stops and list(verdict.left_out) == [1, 5] and not verdict.has_slow
+        result = cluster.evaluate(spares=spares)
+        assert named(result, Severity.BROKEN) == [(MATMUL, (9,)), (MATMUL, (40,))]
+        assert result.stops and list(result.left_out) == [1, 5] and not result.has_slow
 
 
 def test_spares_replace_broken_nodes_first_and_then_the_slowest() -> None:
     cluster = Cluster(16).slow(MATMUL, range(0, 1), 2.0).slow(MATMUL, range(8, 9), 4.0)
-    assert list(cluster.judge(spares=0).left_out) == []
-    assert list(cluster.judge(spares=1).left_out) == [1]
-    assert list(cluster.judge(spares=2).left_out) == [1, 0]
+    assert list(cluster.evaluate(spares=0).left_out) == []
+    assert list(cluster.evaluate(spares=1).left_out) == [1]
+    assert list(cluster.evaluate(spares=2).left_out) == [1, 0]
     cluster.device(70, problem="broken")
-    assert list(cluster.judge(spares=1).left_out) == [8]
-    assert list(cluster.judge(spares=2).left_out) == [8, 1]
+    assert list(cluster.evaluate(spares=1).left_out) == [8]
+    assert list(cluster.evaluate(spares=2).left_out) == [8, 1]
 
 
 @pytest.mark.parametrize(
@@ -219,40 +221,40 @@ def test_many_broken_nodes_point_to_the_software(nodes: int, broken: int, left_o
     cluster = Cluster(nodes)
     for node in range(broken):
         cluster.device(8 * node, problem="wrong results")
-    verdict = cluster.judge(spares=9)
-    assert verdict.stops and len(verdict.left_out) == left_out
+    result = cluster.evaluate(spares=9)
+    assert result.stops and len(result.left_out) == left_out
 
 
 def test_many_slow_nodes_point_to_the_network() -> None:
     cluster = Cluster(64).slow(NETWORK, range(0, 9 * 8))
-    verdict = cluster.judge(spares=64)
-    assert len(named(verdict)) == 72 and not verdict.left_out and not verdict.stops
+    result = cluster.evaluate(spares=64)
+    assert len(named(result)) == 72 and not result.left_out and not result.stops
 
 
 def test_memory_in_use_by_another_process() -> None:
     cluster = Cluster(2).device(3, free_gib=50.0).device(4, free_gib=76.5)
-    verdict = cluster.judge(spares=1)
-    assert named(verdict, Severity.SLOW) == [(MEMORY, (3,))]
-    assert verdict.findings[0].planned == 60.0 and list(verdict.left_out) == [0]
-    assert verdict.mismatches == []
+    result = cluster.evaluate(spares=1)
+    assert named(result, Severity.SLOW) == [(MEMORY, (3,))]
+    assert result.issues[0].planned == 60.0 and list(result.left_out) == [0]
+    assert result.mismatches == []
     needs_more = replace(PLANNED, memory_gib=(60.0, 78.5))
-    assert Cluster(2, stages=2).judge(planned=needs_more).mismatches == [MEMORY]
+    assert Cluster(2, stages=2).evaluate(planned=needs_more).mismatches == [MEMORY]
 
 
 def test_different_devices_are_not_compared() -> None:
     cluster = Cluster(2)
     for rank in range(8, 16):
         cluster.device(rank, device="A100", tflops=250.0, free_gib=39.0)
-    assert not cluster.judge().findings
+    assert not cluster.evaluate().issues
     cluster.device(9, tflops=100.0)
-    assert named(cluster.judge()) == [(MATMUL, (9,))]
+    assert named(cluster.evaluate()) == [(MATMUL, (9,))]
 
 
 def test_noise_names_nobody() -> None:
     generator = random.Random(0)
     for _ in range(50):
-        verdict = Cluster(16).judge(spares=4, noise=lambda: generator.uniform(0.85, 1.0))
-        assert not verdict.findings and not verdict.mismatches
+        result = Cluster(16).evaluate(spares=4, noise=lambda: generator.uniform(0.85, 1.0))
+        assert not result.issues and not result.mismatches
 
 
 def test_a_disturbance_in_one_of_two_measurements_is_ignored() -> None:
@@ -275,11 +277,11 @@ def test_the_median_of_the_others(values: list[float]) -> None:
 
 
 def test_groups_may_be_missing() -> None:
-    verdict = judge(
+    result = evaluate(
         [HEALTHY],
         links=[LinkReport()],
         layout=RankLayout(1),
         planned=Planned(),
         ratio=1.5,
     )
-    assert not verdict.findings and list(verdict.summaries) == [MATMUL]
+    assert not result.issues and list(result.summaries) == [MATMUL]

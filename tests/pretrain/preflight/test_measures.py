@@ -2,7 +2,7 @@
 
 import pytest
 
-from threefold.pretrain.preflight.judge import (
+from threefold.pretrain.preflight.evaluate import (
     NETWORK,
     NODE_LINK,
     PIPELINE,

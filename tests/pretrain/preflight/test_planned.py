@@ -9,7 +9,7 @@ from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.gpus.datasheet import load_gpu
 from threefold.plan.job import Machine
-from threefold.pretrain.preflight.judge import (
+from threefold.pretrain.preflight.evaluate import (
     DATA,
     MATMUL,
     NETWORK,

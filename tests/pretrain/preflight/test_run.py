@@ -10,7 +10,7 @@ import tomli_w
 from tests.conftest import changed, quick_and_long, small_recipe
 from tests.ranks import start_ranks
 from threefold.launch.diagnosis import unfit_hosts
-from threefold.pretrain.preflight.judge import SPARE_NODES
+from threefold.pretrain.preflight.evaluate import SPARE_NODES
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, HUNG, UNFIT
 
@@ -92,7 +92,7 @@ def test_healthy_ranks_train(corpus: Path, tmp_path: Path) -> None:
     assert set(event["measures"]) == {
         "matmul", "network link", "pipeline link", "data all-reduce",
     }  # fmt: skip
-    assert not {"findings", "below_plan", "left_out"}.intersection(event)
+    assert not {"issues", "below_plan", "left_out"}.intersection(event)
     assert event["seconds"] < 10
     started = [e for e in RunFolder(tmp_path / "run").read_events() if e["event"] == "first_step"]
     assert 0 < started[0]["seconds"]["preflight"] < 10
@@ -133,7 +133,7 @@ def test_a_broken_rank_stops_the_run(fault: str, words: str, corpus: Path, tmp_p
 def test_a_disturbance_is_not_a_slow_node(corpus: Path, tmp_path: Path) -> None:
     codes, outputs, event = run(corpus, tmp_path, "disturbed", spares=1)
     assert codes == [FINISHED] * 4, outputs
-    assert "findings" not in event
+    assert "issues" not in event
 
 
 def test_a_rank_that_does_not_respond_is_named_soon(corpus: Path, tmp_path: Path) -> None:
@@ -164,4 +164,4 @@ def test_a_preflight_obeys_the_rules_of_nccl(corpus: Path, tmp_path: Path) -> No
     )
     codes, outputs, event = run(corpus, tmp_path, "", install=install)
     assert codes == [FINISHED] * 4, outputs
-    assert "findings" not in event
+    assert "issues" not in event

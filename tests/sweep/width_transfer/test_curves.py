@@ -133,7 +133,7 @@ def test_the_coordinate_check_runs_in_one_process_at_a_constant_rate(tmp_path: P
     trials = coordinate_trials(curve, 3, 2)
     assert [trial.recipe.seed - curve.recipe.seed for trial in trials] == [0, 1]
     for trial in trials:
-        assert trial.world.size == 1 and trial.recipe.layout.pipeline == 1
+        assert trial.workers.size == 1 and trial.recipe.layout.pipeline == 1
         assert trial.recipe.optimizer.schedule.decay == "constant"
         assert trial.recipe.optimizer.schedule.warmup_steps == 0
         assert trial.recipe.training.steps == trial.steps == 3

@@ -52,7 +52,7 @@ class Calibration:
             ),
             software=replace(
                 software,
-                era=software.era / self.compute,
+                kernel_efficiency=software.kernel_efficiency / self.compute,
                 block_seconds=software.block_seconds * self.host,
                 step_seconds=software.step_seconds * self.host,
             ),

@@ -22,7 +22,7 @@ ROW_NUMBER_BYTES = 8 * 4 + 4  # of a token and expert: indices of rows and the g
 
 
 @dataclass(frozen=True)
-class InFlight:
+class HeldMicroBatches:
     """Numbers of micro-batches whose activations a stage holds at one moment.
 
     Attributes:
@@ -53,7 +53,9 @@ def _most_in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -
     return max(each.count for each in _in_flight(schedule, p, v, i, m, full))
 
 
-def in_flight(layout: PlannedLayout, stage: int, micro_batches: int) -> tuple[InFlight, ...]:
+def in_flight(
+    layout: PlannedLayout, stage: int, micro_batches: int
+) -> tuple[HeldMicroBatches, ...]:
     """Return the moments at which the activations of a stage may peak.
 
     For stage i of p stages with v chunks:
@@ -74,18 +76,20 @@ def in_flight(layout: PlannedLayout, stage: int, micro_batches: int) -> tuple[In
 
 
 @lru_cache(maxsize=2**16)
-def _in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -> tuple[InFlight, ...]:
+def _in_flight(
+    schedule: str, p: int, v: int, i: int, m: int, full: bool
+) -> tuple[HeldMicroBatches, ...]:
     if schedule == "gpipe":
-        return (InFlight((m,), (0,)),)
+        return (HeldMicroBatches((m,), (0,)),)
     if schedule == "dualpipev":
-        return (InFlight((2 * p - i, i + 1), (0, 0)),)
+        return (HeldMicroBatches((2 * p - i, i + 1), (0, 0)),)
     if schedule == "zb-h1":
         ahead = min(m, p - i)
         waiting = min(i, m - ahead)
         return (
-            InFlight((ahead,), (waiting,)),
-            InFlight((ahead - 1,), (waiting + 1,), ends=True),
-            InFlight((0,), (min(m, i + 1),), ends=True),
+            HeldMicroBatches((ahead,), (waiting,)),
+            HeldMicroBatches((ahead - 1,), (waiting + 1,), ends=True),
+            HeldMicroBatches((0,), (min(m, i + 1),), ends=True),
         )
     if schedule == "zb-v":
         out, back = min(m, 2 * p - 1 - i), min(m, i + 1)
@@ -93,18 +97,18 @@ def _in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -> tup
         most = p + ((3 * i + 3) // 4 if full else (2 * i + 1) // 3)
         left = min(out + back, most) if m >= 2 * p else out + back
         rest = min(2 * m, 2 * p) - left
-        both = InFlight((rest / 2, rest / 2), (left / 2, left / 2), ends=True)
-        return InFlight((out, back), (0, 0)), both
+        both = HeldMicroBatches((rest / 2, rest / 2), (left / 2, left / 2), ends=True)
+        return HeldMicroBatches((out, back), (0, 0)), both
     if v == 1:
-        return (InFlight((min(m, p - i),), (0,)),)
+        return (HeldMicroBatches((min(m, p - i),), (0,)),)
     each = round_size(p, m)
     chunks = min(m * v, each * (v - 1) + 2 * (p - i - 1) + 1)
     held = [min(each, max(0, chunks - each * chunk)) for chunk in range(v)]
     held[0] += max(0, chunks - each * v)  # of the next round
-    return (InFlight(tuple(held), (0,) * v),)
+    return (HeldMicroBatches(tuple(held), (0,) * v),)
 
 
-def in_flight_at_the_end(layout: PlannedLayout, stage: int, micro_batches: int) -> InFlight:
+def in_flight_at_the_end(layout: PlannedLayout, stage: int, micro_batches: int) -> HeldMicroBatches:
     """Return the micro-batches in flight when only the first chunk has backward passes left.
 
     An interleaved stage then holds a round of micro-batches. In a folded schedule, a stage holds
@@ -115,7 +119,7 @@ def in_flight_at_the_end(layout: PlannedLayout, stage: int, micro_batches: int) 
     else:
         held = min(micro_batches, layout.pipeline - stage)
     others = (0,) * (layout.virtual_stages - 1)
-    return InFlight((held, *others), (0, *others))
+    return HeldMicroBatches((held, *others), (0, *others))
 
 
 def round_size(stages: int, micro_batches: int) -> int:
@@ -136,7 +140,7 @@ def most_activations(job: Job, stage: int, *, forward_of_zb_v: bool = False) -> 
     return max(held_activations(job, stage, each) for each in moments) + receive_bytes(job)
 
 
-def held_activations(job: Job, stage: int, moment: InFlight) -> float:
+def held_activations(job: Job, stage: int, moment: HeldMicroBatches) -> float:
     """Return the bytes of a stage's activations at a moment."""
     held = sum(moment.whole) * boundary_bytes(job, stage)
     dense, blocks = dense_blocks(job)[stage], blocks_of_stages(job)[stage]
@@ -198,12 +202,12 @@ def block_bytes(
         norms = 2 * footprint.norm * h + 2 * 4
     whole = norms + (2 * h if footprint.dropout or model.dropout else 0)
     split = size * (q + 2 * k) + size * q
-    if model.positions == "rope" and not footprint.apart:
+    if model.positions == "rope" and not footprint.separate_qkv:
         split += size * (q + k)
     if model.qk_norm:
-        more = size * (q + 2 * k) if footprint.apart else (footprint.norm - size) * (q + k)
+        more = size * (q + 2 * k) if footprint.separate_qkv else (footprint.norm - size) * (q + k)
         split += more + 4 * (model.heads + model.kv_heads)
-    split += size * (footprint.gated if model.activation == "swiglu" else 2) * f
+    split += size * (footprint.swiglu_tensors if model.activation == "swiglu" else 2) * f
     split += core_bytes(model, layout, footprint, fused_attention)
     split += routed_bytes(model, layout, footprint, imbalance)
     return tokens * (whole / layout.sequence_ranks + split / t)

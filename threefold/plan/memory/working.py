@@ -111,7 +111,7 @@ def _needs_of_later_pass(job: Job) -> float:
 def _needs_of_pass(job: Job, *, first_only: bool) -> float:
     """Return the bytes of a block's backward pass, without its attention's dropout."""
     footprint = job.footprint
-    needs = footprint.rows * row_bytes(job)
+    needs = footprint.working_tensors * row_bytes(job)
     needs += footprint.weight * mlp_working_elements(job, first_only)
     needs += routed_working_bytes(job)
     return max(needs, context_bytes(job, backward=True))

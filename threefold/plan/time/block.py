@@ -307,19 +307,21 @@ def block_passes(job: Job) -> ForwardBackward:
     elementwise, elementwise_backward = _elementwise(job)
     tensor, tensor_backward = _tensor_collectives(job)
     context, context_backward = _context_collectives(
-        job, core / software.era, core_backward / software.era
+        job, core / software.kernel_efficiency, core_backward / software.kernel_efficiency
     )
 
     expert, expert_backward = _expert_collectives(job)
     columns = _column_collectives(job)
-    forward = (matmuls + core + elementwise) / software.era
-    backward = (matmuls_backward + core_backward + elementwise_backward) / software.era
+    forward = (matmuls + core + elementwise) / software.kernel_efficiency
+    backward = (
+        matmuls_backward + core_backward + elementwise_backward
+    ) / software.kernel_efficiency
     recomputing = PassTime()
     if layout.recompute == "full":
         again = max(forward, software.block_seconds)
         recomputing = PassTime(again, tensor + columns, context, expert)
     elif layout.recompute == "selective":
-        recomputing = PassTime(core / software.era, context=context)
+        recomputing = PassTime(core / software.kernel_efficiency, context=context)
     host, host_backward = software.block_seconds, 2 * software.block_seconds
     ahead = PassTime(max(forward, host), tensor + columns, context, expert)
     slower = max(backward, host_backward)
@@ -328,7 +330,7 @@ def block_passes(job: Job) -> ForwardBackward:
     # The backward pass has three collectives for every two of the forward pass. One of the three
     # gathers an input again for the gradient of a weight.
     gathered = tensor_backward / 3 if layout.sequence_parallel else 0.0
-    weights = PassTime(matmuls_of_weights / software.era, gathered)
+    weights = PassTime(matmuls_of_weights / software.kernel_efficiency, gathered)
     if job.shards_in_passes:
         ahead, back = _with_shards(job, ahead, back)
     return ForwardBackward(ahead, back, weights)
@@ -506,7 +508,7 @@ def _expert_collectives(job: Job) -> tuple[float, float]:
         back = [first.backward + of_experts, second.backward]
 
     def exposed(*computed: float) -> float:
-        return sum(once - share * min(once, each / software.era) for each in computed)
+        return sum(once - share * min(once, each / software.kernel_efficiency) for each in computed)
 
     return exposed(first.forward, second.forward), exposed(*back)
 
@@ -526,8 +528,8 @@ def _column_collectives(job: Job) -> float:
 def context_seconds(job: Job) -> tuple[float, float]:
     """Return the exposed times of a block's communication on the context axis, in both passes."""
     core, core_backward = _attention(job)
-    era = job.software.era
-    return _context_collectives(job, core / era, core_backward / era)
+    efficiency = job.software.kernel_efficiency
+    return _context_collectives(job, core / efficiency, core_backward / efficiency)
 
 
 def _context_collectives(job: Job, core: float, core_backward: float) -> tuple[float, float]:
@@ -611,7 +613,12 @@ def _exposed(job: Job, communication: float, computation: float) -> float:
 @lru_cache(maxsize=4096)
 def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
     """Return the times of the embedding, and those of the final norm, the logits and the loss."""
-    gpu, t, precision, era = job.machine.gpu, job.layout.tensor, job.precision, job.software.era
+    gpu, t, precision, efficiency = (
+        job.machine.gpu,
+        job.layout.tensor,
+        job.precision,
+        job.software.kernel_efficiency,
+    )
     tokens, h = tokens_per_micro_batch(job.model, job.layout), job.model.hidden_size
     row = tokens * h * BYTES[precision]
     reduced = all_reduce_seconds(job.machine, row, ranks=t, stride=1)
@@ -632,9 +639,11 @@ def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
         loss = memory_seconds(gpu, tokens * columns * LOSS_PASSES * BYTES[precision])
         scaled = memory_seconds(gpu, 2 * (row + h * columns * BYTES[precision]))
         return embedding, ForwardBackward(
-            PassTime((logits + backward + weight + loss) / era), PassTime(scaled / era, reduced)
+            PassTime((logits + backward + weight + loss) / efficiency),
+            PassTime(scaled / efficiency, reduced),
         )
     loss = memory_seconds(gpu, tokens * columns * LOSS_BYTES / 2)
     return embedding, ForwardBackward(
-        PassTime((logits + loss) / era), PassTime((backward + weight + loss) / era, reduced)
+        PassTime((logits + loss) / efficiency),
+        PassTime((backward + weight + loss) / efficiency, reduced),
     )

@@ -90,7 +90,7 @@ def step_time(job: Job) -> StepTime:
         bubble=bubble,
         data=data,
         optimizer=optimizer,
-        waiting=busy * machine.gpu.straggling * software.straggling * doublings,
+        waiting=busy * machine.gpu.straggling * software.straggler_factor * doublings,
         forward=tuple(each.forward.total for each in stages),
         backward=tuple(each.backward.total for each in stages),
         context=job.micro_batches * (forward.context + backward.context),

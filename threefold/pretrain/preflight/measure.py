@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.engine.build import DTYPES
-from threefold.pretrain.preflight.judge import DeviceReport, LinkReport, Scope, pair_rounds
+from threefold.pretrain.preflight.evaluate import DeviceReport, LinkReport, Scope, pair_rounds
 
 # Timing of matmuls, transfers and all-reduces, for the preflight and for `sweep.py links`.
 

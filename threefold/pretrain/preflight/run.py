@@ -1,4 +1,4 @@
-"""The preflight of a run: measure the devices and links, judge them, and report."""
+"""The preflight of a run: measure the devices and links, evaluate the measurements, and report."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from models.errors import UserError
 from threefold.engine.axes import ParallelAxes
 from threefold.pretrain.experiment import Experiment, machine_of
-from threefold.pretrain.preflight.judge import (
+from threefold.pretrain.preflight.evaluate import (
     DATA,
     MATMUL,
     MAX_BLAMED_NODES,
@@ -22,15 +22,15 @@ from threefold.pretrain.preflight.judge import (
     SPARE_NODES,
     TENSOR,
     DeviceReport,
-    Finding,
+    Issue,
     LinkReport,
     Planned,
+    PreflightResult,
     RankLayout,
     Severity,
     Summary,
-    Verdict,
     best_of,
-    judge,
+    evaluate,
     planned,
     scopes,
     unit,
@@ -52,10 +52,10 @@ from threefold.tracking.clocks import Startup
 MAX_IN_MESSAGE = 8
 
 
-def healthy_line(verdict: Verdict, hosts: Sequence[str], seconds: float) -> str:
+def healthy_line(result: PreflightResult, hosts: Sequence[str], seconds: float) -> str:
     """Return a line with the median of each measure, and the slowest device."""
     parts = []
-    for measure, summary in verdict.summaries.items():
+    for measure, summary in result.summaries.items():
         part = f"{measure} {number(summary.median)} {unit(measure)}"
         details = []
         if measure == MATMUL and len(hosts) > 1:
@@ -67,44 +67,44 @@ def healthy_line(verdict: Verdict, hosts: Sequence[str], seconds: float) -> str:
     return f"preflight: {'; '.join(parts)}; in {seconds:.1f} s"
 
 
-def warnings(verdict: Verdict, hosts: Sequence[str]) -> list[str]:
-    """Return a sentence for each finding and each mismatch with the planner.
+def warnings(result: PreflightResult, hosts: Sequence[str]) -> list[str]:
+    """Return a sentence for each issue and each mismatch with the planner.
 
-    At most MAX_IN_MESSAGE findings are in the list.
+    At most MAX_IN_MESSAGE issues are in the list.
 
     Args:
         hosts: name of the host of each rank
     """
-    found = [f"preflight: {sentence(finding, hosts)}" for finding in verdict.findings]
+    found = [f"preflight: {sentence(issue, hosts)}" for issue in result.issues]
     more = len(found) - MAX_IN_MESSAGE
     if more > 0:
-        found[MAX_IN_MESSAGE:] = [f"preflight: {more} more findings of this kind"]
+        found[MAX_IN_MESSAGE:] = [f"preflight: {more} more issues of this kind"]
     return found + [
-        f"preflight: {mismatch(measure, verdict.summaries.get(measure))}"
-        for measure in verdict.mismatches
+        f"preflight: {mismatch(measure, result.summaries.get(measure))}"
+        for measure in result.mismatches
     ]
 
 
-def sentence(finding: Finding, hosts: Sequence[str]) -> str:
-    """Return a finding as a sentence."""
-    ranks, measure = finding.ranks, finding.measure
+def sentence(issue: Issue, hosts: Sequence[str]) -> str:
+    """Return a issue as a sentence."""
+    ranks, measure = issue.ranks, issue.measure
     names = dict.fromkeys(hosts[rank] for rank in ranks)
     numbers = shortened(map(str, ranks))
     who = f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers} ({shortened(names)})"
-    if finding.severity == Severity.BROKEN:
-        return f"{who}: {finding.problem}"
-    assert finding.value is not None and finding.median_of_others is not None
+    if issue.severity == Severity.BROKEN:
+        return f"{who}: {issue.problem}"
+    assert issue.value is not None and issue.median_of_others is not None
     of = unit(measure)
-    planned = f", planned {number(finding.planned)} {of}" if finding.planned else ""
+    planned = f", planned {number(issue.planned)} {of}" if issue.planned else ""
     if measure == MEMORY:
         return (
-            f"{who}: {number(finding.value)} {of} of memory are free, the median of the others is "
-            f"{number(finding.median_of_others)} {of}{planned}; another process may use the device"
+            f"{who}: {number(issue.value)} {of} of memory are free, the median of the others is "
+            f"{number(issue.median_of_others)} {of}{planned}; another process may use the device"
         )
-    shared = "; the nodes cannot be told apart" if finding.severity == Severity.SHARED else ""
+    shared = "; the nodes cannot be told apart" if issue.severity == Severity.SHARED else ""
     return (
-        f"{who}: {measure} {number(finding.value)} {of}, the median of the others is "
-        f"{number(finding.median_of_others)} {of}{planned}{shared}"
+        f"{who}: {measure} {number(issue.value)} {of}, the median of the others is "
+        f"{number(issue.median_of_others)} {of}{planned}{shared}"
     )
 
 
@@ -130,25 +130,25 @@ def mismatch(measure: str, summary: Summary | None) -> str:
 
 
 def event(
-    verdict: Verdict, layout: RankLayout, hosts: Sequence[str], seconds: float
+    result: PreflightResult, layout: RankLayout, hosts: Sequence[str], seconds: float
 ) -> dict[str, Any]:
-    """Return the facts of the event `preflight`, at most MAX_IN_MESSAGE findings of them."""
+    """Return the facts of the event `preflight`, at most MAX_IN_MESSAGE issues of them."""
     facts: dict[str, Any] = {
         "seconds": round(seconds, 3),
-        "measures": {name: _summary(each, hosts) for name, each in verdict.summaries.items()},
+        "measures": {name: _summary(each, hosts) for name, each in result.summaries.items()},
     }
-    if verdict.findings:
-        facts["findings"] = [sentence(each, hosts) for each in verdict.findings[:MAX_IN_MESSAGE]]
-    if verdict.mismatches:
-        facts["below_plan"] = list(verdict.mismatches)
-    if verdict.left_out:
+    if result.issues:
+        facts["issues"] = [sentence(each, hosts) for each in result.issues[:MAX_IN_MESSAGE]]
+    if result.mismatches:
+        facts["below_plan"] = list(result.mismatches)
+    if result.left_out:
         facts["left_out"] = [
             {
                 "rank": node * layout.per_node,
                 "reason": sentence(each, hosts),
                 "broken": each.severity == Severity.BROKEN,
             }
-            for node, each in verdict.left_out.items()
+            for node, each in result.left_out.items()
         ]
     return facts
 
@@ -195,11 +195,11 @@ def check_nodes(
         return
     with hang_limit(handle.supervisor):
         test = Preflight(experiment, handle, axes)
-        verdict = test.run()
+        result = test.run()
         if world.rank == 0:
             with handle.supervisor.crumb.waiting_for_disk("writing the result of the preflight"):
-                report(handle, verdict, test, step)
-        stops = test.tree.broadcast(verdict.stops)
+                report(handle, result, test, step)
+        stops = test.tree.broadcast(result.stops)
     startup.mark("preflight")
     if stops:  # nothing more must be asked of a device that may have failed
         exit_now(UNFIT)
@@ -233,22 +233,22 @@ class Preflight:
         self.groups = {measure: groups[measure] for measure in self.layout.groups}
         self.seconds = 0.0
 
-    def run(self) -> Verdict:
-        """Measure, and judge.
+    def run(self) -> PreflightResult:
+        """Measure and evaluate.
 
         If anything seems slow, all measurements are repeated, and the better result of each counts.
 
         Returns:
-            The verdict on rank 0, and an empty one on the others.
+            The result on rank 0, and an empty one on the others.
         """
         began = time.monotonic()
         measured = self._measure()
-        verdict = self._judge(measured)
-        if self.tree.broadcast(verdict.has_slow):
+        result = self._evaluate(measured)
+        if self.tree.broadcast(result.has_slow):
             again = self._measure()
-            verdict = self._judge(best_of(measured, again))
+            result = self._evaluate(best_of(measured, again))
         self.seconds = time.monotonic() - began
-        return verdict
+        return result
 
     def _measure(self) -> Measured:
         """Measure the devices, and the links if all devices work; the results are on rank 0."""
@@ -262,12 +262,12 @@ class Preflight:
         measured = test.measure(scopes(size, self.layout.per_node, dims.pipeline), self.groups)
         return devices, list(self.tree.gather(measured).values())
 
-    def _judge(self, measured: Measured) -> Verdict:
-        """Return the verdict on rank 0, and an empty one on the others."""
+    def _evaluate(self, measured: Measured) -> PreflightResult:
+        """Return the result on rank 0, and an empty one on the others."""
         if self.experiment.world.rank != 0:
-            return Verdict()
+            return PreflightResult()
         devices, links = measured
-        return judge(
+        return evaluate(
             devices,
             links=links,
             layout=self.layout,
@@ -292,17 +292,17 @@ class Preflight:
         )
 
 
-def report(handle: RunHandle, verdict: Verdict, test: Preflight, step: int) -> None:
+def report(handle: RunHandle, result: PreflightResult, test: Preflight, step: int) -> None:
     """Print and record the result; on rank 0."""
     folder, hosts = handle.folder, test.hosts
-    folder.event("preflight", step, **event(verdict, test.layout, hosts, test.seconds))
-    if verdict.findings or verdict.mismatches:
-        print("\n".join(warnings(verdict, hosts)), file=sys.stderr, flush=True)
+    folder.event("preflight", step, **event(result, test.layout, hosts, test.seconds))
+    if result.issues or result.mismatches:
+        print("\n".join(warnings(result, hosts)), file=sys.stderr, flush=True)
     else:
-        print(f"  {healthy_line(verdict, hosts, test.seconds)}", flush=True)
-    if not verdict.stops:
+        print(f"  {healthy_line(result, hosts, test.seconds)}", flush=True)
+    if not result.stops:
         return
-    nodes = ", ".join(dict.fromkeys(hosts[each.ranks[0]] for each in verdict.left_out.values()))
+    nodes = ", ".join(dict.fromkeys(hosts[each.ranks[0]] for each in result.left_out.values()))
     if SPARE_NODES in os.environ and nodes:
         reason = f"preflight: launch.py continues without {nodes}"
     elif nodes:

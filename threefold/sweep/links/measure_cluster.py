@@ -18,15 +18,15 @@ from threefold.sweep.links import fit
 from threefold.sweep.links.fit import FitFailed, LinkFit, Links, fitted_gpu
 from threefold.sweep.links.measurements import MATMUL_SIZE, SIZES, LinkTime, Measurements
 from threefold.sweep.ranks.controller import (
-    World,
-    WorldAbandoned,
-    WorldFailed,
-    WorldsFolder,
+    Workers,
+    WorkersAbandoned,
+    WorkersFailed,
+    WorkersFolder,
 )
 from threefold.sweep.ranks.launchers import Launcher
-from threefold.sweep.trial import WorldKind
+from threefold.sweep.trial import WorkerKind
 
-WORLDS = REPOSITORY / "runs" / "links"  # of all commands; on a file system that all nodes share
+WORKERS = REPOSITORY / "runs" / "links"  # of all commands; on a file system that all nodes share
 SECONDS_TO_MEASURE = 600.0
 KEY = "links"  # in place of the key of a trial
 VERBS = {"out_of_memory": "ran out of memory", "hung": "hung", "crashed": "crashed"}
@@ -44,7 +44,7 @@ class Preflight:
     name: str
     file: Path
     source: Gpu
-    kind: WorldKind
+    kind: WorkerKind
     seconds: float = SECONDS_TO_MEASURE
 
     @classmethod
@@ -63,7 +63,7 @@ class Preflight:
             UserError: an option is not valid.
         """
         source = load_gpu(gpu or str(DEFAULT_CLUSTER["gpu"]))
-        kind = WorldKind(
+        kind = WorkerKind(
             nodes=nodes or int(DEFAULT_CLUSTER["nodes"]),
             gpus_per_node=gpus_per_node or int(DEFAULT_CLUSTER["gpus_per_node"]),
             gpu=source.name,
@@ -106,17 +106,17 @@ class Preflight:
         """Start the ranks, let them measure, and stop them."""
         with worlds_folder() as folder:
             try:
-                world = World.start(self.kind, (folder / "world").resolve(), launcher)
-            except WorldFailed as problem:
+                workers = Workers.start(self.kind, (folder / "workers").resolve(), launcher)
+            except WorkersFailed as problem:
                 raise SweepStopped(f"the ranks cannot be started: {problem}") from None
             try:
-                result = world.run(self._request(), self.seconds)
-            except WorldAbandoned:
+                result = workers.run(self._request(), self.seconds)
+            except WorkersAbandoned:
                 raise SweepStopped(
                     "the ranks have exited because this command was suspended; rerun it"
                 ) from None
             finally:
-                world.stop()
+                workers.stop()
         if result.outcome == "rejected":
             raise UserError(result.reason)
         if result.links is None:
@@ -142,12 +142,12 @@ class Preflight:
 
 @contextmanager
 def worlds_folder() -> Iterator[Path]:
-    """Create a folder for a world, and remove it at the end.
+    """Create a folder for workers, and remove it at the end.
 
     Raises:
         SweepStopped: the folder cannot be written.
     """
-    folder = WorldsFolder(WORLDS)
+    folder = WorkersFolder(WORKERS)
     try:
         folder.create()
     except OSError as problem:
@@ -173,7 +173,7 @@ SHOWN_LINKS = (
 )  # fmt: skip
 
 
-def report_lines(measured: Measurements, gpu: Gpu, kind: WorldKind, file: Path) -> Iterator[str]:
+def report_lines(measured: Measurements, gpu: Gpu, kind: WorkerKind, file: Path) -> Iterator[str]:
     """Yield the table of a preflight."""
     rank, slowest = measured.slowest
     yield (
@@ -203,7 +203,7 @@ def report_lines(measured: Measurements, gpu: Gpu, kind: WorldKind, file: Path) 
     yield f'To use it: [cluster] gpu = "{gpu.name}" in a recipe, or plan.py --gpu {gpu.name}'
 
 
-def report_table(measured: Measurements, gpu: Gpu, kind: WorldKind, file: Path) -> dict[str, Any]:
+def report_table(measured: Measurements, gpu: Gpu, kind: WorkerKind, file: Path) -> dict[str, Any]:
     """Return the table for --json."""
     rank, slowest = measured.slowest
     values = {key: value for key, value in vars(gpu).items() if "link" in key or "network" in key}
@@ -234,7 +234,7 @@ def report_table(measured: Measurements, gpu: Gpu, kind: WorldKind, file: Path) 
 
 
 def with_plans(
-    times: Sequence[LinkTime], gpu: Gpu, kind: WorldKind
+    times: Sequence[LinkTime], gpu: Gpu, kind: WorkerKind
 ) -> Iterator[tuple[LinkTime, float]]:
     """Yield each time with the planner's seconds for the written datasheet."""
     fit, links = LinkFit(gpu, kind.gpus_per_node), Links.of(gpu)

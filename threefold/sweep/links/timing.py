@@ -1,4 +1,4 @@
-"""Timing of matmuls, transfers and all-reduces in the ranks of a world."""
+"""Timing of matmuls, transfers and all-reduces in the workers of a sweep."""
 
 from collections.abc import Callable
 from statistics import median

@@ -1,4 +1,4 @@
-"""A world of ranks that measures trials, from the scheduler's perspective, and its folder."""
+"""The workers of a sweep, which measure trials, as the scheduler sees them, and their folder."""
 
 import contextlib
 import os
@@ -18,8 +18,14 @@ from threefold.run_folder.lock import is_running, machine_id
 from threefold.runtime.launchers import start_ticks
 from threefold.runtime.ranks import Processes, log_file, log_tails
 from threefold.sweep.ranks.launchers import Launcher
-from threefold.sweep.ranks.protocol import ABANDONED, START, WorldFiles, read_message, write_message
-from threefold.sweep.trial import Result, WorldKind
+from threefold.sweep.ranks.protocol import (
+    ABANDONED,
+    START,
+    WorkerFiles,
+    read_message,
+    write_message,
+)
+from threefold.sweep.trial import Result, WorkerKind
 
 SECONDS_TO_START = 600.0  # imports from a busy network file system take minutes
 POLL_SECONDS = 0.05
@@ -28,59 +34,59 @@ PASSED_VARIABLES = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 MAX_LOGS = 4  # of ranks, in a result
 
 
-class WorldFailed(Exception):
-    """The ranks of a world could not be started."""
+class WorkersFailed(Exception):
+    """The workers could not be started."""
 
 
-class WorldAbandoned(Exception):
+class WorkersAbandoned(Exception):
     """The ranks have exited because this process was suspended, for example by Ctrl-Z."""
 
 
 @dataclass
-class World:
+class Workers:
     """The ranks that measure trials of one kind, one after the other.
 
     Attributes:
-        kind: the kind of world, which decides the trials that it can measure
+        kind: the properties that decide which trials the workers can measure
         processes: the ranks, or the process of their launcher
         number: number of the current trial
     """
 
-    kind: WorldKind
-    files: WorldFiles
+    kind: WorkerKind
+    files: WorkerFiles
     processes: Processes = field(default_factory=Processes)
     number: int = START
 
     @classmethod
-    def start(cls, kind: WorldKind, folder: Path, launcher: Launcher) -> "World":
+    def start(cls, kind: WorkerKind, folder: Path, launcher: Launcher) -> "Workers":
         """Start the ranks, and wait until all have joined the process group.
 
         Args:
-            folder: folder to create for the files of the world
+            folder: folder to create for the files of the workers
 
         Raises:
-            WorldFailed: the ranks did not start.
+            WorkersFailed: the ranks did not start.
         """
-        world = cls(kind, WorldFiles(folder))
-        world.files.create(rank_settings(kind), kind.size)
+        workers = cls(kind, WorkerFiles(folder))
+        workers.files.create(rank_settings(kind), kind.size)
         try:
-            world.processes = launcher.start(world.files, kind)
-            result = world._wait(SECONDS_TO_START)
+            workers.processes = launcher.start(workers.files, kind)
+            result = workers._wait(SECONDS_TO_START)
             if result.outcome != "ok":
-                raise WorldFailed(f"{result.reason}\n{result.log}".strip())
+                raise WorkersFailed(f"{result.reason}\n{result.log}".strip())
         except BaseException:
-            world.stop()
+            workers.stop()
             raise
-        return world
+        return workers
 
     def run(self, table: dict[str, Any], seconds: float) -> Result:
-        """Measure a trial. After any outcome other than "ok", the caller must stop the world.
+        """Measure a trial. After any outcome other than "ok", the caller must stop the workers.
 
         Args:
             table: the request, which `measuring.measure` reads
 
         Raises:
-            WorldAbandoned: the ranks have exited because they saw no heartbeat.
+            WorkersAbandoned: the ranks have exited because they saw no heartbeat.
         """
         self.number += 1
         started = time.monotonic()
@@ -89,7 +95,7 @@ class World:
         return Result(**vars(result) | {"seconds": time.monotonic() - started})
 
     def stop(self) -> None:
-        """End all ranks, and remove the files of the world.
+        """End all ranks, and remove the files of the workers.
 
         Ranks on other nodes exit when the folder disappears, even if the launcher cannot end them.
         """
@@ -120,7 +126,7 @@ class World:
             failures = self._failures()
         ended = self.processes.ended()
         if ABANDONED in ended.values():
-            raise WorldAbandoned
+            raise WorkersAbandoned
         killed = {name: code for name, code in ended.items() if code < 0}
         for failure in failures:  # the cause; other ranks may then fail as they lose connections
             if failure["outcome"] == "out_of_memory":
@@ -153,7 +159,7 @@ class World:
         return log_tails([self.files.launcher_log, *logs])
 
 
-def rank_settings(kind: WorldKind) -> dict[str, Any]:
+def rank_settings(kind: WorkerKind) -> dict[str, Any]:
     """Return the settings that the ranks read before they import torch.
 
     Launchers do not pass all environment variables to other nodes.
@@ -168,14 +174,14 @@ def rank_settings(kind: WorldKind) -> dict[str, Any]:
     }
 
 
-# The folder of the worlds that one command starts, with the heartbeat that their ranks watch.
+# The folder of the workers that one command starts, with the heartbeat that their ranks watch.
 
 HEARTBEAT_SECONDS = 2.0
 ABANDONED_SECONDS = 60.0  # without a heartbeat; ranks exit after 30 (rank_watch.py)
 
 
-class WorldsFolder:
-    """A folder of one command's worlds, next to those of other commands.
+class WorkersFolder:
+    """A folder of one command's workers, next to those of other commands.
 
     Its name identifies the process that owns it, so that other commands can remove it even if the
     owner was killed before it wrote the first file.

@@ -1,4 +1,4 @@
-"""Launchers that start the ranks of a world: on this machine, with `deepspeed` or with `srun`."""
+"""Launchers that start the workers of a sweep: on this machine, with `deepspeed` or with `srun`."""
 
 import os
 import shlex
@@ -12,22 +12,22 @@ from models.errors import UserError, reason_of
 from threefold.launch.hosts import read_hostfile
 from threefold.runtime.launchers import random_port
 from threefold.runtime.ranks import Processes, start_interpreters
-from threefold.sweep.ranks.protocol import WorldFiles
-from threefold.sweep.trial import WorldKind
+from threefold.sweep.ranks.protocol import WorkerFiles
+from threefold.sweep.trial import WorkerKind
 
 
 class Launcher(Protocol):
-    """A way to start the ranks of a world."""
+    """A way to start workers."""
 
-    def check(self, kind: WorldKind) -> None:
-        """Check that the launcher can start a world.
+    def check(self, kind: WorkerKind) -> None:
+        """Check that the launcher can start the workers.
 
         Raises:
             UserError: it cannot.
         """
 
-    def start(self, files: WorldFiles, kind: WorldKind) -> Processes:
-        """Start all ranks of a world."""
+    def start(self, files: WorkerFiles, kind: WorkerKind) -> Processes:
+        """Start all workers."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LocalLauncher:
 
     program: Path
 
-    def check(self, kind: WorldKind) -> None:
+    def check(self, kind: WorkerKind) -> None:
         """See `Launcher`."""
         if kind.nodes > 1:
             raise UserError(
@@ -48,7 +48,7 @@ class LocalLauncher:
                 f"run on this machine; use --nodes 1, or --hostfile FILE"
             )
 
-    def start(self, files: WorldFiles, kind: WorldKind) -> Processes:
+    def start(self, files: WorkerFiles, kind: WorkerKind) -> Processes:
         """See `Launcher`."""
         arguments = [str(self.program), "--rank-of", str(files.folder)]
         return start_interpreters(kind.size, arguments, logs=files.folder, variables={})
@@ -61,7 +61,7 @@ class DeepSpeedLauncher:
     program: Path
     hostfile: Path
 
-    def check(self, kind: WorldKind) -> None:
+    def check(self, kind: WorkerKind) -> None:
         """See `Launcher`."""
         hosts = read_hostfile(self.hostfile, processes=kind.gpus_per_node)
         if len(hosts) < kind.nodes:
@@ -70,7 +70,7 @@ class DeepSpeedLauncher:
                 f"{kind.nodes}; use --nodes {len(hosts)} or fewer"
             )
 
-    def start(self, files: WorldFiles, kind: WorldKind) -> Processes:
+    def start(self, files: WorkerFiles, kind: WorkerKind) -> Processes:
         """See `Launcher`."""
         deepspeed = Path(sys.executable).with_name("deepspeed")
         command = [
@@ -93,7 +93,7 @@ class SlurmLauncher:
 
     program: Path
 
-    def check(self, kind: WorldKind) -> None:
+    def check(self, kind: WorkerKind) -> None:
         """See `Launcher`."""
         allocated = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
         if kind.nodes > allocated:
@@ -102,7 +102,7 @@ class SlurmLauncher:
                 f"--nodes {allocated} or fewer, or a larger allocation"
             )
 
-    def start(self, files: WorldFiles, kind: WorldKind) -> Processes:
+    def start(self, files: WorkerFiles, kind: WorkerKind) -> Processes:
         """See `Launcher`."""
         command = [
             *("srun", f"--nodes={kind.nodes}", f"--ntasks={kind.size}"),

@@ -2,7 +2,7 @@
 
 All files exist before the ranks start, and are later replaced as a whole. A network file system
 shows new content the next time a file is opened, but it may hide a new file for half a minute. Each
-message contains the number of its trial; number 0 stands for the start of the world.
+message contains the number of its trial; number 0 stands for the start of the workers.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any
 START = 0
 
 
-class WorldFiles:
-    """The files of a world, in a folder that the scheduler and all ranks can access.
+class WorkerFiles:
+    """The files of workers, in a folder that the scheduler and all ranks can access.
 
     The ranks exit when the folder disappears.
     """
@@ -36,7 +36,7 @@ class WorldFiles:
         return self.folder / f"failure-{rank}.json"
 
     def create(self, settings: dict[str, Any], size: int) -> None:
-        """Create the folder and its files for a world of `size` ranks."""
+        """Create the folder and its files for `size` workers."""
         self.folder.mkdir()
         for rank in range(size):
             write_message(self.failure(rank), {})
@@ -78,7 +78,7 @@ class RankWatch(threading.Thread):
     otherwise return an outdated time.
     """
 
-    def __init__(self, files: WorldFiles):
+    def __init__(self, files: WorkerFiles):
         super().__init__(name="rank watch", daemon=True)
         self.files = files
         self.number = START
@@ -113,7 +113,7 @@ class RankWatch(threading.Thread):
             return None
 
     def _is_over(self) -> bool:
-        """Return True if the scheduler has removed the world."""
+        """Return True if the scheduler has removed the folder."""
         try:
             self.files.settings.open("rb").close()
         except FileNotFoundError:

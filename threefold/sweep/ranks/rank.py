@@ -1,4 +1,4 @@
-"""A rank of a world: waits for trials, measures them, and ends with its scheduler."""
+"""A worker of a sweep: waits for trials, measures them, and ends with its scheduler."""
 
 import os
 import time
@@ -10,7 +10,13 @@ from models.errors import UserError
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.runtime.environment import set_torch_variables
 from threefold.runtime.ranks import log_file
-from threefold.sweep.ranks.protocol import START, RankWatch, WorldFiles, read_message, write_message
+from threefold.sweep.ranks.protocol import (
+    START,
+    RankWatch,
+    WorkerFiles,
+    read_message,
+    write_message,
+)
 from threefold.sweep.trial import Outcome
 
 MAX_REASON_CHARACTERS = 300
@@ -24,8 +30,8 @@ OUT_OF_MEMORY_TEXTS = (  # in errors of CUDA, torch on the CPU, cuBLAS and NCCL
 
 
 def run_rank(folder: Path) -> NoReturn:
-    """Run a rank until its world is stopped."""
-    files = WorldFiles(folder)
+    """Run a rank until the workers are stopped."""
+    files = WorkerFiles(folder)
     settings = read_settings(files)
     os.environ.update(settings["environment"])
     set_torch_variables(
@@ -48,15 +54,15 @@ def run_rank(folder: Path) -> NoReturn:
         time.sleep(1)
 
 
-def read_settings(files: WorldFiles) -> dict:
-    """Return the settings of the world, or end this process if the world is over."""
+def read_settings(files: WorkerFiles) -> dict:
+    """Return the settings of the workers, or end this process if they were stopped."""
     settings = read_message(files.settings, START)
     if settings is None:
-        raise SystemExit(f"{files.folder} is not the folder of a running world")
+        raise SystemExit(f"{files.folder} is not the folder of running workers")
     return settings
 
 
-def report_failure(files: WorldFiles, rank: int, number: int, problem: BaseException) -> None:
+def report_failure(files: WorkerFiles, rank: int, number: int, problem: BaseException) -> None:
     """Report an exception to the scheduler."""
     log = "".join(traceback.format_exception(problem)).splitlines()[-MAX_TRACEBACK_LINES:]
     traceback.print_exception(problem)

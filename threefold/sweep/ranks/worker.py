@@ -1,4 +1,4 @@
-"""Measurement of trials in the ranks of a world: step times and peak memory."""
+"""Measurement of trials in the workers of a sweep: step times and peak memory."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,13 @@ from threefold.sweep.breakdown import split_of_rank
 from threefold.sweep.breakdown_parts import PartSeconds, split_of_slowest
 from threefold.sweep.links.timing import measure_links
 from threefold.sweep.ranks.engines import checked_recipe, release
-from threefold.sweep.ranks.protocol import START, RankWatch, WorldFiles, read_message, write_message
+from threefold.sweep.ranks.protocol import (
+    START,
+    RankWatch,
+    WorkerFiles,
+    read_message,
+    write_message,
+)
 from threefold.sweep.trial import Result
 from threefold.sweep.width_transfer.measure import measure_training
 
@@ -33,7 +39,7 @@ SECONDS_BETWEEN_TRIALS = timedelta(days=1)  # RankWatch ends abandoned ranks muc
 
 
 def serve(
-    files: WorldFiles, world: LaunchEnvironment, watch: RankWatch, *, deterministic: bool
+    files: WorkerFiles, world: LaunchEnvironment, watch: RankWatch, *, deterministic: bool
 ) -> None:
     """Measure trials until this process is ended.
 
@@ -64,7 +70,7 @@ def serve(
 
 
 def next_request(
-    files: WorldFiles, world: LaunchEnvironment, control: dist.ProcessGroup, number: int
+    files: WorkerFiles, world: LaunchEnvironment, control: dist.ProcessGroup, number: int
 ) -> dict[str, Any]:
     """Return the next request on all ranks; only rank 0 reads files."""
     box: list[dict[str, Any] | None] = [None]
@@ -75,7 +81,7 @@ def next_request(
     return box[0]
 
 
-def write_result(files: WorldFiles, number: int, result: Result) -> None:
+def write_result(files: WorkerFiles, number: int, result: Result) -> None:
     """Write a result for the scheduler."""
     write_message(files.result, {"number": number, "result": result.as_json()})
 

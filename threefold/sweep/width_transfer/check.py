@@ -150,12 +150,12 @@ def check_trials(trials: Sequence[TrainingTrial], launcher: Launcher) -> None:
     Raises:
         UserError: ranks cannot be started, or a layout does not fit the ranks.
     """
-    for kind in {trial.world for trial in trials}:
+    for kind in {trial.workers for trial in trials}:
         launcher.check(kind)
     for trial in trials:
         local = trial.cluster.gpus_per_node
         dims = trial.recipe.parallel_dims(
-            LaunchEnvironment(size=trial.world.size, local_size=local)
+            LaunchEnvironment(size=trial.workers.size, local_size=local)
         )
         build_deepspeed_config(trial.recipe, dims)
 

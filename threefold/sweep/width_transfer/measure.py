@@ -1,4 +1,4 @@
-"""Training of a trial in the ranks of a world: its losses, or the sizes of its activations."""
+"""Training of a trial in the workers of a sweep: its losses, or the sizes of its activations."""
 
 import contextlib
 import gc

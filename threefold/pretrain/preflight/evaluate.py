@@ -1,4 +1,4 @@
-"""The judgement of a preflight: what is broken or slow, and which nodes are left out.
+"""The result of a preflight: what is broken or slow, and which nodes are left out.
 
 Pure functions, so that every combination can be tested. A rank is compared with the median of the
 other ranks, not with the planner's numbers: if all ranks are equally slow, then the planner is
@@ -18,11 +18,11 @@ from threefold.plan.job import Machine, job_of
 from threefold.plan.memory.peak import GIB, stage_memory
 from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
 
-# The judgement of a preflight: what is broken or slow, and which nodes are left out.
+# The result of a preflight: what is broken or slow, and which nodes are left out.
 
 
 class Severity(IntEnum):
-    """The severity of a finding.
+    """The severity of a issue.
 
     A shared link or group is slow, but its nodes cannot be told apart; a slow node is slow with
     all its partners; a broken one fails or computes wrong results.
@@ -34,7 +34,7 @@ class Severity(IntEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Issue:
     """A measure of some ranks that is worse than that of the others.
 
     Attributes:
@@ -75,27 +75,27 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The judgement of a preflight.
+class PreflightResult:
+    """The result of a preflight.
 
     Attributes:
-        findings: what is broken or slow, the worst first
+        issues: what is broken or slow, the worst first
         summaries: measure -> its values over all ranks
         mismatches: measures that are worse on all ranks than the planner assumes
-        left_out: the nodes that launch.py should not use, by index, with their worst finding
+        left_out: the nodes that launch.py should not use, by index, with their worst issue
         stops: True if the run must not start on these nodes
     """
 
-    findings: Sequence[Finding] = ()
+    issues: Sequence[Issue] = ()
     summaries: Mapping[str, Summary] = field(default_factory=dict)
     mismatches: Sequence[str] = ()
-    left_out: Mapping[int, Finding] = field(default_factory=dict)
+    left_out: Mapping[int, Issue] = field(default_factory=dict)
     stops: bool = False
 
     @property
     def has_slow(self) -> bool:
         """True if something seems slow, and nothing is broken: a second measurement may help."""
-        return bool(self.findings) and self.findings[0].severity < Severity.BROKEN
+        return bool(self.issues) and self.issues[0].severity < Severity.BROKEN
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ def _link_rate(measure: str, machine: Machine, dims: ParallelDims, size: int) ->
 MEMORY_MARGIN_GIB = 2.0  # of free memory, by which healthy devices may differ
 
 
-def judge(
+def evaluate(
     devices: Sequence[DeviceReport],
     *,
     links: Sequence[LinkReport],
@@ -351,25 +351,25 @@ def judge(
     planned: Planned,
     ratio: float,
     spares: int = 0,
-) -> Verdict:
-    """Return the judgement.
+) -> PreflightResult:
+    """Return the result.
 
     Args:
         links: the links of each rank; empty if they were not measured
         ratio: a rank is slow if its value times `ratio` is below the median of the others
     """
     measured = _measured(devices, links, layout)
-    findings = _findings(measured, devices, layout, planned, ratio)
+    issues = _issues(measured, devices, layout, planned, ratio)
     summaries = {
         measure: _summary(values, planned.rates.get(measure))
         for measure, values in measured.items()
         if values
     }
     nodes = -(-len(devices) // layout.per_node)
-    left_out = _left_out(findings, layout, nodes=nodes, spares=spares)
-    broken = any(finding.severity == Severity.BROKEN for finding in findings)
-    return Verdict(
-        findings,
+    left_out = _left_out(issues, layout, nodes=nodes, spares=spares)
+    broken = any(issue.severity == Severity.BROKEN for issue in issues)
+    return PreflightResult(
+        issues,
         summaries,
         _mismatches(summaries, devices, planned, ratio),
         left_out,
@@ -406,38 +406,38 @@ def _measured(
     return found
 
 
-def _findings(
+def _issues(
     measured: Mapping[str, Values],
     devices: Sequence[DeviceReport],
     layout: RankLayout,
     planned: Planned,
     ratio: float,
-) -> list[Finding]:
+) -> list[Issue]:
     """Return what is broken or slow, the worst first."""
-    findings = [
-        Finding(Severity.BROKEN, MATMUL, (rank,), problem=device.problem)
+    issues = [
+        Issue(Severity.BROKEN, MATMUL, (rank,), problem=device.problem)
         for rank, device in enumerate(devices)
         if device.problem
     ]
-    blamed = {layout.node(finding.ranks[0]) for finding in findings}
+    blamed = {layout.node(issue.ranks[0]) for issue in issues}
     for measure, values in measured.items():
         expected = planned.rates.get(measure)
         found = [
-            finding
+            issue
             for comparable in _comparable(measure, values, devices)
-            for finding in _slow(measure, comparable, expected, ratio)
+            for issue in _slow(measure, comparable, expected, ratio)
         ]
         own = [each for each in found if each.severity == Severity.SLOW]
         blamed |= {layout.node(each.ranks[0]) for each in own}
         # A slow node explains the slow links and groups that it shares with other nodes.
-        findings += own + [
+        issues += own + [
             each
             for each in found
             if each.severity == Severity.SHARED
             and blamed.isdisjoint(layout.node(rank) for rank in each.ranks)
         ]
-    findings += _short_of_memory(devices, layout, planned)
-    return sorted(findings, key=lambda each: (-each.severity, -each.ratio, each.ranks))
+    issues += _short_of_memory(devices, layout, planned)
+    return sorted(issues, key=lambda each: (-each.severity, -each.ratio, each.ranks))
 
 
 def _comparable(measure: str, values: Values, devices: Sequence[DeviceReport]) -> Iterator[Values]:
@@ -449,15 +449,15 @@ def _comparable(measure: str, values: Values, devices: Sequence[DeviceReport]) -
         yield {ranks: each for ranks, each in values.items() if devices[ranks[0]].device == name}
 
 
-def _slow(measure: str, values: Values, planned: float | None, ratio: float) -> list[Finding]:
-    """Return the findings of a measure: values below the median of the others / `ratio`."""
+def _slow(measure: str, values: Values, planned: float | None, ratio: float) -> list[Issue]:
+    """Return the issues of a measure: values below the median of the others / `ratio`."""
     ordered = sorted(value for value, _ in values.values())
     found = []
     for ranks, (value, blames) in values.items():
         others = median_of_others(ordered, value)
         if others is not None and value * ratio < others:
             severity = Severity.SLOW if blames else Severity.SHARED
-            found.append(Finding(severity, measure, ranks, value, others, planned))
+            found.append(Issue(severity, measure, ranks, value, others, planned))
     return found
 
 
@@ -476,7 +476,7 @@ def median_of_others(ordered: Sequence[float], value: float) -> float | None:
 
 def _short_of_memory(
     devices: Sequence[DeviceReport], layout: RankLayout, planned: Planned
-) -> Iterable[Finding]:
+) -> Iterable[Issue]:
     """Yield the devices with less free memory than the others, which another process may use."""
     free: dict[str, list[float]] = {}
     for device in devices:
@@ -490,7 +490,7 @@ def _short_of_memory(
         if others is not None and device.free_gib < others - MEMORY_MARGIN_GIB:
             stage = rank * layout.dims.pipeline // len(devices)
             planned_gib = planned.memory_gib[stage] if planned.memory_gib else None
-            yield Finding(Severity.SLOW, MEMORY, (rank,), device.free_gib, others, planned_gib)
+            yield Issue(Severity.SLOW, MEMORY, (rank,), device.free_gib, others, planned_gib)
 
 
 def _summary(values: Values, planned: float | None) -> Summary:
@@ -518,13 +518,13 @@ def _mismatches(
 
 
 def _left_out(
-    findings: Sequence[Finding], layout: RankLayout, *, nodes: int, spares: int
-) -> dict[int, Finding]:
+    issues: Sequence[Issue], layout: RankLayout, *, nodes: int, spares: int
+) -> dict[int, Issue]:
     """Return the nodes to leave out: all broken ones, and slow ones for which there are spares."""
-    worst: dict[Severity, dict[int, Finding]] = {Severity.BROKEN: {}, Severity.SLOW: {}}
-    for finding in findings:  # the worst first
-        if finding.severity in worst:
-            worst[finding.severity].setdefault(layout.node(finding.ranks[0]), finding)
+    worst: dict[Severity, dict[int, Issue]] = {Severity.BROKEN: {}, Severity.SLOW: {}}
+    for issue in issues:  # the worst first
+        if issue.severity in worst:
+            worst[issue.severity].setdefault(layout.node(issue.ranks[0]), issue)
     broken = worst[Severity.BROKEN]
     slow = {node: each for node, each in worst[Severity.SLOW].items() if node not in broken}
     if _is_common(broken, nodes):
@@ -535,6 +535,6 @@ def _left_out(
     return broken | dict(list(slow.items())[:free])
 
 
-def _is_common(named: Mapping[int, Finding], nodes: int) -> bool:
-    """Return True if many nodes have a finding, which points to a common cause."""
+def _is_common(named: Mapping[int, Issue], nodes: int) -> bool:
+    """Return True if many nodes have a issue, which points to a common cause."""
     return len(named) > MAX_BLAMED_NODES or (nodes > 1 and 2 * len(named) > nodes)
