@@ -266,8 +266,8 @@ def check_base_sizes(
     for key, value in given.items():
         if value is None or key in (*required, *OPTIONAL[parametrization]):
             continue
-        others = [each for each in REQUIRED if key in (*REQUIRED[each], *OPTIONAL[each])]
-        choices = " or ".join(f'"{each}"' for each in others)
+        others = [other for other in REQUIRED if key in (*REQUIRED[other], *OPTIONAL[other])]
+        choices = " or ".join(f'"{other}"' for other in others)
         raise UserError(
             f'{key} = {value} has no effect with parametrization = "{parametrization}"; leave it '
             f"out, or use parametrization = {choices}"

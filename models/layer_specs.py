@@ -206,9 +206,9 @@ class Head(VocabularyTable):
 
 def expect_gradient_scale(module: nn.Module, scale: Callable[[], float]) -> None:
     """Let the losses in a module know the gradient that they will receive in the backward pass."""
-    for each in module.modules():
-        if isinstance(each, VocabularyTable):
-            each.gradient_scale = scale
+    for layer in module.modules():
+        if isinstance(layer, VocabularyTable):
+            layer.gradient_scale = scale
 
 
 @contextmanager
@@ -219,7 +219,7 @@ def observed_scores(module: nn.Module) -> Iterator[list[Tensor]]:
     list stays empty if the module does not compute the loss.
     """
     scores: list[Tensor] = []
-    tables = [each for each in module.modules() if isinstance(each, VocabularyTable)]
+    tables = [table for table in module.modules() if isinstance(table, VocabularyTable)]
     try:
         for table in tables:
             table.observe = scores.append

@@ -124,7 +124,7 @@ class Sharding:
             (columns,) = itertools.starmap(range, self._ranges(tensor))
             elements = range(len(all_rows) * len(columns))
             return [MatrixPart((len(all_rows), len(all_columns)), elements, all_rows, columns)]
-        held = [(each.start, each.stop) for each in self.matrices]
+        held = [(rows.start, rows.stop) for rows in self.matrices]
         if self.dimension == 0:
             held = self._ranges(tensor)
         parts, first = [], 0  # element of the rank's parameter

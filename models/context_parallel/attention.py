@@ -250,7 +250,7 @@ def rectangles(tiles: Sequence[Tile], slices: Slices) -> Iterator[tuple[int, tup
         tiles: of the queries
         slices: positions in the sequence of the keys
     """
-    ends = list(accumulate(len(each) for each in slices))
+    ends = list(accumulate(len(chunk) for chunk in slices))
     for number, tile in enumerate(tiles):
         for held, end in zip(slices, ends, strict=True):
             first = max(held.start, tile.before.start)

@@ -69,8 +69,8 @@ def slice_work(length: int, count: int, lengths: Lengths) -> tuple[int, ...]:
     """
     bounds = range(0, length + 1, length // count)
     totals = [0] * (count + 1)
-    for each in lengths:
-        for i, pairs in enumerate(_pairs_before(each, bounds)):
+    for document_lengths in lengths:
+        for i, pairs in enumerate(_pairs_before(document_lengths, bounds)):
             totals[i] += pairs
     return tuple(after - before for before, after in pairwise(totals))
 

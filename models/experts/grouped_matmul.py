@@ -96,12 +96,12 @@ def stack(weights: Sequence[Tensor]) -> Tensor:
     size = first.numel()
     storage = first.untyped_storage().data_ptr()
     adjacent = all(
-        each.is_contiguous()
-        and each.untyped_storage().data_ptr() == storage
-        and each.storage_offset() == first.storage_offset() + number * size
-        for number, each in enumerate(weights)
+        weight.is_contiguous()
+        and weight.untyped_storage().data_ptr() == storage
+        and weight.storage_offset() == first.storage_offset() + number * size
+        for number, weight in enumerate(weights)
     )
     if not adjacent:
-        return torch.stack([each.detach() for each in weights])
+        return torch.stack([weight.detach() for weight in weights])
     shape = (len(weights), *first.shape)
     return first.as_strided(shape, (size, *first.stride()), first.storage_offset())

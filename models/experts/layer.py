@@ -248,4 +248,4 @@ class ExpertMLPs(Deferring, Fusing):
 
 def expert_layers(module: nn.Module) -> list[MixtureOfExperts]:
     """Return the mixture-of-experts layers of a module, in order."""
-    return [each for each in module.modules() if isinstance(each, MixtureOfExperts)]
+    return [layer for layer in module.modules() if isinstance(layer, MixtureOfExperts)]

@@ -64,11 +64,11 @@ class Fusing(nn.Module):
 
 def are_compiled(module: nn.Module) -> bool:
     """Return True if all submodules run compiled kernels."""
-    return all(each.fuse is compiled for each in module.modules() if isinstance(each, Fusing))
+    return all(layer.fuse is compiled for layer in module.modules() if isinstance(layer, Fusing))
 
 
 def compile_kernels(module: nn.Module) -> None:
     """Let all submodules run compiled kernels."""
-    for each in module.modules():
-        if isinstance(each, Fusing):
-            each.fuse = compiled
+    for layer in module.modules():
+        if isinstance(layer, Fusing):
+            layer.fuse = compiled

@@ -140,14 +140,14 @@ def _heads_first(
         queries_keys = _rotate(queries_keys, cos, sin)
     q, k = queries_keys.split([heads, kv_heads], dim=2)
     there, back = PERMUTATIONS[order]
-    return tuple(each.permute(there).contiguous().permute(back) for each in (q, k, v))
+    return tuple(tensor.permute(there).contiguous().permute(back) for tensor in (q, k, v))
 
 
 def _heads_first_backward(
     grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> Tensor:
     """Return the gradient of q|k|v [s, b, a + 2g, d]."""
-    q, k, v = (each.permute(2, 0, 1, 3) for each in (grad_q, grad_k, grad_v))
+    q, k, v = (gradient.permute(2, 0, 1, 3) for gradient in (grad_q, grad_k, grad_v))
     if cos is None or sin is None:
         return torch.cat([q, k, v], dim=2)
     q, k = _rotate(q, cos, -sin), _rotate(k, cos, -sin)

@@ -132,9 +132,9 @@ def _norm_backward(
     if bias is not None:
         tensors = (grad, x, *statistics, weight, bias)
         if sums_in_16_bits(x):
-            tensors = tuple(each.float() for each in tensors)
+            tensors = tuple(tensor.float() for tensor in tensors)
         gradients = _layer_norm_backward(*tensors)
-        grad_x, grad_weight, grad_bias = (each.to(x.dtype) for each in gradients)
+        grad_x, grad_weight, grad_bias = (gradient.to(x.dtype) for gradient in gradients)
         return grad_x, grad_weight, grad_bias
     (inverse_rms,) = statistics
     normed = x.float() * inverse_rms

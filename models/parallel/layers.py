@@ -59,9 +59,9 @@ class Deferring(nn.Module):
 
 def defer_weights(module: nn.Module, deferral: Deferral) -> None:
     """Let all linear layers of a module defer their weight gradients."""
-    for each in module.modules():
-        if isinstance(each, Deferring):
-            each.deferral = deferral
+    for layer in module.modules():
+        if isinstance(layer, Deferring):
+            layer.deferral = deferral
 
 
 class ColumnParallelLinear(Deferring):

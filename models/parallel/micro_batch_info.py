@@ -103,13 +103,13 @@ def attention_rows(
 @lru_cache(maxsize=8)  # shared by all layers
 def token_positions(slices: Slices, device: torch.device) -> Tensor:
     """Return the positions in slices of a sequence, int64 [s], without a copy from the host."""
-    end = max(each.stop for each in slices)
+    end = max(chunk.stop for chunk in slices)
     return rows_in(slices, torch.arange(end, device=device))
 
 
 def rows_in(slices: Slices, x: Tensor) -> Tensor:
     """Return the rows of x, [s, ...], at the positions in slices, in their order."""
-    return torch.cat([x[each.start : each.stop] for each in slices])
+    return torch.cat([x[chunk.start : chunk.stop] for chunk in slices])
 
 
 def _stream_rows(samples: Tensor, positions: Tensor) -> Tensor:
@@ -157,8 +157,8 @@ def positions_in(
 
     slices: positions in the sequence of the tokens; None: all
     """
-    sequences = [[torch.arange(n, device=device) for n in each] for each in documents.lengths]
-    positions = torch.stack([torch.cat(each) for each in sequences], dim=1)
+    sequences = [[torch.arange(n, device=device) for n in lengths] for lengths in documents.lengths]
+    positions = torch.stack([torch.cat(ranges) for ranges in sequences], dim=1)
     if slices is None:
         return positions
     return rows_in(slices, positions)

@@ -44,7 +44,7 @@ class Setting:
         if value is None:
             return self.nullable
         if self.choices:
-            return any(value == each and type(value) is type(each) for each in self.choices)
+            return any(value == choice and type(value) is type(choice) for choice in self.choices)
         if isinstance(self.example, bool) or isinstance(value, bool):
             return isinstance(value, bool) and isinstance(self.example, bool)
         if isinstance(self.example, (int, float)):

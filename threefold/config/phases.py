@@ -46,7 +46,7 @@ def phase_tables(recipe: dict[str, Any]) -> list[PhaseTable]:
         UserError: phases begin in the wrong order, or after the last step.
     """
     table = deepcopy(recipe)
-    phases = [Phase.model_validate(each) for each in table.pop("phase", ())]
+    phases = [Phase.model_validate(phase) for phase in table.pop("phase", ())]
     steps = table["training"]["steps"]
     _check_names(phases)
     found = [PhaseTable(FIRST_PHASE, 1, table, begins_schedule=True)]
@@ -401,7 +401,7 @@ def table_at(recipe: dict[str, Any], step: int) -> dict[str, Any]:
     """
     if not recipe.get("phase"):
         return recipe
-    return [each for each in phase_tables(recipe) if each.first <= max(1, step)][-1].table
+    return [phase for phase in phase_tables(recipe) if phase.first <= max(1, step)][-1].table
 
 
 def validate(table: dict[str, Any]) -> Recipe:
@@ -419,7 +419,7 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
         whole = (1, steps)
         return (_segment("first", 0, whole, recipe, schedule=whole, part=0),)
     tables = phase_tables(recipe.model_dump(mode="json"))
-    schedules = [each.first for each in tables if each.begins_schedule]
+    schedules = [phase.first for phase in tables if phase.begins_schedule]
     found: list[Segment] = []
     for number, (phase, following) in enumerate(zip(tables, [*tables[1:], None], strict=True)):
         last = following.first - 1 if following else steps
@@ -526,7 +526,7 @@ def _about(plan: PhasePlan, segment: Segment) -> str:
     """Return the beginning of a message about a segment; empty if the run has only one."""
     if len(plan.segments) == 1:
         return ""
-    ramp = [each for each in plan.segments if each.number == segment.number][-1] is not segment
+    ramp = [other for other in plan.segments if other.number == segment.number][-1] is not segment
     return _about_phase(segment.phase, segment if ramp else None)
 
 
@@ -537,7 +537,7 @@ def _about_phase(name: str, segment: Segment | None = None) -> str:
 
 def changes(before: Recipe, after: Recipe) -> dict[str, list[Any]]:
     """Return section.key -> [before, after] for the keys in which two plain recipes differ."""
-    old, new = (each.model_dump(mode="json") for each in (before, after))
+    old, new = (recipe.model_dump(mode="json") for recipe in (before, after))
     return {
         f"{section}.{key}": [old[section].get(key), value]
         for section in CHANGEABLE

@@ -205,11 +205,11 @@ class Recipe(Section):
         virtual_stages = layout.pipeline * layout.virtual_stages
         if virtual_stages > layers:
             per_stage = layout.virtual_stages
-            each = f" with {per_stage} virtual stages each" if per_stage > 1 else ""
+            chunks = f" with {per_stage} virtual stages each" if per_stage > 1 else ""
             most = layers // per_stage
             fewer = f"layout.pipeline = {most}" + (" or fewer" if most > per_stage else "")
             raise UserError(
-                f"layout.pipeline = {layout.pipeline}{each} has more stages than "
+                f"layout.pipeline = {layout.pipeline}{chunks} has more stages than "
                 f"model.layers = {layers}; use "
                 + (fewer if most >= per_stage else f"model.layers = {virtual_stages} or more")
             )

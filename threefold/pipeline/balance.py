@@ -28,7 +28,9 @@ def pass_proportions(model: ModelConfig, recompute: str) -> tuple[int, int, int]
     weights = block_multiply_adds(model) - attention
     again = {"none": 0, "selective": attention, "full": weights + attention}[recompute]
     passes = (weights + attention, weights + 2 * attention + again, weights)
-    forward, backward, later = (round(PROPORTION_UNITS * each / sum(passes)) for each in passes)
+    forward, backward, later = (
+        round(PROPORTION_UNITS * seconds / sum(passes)) for seconds in passes
+    )
     return forward, backward, later
 
 
@@ -62,8 +64,8 @@ def divide_blocks(
 
 def divide_evenly(blocks: int, parts: int) -> tuple[int, ...]:
     """Return the number of blocks of each part; the first parts have one more if need be."""
-    each, more = divmod(blocks, parts)
-    return tuple(each + (part < more) for part in range(parts))
+    fewest, more = divmod(blocks, parts)
+    return tuple(fewest + (part < more) for part in range(parts))
 
 
 def imbalance(block_counts: Sequence[int], *, schedule: str, stages: int, head: float) -> float:

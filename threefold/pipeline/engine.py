@@ -368,7 +368,7 @@ class ScheduledEngine(PipelineEngine):
         super()._configure_distributed_model(model)
         if self.mpu.dp_shard_group is not None:
             self.seq_data_parallel_group = self.mpu.dp_shard_group
-        self.has_moe_layers = any(is_moe_param(each) for each in model.parameters())
+        self.has_moe_layers = any(is_moe_param(parameter) for parameter in model.parameters())
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches of a step, and the order of passes with it."""
@@ -659,9 +659,9 @@ class Recording:
 def passes_of(events: Iterable[Event], stage: int) -> list[TimedPass]:
     """Return the passes among the events of a stage."""
     passes = []
-    for each in events:
-        if each.kind is not None:
-            assert each.chunk is not None and each.micro_batch is not None
-            work = Pass(each.kind, stage, each.chunk, each.micro_batch)
-            passes.append(TimedPass(work, each.start, each.end))
+    for event in events:
+        if event.kind is not None:
+            assert event.chunk is not None and event.micro_batch is not None
+            work = Pass(event.kind, stage, event.chunk, event.micro_batch)
+            passes.append(TimedPass(work, event.start, event.end))
     return passes

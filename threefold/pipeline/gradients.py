@@ -167,8 +167,8 @@ def divide_into_buckets(
     """
     buckets: list[list[nn.Parameter]] = []
     for parameters in chunks:
-        for kind in dict.fromkeys(kinds[each] for each in parameters):
-            of_kind = [each for each in parameters if kinds[each] == kind]
+        for kind in dict.fromkeys(kinds[parameter] for parameter in parameters):
+            of_kind = [parameter for parameter in parameters if kinds[parameter] == kind]
             buckets += _filled(_units(of_kind, units), elements)
     return buckets
 
@@ -178,8 +178,8 @@ def _units(
 ) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters of each unit; a parameter without a key is a unit."""
     joined: dict[Hashable, list[nn.Parameter]] = {}
-    for each in parameters:
-        joined.setdefault(units.get(each, each), []).append(each)
+    for parameter in parameters:
+        joined.setdefault(units.get(parameter, parameter), []).append(parameter)
     yield from joined.values()
 
 
@@ -188,7 +188,7 @@ def _filled(units: Iterable[list[nn.Parameter]], elements: int) -> list[list[nn.
     buckets: list[list[nn.Parameter]] = []
     size = 0
     for unit in units:
-        more = sum(each.numel() for each in unit)
+        more = sum(parameter.numel() for parameter in unit)
         if buckets and size + more <= elements:
             buckets[-1] += unit
             size += more
@@ -200,11 +200,11 @@ def _filled(units: Iterable[list[nn.Parameter]], elements: int) -> list[list[nn.
 
 def deferring_parameters(module: nn.Module) -> set[nn.Parameter]:
     """Return the parameters whose gradients a zero-bubble schedule defers to weight passes."""
-    linears = (each for each in module.modules() if isinstance(each, Deferring))
+    linears = (linear for linear in module.modules() if isinstance(linear, Deferring))
     return {
         parameter
-        for each in linears
-        for name, parameter in each.named_parameters()
+        for linear in linears
+        for name, parameter in linear.named_parameters()
         if not name.endswith("bias")
     }
 
@@ -278,7 +278,9 @@ class FlatGradients(ABC):
             Bucket(number, starts_of(parameters, weights), weights)
             for number, (parameters, weights) in enumerate(self._groups())
         ]
-        self.bucket_of = {each: bucket for bucket in self.buckets for each in bucket.starts}
+        self.bucket_of = {
+            parameter: bucket for bucket in self.buckets for parameter in bucket.starts
+        }
         kept = None if sharded else self._whole_tensors()
         self.tensors: dict[int, Tensor] = {} if kept is None else dict(enumerate(kept))
         self.sharded = sharded
@@ -318,8 +320,8 @@ class FlatGradients(ABC):
         found: set[int] = set()
         for chunk, parameters in chunks.items():
             places = {parameter: place for place, parameter in enumerate(parameters)}
-            of_chunk = [each for each in self.buckets if places.keys() & each.starts.keys()]
-            of_chunk.sort(key=lambda bucket: -min(places[each] for each in bucket.starts))
+            of_chunk = [bucket for bucket in self.buckets if places.keys() & bucket.starts.keys()]
+            of_chunk.sort(key=lambda bucket: -min(places[parameter] for parameter in bucket.starts))
             for bucket in of_chunk:
                 kind = WEIGHT if deferred & bucket.starts.keys() else BACKWARD
                 cycles.setdefault((kind, chunk), []).append(bucket)
@@ -550,7 +552,10 @@ def gradients_of(
 
 def starts_of(parameters: Iterable[nn.Parameter], weights: Tensor) -> dict[nn.Parameter, int]:
     """Return the index of the first element of each parameter in the flat tensor of weights."""
-    return {each: int(each.storage_offset() - weights.storage_offset()) for each in parameters}
+    return {
+        parameter: int(parameter.storage_offset() - weights.storage_offset())
+        for parameter in parameters
+    }
 
 
 def part_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:

@@ -189,15 +189,15 @@ def label_passes(axes: Sequence[Axes], stages: Sequence[int], pipeline: Pipeline
     first.set_yticks(range(len(stages)), [str(stage) for stage in stages])
     some = f" ({len(stages)} of {pipeline.stages} shown)" * (len(stages) < pipeline.stages)
     first.set_ylabel(f"stage{some}", fontsize=9)
-    for each in axes:
-        each.set_xlabel("seconds since the step's start", fontsize=9)
+    for panel in axes:
+        panel.set_xlabel("seconds since the step's start", fontsize=9)
     if first is not last:
         last.set_yticks([])
         first.spines.right.set_visible(False)
         last.spines.left.set_visible(False)
-        for each, x in ((first, 1), (last, 0)):
-            each.plot(
-                [x, x], [0, 1], transform=each.transAxes, clip_on=False, color="k",
+        for panel, x in ((first, 1), (last, 0)):
+            panel.plot(
+                [x, x], [0, 1], transform=panel.transAxes, clip_on=False, color="k",
                 marker=[(-1, -2), (1, 2)], markersize=9, linestyle="none",
             )  # fmt: skip
     virtual_stages = pipeline.virtual_stages

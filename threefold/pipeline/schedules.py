@@ -268,7 +268,7 @@ def _one_forward_one_backward(pipeline: "Pipeline") -> list[Order]:
     p, v, m = pipeline.stages, pipeline.virtual_stages, pipeline.micro_batches
     rounds = max(1, m // p)
     # The first rounds may have one micro-batch more than the others.
-    starts = [-(-m * each // rounds) for each in range(rounds + 1)]
+    starts = [-(-m * number // rounds) for number in range(rounds + 1)]
 
     def order(stage: int) -> Order:
         forwards, backwards = [], []

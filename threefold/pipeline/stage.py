@@ -111,7 +111,7 @@ class Stage(PipelineModule):
         of_stages = [self._topo.filter_match(pipe=stage) for stage in sorted(stages)]
         partition = list(zip(*of_stages, strict=True))
         group = create_groups(partition)
-        ranks = next((list(each) for each in partition if self.global_rank in each), None)
+        ranks = next((list(group) for group in partition if self.global_rank in group), None)
         if ranks is None:
             return None
         shared = self.tied_modules[key]

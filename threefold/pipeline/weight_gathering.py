@@ -41,7 +41,7 @@ class WeightGathering:
         for layers in layers_of_chunks:
             for place, layer in enumerate(layers):
                 module = layer if isinstance(layer, nn.Module) else layer.args[0]
-                numbers = sorted({bucket_of[each].number for each in module.parameters()})
+                numbers = sorted({bucket_of[parameter].number for parameter in module.parameters()})
                 order += numbers
                 if isinstance(layer, nn.Module):
                     layer.register_forward_pre_hook(partial(self._before_layer, numbers))

@@ -137,7 +137,7 @@ class CountedCollectives:
         def start(group: dist.ProcessGroup, *arguments: Any, **settings: Any) -> Any:
             kind = self._kind_of(group)
             options = [*arguments, *settings.values()]
-            is_async = any(getattr(each, "asyncOp", False) for each in options)
+            is_async = any(getattr(option, "asyncOp", False) for option in options)
             if kind == "stages" and not is_async:
                 self._wait_for_stages(group)
             with self._region(kind):

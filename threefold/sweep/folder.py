@@ -170,7 +170,9 @@ class SweepFolder:
                     row = {"usable_for_time": 0} | row | outcome
                     self._rows[file.stem] = changed, row | {"identity": trial["identity"]}
         final: dict[str, Row] = {}
-        for _, row in sorted(self._rows.values(), key=lambda each: _order_of_rounds(each[1])):
+        for _, row in sorted(
+            self._rows.values(), key=lambda numbered: _order_of_rounds(numbered[1])
+        ):
             final[row["identity"]] = row
         rows = [{k: v for k, v in row.items() if k != "identity"} for row in final.values()]
         self._write(self.path / "sweep.csv", table_text(rows))

@@ -127,7 +127,7 @@ def agreement_line(groups: Iterable[Sequence[Sequence[float]]]) -> str | None:
     Args:
         groups: for each group of competing trials, the seconds of a step by round and trial
     """
-    ranked = [each for each in groups if len(each) > 1 and len(each[0]) >= MIN_RANKED_LAYOUTS]
+    ranked = [group for group in groups if len(group) > 1 and len(group[0]) >= MIN_RANKED_LAYOUTS]
     if not ranked:
         return None
     tau = mean(

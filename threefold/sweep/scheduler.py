@@ -149,12 +149,14 @@ def repeat(
     """
     folder = scheduler.folder
     in_rounds = [[trial.in_round(n) for trial in trials] for n in range(1, rounds + 1)]
-    waiting = [[trial for trial in each if folder.answer(trial) is None] for each in in_rounds]
+    waiting = [
+        [trial for trial in in_round if folder.answer(trial) is None] for in_round in in_rounds
+    ]
     going = {trial.identity for trial in trials}  # those that have not failed
     for number, current in enumerate(in_rounds, start=1):
         current = [trial for trial in current if trial.identity in going]
         later = [
-            trial for each in waiting[number:] for trial in each if trial.identity in going
+            trial for in_round in waiting[number:] for trial in in_round if trial.identity in going
         ]  # fmt: skip
 
         def begin(every: Sequence[Trial], left: Sequence[Trial], later: list = later) -> None:
@@ -187,6 +189,6 @@ def faster_half(folder: SweepFolder, trials: Sequence[Trial]) -> list[Trial]:
     found = []
     for group in competitors(results).values():
         if len(group) > 2:
-            ordered = sorted(group, key=lambda each: (each[0], each[1].key))
+            ordered = sorted(group, key=lambda timed: (timed[0], timed[1].key))
             found += [trial for _, trial in ordered[: (len(group) + 1) // 2]]
     return sorted(found, key=lambda trial: (trial.workers, trial.planned_seconds))

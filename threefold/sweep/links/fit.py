@@ -125,8 +125,8 @@ class LinkFit:
             equations = self._equations(times, free, *one)
             if free is known:  # the rate of the network decides only the transfers
                 equations = [
-                    replace(each, rate=0.0) if time.operation == "all-reduce" else each
-                    for each, time in zip(equations, times, strict=True)
+                    replace(equation, rate=0.0) if time.operation == "all-reduce" else equation
+                    for equation, time in zip(equations, times, strict=True)
                 ]
             with contextlib.suppress(FitFailed):
                 found.append(solve(equations))
@@ -192,12 +192,15 @@ def solve(equations: Sequence[Equation], rate: float | None = None) -> tuple[flo
     Raises:
         FitFailed: the rate would not be positive.
     """
-    scales = [each.seconds for each in equations]
+    scales = [equation.seconds for equation in equations]
     for _ in range(ROUNDS):
         inverse, latency = solve_scaled(equations, scales, rate)
         scales = [
-            sqrt((each.rate * inverse + each.latency * latency + each.fixed) * each.seconds)
-            for each in equations
+            sqrt(
+                (equation.rate * inverse + equation.latency * latency + equation.fixed)
+                * equation.seconds
+            )
+            for equation in equations
         ]
     return 1 / inverse, latency
 
@@ -207,9 +210,9 @@ def solve_scaled(
 ) -> tuple[float, float]:
     """Return the inverse rate and the latency with the least squares of errors / scale."""
     pairs = list(zip(equations, scales, strict=True))
-    a = [each.rate / scale for each, scale in pairs]
-    b = [each.latency / scale for each, scale in pairs]
-    c = [(each.seconds - each.fixed) / scale for each, scale in pairs]
+    a = [equation.rate / scale for equation, scale in pairs]
+    b = [equation.latency / scale for equation, scale in pairs]
+    c = [(equation.seconds - equation.fixed) / scale for equation, scale in pairs]
     aa, ab, bb = dot(a, a), dot(a, b), dot(b, b)
     ac, bc = dot(a, c), dot(b, c)
     if rate is not None:
@@ -342,11 +345,11 @@ def names_of_others(folder: Path, file: Path) -> set[str]:
 def free_name(folder: Path, name: str) -> str:
     """Return a name like the given one that no datasheet has."""
     names = itertools.chain([f"{name}-links"], (f"{name}-links-{n}" for n in itertools.count(2)))
-    files = ((each, file_of(folder, each)) for each in names)
+    files = ((name, file_of(folder, name)) for name in names)
     return next(
-        each
-        for each, file in files
-        if not os.path.lexists(file) and each.lower() not in names_of_others(folder, file)
+        name
+        for name, file in files
+        if not os.path.lexists(file) and name.lower() not in names_of_others(folder, file)
     )
 
 

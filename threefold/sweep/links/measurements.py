@@ -73,7 +73,7 @@ class Measurements:
     @property
     def slowest(self) -> tuple[int, RankRate]:
         """The rank with the lowest matmul rate, and its rate."""
-        return min(enumerate(self.rates), key=lambda each: each[1].tflops)
+        return min(enumerate(self.rates), key=lambda ranked: ranked[1].tflops)
 
     @property
     def inside_nodes(self) -> list[LinkTime]:

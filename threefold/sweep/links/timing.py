@@ -159,7 +159,7 @@ class LinkTimer:
         calls = max(1, min(MAX_CALLS, BYTES_PER_REPETITION[self.device.type] // size))
         dist.barrier(group=self.control)
         seconds = timed(call, calls, self.device) if call else None
-        measured = [each for each in gathered(seconds, self.control) if each is not None]
+        measured = [of_rank for of_rank in gathered(seconds, self.control) if of_rank is not None]
         return LinkTime(
             operation=operation,
             across_nodes=scope.across_nodes,

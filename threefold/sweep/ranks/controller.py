@@ -121,7 +121,7 @@ class Workers:
     def _failure(self) -> Result:
         """Return the result after the failure of one or more ranks."""
         failures = self._failures()
-        if not any(each["outcome"] == "out_of_memory" for each in failures):
+        if not any(failure["outcome"] == "out_of_memory" for failure in failures):
             time.sleep(GRACE_SECONDS)
             failures = self._failures()
         ended = self.processes.ended()
@@ -137,7 +137,7 @@ class Workers:
             ranks = [int(name.split()[1])] if name.startswith("rank") else range(self.kind.size)
             return Result(outcome="crashed", reason=reason, log=self._log(ranks))
         if failures:
-            return self._described(min(failures, key=lambda each: each["time"]))
+            return self._described(min(failures, key=lambda failure: failure["time"]))
         name, code = next(iter(ended.items()))
         log = self._log(range(self.kind.size))
         return Result(outcome="crashed", reason=f"{name} ended with exit code {code}", log=log)

@@ -66,5 +66,5 @@ def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
         seen.add(id(value))
-        for each in list(value.values() if isinstance(value, dict) else value):
-            yield from tensors_in(each, seen)
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from tensors_in(item, seen)

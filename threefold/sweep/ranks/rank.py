@@ -87,6 +87,6 @@ def outcome_of(problem: BaseException) -> Outcome:
     text = str(problem)
     if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError":
         return "out_of_memory"
-    if isinstance(problem, RuntimeError) and any(each in text for each in OUT_OF_MEMORY_TEXTS):
+    if isinstance(problem, RuntimeError) and any(marker in text for marker in OUT_OF_MEMORY_TEXTS):
         return "out_of_memory"
     return "crashed"

@@ -130,7 +130,7 @@ def result_of(of_ranks: Sequence[Measured], warm_up: int, device: str) -> Result
 
     Ranks end a step at slightly different times, so each step takes the time of the slowest rank.
     """
-    slowest = [max(each) for each in zip(*(rank.seconds for rank in of_ranks), strict=True)]
+    slowest = [max(of_step) for of_step in zip(*(rank.seconds for rank in of_ranks), strict=True)]
     allocated = [rank.allocated_gib for rank in of_ranks if rank.allocated_gib is not None]
     parts = [rank.parts for rank in of_ranks if rank.parts is not None]
     return Result(

@@ -81,12 +81,12 @@ class CoordinateCheck:
     @property
     def judged(self) -> list[Sizes]:
         """The sizes that decide the verdict."""
-        return [each for each in self.sizes if is_judged(each.place, each.moment)]
+        return [size for size in self.sizes if is_judged(size.place, size.moment)]
 
     @property
     def passes(self) -> bool:
         """True if all judged sizes are flat."""
-        return not self.faults and all(each.is_flat for each in self.judged)
+        return not self.faults and all(size.is_flat for size in self.judged)
 
 
 def is_judged(place: str, moment: Moment) -> bool:
@@ -152,19 +152,23 @@ class Check:
 
 def sizes_over_widths(results: dict[int, list[Result]]) -> Iterator[Sizes]:
     """Yield the sizes of each place that all widths have, at each moment, averaged over seeds."""
-    tables = {width: [each.training or {} for each in found] for width, found in results.items()}
+    tables = {
+        width: [result.training or {} for result in found] for width, found in results.items()
+    }
     if not tables:
         return
 
     def over_widths(kind: str, place: str, index: int) -> dict[int, float]:
-        return {w: mean(each[kind][place][index] for each in found) for w, found in tables.items()}
+        return {
+            w: mean(table[kind][place][index] for table in found) for w, found in tables.items()
+        }
 
     places = [list(found[0]["sizes"]) for found in tables.values()]
     for place in [each for each in places[0] if all(each in others for others in places)]:
         for moment, (kind, index) in MOMENTS.items():
             yield Sizes(place, moment, over_widths(kind, place, index))
     decreases = {
-        width: mean(each["losses"][0] - each["losses"][-1] for each in found)
+        width: mean(table["losses"][0] - table["losses"][-1] for table in found)
         for width, found in tables.items()
     }
     yield Sizes(LOSS, "change", decreases)

@@ -101,7 +101,9 @@ class RateResult:
     @cached_property
     def losses(self) -> dict[float, float | None]:
         """Learning rate -> final loss, averaged over the seeds; None if one diverged or failed."""
-        return {rate: mean_or_none(map(final_loss, each)) for rate, each in self.results.items()}
+        return {
+            rate: mean_or_none(map(final_loss, results)) for rate, results in self.results.items()
+        }
 
     @cached_property
     def best(self) -> float | None:
@@ -142,7 +144,9 @@ class RateResult:
         """Pairs of a step and the validation loss after it, at the best learning rate."""
         if self.best is None:
             return []
-        tables = [each.training["validation"] for each in self.results[self.best] if each.training]
+        tables = [
+            result.training["validation"] for result in self.results[self.best] if result.training
+        ]
         return [
             (column[0][0], mean(loss for _, loss in column)) for column in zip(*tables, strict=True)
         ]
@@ -163,7 +167,7 @@ def outcome_of(
 def mean_or_none(values: Iterable[float | None]) -> float | None:
     """Return the mean of numbers; None if one of them is None."""
     found = list(values)
-    finite = [each for each in found if each is not None]
+    finite = [loss for loss in found if loss is not None]
     return mean(finite) if finite and len(finite) == len(found) else None
 
 
@@ -210,7 +214,7 @@ def verdicts(outcomes: Sequence[RateResult]) -> list[Verdict]:
     """Return the verdict of each family with several widths."""
     return [
         Verdict(family, found[0], found[-1])
-        for family, found in by_family(outcomes, lambda each: each.curve).items()
+        for family, found in by_family(outcomes, lambda outcome: outcome.curve).items()
         if found[0].curve.width < found[-1].curve.width
     ]
 
@@ -246,9 +250,11 @@ def comparisons(outcomes: Sequence[RateResult]) -> list[Comparison]:
     if not outcomes:
         return []
     first = outcomes[0].curve.family
-    references = {each.curve.width: each for each in outcomes if each.curve.family == first}
+    references = {
+        outcome.curve.width: outcome for outcome in outcomes if outcome.curve.family == first
+    }
     return [
-        Comparison(references[each.curve.width], each)
-        for each in outcomes
-        if each.curve.family != first and each.curve.width in references
+        Comparison(references[outcome.curve.width], outcome)
+        for outcome in outcomes
+        if outcome.curve.family != first and outcome.curve.width in references
     ]

@@ -82,7 +82,7 @@ def recorded(engine: Engine, record: Callable[[str, Tensor], None]) -> Iterator[
     The last layer returns only the loss, so the logits are computed from its input.
     """
     module, config = engine.wrapped.module, engine.recipe.model
-    tables = [each for each in module.modules() if isinstance(each, VocabularyTable)]
+    tables = [table for table in module.modules() if isinstance(table, VocabularyTable)]
     vocab_size = config.vocab_size
 
     def output(place: str, _module: nn.Module, _inputs: Any, value: Tensor) -> None:

@@ -33,24 +33,24 @@ def learning_rates(outcomes: Sequence[RateResult], title: str) -> Figure:
         draw_losses(axes[0], outcome, style_of(outcome, outcomes))
     axes[0].set(xscale="log", xlabel="learning rate", ylabel="validation loss after the last step")
     axes[0].set_ylim(*loss_limits(outcomes))
-    rates = sorted({rate for each in outcomes for rate in each.losses})
+    rates = sorted({rate for outcome in outcomes for rate in outcome.losses})
     axes[0].set_xticks(rates, [f"{rate:.3g}" for rate in rates], fontsize=8, rotation=45)
     axes[0].minorticks_off()
     axes[0].set_title("star: best learning rate; cross: diverged or failed", fontsize=9)
     if compared:
         draw_steps(axes[1], outcomes, compared)
-    for each in axes:
-        each.grid(**GRID)
-        each.set_axisbelow(True)
-        each.legend(fontsize=8, frameon=False)
+    for panel in axes:
+        panel.grid(**GRID)
+        panel.set_axisbelow(True)
+        panel.legend(fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=10)
     return figure
 
 
 def style_of(outcome: RateResult, outcomes: Sequence[RateResult]) -> dict[str, Any]:
     """Return the colour and the style of a curve's line: by width, and by family."""
-    families = list(dict.fromkeys(each.curve.family for each in outcomes))
-    widths = sorted({each.curve.width for each in outcomes})
+    families = list(dict.fromkeys(outcome.curve.family for outcome in outcomes))
+    widths = sorted({outcome.curve.width for outcome in outcomes})
     family = families.index(outcome.curve.family)
     if len(widths) == 1:
         return {"color": matplotlib.colormaps["tab10"](family % 10), "linestyle": "-"}
@@ -82,8 +82,8 @@ def draw_losses(axes: Axes, outcome: RateResult, style: dict[str, Any]) -> None:
 
 def loss_limits(outcomes: Sequence[RateResult]) -> tuple[float | None, float | None]:
     """Return the limits of the loss axis, which cut off runs that have barely learned."""
-    best = [each.best_loss for each in outcomes if each.best_loss is not None]
-    losses = [loss for each in outcomes for loss in each.losses.values() if loss is not None]
+    best = [outcome.best_loss for outcome in outcomes if outcome.best_loss is not None]
+    losses = [loss for outcome in outcomes for loss in outcome.losses.values() if loss is not None]
     if not losses:
         return None, None
     lowest, typical = min(best), max(best)
@@ -140,18 +140,18 @@ def coordinates(checks: Sequence[CoordinateCheck], title: str) -> Figure:
 
 def draw_sizes(axes: Axes, check: CoordinateCheck, moment: Moment) -> None:
     """Draw the sizes at one moment over the widths; those that are not judged are dotted."""
-    places = list(dict.fromkeys(each.place for each in check.sizes))
+    places = list(dict.fromkeys(size.place for size in check.sizes))
     judged = check.judged
-    for each in check.sizes:
-        if each.moment != moment:
+    for size in check.sizes:
+        if size.moment != moment:
             continue
-        widths, sizes = list(each.by_width), list(each.by_width.values())
-        spreads = [other.spread for other in judged if other.place == each.place]
-        label = f"{each.place}: {max(spreads):.2f}" if spreads else f"{each.place}: not judged"
+        widths, sizes = list(size.by_width), list(size.by_width.values())
+        spreads = [other.spread for other in judged if other.place == size.place]
+        label = f"{size.place}: {max(spreads):.2f}" if spreads else f"{size.place}: not judged"
         axes.plot(
             widths, sizes, marker="o", markersize=3, linewidth=1.2,
-            linestyle="-" if each in judged else ":", label=label,
-            color=matplotlib.colormaps["tab20"](places.index(each.place) % 20),
+            linestyle="-" if size in judged else ":", label=label,
+            color=matplotlib.colormaps["tab20"](places.index(size.place) % 20),
         )  # fmt: skip
     axes.set(xscale="log", yscale="log")
     axes.set_xticks(widths, [str(width) for width in widths])

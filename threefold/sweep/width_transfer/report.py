@@ -52,12 +52,14 @@ def found(result: Result) -> str:
 
 def loss_table(outcomes: Sequence[RateResult]) -> Iterator[str]:
     """Yield a table of the final losses: a row for each learning rate, a column for each curve."""
-    labels = [each.curve.label for each in outcomes]
+    labels = [outcome.curve.label for outcome in outcomes]
     widths = [max(9, len(label)) for label in labels]
     heads = [f"{label:>{width}}" for label, width in zip(labels, widths, strict=True)]
     yield "  ".join(["learning rate", *heads])
-    for rate in sorted({rate for each in outcomes for rate in each.losses}):
-        cells = [f"{loss_cell(each, rate):>{n}}" for each, n in zip(outcomes, widths, strict=True)]
+    for rate in sorted({rate for outcome in outcomes for rate in outcome.losses}):
+        cells = [
+            f"{loss_cell(outcome, rate):>{n}}" for outcome, n in zip(outcomes, widths, strict=True)
+        ]
         yield "  ".join([f"{rate:13g}", *cells])
 
 
@@ -67,13 +69,13 @@ def loss_cell(outcome: RateResult, rate: float) -> str:
         return ""
     loss = outcome.losses[rate]
     if loss is None:
-        return "diverged" if all(each.training for each in outcome.results[rate]) else "failed"
+        return "diverged" if all(result.training for result in outcome.results[rate]) else "failed"
     return f"{loss:.4f}{'*' if rate == outcome.best else ' '}"
 
 
 def failure_lines(outcomes: Sequence[RateResult]) -> Iterator[str]:
     """Yield a line with the reason for each failed trial, and a line about --retry."""
-    failures = [(each, *failure) for each in outcomes for failure in each.failures]
+    failures = [(outcome, *failure) for outcome in outcomes for failure in outcome.failures]
     for outcome, rate, result in failures:
         reason = f": {result.reason[:MAX_REASON_CHARACTERS]}" if result.reason else ""
         yield f"no result: {outcome.curve.label}, learning rate {rate:g}: {result.outcome}{reason}"
@@ -83,14 +85,14 @@ def failure_lines(outcomes: Sequence[RateResult]) -> Iterator[str]:
 
 def edge_lines(outcomes: Sequence[RateResult]) -> Iterator[str]:
     """Yield a line for each curve whose best learning rate is missing or at an end of the grid."""
-    for each in outcomes:
-        if each.best is None:
-            yield f"{each.curve.label}: no final loss: {without_loss(each)}"
-        elif each.next_rate is not None:
-            rates = ",".join(f"{rate:g}" for rate in sorted([*each.losses, each.next_rate]))
+    for outcome in outcomes:
+        if outcome.best is None:
+            yield f"{outcome.curve.label}: no final loss: {without_loss(outcome)}"
+        elif outcome.next_rate is not None:
+            rates = ",".join(f"{rate:g}" for rate in sorted([*outcome.losses, outcome.next_rate]))
             yield (
-                f"{each.curve.label}: the best learning rate {each.best:g} is at the end of the "
-                f"grid; to add {each.next_rate:g}, rerun with --rates {rates}"
+                f"{outcome.curve.label}: the best learning rate {outcome.best:g} is at the end of "
+                f"the grid; to add {outcome.next_rate:g}, rerun with --rates {rates}"
             )
 
 
@@ -119,7 +121,7 @@ def verdict_line(verdict: Verdict) -> str:
 
 def without_loss(outcome: RateResult) -> str:
     """Return why a curve has no final loss at any learning rate, and what to do about it."""
-    if not any(each.training for found in outcome.results.values() for each in found):
+    if not any(result.training for found in outcome.results.values() for result in found):
         return "every trial failed, for the reasons above"
     lowest = min(outcome.results)
     return (
@@ -167,8 +169,8 @@ def check_line(check: CoordinateCheck) -> str:
             f"FAIL  {name}no activations of {counted(len(check.faults), 'trial')}, for the reasons "
             f"above; correct the cause and rerun with --retry"
         )
-    worst = max(judged, key=lambda each: each.spread / each.limit)
-    flat = sum(each.is_flat for each in judged)
+    worst = max(judged, key=lambda size: size.spread / size.limit)
+    flat = sum(size.is_flat for size in judged)
     return (
         f"{'pass' if check.passes else 'FAIL'}  {name}{flat} of {len(judged)} sizes are flat over "
         f"the widths; the worst ratio of largest to smallest is {worst.spread:.3f} "
