@@ -18,7 +18,6 @@ from threefold.pipeline.schedules import (
     Pass,
     Pipeline,
     min_micro_batches,
-    most_in_flight,
 )
 from threefold.pipeline.simulation import Timeline, idle_share, pipeline_seconds, simulate
 
@@ -43,6 +42,19 @@ FEW = [
         ("gpipe", 4, 1, 3), ("gpipe", 4, 1, 9),
     )
 ]  # fmt: skip
+
+
+def most_in_flight(order: Order) -> int:
+    """Return the maximum number of micro-batches whose activations a stage holds at the same time.
+
+    A chunk holds them until the last of its backward passes, that of the weights included.
+    """
+    ending = WEIGHT if any(work.kind == WEIGHT for work in order) else BACKWARD
+    held = most = 0
+    for work in order:
+        held += (work.kind == FORWARD) - (work.kind == ending)
+        most = max(most, held)
+    return most
 
 
 def name(pipeline: Pipeline) -> str:

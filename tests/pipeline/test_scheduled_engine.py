@@ -14,11 +14,11 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import changed, quick_and_long, selected, small_recipe
+from tests.pipeline.test_order import most_in_flight
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.engine.engine import Engine
 from threefold.pipeline.engine import COMPUTE, ScheduledEngine
-from threefold.pipeline.schedules import most_in_flight
 from threefold.prove.layouts import SCHEDULES
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder

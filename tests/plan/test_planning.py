@@ -20,6 +20,7 @@ from models.cost import parameter_count
 from models.errors import UserError
 from tests.commands import run_here
 from tests.conftest import shipped_recipes
+from tests.pipeline.test_order import most_in_flight
 from threefold.commands import plan
 from threefold.config.loading import (
     REPOSITORY,
@@ -30,7 +31,7 @@ from threefold.config.loading import (
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
 from threefold.pipeline.gradients import MAX_RUNNING
-from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches, most_in_flight
+from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches
 from threefold.pipeline.simulation import pipeline_seconds
 from threefold.plan import recipe_edits
 from threefold.plan import search as search_module

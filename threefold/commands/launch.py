@@ -13,7 +13,7 @@ from models.errors import UserError
 from threefold.config.loading import REPOSITORY, origin
 from threefold.launch.connection import on_this_machine, over_srun, over_ssh
 from threefold.launch.hosts import read_hostfile, recipe_on_hosts, slurm_hosts
-from threefold.launch.launcher import Launcher
+from threefold.launch.launcher import Launcher, say
 from threefold.launch.rank_command import rank_command
 from threefold.launch.replanning import Replanner
 from threefold.run_folder.folder import RunFolder
@@ -80,11 +80,6 @@ def prepare(options: argparse.Namespace) -> Launcher:
         list_hosts=list_hosts,
         connect=CONNECT_BY_LAUNCHER[launcher],
     )
-
-
-def say(text: str) -> None:
-    """Print a message."""
-    print(f"launch.py: {text}", file=sys.stderr, flush=True)
 
 
 def lock_folder(folder: RunFolder, *, wait_seconds: float) -> None:

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from threefold.pretrain.preflight.evaluate import MAX_BLAMED_NODES
 from threefold.runtime.exits import (
@@ -20,6 +20,7 @@ from threefold.runtime.exits import (
     UNFIT,
 )
 
+T = TypeVar("T")
 MAX_FAILURES_WITHOUT_CHECKPOINT = 3  # after which the run stops; lost nodes do not count
 MAX_IN_MESSAGE = 8
 STOP_SIGNALS = (-signal.SIGTERM, -signal.SIGUSR1)  # exit codes of ranks killed by them
@@ -212,7 +213,7 @@ def ran_out_of_memory(events: Iterable[Event]) -> bool:
 def ranks_behind(events: Iterable[Event]) -> list[int]:
     """Return the ranks that the newest hang report names as behind."""
     stops = [event["behind"] for event in events if event["event"] == "stop" and "behind" in event]
-    return ranks_in(stops[-1]) if stops else []
+    return items_of(stops[-1], int) if stops else []
 
 
 def slow_ranks(events: Iterable[Event]) -> list[int]:
@@ -224,7 +225,7 @@ def slow_ranks(events: Iterable[Event]) -> list[int]:
     if not found:
         return []
     return [rank for event in found if event["step"] == found[-1]["step"]
-            for rank in ranks_in(event.get("ranks"))]  # fmt: skip
+            for rank in items_of(event.get("ranks"), int)]  # fmt: skip
 
 
 def hosts_of(ranks: Iterable[int], hosts: Sequence[str], ranks_per_node: int) -> list[str]:
@@ -285,9 +286,9 @@ def replacement(
     return Replacement(slow)
 
 
-def ranks_in(value: Any) -> list[int]:
-    """Return the ranks in a list of a file that a user may have edited."""
-    return [rank for rank in value if isinstance(rank, int)] if isinstance(value, list) else []
+def items_of(value: Any, kind: type[T]) -> list[T]:
+    """Return the ranks or names in a list of a file that a user may have edited."""
+    return [item for item in value if isinstance(item, kind)] if isinstance(value, list) else []
 
 
 # The failures of a run so far, and the nodes that are therefore not used.
@@ -331,16 +332,16 @@ class Failures:
             if not isinstance(moment, int | float):  # a user may have edited the file
                 continue
             if kind == "attempt_end":
-                self._count(_names(event.get("blamed")), moment)
-                for host in _names(event.get("broken")):
+                self._count(items_of(event.get("blamed"), str), moment)
+                for host in items_of(event.get("broken"), str):
                     self.broken[host] = moment, BROKEN
-                self.slow |= dict.fromkeys(_names(event.get("slow")), moment)
+                self.slow |= dict.fromkeys(items_of(event.get("slow"), str), moment)
             elif kind == "gpu_error" and event.get("left_out"):
-                for host in _names([event.get("node")]):
+                for host in items_of([event.get("node")], str):
                     self.broken[host] = moment, str(event.get("error", ""))
             elif kind == "replace":
-                self.slow |= dict.fromkeys(_names(event.get("nodes")), moment)
-                self.replaced_ranks.update(ranks_in(event.get("ranks")))
+                self.slow |= dict.fromkeys(items_of(event.get("nodes"), str), moment)
+                self.replaced_ranks.update(items_of(event.get("ranks"), int))
             elif kind == "forget":
                 for known in (self.of_nodes, self.broken, self.slow, self.replaced_ranks):
                     known.clear()
@@ -451,8 +452,3 @@ class GpuErrors:
             if left_out == severe and host in set(hosts):
                 found.setdefault(host, []).append(error)
         return {host: ", ".join(errors) for host, errors in found.items()}
-
-
-def _names(value: Any) -> Sequence[str]:
-    """Return the names in a list of a file that a user may have edited."""
-    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []

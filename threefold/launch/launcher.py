@@ -40,16 +40,17 @@ from threefold.runtime.exits import HUNG, INTERRUPTED
 # Messages and events of launch.py: its attempts, their ends, and what it decides about nodes.
 
 
+def say(text: str) -> None:
+    """Print a message."""
+    print(f"launch.py: {text}", file=sys.stderr, flush=True)
+
+
 class Announcements:
     """Prints what launch.py does, and records it in events.jsonl."""
 
     def __init__(self, folder: RunFolder, nodes: Nodes, minimum_nodes: int):
         self.folder, self.nodes, self.minimum_nodes = folder, nodes, minimum_nodes
         self._newest = 0
-
-    def say(self, text: str) -> None:
-        """Print a message."""
-        print(f"launch.py: {text}", file=sys.stderr, flush=True)
 
     def newest_checkpoint(self) -> int:
         """Return the step of the newest checkpoint; 0 if there is none.
@@ -76,7 +77,7 @@ class Announcements:
             predicted_step_seconds=placement.step_seconds,
         )
         others = shown([f"{host} ({why})" for host, why in unused.items()])
-        self.say(
+        say(
             f"attempt {attempt.number} on {shown(attempt.hosts)}: {placement.layout}"
             + (f"; not used: {others}" if others else "")
         )
@@ -100,7 +101,7 @@ class Announcements:
             slow=list(diagnosis.preflight_slow),
         )
         if diagnosis.exit_code is not None:
-            self.say(diagnosis.reason)
+            say(diagnosis.reason)
             return
         reasons = {
             host: self.nodes.failures.reason(host)
@@ -113,13 +114,13 @@ class Announcements:
                 f"; {shown(diagnosis.preflight_slow)} will be used only if no other node is left"
             )
         then = problem or "restarting"  # the ranks name the step that they start from
-        self.say(f"attempt {attempt.number} ended: {diagnosis.reason}{details}; {then}")
+        say(f"attempt {attempt.number} ended: {diagnosis.reason}{details}; {then}")
 
     def gpu_error(self, host: str, error: str, *, left_out: bool) -> None:
         """Announce an error of a GPU."""
         self._record("gpu_error", node=host, error=error, left_out=left_out)
         what_follows = "; the node is left out from the next attempt on" if left_out else ""
-        self.say(f"{host}: {error}{what_follows}")
+        say(f"{host}: {error}{what_follows}")
 
     def replace(self, hosts: list[str], ranks: list[int]) -> None:
         """Announce the replacement of slow hosts."""
@@ -140,9 +141,7 @@ class Announcements:
         else:
             what_follows = f"waiting up to {seconds:.0f} s before the run starts on the others"
         advice = ADVICE.get(self.nodes.connections.connect, "")
-        self.say(
-            f"no answer from {shown(hosts)}: {what_follows}" + (f"; {advice}" if advice else "")
-        )
+        say(f"no answer from {shown(hosts)}: {what_follows}" + (f"; {advice}" if advice else ""))
 
     def shortage(self) -> str:
         """Return the number of nodes that can be used, and why it is too small."""
@@ -234,7 +233,7 @@ class Launcher:
                 try:
                     attempt = self._start(number, placement, reason)
                 except OSError as error:  # the lease cannot be written
-                    self.announcements.say(
+                    say(
                         f"{error.filename or self.folder.path} cannot be written "
                         f"({error.strerror}); free disk space or make it writable, then rerun the "
                         f"same command to resume"
@@ -332,7 +331,7 @@ class Launcher:
                 return None
             if not told:
                 told = True
-                self.announcements.say(
+                say(
                     f"{self.announcements.shortage()}; waiting up to "
                     f"{deadline - time.monotonic():.0f} s"
                 )
@@ -386,7 +385,7 @@ class Launcher:
         )
         self._slow_seen = attempt.number, step
         if decision.problem:
-            self.announcements.say(f"{shown(slow)} not replaced although slow: {decision.problem}")
+            say(f"{shown(slow)} not replaced although slow: {decision.problem}")
         if not decision.hosts:
             return ""
         self.failures.replaced_ranks.update(ranks)
@@ -414,7 +413,7 @@ class Launcher:
     def _refresh(self) -> None:
         """Read the list of hosts again, unless it has just been read."""
         if problem := self.nodes.refresh():
-            self.announcements.say(f"{problem}; continuing with the earlier hosts")
+            say(f"{problem}; continuing with the earlier hosts")
 
     def _events_of(self, attempt: Attempt) -> list[dict[str, Any]]:
         """Return the events since the start of an attempt; read the file only if it has grown."""
@@ -437,14 +436,12 @@ class Launcher:
         if has_started:
             rerun += f" to resume (the last attempt: {reason})"
         if not self.stop_requests:
-            self.announcements.say(
-                f"{self.announcements.shortage()}; repair or add nodes, then {rerun}"
-            )
+            say(f"{self.announcements.shortage()}; repair or add nodes, then {rerun}")
             return 1
         if has_started:
-            self.announcements.say(f"interrupted by {name} while no ranks were running; {rerun}")
+            say(f"interrupted by {name} while no ranks were running; {rerun}")
             return INTERRUPTED
-        self.announcements.say(f"interrupted by {name} before any ranks were started")
+        say(f"interrupted by {name} before any ranks were started")
         # For other signals, slurm/pretrain.slurm needs the code to requeue the job.
         return 128 + signal.SIGINT if self._asked_by == signal.SIGINT else INTERRUPTED
 

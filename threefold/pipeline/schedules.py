@@ -78,20 +78,6 @@ def group_ends(order: Iterable[Pass], every: int = 0) -> dict[Pass, bool]:
     }
 
 
-def most_in_flight(order: Iterable[Pass]) -> int:
-    """Return the maximum number of micro-batches whose activations a stage holds at the same time.
-
-    A chunk holds them until the last of its backward passes, that of the weights included.
-    """
-    order = list(order)
-    ending = WEIGHT if any(work.kind == WEIGHT for work in order) else BACKWARD
-    held = most = 0
-    for work in order:
-        held += (work.kind == FORWARD) - (work.kind == ending)
-        most = max(most, held)
-    return most
-
-
 class Schedule(NamedTuple):
     """A pipeline schedule.
 

@@ -8,7 +8,6 @@ import errno
 import json
 import math
 import os
-import re
 import sys
 import threading
 import traceback
@@ -33,7 +32,6 @@ from threefold.config.loading import REPOSITORY
 MAX_PENDING = 4  # operations of a group that a report keeps, oldest first
 MAX_STATEMENTS = 4  # in a message
 MAX_RANKS_OF_A_COLLECTIVE = 8
-TRANSFER = re.compile(r"(?:send|recv) (\d+)(?:->|<-)(\d+)")  # "send 0->1", "recv 1<-0": group ranks
 
 
 @dataclass(frozen=True)
