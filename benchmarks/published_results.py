@@ -180,7 +180,7 @@ def plain(name: str, folder: Path) -> Iterator[Row]:
     lines, seconds = train(folder / "run", RECIPE, changes)
     recipe = load_recipe(REPOSITORY / RECIPE, changes)
     begun = time.monotonic()
-    losses = plain_loop(model, recipe)
+    losses = list(plain_loop(model, recipe, PLAIN_STEPS))
     plain_seconds = time.monotonic() - begun
     largest = max(differences(lines, losses))
     source = f"transformers' {type(model).__name__}, plain loop of {plain_seconds:.0f} s"
@@ -216,8 +216,8 @@ PLAIN_SETTINGS = [
 ]
 
 
-def plain_loop(model: PreTrainedModel, recipe: Recipe) -> list[float]:
-    """Train a model of transformers as a script would; return the loss of each step."""
+def plain_loop(model: PreTrainedModel, recipe: Recipe, steps: int) -> Iterator[float]:
+    """Train a model of transformers as a script would; yield the loss of each step."""
     optimizer_settings, schedule = recipe.optimizer, recipe.optimizer.schedule
     matrices = [weight for weight in model.parameters() if weight.dim() > 1]
     vectors = [weight for weight in model.parameters() if weight.dim() == 1]
@@ -229,12 +229,11 @@ def plain_loop(model: PreTrainedModel, recipe: Recipe) -> list[float]:
         groups, betas=optimizer_settings.betas, eps=optimizer_settings.epsilon
     )
     highest, lowest = optimizer_settings.learning_rate, schedule.minimum_learning_rate
-    losses = []
-    for step, (tokens, labels) in enumerate(batches(recipe), start=1):
+    for step, (tokens, labels) in enumerate(batches(recipe, steps), start=1):
         if step <= schedule.warmup_steps:
             rate = highest * step / schedule.warmup_steps
         else:
-            done = (step - schedule.warmup_steps) / (PLAIN_STEPS - schedule.warmup_steps)
+            done = (step - schedule.warmup_steps) / (steps - schedule.warmup_steps)
             rate = lowest + (highest - lowest) * (1 + math.cos(math.pi * done)) / 2
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -244,14 +243,13 @@ def plain_loop(model: PreTrainedModel, recipe: Recipe) -> list[float]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer_settings.gradient_clipping)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        yield loss.item()
 
 
-def batches(recipe: Recipe) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(recipe: Recipe, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens and labels [b, s] of each step, in the order in which a run reads them."""
     data = TrainingData(recipe, recipe.parallel_dims(LaunchEnvironment()), rank=0)
-    for step in range(1, PLAIN_STEPS + 1):
+    for step in range(1, steps + 1):
         (micro_batch,) = data.step(step)
         assert micro_batch.tokens is not None and micro_batch.labels is not None
         yield micro_batch.tokens, micro_batch.labels

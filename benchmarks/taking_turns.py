@@ -45,7 +45,7 @@ class Player:
     def __init__(self, play: Play, *arguments: Any, cores: Sequence[int], ranks: int = 1):
         self._cores = cores[-ranks:]
         self._logs = tempfile.TemporaryDirectory()
-        self._ranks = ForkedRanks(
+        self.ranks = ForkedRanks(
             ranks,
             play,
             *arguments,
@@ -56,11 +56,11 @@ class Player:
 
     def wait(self) -> None:
         """Wait until all ranks are ready."""
-        self._ranks.gather()
+        self.ranks.gather()
 
     def settle(self) -> None:
         """Pin each rank to a core."""
-        for process, core in zip(self._ranks.processes, self._cores, strict=False):
+        for process, core in zip(self.ranks.processes, self._cores, strict=False):
             for thread in Path(f"/proc/{process.pid}/task").iterdir():
                 os.sched_setaffinity(int(thread.name), {core})
 
@@ -75,7 +75,7 @@ class Player:
 
     def end_step(self) -> Turn:
         """Wait for the end of the started step."""
-        turns = self._ranks.gather()
+        turns = self.ranks.gather()
         losses = [turn.loss for turn in turns if turn.loss is not None]
         start, end = min(turn.start for turn in turns), max(turn.end for turn in turns)
         return Turn(start, end, losses[0] if losses else None)
@@ -83,15 +83,15 @@ class Player:
     def ask(self, question: str, *arguments: Any) -> list[Any]:
         """Call a method of the contestant on each rank, and return the results."""
         self._say(question, *arguments)
-        return self._ranks.gather()
+        return self.ranks.gather()
 
     def close(self) -> None:
         """Kill the processes of the contestant."""
-        self._ranks.stop()
+        self.ranks.stop()
         self._logs.cleanup()
 
     def _say(self, question: str, *arguments: Any) -> None:
-        for pipe in self._ranks.pipes.values():
+        for pipe in self.ranks.pipes.values():
             pipe.send((question, arguments))
 
 

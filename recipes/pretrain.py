@@ -158,8 +158,8 @@ def train(run: Run, step: int) -> RunEnd:
     """
     ending = None
     while step < run.last_step and not ending:
-        collect_garbage()
         step += 1
+        collect_garbage(step)
         if run.plan.begins_phase(step):
             run.tracker.begin_phase(run.plan.at(step - 1), run.plan.at(step))
         metrics = train_step(run, step)

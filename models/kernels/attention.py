@@ -190,14 +190,15 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v):
+        b, a, s, d = q.shape
         keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [b * g, s, d]
-        out, kept = torch.empty_like(q), []
+        out, kept = q.new_empty(s, b, a, d).permute(1, 2, 0, 3), []  # as the next matmul reads it
         for first, last in _blocks(q):
             queries = _rows(q, k, first, last)
             scores = _scores(queries, keys[:, :last], first)
             kept.append(scores.softmax(dim=-1))
             block = torch.bmm(kept[-1], values[:, :last])
-            out[:, :, first:last] = block.view(out[:, :, first:last].shape)
+            out[:, :, first:last] = block.view(b, a, last - first, d)
         ctx.save_for_backward(q, k, v, *kept)
         return out
 
@@ -206,21 +207,27 @@ class _BlockedAttention(torch.autograd.Function):
         q, k, v, *kept = ctx.saved_tensors
         scale = q.shape[-1] ** -0.5
         keys, values = k.flatten(0, 1), v.flatten(0, 1)
-        grad_q, grad_keys, grad_values = (
-            torch.empty_like(q),
-            torch.zeros_like(keys),
-            torch.zeros_like(values),
-        )
+        grad_q = torch.empty_like(q)
+        # A single block overwrites the gradients of keys and values, several are added up.
+        several = len(kept) > 1
+        create = torch.zeros_like if several else torch.empty_like
+        grad_keys, grad_values = create(keys), create(values)
         for (first, last), probabilities in zip(_blocks(q), kept, strict=True):
             queries, rows = _rows(q, k, first, last), _rows(grad, k, first, last)
-            grad_values[:, :last].baddbmm_(probabilities.transpose(1, 2), rows)
+            grad_values[:, :last].baddbmm_(probabilities.transpose(1, 2), rows, beta=several)
             grad_scores = torch.bmm(rows, values[:, :last].transpose(1, 2))
             grad_scores = torch._softmax_backward_data(
                 grad_scores, probabilities, -1, probabilities.dtype
             )
             block = torch.bmm(grad_scores, keys[:, :last]).mul_(scale)
-            grad_q[:, :, first:last] = block.view(q[:, :, first:last].shape)
-            grad_keys[:, :last].baddbmm_(grad_scores.transpose(1, 2), queries, alpha=scale)
+            block = block.view(q[:, :, first:last].shape)
+            if several:
+                grad_q[:, :, first:last] = block
+            else:
+                grad_q = block
+            grad_keys[:, :last].baddbmm_(
+                grad_scores.transpose(1, 2), queries, beta=several, alpha=scale
+            )
         return grad_q, grad_keys.view(k.shape), grad_values.view(v.shape)
 
 

@@ -1,8 +1,9 @@
 """Element-wise operations and look-ups between matmuls, with the backward pass written out.
 
 Autograd would keep each intermediate result, in fp32 where it is computed in fp32; these functions
-keep only their inputs and recompute the rest. Arithmetic is in fp32. Norms and the residual stream
-are in `norms.py`, dropout is in `dropout.py`.
+keep only their inputs and recompute the rest. Where torch's own operation does the same, it is used
+in eager mode, because a function in Python costs 20 us. Arithmetic is in fp32. Norms and the
+residual stream are in `norms.py`, dropout is in `dropout.py`.
 
 s sequence, b micro-batch, h hidden, f MLP hidden, a query heads, g key-value heads, d head size.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from models.kernels.compile import Function, native_on_cpu
+from models.kernels.compile import Function, as_written, native_on_cpu
 
 # Order of the heads' dimensions in memory -> (permutation from [s, b, a, d] to this order,
 # permutation from this order to [b, a, s, d]).
@@ -40,7 +41,10 @@ def gelu(x: Tensor, bias: Tensor | None, fuse: Function, *, exact: bool = False)
             is computed here together with it.
         exact: not the approximation; on a CPU it takes a third of the time
     """
-    return _GELU.apply(x, bias, fuse, "none" if exact else "tanh")
+    approximate = "none" if exact else "tanh"
+    if bias is None and fuse is as_written:
+        return F.gelu(x, approximate=approximate)
+    return _GELU.apply(x, bias, fuse, approximate)
 
 
 def heads_first(
@@ -60,6 +64,8 @@ def heads_first(
         order: order of the dimensions in memory
     """
     cos, sin = rotation or (None, None)
+    if rotation is None and fuse is as_written:
+        return _heads_first(qkv, None, None, heads, kv_heads, order)
     return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, order), fuse)
 
 
@@ -135,10 +141,11 @@ def _heads_first(
     kv_heads: int,
     order: Order,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    queries_keys, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
-    if cos is not None and sin is not None:
-        queries_keys = _rotate(queries_keys, cos, sin)
-    q, k = queries_keys.split([heads, kv_heads], dim=2)
+    if cos is None or sin is None:
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+    else:
+        queries_keys, v = qkv.split([heads + kv_heads, kv_heads], dim=2)
+        q, k = _rotate(queries_keys, cos, sin).split([heads, kv_heads], dim=2)
     there, back = PERMUTATIONS[order]
     return tuple(tensor.permute(there).contiguous().permute(back) for tensor in (q, k, v))
 

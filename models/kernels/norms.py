@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from models.kernels.compile import Function
+from models.kernels.compile import Function, as_written
 from models.kernels.dropout import drop, keep_mask
 
 
@@ -43,6 +44,8 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, fuse: F
 
     It is LayerNorm (arXiv 1607.06450) with a bias, and RMSNorm (arXiv 1910.07467) without.
     """
+    if bias is not None and fuse is as_written and not sums_in_16_bits(x):
+        return F.layer_norm(x, weight.shape, weight, bias, epsilon)  # without a function in Python
     return _Norm.apply(x, weight, bias, epsilon, fuse)
 
 
@@ -63,6 +66,9 @@ def add_and_norm(
     fuse: Function,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of `add` and the `norm` of that sum: each [s, b, h]."""
+    if bias is not None and fuse is as_written and branch.bias is None and branch.rows is None:
+        total = add(x, branch, fuse)
+        return total, norm(total, weight, bias, epsilon, fuse)
     return _AddAndNorm.apply(x, *branch, weight, bias, epsilon, fuse)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from threefold.runtime.exits import (
+    STEPS_BETWEEN_FULL_COLLECTIONS,
     collect_garbage,
     hold_garbage,
     pause_collection,
@@ -41,6 +42,18 @@ def test_garbage_is_collected_between_steps_only() -> None:
     for _ in range(10 * gc.get_threshold()[0]):  # far above the threshold of a collection
         Knot()
     assert left() is not None
-    collect_garbage()
+    collect_garbage(STEPS_BETWEEN_FULL_COLLECTIONS + 1)
     assert left() is None
     assert len(gc.get_objects()) < 10_000  # existing objects are not scanned
+
+
+def test_garbage_of_earlier_steps_is_left_to_a_full_collection() -> None:
+    hold_garbage()
+    knot = Knot()
+    left = weakref.ref(knot)
+    collect_garbage(1)  # the knot is still in use
+    del knot
+    collect_garbage(2)
+    assert left() is not None
+    collect_garbage(STEPS_BETWEEN_FULL_COLLECTIONS)
+    assert left() is None

@@ -304,6 +304,7 @@ class FlatGradients(ABC):
         take = partial(_call_if_alive, WeakMethod(self._take))
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(take)
+        self.views: dict[nn.Parameter, Tensor] = {}  # in the tensors that exist, as they are used
         self.has_gradient: set[nn.Parameter] = set()  # since its bucket was last summed
         self.ended: set[int] = set()  # buckets without further gradients in this step
         self._end_cycle()
@@ -340,15 +341,18 @@ class FlatGradients(ABC):
             self.add(parameter, parameter.grad)
             parameter.grad = None
 
-    @torch.no_grad()
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient of a micro-batch."""
-        bucket = self.bucket_of[parameter]
-        assert bucket.number not in self.ended, "a gradient after a chunk's last pass"
-        total = bucket.part_of(parameter, self._tensor(bucket))
-        accumulate = total.add_ if parameter in self.has_gradient else total.copy_
-        accumulate(gradient.view(total.shape))
-        self.has_gradient.add(parameter)
+        number = self.bucket_of[parameter].number
+        assert number not in self.ended, "a gradient after a chunk's last pass"
+        total = self.views.get(parameter)
+        if total is None:
+            total = self.views[parameter] = self.of(parameter).view(parameter.shape)
+        if parameter in self.has_gradient:
+            total.add_(gradient)
+        else:
+            total.copy_(gradient)
+            self.has_gradient.add(parameter)
         self.complete.add(parameter)
         while self.coming and self.complete.issuperset(self.coming[0].starts):
             self._reduce(self.coming.pop(0))
@@ -399,6 +403,8 @@ class FlatGradients(ABC):
         self.reduction.begin(bucket.number, flat, is_last=self.is_last)
         if self.sharded:
             del self.tensors[bucket.number]
+            for parameter in bucket.starts:
+                self.views.pop(parameter, None)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -27,6 +27,8 @@ UNFIT = 7  # preflight found a broken node, or a slow one that launch.py replace
 SECONDS_FOR_READER = 30.0  # of a finished run
 SECONDS_FOR_READER_OF_FAILURE = 2.0
 
+STEPS_BETWEEN_FULL_COLLECTIONS = 100  # the objects of W&B, which starts later, take 30 ms
+
 
 class PortInUse(UserError):
     """Another process listens on the port at which the ranks meet."""
@@ -140,6 +142,9 @@ def hold_garbage() -> None:
     gc.disable()
 
 
-def collect_garbage() -> None:
-    """Collect garbage among the objects created since `hold_garbage`, in a few milliseconds."""
-    gc.collect()
+def collect_garbage(step: int) -> None:
+    """Collect garbage among the objects created since the last call.
+
+    Every STEPS_BETWEEN_FULL_COLLECTIONS steps, collect it among all objects since `hold_garbage`.
+    """
+    gc.collect(0 if step % STEPS_BETWEEN_FULL_COLLECTIONS else 2)
