@@ -217,6 +217,7 @@ def play_nanogpt(pipe: Connection, steps: int, folder: Path) -> None:
         turns()
 
     torch.optim.AdamW.zero_grad = clear_and_wait  # type: ignore[method-assign, assignment]
+    os.environ.pop("RANK", None)  # otherwise train.py would use NCCL
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.argv = ["train.py", *NANOGPT_OPTIONS]
