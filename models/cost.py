@@ -44,12 +44,12 @@ def block_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> i
     replicated (Shoeybi et al. 2019, arXiv 1909.08053, section 3). In a model with experts, it is a
     block with experts.
     """
-    found = _common_parameters(config, tensor)
+    parameters = _common_parameters(config, tensor)
     if config.experts is not None:
         bias = 1 if config.experts.has_bias else 0
-        found += config.experts.count * (config.hidden_size + bias)  # the router
-        found += routed_parameters(config, tensor, expert)
-    return found
+        parameters += config.experts.count * (config.hidden_size + bias)  # the router
+        parameters += routed_parameters(config, tensor, expert)
+    return parameters
 
 
 def routed_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> int:
@@ -78,10 +78,10 @@ def hidden_matrices(config: ModelConfig) -> dict[tuple[int, int], int]:
     """
     h, query, key = config.hidden_size, config.query_size, config.key_value_size
     inputs = config.activation_columns(1)  # gate and up, or only up
-    found: Counter[tuple[int, int]] = Counter()
-    found[query, h] += config.layers
-    found[key, h] += 2 * config.layers
-    found[h, query] += config.layers
+    counts: Counter[tuple[int, int]] = Counter()
+    counts[query, h] += config.layers
+    counts[key, h] += 2 * config.layers
+    counts[h, query] += config.layers
     for layer in range(config.layers):
         experts = config.experts if config.has_experts(layer) else None
         size = (config if experts else config.dense).mlp_size
@@ -89,9 +89,9 @@ def hidden_matrices(config: ModelConfig) -> dict[tuple[int, int], int]:
         if experts is not None:
             mlps[experts.ffn_hidden_size] = mlps.get(experts.ffn_hidden_size, 0) + experts.count
         for f, count in mlps.items():
-            found[f, h] += inputs * count
-            found[h, f] += count
-    return dict(found)
+            counts[f, h] += inputs * count
+            counts[h, f] += count
+    return dict(counts)
 
 
 def hidden_matrix_parameters(config: ModelConfig) -> int:
@@ -147,11 +147,11 @@ def block_multiply_adds(config: ModelConfig) -> int:
     """
     projections = 2 * config.query_size + 2 * config.key_value_size
     projections += config.gate_and_up_size + config.mlp_size
-    found = config.hidden_size * projections + attention_multiply_adds(config)
+    total = config.hidden_size * projections + attention_multiply_adds(config)
     if config.experts is not None:
-        found += config.hidden_size * config.experts.count  # the router
-        found += config.experts.per_token * expert_parameters(config)
-    return found
+        total += config.hidden_size * config.experts.count  # the router
+        total += config.experts.per_token * expert_parameters(config)
+    return total
 
 
 def head_multiply_adds(config: ModelConfig) -> int:

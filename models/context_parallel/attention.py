@@ -82,9 +82,9 @@ def tiles_of(slices: Slices, lengths: Lengths | None) -> tuple[Tile, ...]:
         return tuple(_tiles_of_sequences(slice(None), slices, (slices[-1].stop,)))
     tiles: list[Tile] = []
     first = 0
-    for each, run in groupby(lengths):  # adjacent sequences with equal documents share tiles
+    for documents, run in groupby(lengths):  # adjacent sequences with equal documents share tiles
         last = first + len(list(run))
-        tiles += _tiles_of_sequences(slice(first, last), slices, each)
+        tiles += _tiles_of_sequences(slice(first, last), slices, documents)
         first = last
     return tuple(tiles)
 

@@ -99,8 +99,8 @@ def to_rank_order(x: Tensor, order: Order) -> Tensor:
     *outer, length, width = x.shape
     size = len(order) // 2
     parts = x.new_empty((size, *outer, 2, length // len(order), width))
-    for place, number in enumerate(order):
-        rank, half = divmod(place, 2)
+    for position, number in enumerate(order):
+        rank, half = divmod(position, 2)
         parts[rank, ..., half, :, :] = slices[number]
     return parts.flatten(-3, -2)
 

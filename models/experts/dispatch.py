@@ -83,8 +83,8 @@ class DeferralToExchange(Deferral):
 
     def gradients(self) -> list[Tensor]:
         """Compute the gradients, in the order of the weights."""
-        found = {weight: gradient() for weight, gradient in self.take()}
-        return [found[weight] for weight in self.weights]
+        gradients = {weight: gradient() for weight, gradient in self.take()}
+        return [gradients[weight] for weight in self.weights]
 
 
 class Transfer:
@@ -207,8 +207,8 @@ class _Copies(torch.autograd.Function):
         (inverse_order,) = ctx.saved_tensors
         places = inverse_order.view(-1, ctx.k)
         total = grad[places[:, 0]].float()
-        for place in places[:, 1:].unbind(1):  # one at a time, to save memory
-            total += grad[place]
+        for rows in places[:, 1:].unbind(1):  # one at a time, to save memory
+            total += grad[rows]
         return total.to(grad.dtype), None, None, None
 
 

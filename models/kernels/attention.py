@@ -161,7 +161,7 @@ def cumulative_lengths(lengths: Lengths, device: torch.device) -> Tensor:
     The pinned tensor always has the same size, so that torch can reuse the memory of earlier
     micro-batches: a new allocation of pinned memory may wait for the device.
     """
-    ends = [0, *accumulate(n for each in lengths for n in each)]
+    ends = [0, *accumulate(n for documents in lengths for n in documents)]
     if device.type != "cuda":
         return torch.tensor(ends, dtype=torch.int32, device=device)
     padding = [0] * (MIN_PINNED_ELEMENTS - len(ends))
@@ -172,7 +172,7 @@ def cumulative_lengths(lengths: Lengths, device: torch.device) -> Tensor:
 def _attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
     """Call attention per document; adjacent sequences with equal document lengths share calls."""
     divisions, counts = zip(
-        *((each, len(list(run))) for each, run in groupby(lengths)), strict=True
+        *((documents, len(list(run))) for documents, run in groupby(lengths)), strict=True
     )
     attended = []
     # The backward pass of split is one cat; each slice would allocate a full-size tensor of zeros.

@@ -230,11 +230,11 @@ def changed_positions(manifest: Manifest, recipe: Recipe) -> str:
 
 def _positions(model: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary keys of a [model] section that have an effect."""
-    found = {key: model.get(key) for key in ROTARY_KEYS}
-    if scaling := found["rope_scaling"]:
+    rotary = {key: model.get(key) for key in ROTARY_KEYS}
+    if scaling := rotary["rope_scaling"]:
         keys = ("type", "factor", *SCALING_KEYS[scaling["type"]])
-        found["rope_scaling"] = {key: scaling.get(key) for key in keys}
-    return found
+        rotary["rope_scaling"] = {key: scaling.get(key) for key in keys}
+    return rotary
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[Any]]:

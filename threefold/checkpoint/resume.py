@@ -219,9 +219,9 @@ def find(
             f"again with --resume never"
         )
     if skipped:
-        found = "; ".join(f"{path}: {damage}" for path, damage in skipped.items())
+        damages = "; ".join(f"{path}: {damage}" for path, damage in skipped.items())
         raise UserError(
-            f"all checkpoints here are damaged ({found}); use --resume with a checkpoint from "
+            f"all checkpoints here are damaged ({damages}); use --resume with a checkpoint from "
             f"another folder, or --resume never to start again (this run folder is kept under "
             f"another name)"
         )

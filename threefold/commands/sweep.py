@@ -199,10 +199,10 @@ def decisive_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
     """Return a trial and its result in the round that represents it in sweep.csv, too."""
     found = []
     for round_number in itertools.count(1):
-        each = trial.in_round(round_number)
-        if (result := folder.result(each.key)) is None:
+        repeated = trial.in_round(round_number)
+        if (result := folder.result(repeated.key)) is None:
             break
-        found.append((each, result))
+        found.append((repeated, result))
 
     def order(pair: tuple[Trial, Result]) -> tuple[bool, bool, float]:
         result = pair[1]
@@ -230,7 +230,7 @@ def seconds_of_rounds(
         ]
         if len(seconds) == rounds:
             groups.setdefault((trial.source, trial.workers.size), []).append(seconds)
-    return [[list(each) for each in zip(*group, strict=True)] for group in groups.values()]
+    return [[list(column) for column in zip(*group, strict=True)] for group in groups.values()]
 
 
 def request_of(options: argparse.Namespace) -> Request:

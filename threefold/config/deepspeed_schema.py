@@ -379,8 +379,8 @@ def _suggestion(key: str, table: Table, prefix: str) -> str:
     if not close and elsewhere:
         return f"did you mean {elsewhere[0]}?"
     if not close:
-        place = prefix.rstrip(".") or "the top level"
-        return f"the keys of {place} are {', '.join(keys)}"
+        section = prefix.rstrip(".") or "the top level"
+        return f"the keys of {section} are {', '.join(keys)}"
     if close[0] in RECIPE_KEYS:
         return f'did you mean {close[0]}? For example "{close[0]}": "auto"'
     setting = table[close[0]]

@@ -158,7 +158,7 @@ def _defaults(model: Any, prefix: str = "") -> dict[str, Any]:
 
     A field's own example replaces a default that does not show what the key takes, such as [].
     """
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     if is_dataclass(model):
         entries = [(field.name, field.type, field.default) for field in fields(model)]
     else:
@@ -167,13 +167,13 @@ def _defaults(model: Any, prefix: str = "") -> dict[str, Any]:
             for name, f in model.model_fields.items()
         ]
     for name, annotation, default in entries:
-        found[prefix + name] = default
+        defaults[prefix + name] = default
         for section in (annotation, *get_args(annotation)):
             if is_dataclass(section) or (
                 isinstance(section, type) and issubclass(section, BaseModel)
             ):
-                found |= _defaults(section, f"{prefix}{name}.")
-    return found
+                defaults |= _defaults(section, f"{prefix}{name}.")
+    return defaults
 
 
 def _look_up(table: Any, location: Location) -> Any:

@@ -279,9 +279,7 @@ def rank_map(dims: ParallelDims, hosts: Sequence[str]) -> list[str]:
     for host, group in groupby(range(len(hosts)), key=hosts.__getitem__):
         ranks = list(group)
         places = [dims.coordinates(rank) for rank in ranks]
-        spans = [
-            f"{axis} {_span([getattr(place, axis) for place in places])}" for axis in dims.axes
-        ]
+        spans = [f"{axis} {_span([getattr(rank, axis) for rank in places])}" for axis in dims.axes]
         lines.append(f"{host}: rank {_span(ranks)}: {', '.join(spans)}")
     return lines
 
@@ -295,13 +293,13 @@ def _number(environment: Mapping[str, str], name: str, *, or_list: bool = False)
     Raises:
         UserError: the variable holds something else.
     """
-    found = re.match(r"([0-9]{1,9})(?:$|[(,])" if or_list else r"([0-9]{1,9})$", environment[name])
-    if not found:
+    match = re.match(r"([0-9]{1,9})(?:$|[(,])" if or_list else r"([0-9]{1,9})$", environment[name])
+    if not match:
         raise UserError(
             f'{name} = "{environment[name]}" is not a whole number; let deepspeed, torchrun or '
             f"srun set it, or unset it"
         )
-    return int(found[1])
+    return int(match[1])
 
 
 def _span(numbers: Sequence[int]) -> str:

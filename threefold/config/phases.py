@@ -49,10 +49,10 @@ def phase_tables(recipe: dict[str, Any]) -> list[PhaseTable]:
     phases = [Phase.model_validate(phase) for phase in table.pop("phase", ())]
     steps = table["training"]["steps"]
     _check_names(phases)
-    found = [PhaseTable(FIRST_PHASE, 1, table, begins_schedule=True)]
+    tables = [PhaseTable(FIRST_PHASE, 1, table, begins_schedule=True)]
     counter = _TokenCounter()
     for phase in phases:
-        before = found[-1]
+        before = tables[-1]
         first = phase.start_step or counter.first_step(before, phase.start_tokens or 0)
         start = f"start_step = {first}"
         if phase.start_tokens is not None:
@@ -69,8 +69,8 @@ def phase_tables(recipe: dict[str, Any]) -> list[PhaseTable]:
             )
         counter.pass_through(before, first)
         merged = merge(before.table, phase)
-        found.append(PhaseTable(phase.name, first, merged, phase.begins_schedule))
-    return found
+        tables.append(PhaseTable(phase.name, first, merged, phase.begins_schedule))
+    return tables
 
 
 def _check_names(phases: list[Phase]) -> None:
@@ -420,7 +420,7 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
         return (_segment("first", 0, whole, recipe, schedule=whole, part=0),)
     tables = phase_tables(recipe.model_dump(mode="json"))
     schedules = [phase.first for phase in tables if phase.begins_schedule]
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for number, (phase, following) in enumerate(zip(tables, [*tables[1:], None], strict=True)):
         last = following.first - 1 if following else steps
         first_of_schedule = max(first for first in schedules if first <= phase.first)
@@ -429,14 +429,14 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
         for first, end, sequences in batches(phase.table["batch"], phase.first, last):
             assert end is not None
             plain = _plain_recipe(phase, sequences)
-            part = found[-1].part if found else 0
-            if found and _data_of(found[-1].recipe) != _data_of(plain):
+            part = segments[-1].part if segments else 0
+            if segments and _data_of(segments[-1].recipe) != _data_of(plain):
                 part += 1
-            found.append(
+            segments.append(
                 _segment(phase.name, number, (first, end), plain, schedule=schedule, part=part)
             )
-        _check_phase(recipe, found[-1], phase)
-    return tuple(found)
+        _check_phase(recipe, segments[-1], phase)
+    return tuple(segments)
 
 
 def _segment(

@@ -98,13 +98,13 @@ def check_weights(weights: Sequence[float]) -> None:
     exact = [Fraction(str(weight)) for weight in weights]
     total, shares = sum(exact), whole_shares(weights)
     for number, weight in enumerate(exact):
-        found = Fraction(shares[number], sum(shares))
-        if weight == max(exact) or abs(found * total / weight - 1) <= LARGEST_ROUNDING:
+        share = Fraction(shares[number], sum(shares))
+        if weight == max(exact) or abs(share * total / weight - 1) <= LARGEST_ROUNDING:
             continue
         least = SAMPLES_TO_ROUND * (total - weight) / (PERIOD - SAMPLES_TO_ROUND)
         raise UserError(
             f"data.train.{number}.weight = {weights[number]:g} is {float(weight / total):.3g} of "
-            f"all samples, and would become {float(found):.3g}, because the order of the corpora "
+            f"all samples, and would become {float(share):.3g}, because the order of the corpora "
             f"repeats after {PERIOD} samples; use weight = {_round_up(float(least)):g} or more, or "
             f"leave the corpus out"
         )

@@ -149,7 +149,7 @@ def begin_texts_as_in_training(source: CheckpointReader, folder: Path, *, name: 
     trained = source.manifest.data.get("document_starts")
     if trained is None and start:
         trained = _starts_of_corpora(source)
-    if not start or trained is None or all(each == start for each in trained):
+    if not start or trained is None or all(end == start for end in trained):
         return
     file = folder / "tokenizer.json"
     settings = json.loads(file.read_text(encoding="utf-8"))

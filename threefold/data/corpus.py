@@ -252,7 +252,7 @@ def token_bytes(tokenizer: Path, vocab_size: int) -> np.ndarray | None:
         vocabulary: dict[str, int] = settings["model"]["vocab"] if decoders else {}
         if isinstance(vocabulary, list):  # Unigram lists [token, score] by id
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
-        added = {int(each["id"]): each for each in settings.get("added_tokens", ())}
+        added = {int(token["id"]): token for token in settings.get("added_tokens", ())}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{file} is not a tokenizer of the tokenizers library ({reason_of(error)}); use a "
@@ -285,7 +285,7 @@ def _decoders(decoder: Any) -> list[str]:
     """Return the types of a decoder and of its parts; a `Replace` only if it makes spaces."""
     if decoder is None:
         return []
-    found = [part for each in decoder.get("decoders", ()) for part in _decoders(each)]
+    found = [part for inner in decoder.get("decoders", ()) for part in _decoders(inner)]
     if decoder["type"] != "Replace" or decoder["pattern"] == {"String": SPACE}:
         found.append(decoder["type"])
     return found

@@ -126,7 +126,7 @@ class TrainingData:
         for path in (*training, *recipe.data.validation_sets.values()):
             key = path, recipe.model.sequence_length
             if key not in self._opened:
-                opened = [each.file for (other, _), each in self._opened.items() if other == path]
+                opened = [view.file for (other, _), view in self._opened.items() if other == path]
                 file = opened[0] if opened else open_corpus(path, recipe)
                 self._opened[key] = SequenceView(file, recipe.model.sequence_length)
         self._sources[segment.first] = {
@@ -253,7 +253,7 @@ class TrainingData:
         corpus, windows = self.validation[name], self.validation_windows(name)
         for samples in self.evaluation_samples(len(windows)):
             chosen = [windows[n] if n < len(windows) else windows[0] for n in samples]
-            yield self._micro_batch(self.phase_recipe, [(corpus, each) for each in chosen], None)
+            yield self._micro_batch(self.phase_recipe, [(corpus, window) for window in chosen], None)
 
     @property
     def tasks(self) -> Tasks:
@@ -391,7 +391,7 @@ class TrainingData:
             dropout: the key of the masks; None: no dropout
         """
         documents = None
-        if any(len(each) > 1 for each in lengths):  # otherwise attention needs no mask
+        if any(len(documents) > 1 for documents in lengths):  # otherwise attention needs no mask
             documents = Documents(lengths)
         return MicroBatchInfo(dropout, documents, self._division(sum(lengths[0]), documents))
 
@@ -477,4 +477,4 @@ class Prefetcher:
 
     def _fetch(self, step: int) -> list[MicroBatch]:
         micro_batches = self.read(step)
-        return [each.pinned() if self.pinned else each for each in micro_batches]
+        return [batch.pinned() if self.pinned else batch for batch in micro_batches]

@@ -62,7 +62,7 @@ def _wrong_type(manifest: Any) -> str | None:
     if not isinstance(start, list) or any(type(token) is not int for token in start):
         return f"document_start = {start!r:.60} is not a list of tokens"
     files = manifest.get("files", {})
-    if not isinstance(files, dict) or not all(isinstance(each, dict) for each in files.values()):
+    if not isinstance(files, dict) or not all(isinstance(file, dict) for file in files.values()):
         return f"files = {files!r:.60} is not a table of files"
     if not isinstance(options := manifest.get("options", {}), dict):
         return f"options = {options!r:.60} is not a table of options"

@@ -261,8 +261,8 @@ class _Unread:
         indices = np.arange(first, min(first + CANDIDATES_PER_BLOCK, self.count))
         windows = permuted(indices, self.count, self.key)
         unread = np.ones(len(windows), bool)
-        for each in self.earlier:
-            unread &= ~self._overlaps(windows, each)
+        for segment in self.earlier:
+            unread &= ~self._overlaps(windows, segment)
         return indices[unread], windows[unread]
 
     def _overlaps(self, windows: np.ndarray, earlier: Pass) -> np.ndarray:

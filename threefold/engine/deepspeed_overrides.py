@@ -215,7 +215,7 @@ def without_padding(
     gradients: Iterable[Tensor], params: Iterable[nn.Parameter]
 ) -> Iterator[tuple[Tensor, nn.Parameter]]:
     """Yield each gradient of an optimizer group with its parameter, without DeepSpeed's padding."""
-    gradients = (each for each in gradients if not getattr(each, "_zero_padding", False))
+    gradients = (grad for grad in gradients if not getattr(grad, "_zero_padding", False))
     return zip(gradients, params, strict=False)
 
 
@@ -272,7 +272,7 @@ def shards_for_norm(
         for parameter in group
         if parameter._hp_mapping is not None  # this rank owns a part
     )
-    parts = ((shard[at.start : at.start + at.numel], each) for shard, each, at in places)
+    parts = ((shard[at.start : at.start + at.numel], gradient) for shard, gradient, at in places)
     tensor_rank = bwc_tensor_model_parallel_rank(mpu=self.mpu)
     total = sum_of_squares(parts, tensor_rank, shards[0].device)
     dist.all_reduce(total, group=self.dp_process_group)
@@ -297,22 +297,22 @@ def sum_of_squares(
         found = counted if not tied and (split or tensor_rank == 0) else others
         found.append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for each in adjacent(counted):
-        total += squared_norm(each)
-    for each in adjacent(others):
-        total += 0.0 * squared_norm(each)
+    for tensor in adjacent(counted):
+        total += squared_norm(tensor)
+    for tensor in adjacent(others):
+        total += 0.0 * squared_norm(tensor)
     return total.float()
 
 
 def adjacent(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Flatten tensors and join those that are adjacent in memory, so that fewer kernels run."""
     joined: list[Tensor] = []
-    for each in tensors:
-        if joined and _follows(each, joined[-1]):
+    for tensor in tensors:
+        if joined and _follows(tensor, joined[-1]):
             last = joined.pop()
-            size = last.numel() + each.numel()
-            each = last.as_strided((size,), (1,), last.storage_offset())
-        joined.append(each.flatten())
+            size = last.numel() + tensor.numel()
+            tensor = last.as_strided((size,), (1,), last.storage_offset())
+        joined.append(tensor.flatten())
     return joined
 
 

@@ -114,7 +114,7 @@ class Engine(ABC):
         self.state: TrainingState = training_state(
             wrapped.optimizer,
             parameters,
-            {name: rules[each].algorithm for name, each in parameters.items()},
+            {name: rules[parameter].algorithm for name, parameter in parameters.items()},
         )
         self._report: ExpertReport | None = None  # of this step
         # A phase may change the number of micro-batches, but not their size.
@@ -388,7 +388,7 @@ class PipelinedEngine(Engine):
 
         scores: list that receives the scores of each micro-batch's labels
         """
-        prepare_documents([each.info for each in micro_batches], self.device)
+        prepare_documents([batch.info for batch in micro_batches], self.device)
         if self.wrapped.needs_warm_up:
             first = micro_batches[0]
             self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
@@ -398,8 +398,8 @@ class PipelinedEngine(Engine):
             prepare_documents([expected.info], self.device)
             self.wrapped.warm_up_evaluation(expected.tokens, expected.labels, expected.info)
             self._reset_statistics()
-        self.wrapped.module.take_micro_batch_infos([each.info for each in micro_batches])
-        pairs = iter([(each.tokens, each.labels) for each in micro_batches])
+        self.wrapped.module.take_micro_batch_infos([batch.info for batch in micro_batches])
+        pairs = iter([(batch.tokens, batch.labels) for batch in micro_batches])
         if scores is None:
             result = schedule(pairs)
         else:

@@ -87,7 +87,7 @@ def smallest_margin(layers: Sequence[MixtureOfExperts], device: torch.device) ->
     It is the difference of the preferences for the last chosen and the first unchosen expert.
     """
     margins = [torch.tensor(math.inf), *(layer.statistics.margin for layer in layers)]
-    smallest = torch.stack([each.to(device) for each in margins if each is not None]).min()
+    smallest = torch.stack([margin.to(device) for margin in margins if margin is not None]).min()
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
     return float(smallest)
 

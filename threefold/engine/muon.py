@@ -103,7 +103,7 @@ class Muon(torch.optim.Optimizer):
 
     def _step_adamw(self) -> None:
         adamw = self.adamw
-        adamw.param_groups = [each for each in self.param_groups if each["algorithm"] == "adamw"]
+        adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
         adamw.state = self.state
         adamw.grad_scale = self.grad_scale  # type: ignore[attr-defined]
         adamw.step()

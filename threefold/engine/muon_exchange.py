@@ -243,7 +243,7 @@ class MatrixExchange:
         held = {self.flats[key]: values for key, values in flats.items()}
         key = tuple(sorted(held))
         if key not in self.rounds:
-            matrices = [each for each in self.matrices if each.flat in key]
+            matrices = [matrix for matrix in self.matrices if matrix.flat in key]
             owners = owners_by_round(matrices, self.ranks)
             self.rounds[key] = [Round.of_rank(self.rank, owned) for owned in owners]
         rounds = self.rounds[key]
@@ -322,7 +322,7 @@ def update_scale(shape: tuple[int, int]) -> float:
 
 def _batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
     """Yield matrices of equal shape that are orthogonalized together."""
-    for shape, group in groupby(sorted(matrices, key=lambda each: each.shape), lambda m: m.shape):
+    for shape, group in groupby(sorted(matrices, key=lambda m: m.shape), lambda m: m.shape):
         of_shape = list(group)
         count = max(1, MUON_BATCH_ELEMENTS // (shape[0] * shape[1]))
         for first in range(0, len(of_shape), count):

@@ -66,7 +66,7 @@ def rules_of(
     parameters: Iterable[tuple[str, nn.Parameter]], model: ModelConfig, settings: Optimizer
 ) -> dict[nn.Parameter, UpdateRule]:
     """Return the rule of each parameter."""
-    return {each: rule_of(name, each, model, settings) for name, each in parameters}
+    return {weight: rule_of(name, weight, model, settings) for name, weight in parameters}
 
 
 def parameter_groups(
@@ -123,4 +123,4 @@ def _kinds_of(
     deferred: set[nn.Parameter],
 ) -> dict[nn.Parameter, tuple[UpdateRule, bool, bool]]:
     """Return what separates the groups: rule, experts of few ranks, deferred weight gradients."""
-    return {each: (rules[each], is_marked(each), each in deferred) for each in parameters}
+    return {weight: (rules[weight], is_marked(weight), weight in deferred) for weight in parameters}

@@ -170,7 +170,7 @@ def _check_type(path: Path, key: str, value: Any, wanted: Any) -> None:
     inner = {dict[str, float]: (int, float), list[str]: (str,)}.get(wanted)
     right = isinstance(value, types) and not isinstance(value, bool)
     if right and inner is not None:
-        right = all(isinstance(each, inner) and not isinstance(each, bool) for each in contents)
+        right = all(isinstance(item, inner) and not isinstance(item, bool) for item in contents)
     if not right:
         raise UserError(
             f"{path.name}: {toml_line(key, value)} has the wrong type; write {key} = {example}"

@@ -172,7 +172,7 @@ def _error_of_a_rank(outcome: AttemptResult, codes: Sequence[int]) -> Diagnosis:
 
 def signal_name(number: int) -> str:
     """Return the name of a signal; real-time signals have none in Python."""
-    names = {each.value: each.name for each in signal.Signals}
+    names = {member.value: member.name for member in signal.Signals}
     return names.get(number, f"signal {number}")
 
 

@@ -46,7 +46,7 @@ class GpuWatch:
 
     def __init__(self) -> None:
         folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
-        self.present = any(os.access(os.path.join(each, NVIDIA_SMI), os.X_OK) for each in folders)
+        self.present = any(os.access(os.path.join(path, NVIDIA_SMI), os.X_OK) for path in folders)
         self._state: dict[str, Any] | None = None  # of the last look
         self._child: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0

@@ -166,7 +166,7 @@ class Nodes:
         self._listed_at = time.monotonic()
         try:
             self.hosts = self.list_hosts()
-            self.aliases = {each: other for each, other in self.aliases.items()
+            self.aliases = {host: other for host, other in self.aliases.items()
                             if other in self.hosts}  # fmt: skip
         except UserError as problem:
             return str(problem)
@@ -198,5 +198,5 @@ def owner(machine: str, machines: Mapping[str, str], hosts: Sequence[str]) -> st
         machines: host -> its machine, for hosts that have been admitted
         hosts: the hosts of the list; a user may have removed others
     """
-    known = (each for each in hosts if machine and machines.get(each) == machine)
+    known = (name for name in hosts if machine and machines.get(name) == machine)
     return next(known, "")

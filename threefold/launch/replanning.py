@@ -115,8 +115,8 @@ class Replanner:
         whole, cluster = recipe_on_cluster(self.file, self.overrides, nodes=nodes)
         machine, software = Machine.of_cluster(cluster), load_software("threefold")
         phases = [segment.recipe for segment in PhasePlan(whole).phases]
-        recipe = max(phases, key=lambda each: each.batch.micro_sequences * each.tokens_per_rank)
-        jobs = [own_job(each, machine, software)[0] for each in phases]
+        recipe = max(phases, key=lambda phase: phase.batch.micro_sequences * phase.tokens_per_rank)
+        jobs = [own_job(phase, machine, software)[0] for phase in phases]
         own = jobs[phases.index(recipe)] if all(jobs) else None
         if own and nodes == self.cluster.nodes:
             return replace(_placement(whole, overrides, own), chosen=False)

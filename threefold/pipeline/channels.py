@@ -76,13 +76,13 @@ class Channels:
             return dict.fromkeys(routes(self.pipeline), grid.get_pipe_parallel_group())
         topology = grid.topology()
         ranks = [topology.filter_match(pipe=stage) for stage in range(self.pipeline.stages)]
-        found: dict[Route, dist.ProcessGroup] = {}
+        groups: dict[Route, dist.ProcessGroup] = {}
         for each in rounds(self.pipeline):
             pairs = [pair for a, b in each for pair in zip(ranks[a], ranks[b], strict=True)]
             group = create_groups(pairs, TRANSFER_SETTINGS)
             if group is not None:
-                found |= {route: group for route in each if self.stage in route}
-        return found
+                groups |= {route: group for route in each if self.stage in route}
+        return groups
 
     def connect(self) -> None:
         """Exchange one number over every route, in the same order on all ranks; collective.

@@ -119,14 +119,14 @@ class ShardedReduction:
                 shard.div_(self.divisor / (self.divided_before if size > 1 else 1.0))
         return shards
 
-    def _end(self, each: _Running) -> None:
+    def _end(self, running: _Running) -> None:
         """Wait for a sum."""
-        wait_for(each.work)
-        total = each.total
-        in_place = each.in_place and total.dtype == torch.float32
+        wait_for(running.work)
+        total = running.total
+        in_place = running.in_place and total.dtype == torch.float32
         if self.accumulated is None and not in_place:  # a copy frees the rest of the sent tensor
             total = total.to(torch.float32, copy=True)
-        self._take(each.number, total, is_last=each.is_last)
+        self._take(running.number, total, is_last=running.is_last)
 
     def _take(self, number: int, total: Tensor, *, is_last: bool) -> None:
         """Add a sum to the shard of a bucket; after the last one, begin the sum over the groups."""
@@ -318,16 +318,16 @@ class FlatGradients(ABC):
         pass has reached its first parameter.
         """
         cycles: dict[tuple[Kind, int], list[Bucket]] = {}
-        found: set[int] = set()
+        numbers: set[int] = set()
         for chunk, parameters in chunks.items():
-            places = {parameter: place for place, parameter in enumerate(parameters)}
+            places = {parameter: position for position, parameter in enumerate(parameters)}
             of_chunk = [bucket for bucket in self.buckets if places.keys() & bucket.starts.keys()]
             of_chunk.sort(key=lambda bucket: -min(places[parameter] for parameter in bucket.starts))
             for bucket in of_chunk:
                 kind = WEIGHT if deferred & bucket.starts.keys() else BACKWARD
                 cycles.setdefault((kind, chunk), []).append(bucket)
-            found |= {bucket.number for bucket in of_chunk}
-        return cycles, [bucket for bucket in self.buckets if bucket.number not in found]
+            numbers |= {bucket.number for bucket in of_chunk}
+        return cycles, [bucket for bucket in self.buckets if bucket.number not in numbers]
 
     def _end_cycle(self) -> None:
         self.coming: list[Bucket] = []  # buckets that the current pass completes, in order
@@ -359,11 +359,11 @@ class FlatGradients(ABC):
 
     def _tensor(self, bucket: Bucket) -> Tensor:
         """Return the tensor of a bucket; create it if it does not exist."""
-        found = self.tensors.get(bucket.number)
-        if found is None:
-            found = torch.zeros_like(bucket.weights, dtype=self._dtype())
-            self.tensors[bucket.number] = found
-        return found
+        gradient = self.tensors.get(bucket.number)
+        if gradient is None:
+            gradient = torch.zeros_like(bucket.weights, dtype=self._dtype())
+            self.tensors[bucket.number] = gradient
+        return gradient
 
     def of(self, parameter: nn.Parameter) -> Tensor:
         """Return the sum of a parameter's gradients on this rank since it was last reduced.

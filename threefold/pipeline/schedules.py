@@ -179,16 +179,16 @@ class Pipeline:
         unless that needs its result. A pair starts when both of its inputs have arrived. Its
         results are available when both passes have ended.
         """
-        found: list[tuple[Pass, ...]] = []
+        orders: list[tuple[Pass, ...]] = []
         for work in order:
-            last = found[-1][-1] if found else None
+            last = orders[-1][-1] if orders else None
             kinds = (last.kind if last else None, work.kind)
             if self.paired and kinds == (FORWARD, BACKWARD) and self.needed(work) != last:
                 assert last is not None
-                found[-1] = (last, work)
+                orders[-1] = (last, work)
             else:
-                found.append((work,))
-        return found
+                orders.append((work,))
+        return orders
 
     def orders_of_step(self, *, training: bool) -> list[Order]:
         """Return the orders of all stages, in training or in validation."""

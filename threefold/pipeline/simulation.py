@@ -90,7 +90,7 @@ def typical_seconds(timeline: Timeline) -> Callable[[Pass], float]:
     for timed in chain.from_iterable(timeline):
         work = timed.work
         spans.setdefault((work.kind, work.stage, work.chunk), []).append(timed.end - timed.start)
-    medians = {key: median(found) for key, found in spans.items()}
+    medians = {key: median(seconds) for key, seconds in spans.items()}
     return lambda work: medians[work.kind, work.stage, work.chunk]
 
 
@@ -135,16 +135,18 @@ def rounds(pipeline: Pipeline) -> list[list[Route]]:
 
     The process groups of a round are disjoint, so that one call creates all of them.
     """
-    found: list[list[Route]] = []
+    rounds: list[list[Route]] = []
     for route in routes(pipeline):
         free = (
-            each for each in found if not set(route) & {stage for pair in each for stage in pair}
+            routes
+            for routes in rounds
+            if not set(route) & {stage for pair in routes for stage in pair}
         )
         target = next(free, None)
         if target is None:
-            found.append(target := [])
+            rounds.append(target := [])
         target.append(route)
-    return found
+    return rounds
 
 
 def is_remote(stage: int, other: Pass | None) -> bool:
@@ -196,6 +198,6 @@ class _Receives:
         assert source is not None
         sender = source.stage
         end = max(self.indices[work] + 1, self.posted[sender])
-        for each in self.messages[sender][self.posted[sender] : end]:
-            yield Event(Action.POST_RECEIVE, each)
+        for message in self.messages[sender][self.posted[sender] : end]:
+            yield Event(Action.POST_RECEIVE, message)
         self.posted[sender] = end

@@ -99,8 +99,8 @@ class Stage(PipelineModule):
         if self.num_stages == 1:
             return {}
         keys = sorted({s.key for s in self._layer_specs if isinstance(s, TiedLayerSpec)})
-        found = {key: self._tied_comm(key) for key in keys}
-        return {key: comm for key, comm in found.items() if comm is not None}
+        tied = {key: self._tied_comm(key) for key in keys}
+        return {key: comm for key, comm in tied.items() if comm is not None}
 
     def _tied_comm(self, key: str) -> dict[str, Any] | None:
         stages = {

@@ -39,14 +39,14 @@ class WeightGathering:
         self.running: dict[int, dist.Work] = {}  # by number of the bucket
         order: list[int] = []
         for layers in layers_of_chunks:
-            for place, layer in enumerate(layers):
+            for number, layer in enumerate(layers):
                 module = layer if isinstance(layer, nn.Module) else layer.args[0]
                 numbers = sorted({bucket_of[parameter].number for parameter in module.parameters()})
                 order += numbers
                 if isinstance(layer, nn.Module):
                     layer.register_forward_pre_hook(partial(self._before_layer, numbers))
                 else:
-                    layers[place] = partial(self._run_after_wait, numbers, layer)
+                    layers[number] = partial(self._run_after_wait, numbers, layer)
         self.order = list(dict.fromkeys(order))  # of the first use of each bucket
         assert sorted(self.order) == sorted({bucket.number for bucket in bucket_of.values()})
         self._replace_gather(optimizer)

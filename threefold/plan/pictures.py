@@ -58,10 +58,10 @@ def timeline(job: Job, title: str) -> Figure:
     figure = Figure(figsize=(FIGURE_INCHES, height + 3.7), layout="constrained")
     grid = figure.add_gridspec(2, len(windows), height_ratios=[height, 2.6])
     axes = [figure.add_subplot(grid[0, column]) for column in range(len(windows))]
-    for each, window in zip(axes, windows, strict=True):
+    for panel, window in zip(axes, windows, strict=True):
         rows = [passes[stage] for stage in stages]
         draw_passes(
-            each,
+            panel,
             rows,
             window,
             points=PASSES_POINTS / len(windows),
@@ -161,7 +161,9 @@ def heatmap(recipe: Recipe, job: Job, headroom: float = DEFAULT_HEADROOM) -> Fig
     """Return a figure of the best layout of each recipe (row) on each number of nodes (column)."""
     recipes = family(recipe)
     columns = node_counts(job.machine.nodes)
-    cells = [[plan_on_nodes(each, job, nodes, headroom) for nodes in columns] for each in recipes]
+    cells = [
+        [plan_on_nodes(recipe, job, nodes, headroom) for nodes in columns] for recipe in recipes
+    ]
     shares = [[mfu(plan) if plan else float("nan") for plan in row] for row in cells]
     figure = Figure(
         figsize=(2.6 + 0.92 * len(columns), 1.5 + 0.42 * len(recipes)), layout="constrained"
@@ -182,7 +184,7 @@ def heatmap(recipe: Recipe, job: Job, headroom: float = DEFAULT_HEADROOM) -> Fig
     )  # fmt: skip
     axes.add_patch(frame)
     axes.set_xticks(range(len(columns)), [str(nodes) for nodes in columns], fontsize=8)
-    axes.set_yticks(range(len(recipes)), [row_label(each) for each in recipes], fontsize=8)
+    axes.set_yticks(range(len(recipes)), [row_label(recipe) for recipe in recipes], fontsize=8)
     axes.set_xlabel(f"nodes of {job.machine.gpus_per_node} x {job.machine.gpu.name}", fontsize=9)
     axes.set_title(
         "Fastest layout that fits: tensor x pipeline x data (c: context ranks), and its MFU\n"
@@ -212,7 +214,7 @@ def colour_scale_end(shares: Sequence[Sequence[float]]) -> float:
 def family(recipe: Recipe) -> list[Recipe]:
     """Return a recipe and the shipped recipes of its family, the smallest model first."""
     found = [recipe, *relatives(recipe).values()]
-    return sorted(found, key=lambda each: parameter_count(each.model))
+    return sorted(found, key=lambda member: parameter_count(member.model))
 
 
 def node_counts(own: int) -> list[int]:
@@ -433,7 +435,7 @@ def heatmaps(results: Mapping[str, Mapping[str, Any]]) -> Figure:
         slower = predicted[cell]["measured_step_seconds"] / run["measured_step_seconds"] - 1
         if slower > 0:
             grid.frame(right, cell, f"+{slower:.1%}")
-    left.set_yticks(range(len(grid.models)), [str(each) for each in grid.models], fontsize=8)
+    left.set_yticks(range(len(grid.models)), [str(model) for model in grid.models], fontsize=8)
     left.set_title("Fastest run by measurement, measured MFU", fontsize=8)
     right.set_title("Fastest of these runs by prediction, predicted MFU", fontsize=8)
     figure.suptitle(

@@ -130,7 +130,7 @@ def plan_text(job: Job, steps: int) -> Iterator[str]:
     yield ""
     yield "GiB per GPU     " + "".join(f"{name:>12}" for name in [*MEMORY_PARTS, "total"])
     for name, stage in distinct_stages(memory):
-        cells = [getattr(stage, each) for each in MEMORY_PARTS] + [stage.total]
+        cells = [getattr(stage, name) for name in MEMORY_PARTS] + [stage.total]
         yield f"{name:16}" + "".join(f"{cell / GIB:12.2f}" for cell in cells)
     yield from fit_lines(job, memory)
     yield ""
@@ -486,7 +486,7 @@ def search_table(recipe: Recipe, result: SearchResult) -> dict[str, Any]:
         "tokens_per_step": recipe.tokens_per_step,
         "steps": recipe.training.steps,
         "tried": result.tried,
-        "best": [plan_table(recipe, each) for each in result.plans],
+        "best": [plan_table(recipe, plan) for plan in result.plans],
         "rejected": dict(result.rejected),
     }
 

@@ -195,7 +195,7 @@ def with_full_recomputation(job: Job, limit: float) -> tuple[Job, StageMemory]:
         tried.append((candidate, memory))
         if memory.state > limit:  # the state does not depend on the interval
             break
-    return min(tried, key=lambda each: each[1].total)
+    return min(tried, key=lambda pair: pair[1].total)
 
 
 def memory_within(job: Job, limit: float) -> StageMemory:
@@ -336,7 +336,7 @@ def layout_variants(
     sharded = [(stage, 0) for stage in stages]
     if group := dp_shard_of_node(job, sizes):
         sharded += [(stage, group) for stage in stages if stage == 2]
-    variants = [(*each, overlap) for each in schedules for overlap in overlaps(job, sizes, *each)]
+    variants = [(*kind, overlap) for kind in schedules for overlap in overlaps(job, sizes, *kind)]
     for (schedule, virtual_stages, overlap), (stage, group), split in product(
         variants, sharded, splits
     ):
@@ -447,9 +447,9 @@ def relatives(recipe: Recipe, warn: Warn = ignored) -> dict[Path, Recipe]:
     for problem in problems:
         warn(problem)
     return {
-        path: each
-        for path, each in found.items()
-        if each.name != recipe.name and each.training.initial_weights is None
+        path: other
+        for path, other in found.items()
+        if other.name != recipe.name and other.training.initial_weights is None
     }
 
 
@@ -484,17 +484,17 @@ def members(
     machine = Machine.of_cluster(cluster, links)
     size = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
 
-    def planned(each: Path) -> Member:
-        recipe, _ = recipe_on_cluster(each, overrides, **size, gpu=cluster.gpu)
+    def planned(path: Path) -> Member:
+        recipe, _ = recipe_on_cluster(path, overrides, **size, gpu=cluster.gpu)
         job = calibrate(job_without_layout(recipe, machine, software))
         result = search(job, top=1, headroom=headroom)
         if result.plans:
-            return Member(each, recipe, result.plans[0])
+            return Member(path, recipe, result.plans[0])
         if result.nearest:
             reason = f"the closest needs {result.nearest[1]:.1f} GiB more per GPU"
         else:
             reason = f"rejected: {', '.join(why for why, _ in result.rejected.most_common())}"
-        return Member(each, recipe, None, f"no layout fits; {reason}")
+        return Member(path, recipe, None, f"no layout fits; {reason}")
 
     found = [planned(path)]
     for each, recipe in relatives(found[0].recipe, warn).items():
@@ -507,5 +507,5 @@ def members(
 
 def largest(family: Sequence[Member], days: float) -> Member | None:
     """Return the largest model that fits and takes at most `days`; None if there is none."""
-    in_time = [each for each in family if each.days is not None and each.days <= days]
+    in_time = [member for member in family if member.days is not None and member.days <= days]
     return in_time[-1] if in_time else None

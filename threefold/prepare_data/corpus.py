@@ -81,7 +81,7 @@ def join(
         counts = [report.parts[part] for report in reports]
         files[part] = {key: sum(c[key] for c in counts) for key in ("documents", "tokens")}
         if not files[part]["tokens"]:
-            rows = sum(each["rows"] for each in skipped.values())
+            rows = sum(reason["rows"] for reason in skipped.values())
             own_source = "the source of the validation part"  # check_parts names the option
             raise EmptyPart(
                 part,

@@ -225,7 +225,7 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
 
 def match(pattern: str) -> list[Path]:
     """Return the matches of a pattern, without the folders that contain another match."""
-    found = [Path(each) for each in glob.glob(pattern, recursive=True)]
+    found = [Path(path) for path in glob.glob(pattern, recursive=True)]
     entered = {parent for path in found for parent in path.parents}
     return [path for path in found if path not in entered]
 

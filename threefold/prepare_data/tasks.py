@@ -148,7 +148,7 @@ def items_of_samples(file: Path, delimiter: str | None) -> list[dict[str, Any]]:
     if not pairs:
         raise UserError(f"{file} has no samples; {ADVICE}")
     if delimiter is None:
-        texts = [continuation for each in pairs.values() for _, continuation in each]
+        texts = [continuation for pair in pairs.values() for _, continuation in pair]
         delimiter = " " if all(text.startswith(" ") for text in texts) else ""
     return [_item(sample, place, pairs[place], delimiter) for place, sample in samples.values()]
 
@@ -158,10 +158,10 @@ def _pairs(sample: dict[str, Any], place: str) -> list[tuple[str, str]]:
     try:
         requests = sample["arguments"]
         found = list(requests.values()) if isinstance(requests, dict) else requests
-        pairs = [tuple(each.values()) if isinstance(each, dict) else tuple(each) for each in found]
+        pairs = [tuple(item.values()) if isinstance(item, dict) else tuple(item) for item in found]
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place} has no requests ({reason_of(error)}); {ADVICE}") from None
-    are_texts = all(len(each) == 2 and all(isinstance(t, str) for t in each) for each in pairs)
+    are_texts = all(len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs)
     if not pairs or not are_texts:
         raise UserError(f"{place} has requests that are not log-likelihoods; {ADVICE}")
     return [(context, continuation) for context, continuation in pairs]

@@ -86,7 +86,7 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         UserError: These ids cannot be distinguished from the ids of the text.
     """
     examples = ("a", "0", ".", *tokenizer.get_vocab())
-    known = (each for each in examples if tokenizer(each, add_special_tokens=False)["input_ids"])
+    known = (text for text in examples if tokenizer(text, add_special_tokens=False)["input_ids"])
     example = next(known, "a")
     text = tokenizer(example, add_special_tokens=False)["input_ids"]
     whole = tokenizer(example)["input_ids"]

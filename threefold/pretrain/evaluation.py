@@ -71,7 +71,7 @@ def _accuracy(items: Sequence[Item], values: np.ndarray, firsts: np.ndarray) -> 
     if np.isnan(values).any():
         return math.nan
     of_items = np.split(values, firsts[1:-1])
-    chosen = [int(np.argmax(each)) for each in of_items]
+    chosen = [int(np.argmax(scores)) for scores in of_items]
     return float(np.mean([n == item.answer for n, item in zip(chosen, items, strict=True)]))
 
 
@@ -116,7 +116,7 @@ class Evaluator:
             metrics["bits_per_byte"] = loss / math.log(2) / read
         if parts:
             tokens = windows * length // parts
-            metrics["position_losses"] = [each / tokens for each in losses_of_parts]
+            metrics["position_losses"] = [loss / tokens for loss in losses_of_parts]
         return metrics
 
     def score_tasks(self) -> dict[str, float]:

@@ -166,7 +166,7 @@ def _planned(
 
 def _shared(references: Sequence[Reference], runs: Sequence[RunRecord]) -> Sequence[Reference]:
     """Return one reference for all runs if all have the same value, otherwise all references."""
-    same = len(references) == len(runs) and len({each.value for each in references}) == 1
+    same = len(references) == len(runs) and len({line.value for line in references}) == 1
     return [replace(references[0], run=None)] if same else references
 
 

@@ -232,9 +232,9 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             found |= flat(value, f"{name}.")
-        elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-            for number, each in enumerate(value):
-                found |= flat(each, f"{name}.{number}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for number, item in enumerate(value):
+                found |= flat(item, f"{name}.{number}.")
         else:
             found[name] = json.dumps(value, ensure_ascii=False, default=str)
     return found

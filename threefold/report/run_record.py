@@ -46,7 +46,7 @@ class Steps:
         columns = {
             name: _column([line.get(name) for line in lines]) for name in names if name != "step"
         }
-        values = {name: each for name, each in columns.items() if not np.isnan(each).all()}
+        values = {name: column for name, column in columns.items() if not np.isnan(column).all()}
         return cls(np.array([line["step"] for line in lines], np.int64), values)
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ def divide(lines: Iterable[Line]) -> tuple[list[Line], list[list[Line]]]:
     branches: list[list[Line]] = []
     for line in lines:
         if kept and line["step"] <= kept[-1]["step"]:
-            cut = bisect_left(kept, line["step"], key=lambda each: each["step"])
+            cut = bisect_left(kept, line["step"], key=lambda kept_line: kept_line["step"])
             branches.append(kept[max(0, cut - 1) :])
             del kept[cut:]
         kept.append(line)
@@ -498,8 +498,8 @@ def _changes(value: Any) -> str:
     if not isinstance(value, dict):
         return _words(value)
     pairs = [
-        (key, " -> ".join(map(_words, each)) if isinstance(each, list) else _words(each))
-        for key, each in value.items()
+        (key, " -> ".join(map(_words, item)) if isinstance(item, list) else _words(item))
+        for key, item in value.items()
     ]
     return "; ".join(f"{key}: {text}" for key, text in pairs)
 
@@ -508,9 +508,9 @@ def _words(value: Any, depth: int = 0) -> str:
     if isinstance(value, dict | list) and depth == MAX_DEPTH:
         return "..."
     if isinstance(value, dict):
-        return "; ".join(f"{key}: {_words(each, depth + 1)}" for key, each in value.items())
+        return "; ".join(f"{key}: {_words(item, depth + 1)}" for key, item in value.items())
     if isinstance(value, list):
-        return ", ".join(_words(each, depth + 1) for each in value)
+        return ", ".join(_words(item, depth + 1) for item in value)
     if too_large(value):  # str() has a limit of 4,300 digits
         return "a very large number"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

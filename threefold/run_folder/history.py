@@ -81,8 +81,8 @@ def published(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, oldest first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of)
+    paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=step_of)
 
 
 def no_checkpoint(path: Path) -> str:
@@ -225,7 +225,7 @@ class History:
             self.turns.append(-1)
             chosen = event["checkpoint"]
             is_here = bool(chosen) and not Path(chosen).is_absolute()
-            saved = {each for each in self.saved if each <= step} if is_here else set()
+            saved = {number for number in self.saved if number <= step} if is_here else set()
             self._begin_at(Path(chosen), stamp=event["stamp"])
             self._forget(after=step - 1)
             self.saved = saved
@@ -440,7 +440,7 @@ def _evaluation_seconds(line: dict[str, Any]) -> float:
 def shares_text(shares: dict[str, float]) -> str:
     """Return the shares above a thousandth for a message, the largest losses first."""
     losses = {name: share for name, share in shares.items() if name != "kept" and share >= 1e-3}
-    ordered = sorted(losses.items(), key=lambda each: -each[1])
+    ordered = sorted(losses.items(), key=lambda item: -item[1])
     return ", ".join(f"{CAUSE_TEXTS[name]} {share:.1%}" for name, share in ordered)
 
 

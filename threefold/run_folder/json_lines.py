@@ -244,5 +244,5 @@ def task_accuracies(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _named(metrics: Mapping[str, Any], pattern: re.Pattern) -> dict[str, float]:
     """Return the values of the keys that match a pattern, by the pattern's group "name"."""
-    found = ((pattern.fullmatch(key), value) for key, value in metrics.items())
-    return {match["name"]: value for match, value in found if match}
+    matches = ((pattern.fullmatch(key), value) for key, value in metrics.items())
+    return {match["name"]: value for match, value in matches if match}

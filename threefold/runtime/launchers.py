@@ -67,14 +67,14 @@ class Process:
 
 def launchers_of(pid: int) -> list[int]:
     """Return the PIDs of the launchers among a process's ancestors, nearest first."""
-    found = []
+    launchers = []
     with contextlib.suppress(OSError):  # an ancestor has just ended
         while pid > 1:
             pid = int(_stat(pid)[PARENT])
             if not is_launcher(Path(f"/proc/{pid}/cmdline")):
                 break
-            found.append(pid)
-    return found
+            launchers.append(pid)
+    return launchers
 
 
 def is_launcher(command_line: Path) -> bool:

@@ -96,7 +96,7 @@ def check_architecture(name: str, capability: tuple[int, int], built_for: Sequen
     Raises:
         UserError: none of the architectures runs on the GPU.
     """
-    if not built_for or any(runs_on(each, capability) for each in built_for):
+    if not built_for or any(runs_on(built, capability) for built in built_for):
         return
     own = "sm_{}{}".format(*capability)
     install = (
@@ -118,13 +118,13 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     the suffix "a" it runs only on its own. PTX (compute_) is compiled at load time for any later
     GPU.
     """
-    found = ARCHITECTURE.fullmatch(architecture)
-    if found is None:  # a build with other names for its targets cannot be checked
+    match = ARCHITECTURE.fullmatch(architecture)
+    if match is None:  # a build with other names for its targets cannot be checked
         return True
-    built = int(found["major"]), int(found["minor"])
-    if found["suffix"] == "a":
+    built = int(match["major"]), int(match["minor"])
+    if match["suffix"] == "a":
         return built == capability
-    if found["kind"] == "compute" and not found["suffix"]:
+    if match["kind"] == "compute" and not match["suffix"]:
         return built <= capability
     return built[0] == capability[0] and built <= capability
 
@@ -154,9 +154,9 @@ def should_compile(setting: bool | Literal["auto"]) -> bool:
     here = would_compile(setting)
     if setting != "auto" or not on_gpu():
         return here
-    found = [False] * dist.get_world_size()
-    dist.all_gather_object(found, here)
-    return all(found)
+    by_rank = [False] * dist.get_world_size()
+    dist.all_gather_object(by_rank, here)
+    return all(by_rank)
 
 
 def would_compile(setting: bool | Literal["auto"]) -> bool:
@@ -408,12 +408,12 @@ def levels(ranks: int, fan_out: int) -> list[list[list[int]]]:
     The first rank of a group also belongs to a group of the next level. The last level is a single
     group whose first rank is 0.
     """
-    found: list[list[list[int]]] = []
+    levels: list[list[list[int]]] = []
     left = list(range(ranks))
-    while not found or len(left) > 1:
-        found.append([left[first : first + fan_out] for first in range(0, len(left), fan_out)])
-        left = [group[0] for group in found[-1]]
-    return found
+    while not levels or len(left) > 1:
+        levels.append([left[first : first + fan_out] for first in range(0, len(left), fan_out)])
+        left = [group[0] for group in levels[-1]]
+    return levels
 
 
 class RankTree:
@@ -440,7 +440,7 @@ class RankTree:
             leader = members[0]
             parts: list[Any] | None = [None] * len(members) if self.rank == leader else None
             dist.gather_object(found, parts, dst=leader, group=group)
-            found = {rank: each for part in parts or [] for rank, each in part.items()}
+            found = {rank: own for part in parts or [] for rank, own in part.items()}
         return dict(sorted(found.items()))
 
     def broadcast(self, value: T) -> T:

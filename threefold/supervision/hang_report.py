@@ -411,8 +411,8 @@ def ranks_behind(statuses: dict[int, RankStatus], size: int) -> list[int]:
     silent = [rank for rank in range(size) if rank not in statuses]
     if silent:
         return silent
-    earliest = min(each.step for each in statuses.values())
-    behind = [rank for rank, each in statuses.items() if each.step == earliest]
+    earliest = min(status.step for status in statuses.values())
+    behind = [rank for rank, status in statuses.items() if status.step == earliest]
     if len(behind) == size:
         behind = [rank for rank in behind if not statuses[rank].waits_in]
     return [] if len(behind) == size else behind
@@ -430,7 +430,7 @@ def describe_hang(statuses: dict[int, RankStatus], names: Sequence[str]) -> str:
         who = f"{shown} {verb} not answer: stopped, dead or cut off"
         return f"{who}. {names[first.rank]}: {first}"
     if not ranks:
-        waiting = all(each.waits_in for each in statuses.values())
+        waiting = all(status.waits_in for status in statuses.values())
         where = "in a collective" if waiting else "for the device, or compute"
         when = f"in step {first.step}" if first.step else "in start-up"
         return f"all ranks are {when} and wait {where}. {names[first.rank]}: {first}"

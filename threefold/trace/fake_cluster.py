@@ -205,8 +205,8 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function as if compiled: it allocates only its results."""
 
     def run(*inputs: Any) -> Any:
-        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
-        shapes = (each.to("meta") if isinstance(each, torch.Tensor) else each for each in inputs)
+        tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
+        shapes = (x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs)
         made = partial(torch.empty_strided, device=tensors[0].device)
         return tree_map_only(
             torch.Tensor, lambda t: made(t.shape, t.stride(), dtype=t.dtype), function(*shapes)
@@ -218,8 +218,8 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 def equal_counts(counts: Sequence[torch.Tensor], total: int) -> list[list[list[int]]]:
     """Return counts as if the tokens were equally distributed among the experts."""
     ranks, experts = counts[0].shape
-    each, more = divmod(total, ranks * experts)
-    numbers = [each + (expert < more) for expert in range(ranks * experts)]
+    rows, more = divmod(total, ranks * experts)
+    numbers = [rows + (expert < more) for expert in range(ranks * experts)]
     table = [numbers[rank * experts : (rank + 1) * experts] for rank in range(ranks)]
     return [table] * len(counts)
 

@@ -192,8 +192,8 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
 
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it looks for one
@@ -298,7 +298,7 @@ def measure(recipe: Recipe, dims: ParallelDims, rank: int, *, at_most: int) -> T
         division = divide(recipe.model.sequence_length, coordinates.context, dims.context)
     batch = [micro_batch(recipe, number, division) for number in range(traced)]
     counter = AllocationCounter(granularity=ALLOCATOR_BYTES)
-    counter.ignore(t for each in batch for t in (each.tokens, each.labels) if t is not None)
+    counter.ignore(t for item in batch for t in (item.tokens, item.labels) if t is not None)
     collectives = CollectiveCounter(axes_of(dims, coordinates))
     with collectives, counter:
         observer = Observer(counter, collectives)
@@ -435,9 +435,9 @@ def text(trace: Trace) -> str:
             f"{made.operation:36} {made.phase or 'start'}"
         )
     lines += ["", f"{'communication of a step':28}{'calls':>10}{'MiB':>16}"]
-    for each in trace.traffic:
-        name = f"{each.axis} {each.kind}"
-        lines.append(f"{name:28}{each.count:>10}{_mib(each.memory_bytes):>16}")
+    for traffic in trace.traffic:
+        name = f"{traffic.axis} {traffic.kind}"
+        lines.append(f"{name:28}{traffic.count:>10}{_mib(traffic.memory_bytes):>16}")
     return "\n".join(lines)
 
 
@@ -457,7 +457,7 @@ def table(trace: Trace) -> dict[str, Any]:
         "at_peak_bytes": asdict(trace.at_peak),
         "phase_bytes": dict(trace.phase_bytes),
         "largest": [{"category": name} | asdict(made) for name, made in trace.largest],
-        "traffic": [asdict(each) for each in trace.traffic],
+        "traffic": [asdict(message) for message in trace.traffic],
     }
 
 

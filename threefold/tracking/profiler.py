@@ -124,9 +124,9 @@ def operations_table(
         title: the first line
         gpu: datasheet of the device, for the planner's numbers; None if there is none
     """
-    found = sorted(operations, key=lambda each: -each.seconds)
-    total = sum(each.seconds for each in found)
-    planned = [each.planned_seconds(gpu, precision) if gpu else None for each in found]
+    found = sorted(operations, key=lambda operation: -operation.seconds)
+    total = sum(operation.seconds for operation in found)
+    planned = [operation.planned_seconds(gpu, precision) if gpu else None for operation in found]
     lines = [title, ""]
     for kind in KINDS:
         lines += _sum_of_kind(kind, found, planned, total)
@@ -134,18 +134,18 @@ def operations_table(
         lines += ["", "The planner has no datasheet for this device."]
     lines += ["", f"{'seconds':>9} {'share':>6} {'calls':>6} {'us/call':>9} {'planned':>9} "
               f"{'ratio':>6}  operation"]  # fmt: skip
-    for each, seconds in list(zip(found, planned, strict=True))[:MAX_OPERATIONS]:
-        call = each.seconds / each.calls
+    for operation, seconds in list(zip(found, planned, strict=True))[:MAX_OPERATIONS]:
+        call = operation.seconds / operation.calls
         plan, ratio = f"{seconds * 1e6:.1f}" if seconds else "", ""
         if seconds:
             ratio = f"{call / seconds:.2f}"
-        shapes = " x ".join(str(list(shape)) for shape in each.shapes if shape)
+        shapes = " x ".join(str(list(shape)) for shape in operation.shapes if shape)
         lines.append(
-            f"{each.seconds:9.4f} {_share(each.seconds, total)} {each.calls:6} {call * 1e6:9.1f} "
-            f"{plan:>9} {ratio:>6}  {each.name} {shapes}".rstrip()
+            f"{operation.seconds:9.4f} {_share(operation.seconds, total)} {operation.calls:6} "
+            f"{call * 1e6:9.1f} {plan:>9} {ratio:>6}  {operation.name} {shapes}".rstrip()
         )
     if len(found) > MAX_OPERATIONS:
-        rest = sum(each.seconds for each in found[MAX_OPERATIONS:])
+        rest = sum(operation.seconds for operation in found[MAX_OPERATIONS:])
         lines.append(
             f"{rest:9.4f} {_share(rest, total)}  {counted(len(found) - MAX_OPERATIONS, 'other')}"
         )
@@ -156,15 +156,19 @@ def _sum_of_kind(
     kind: str, found: Sequence[Operation], planned: Sequence[float | None], total: float
 ) -> list[str]:
     """Return the line of a kind: its seconds, and the ratio to the planner's if there are any."""
-    own = [(each, plan) for each, plan in zip(found, planned, strict=True) if each.kind == kind]
+    own = [
+        (operation, plan)
+        for operation, plan in zip(found, planned, strict=True)
+        if operation.kind == kind
+    ]
     if not own:
         return []
-    seconds = sum(each.seconds for each, _ in own)
+    seconds = sum(operation.seconds for operation, _ in own)
     line = f"{kind:14} {seconds:9.4f} s {_share(seconds, total)}"
-    with_plan = [(each, plan) for each, plan in own if plan]
+    with_plan = [(operation, plan) for operation, plan in own if plan]
     if with_plan:
-        measured = sum(each.seconds for each, _ in with_plan)
-        expected = sum(plan * each.calls for each, plan in with_plan)
+        measured = sum(operation.seconds for operation, _ in with_plan)
+        expected = sum(plan * operation.calls for operation, plan in with_plan)
         line += f", {measured / expected:.2f} times the planner's {expected:.4f} s"
         if measured < 0.999 * seconds:
             line += f" (for {_share(measured, seconds).strip()} of this time)"
@@ -270,12 +274,14 @@ class StepProfiler:
 def operations_of(recording: profile, *, on_gpu: bool) -> list[Operation]:
     """Return the operations of a profile that take time; on a GPU, that of their kernels counts."""
     found = []
-    for each in recording.key_averages(group_by_input_shape=True):
-        if each.device_type != DeviceType.CPU:  # a kernel, which its operation counts already
+    for event in recording.key_averages(group_by_input_shape=True):
+        if event.device_type != DeviceType.CPU:  # a kernel, which its operation counts already
             continue
-        micros = each.self_device_time_total if on_gpu else each.self_cpu_time_total
+        micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if micros > 0:
-            found.append(Operation(each.key, _shapes(each.input_shapes), each.count, micros * 1e-6))
+            found.append(
+                Operation(event.key, _shapes(event.input_shapes), event.count, micros * 1e-6)
+            )
     return found
 
 

@@ -29,5 +29,5 @@ class SnapshotName:
     @classmethod
     def parse(cls, text: str) -> "SnapshotName | None":
         """Return the parts of a name; None if it is not the name of a complete snapshot."""
-        found = SNAPSHOT.fullmatch(text)
-        return cls(int(found["step"]), int(found["turns"]), found["writer"]) if found else None
+        match = SNAPSHOT.fullmatch(text)
+        return cls(int(match["step"]), int(match["turns"]), match["writer"]) if match else None

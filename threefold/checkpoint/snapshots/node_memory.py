@@ -71,8 +71,8 @@ class NodeMemory:
     def servers(self) -> list[Server]:
         """Return the servers of all nodes that launch.py reaches; none if they are unknown."""
         try:
-            found = json.loads((self.folder / SERVERS).read_text(encoding="utf-8"))
-            return [Server(**each) for each in found]
+            servers = json.loads((self.folder / SERVERS).read_text(encoding="utf-8"))
+            return [Server(**server) for server in servers]
         except (OSError, ValueError, RecursionError, TypeError):
             return []
 
@@ -137,11 +137,11 @@ def memory_of_node() -> tuple[int, int]:
 
     A limit of a container or of Slurm (--mem) counts too.
     """
-    found = {}
+    fields = {}
     for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
-        found[key] = int(value.split()[0]) * 1024
-    limits = [(found["MemTotal"], found["MemAvailable"]), *cgroup_limits(OWN_CGROUP, CGROUPS)]
+        fields[key] = int(value.split()[0]) * 1024
+    limits = [(fields["MemTotal"], fields["MemAvailable"]), *cgroup_limits(OWN_CGROUP, CGROUPS)]
     return min(total for total, _ in limits), min(available for _, available in limits)
 
 
@@ -208,11 +208,11 @@ class Client:
         """
         text = self._get("/")
         try:
-            found = json.loads(text)
+            listing = json.loads(text)
         except (ValueError, RecursionError):
-            found = None
-        if _is_listing(found):
-            return found
+            listing = None
+        if _is_listing(listing):
+            return listing
         raise SnapshotUnavailable(f"{self.server.node}: the answer is not a list of snapshots")
 
     def content(self, snapshot: str, file: str) -> bytes:
@@ -303,12 +303,12 @@ class Client:
     def _connection(self, seconds: float) -> http.client.HTTPConnection:
         """Return the connection of the last request, or a new one, which is opened by its use."""
         with self._lock:
-            found = self._open.pop(self, None)
-        found = found or http.client.HTTPConnection(self.server.address, self.server.port)
-        found.timeout = seconds
-        if found.sock is not None:
-            found.sock.settimeout(seconds)
-        return found
+            connection = self._open.pop(self, None)
+        connection = connection or http.client.HTTPConnection(self.server.address, self.server.port)
+        connection.timeout = seconds
+        if connection.sock is not None:
+            connection.sock.settimeout(seconds)
+        return connection
 
     def _keep(self, connection: http.client.HTTPConnection) -> None:
         """Keep a connection; close the least recently used connection if there are too many."""

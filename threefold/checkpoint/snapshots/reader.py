@@ -156,12 +156,15 @@ def _candidates(servers: Sequence[Server], history: History, at_least: int) -> I
     clients = {server.node: Client(server) for server in servers}
     by_node = listings(list(clients.values()))
     names = {
-        name for found in by_node.values() for text in found if (name := SnapshotName.parse(text))
+        name
+        for listing in by_node.values()
+        for text in listing
+        if (name := SnapshotName.parse(text))
     }
     for name in sorted(names, reverse=True):
         if name.step < at_least or not history.reaches(name.step, turns=name.turns):
             continue
-        nodes = [node for node, found in by_node.items() if str(name) in found]
+        nodes = [node for node, listing in by_node.items() if str(name) in listing]
         manifest = _manifest(str(name), [clients[node] for node in nodes])
         if manifest is None:
             continue
@@ -227,8 +230,8 @@ def _verify(
             damages.append(damage)
     everyones: list[Any] = [None] * ranks
     dist.all_gather_object(everyones, (own, damages))
-    nodes_of = {file: node for each, _ in everyones for file, node in each.items()}
-    found = [damage for _, each in everyones for damage in each]
+    nodes_of = {file: node for files, _ in everyones for file, node in files.items()}
+    found = [damage for _, own in everyones for damage in own]
     if nodes_of.keys() != manifest.files.keys():
         return None, found
     return {file: clients[node] for file, node in nodes_of.items()}, found

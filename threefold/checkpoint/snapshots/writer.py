@@ -93,7 +93,7 @@ class Partners:
         destinations, problem = _create(workspace, arriving, problem)
         # Chunks of both directions travel at the same time; each side waits before the next one.
         outgoing = [part for source in sources for part in source.split(CHUNK_BYTES)]
-        incoming = [part for each in destinations for part in each.split(CHUNK_BYTES)]
+        incoming = [part for destination in destinations for part in destination.split(CHUNK_BYTES)]
         for number in range(max(len(outgoing), len(incoming))):
             works = []
             if number < len(outgoing):

@@ -256,11 +256,11 @@ def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str,
 def ranked_groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
     """Group measured rows of one model, batch and machine; small groups are left out."""
     groups: dict[Any, list[Prediction]] = defaultdict(list)
-    for each in predictions:
-        if each.error is not None:
-            job = each.job
+    for prediction in predictions:
+        if prediction.error is not None:
+            job = prediction.job
             key = (job.model, job.global_sequences, job.machine, job.precision, job.software)
-            groups[key].append(each)
+            groups[key].append(prediction)
     return [group for group in groups.values() if len(group) >= MIN_RANKED_LAYOUTS]
 
 
@@ -292,7 +292,7 @@ def regret(group: Sequence[Prediction]) -> float:
 def _times(group: Sequence[Prediction]) -> list[tuple[float, float]]:
     """Return the predicted and the measured seconds of the measured rows."""
     return [
-        (each.seconds, each.measured_seconds) for each in group if each.measured_seconds is not None
+        (row.seconds, row.measured_seconds) for row in group if row.measured_seconds is not None
     ]
 
 
@@ -416,7 +416,7 @@ def quality(rows: Sequence[Row], factors: Calibration) -> Quality:
 
 
 def _mean_error(predictions: Sequence[Prediction]) -> float | None:
-    return mean(abs(each.error) for each in predictions if each.error is not None)
+    return mean(abs(row.error) for row in predictions if row.error is not None)
 
 
 def _tau(predictions: Sequence[Prediction]) -> float | None:

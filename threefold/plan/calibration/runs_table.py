@@ -157,7 +157,7 @@ class RowReader:
     def precision(self) -> str:
         """Return the precision of the matmuls."""
         text = self.cell("precision").lower()
-        found = next((each for each in ("bf16", "fp16", "fp32") if each in text), None)
+        found = next((name for name in ("bf16", "fp16", "fp32") if name in text), None)
         if found is None or "fp8" in text or "fp4" in text:
             raise UserError(f"precision {self.cell('precision') or 'empty'} is not modelled")
         return found
@@ -373,21 +373,21 @@ class RowReader:
         """
         stated = self.cell("recompute").lower()
         choices = {
-            each: replace(job, layout=replace(job.layout, recompute=each))
-            for each in RECOMPUTATIONS
+            kind: replace(job, layout=replace(job.layout, recompute=kind))
+            for kind in RECOMPUTATIONS
         }
         memory = job.machine.gpu.memory_gib * GIB
-        for each, choice in choices.items():
-            if stated.startswith(each):
+        for kind, choice in choices.items():
+            if stated.startswith(kind):
                 kept = choice.footprint.selective
-                if each == "selective" and kept and fullest_stage(choice).total > memory:
+                if kind == "selective" and kept and fullest_stage(choice).total > memory:
                     self.assumed.append(f"selective recomputation keeps {kept / 2:.0%} (to fit)")
                     return with_selective_share(choice, kept / 2)
                 return choice
         if stated and "unstated" not in stated:
             raise UserError(f"recompute is {self.cell('recompute')}")
         least = next(
-            (each for each, choice in choices.items() if fullest_stage(choice).total <= memory),
+            (kind for kind, choice in choices.items() if fullest_stage(choice).total <= memory),
             "full",
         )
         self.assumed.append(f"recompute = {least} (the least that fits)")

@@ -50,7 +50,7 @@ def micro_batches_in_flight(layout: PlannedLayout, stage: int, micro_batches: in
 
 @lru_cache(maxsize=2**16)
 def _most_in_flight(schedule: str, p: int, v: int, i: int, m: int, full: bool) -> float:
-    return max(each.count for each in _in_flight(schedule, p, v, i, m, full))
+    return max(held.count for held in _in_flight(schedule, p, v, i, m, full))
 
 
 def in_flight(
@@ -101,10 +101,10 @@ def _in_flight(
         return HeldMicroBatches((out, back), (0, 0)), both
     if v == 1:
         return (HeldMicroBatches((min(m, p - i),), (0,)),)
-    each = round_size(p, m)
-    chunks = min(m * v, each * (v - 1) + 2 * (p - i - 1) + 1)
-    held = [min(each, max(0, chunks - each * chunk)) for chunk in range(v)]
-    held[0] += max(0, chunks - each * v)  # of the next round
+    per_round = round_size(p, m)
+    chunks = min(m * v, per_round * (v - 1) + 2 * (p - i - 1) + 1)
+    held = [min(per_round, max(0, chunks - per_round * chunk)) for chunk in range(v)]
+    held[0] += max(0, chunks - per_round * v)  # of the next round
     return (HeldMicroBatches(tuple(held), (0,) * v),)
 
 
@@ -136,8 +136,8 @@ def most_activations(job: Job, stage: int, *, forward_of_zb_v: bool = False) -> 
     """
     moments = in_flight(job.layout, stage, job.micro_batches)
     if forward_of_zb_v:
-        moments = tuple(replace(each, ends=False) for each in moments)
-    return max(held_activations(job, stage, each) for each in moments) + receive_bytes(job)
+        moments = tuple(replace(held, ends=False) for held in moments)
+    return max(held_activations(job, stage, held) for held in moments) + receive_bytes(job)
 
 
 def held_activations(job: Job, stage: int, moment: HeldMicroBatches) -> float:

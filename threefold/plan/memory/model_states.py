@@ -136,9 +136,9 @@ def bucket_sizes(model: ModelConfig, layout: PlannedLayout, elements: float) -> 
         h * model.mlp_size / t,
     ]
     if model.experts is not None:
-        each = model.experts.count / (t * layout.expert) * model.experts.ffn_hidden_size * h
+        per_matrix = model.experts.count / (t * layout.expert) * model.experts.ffn_hidden_size * h
         columns = model.activation_columns(model.experts.ffn_hidden_size)
-        matrices += [each * columns / model.experts.ffn_hidden_size, each]
+        matrices += [per_matrix * columns / model.experts.ffn_hidden_size, per_matrix]
     sizes = [0.0]
     for matrix in (RUNNING_BUCKETS + 2) * matrices:
         if sizes[-1] + matrix <= elements:

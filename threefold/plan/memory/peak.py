@@ -115,7 +115,7 @@ def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
         candidates |= {stages[0], stages[-1], next(running_more, 0)}
     memory = [first or memory_of_stage(job, 0)]
     memory += [memory_of_stage(job, stage) for stage in candidates - {0}]
-    return max(memory, key=lambda each: each.total)
+    return max(memory, key=lambda stage: stage.total)
 
 
 def host_bytes(job: Job) -> float:
@@ -160,7 +160,7 @@ def memory_of_stage(job: Job, stage: int) -> StageMemory:
     footprint, parameters = job.footprint, stage_parameters(job)[stage]
     state = state_of_stage(job, stage) if stage else state_of_first_stage(job)
     weights, gradients, optimizer = state
-    moment = max(peak_candidates(job, stage, parameters), key=lambda each: each.total)
+    moment = max(peak_candidates(job, stage, parameters), key=lambda peak: peak.total)
     wasted = footprint.fragmentation * (moment.activations + moment.working)
     return StageMemory(
         weights=weights,

@@ -185,16 +185,16 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
     layout, model, footprint = job.layout, job.model, job.footprint
     tokens, size = tokens_per_micro_batch(model, layout), footprint.weight
     columns = model.padded_vocab_size(layout.tensor) / layout.tensor
-    each = footprint.logit
+    per_logit = footprint.logit
     if footprint.stock_pipeline:
         if job.shards_in_passes:  # no pipeline: the forward pass holds logits and softmax
-            each -= 2 * size
+            per_logit -= 2 * size
         elif first_only:
-            each -= size
+            per_logit -= size
     gradient = 0.0
     if not first_only and not job.shards_in_passes:
         gradient = tokens * columns * footprint.head + size * model.hidden_size * columns
-    return max(tokens * columns * each, gradient) + 2 * row_bytes(job)
+    return max(tokens * columns * per_logit, gradient) + 2 * row_bytes(job)
 
 
 def loss_in_parts_bytes(job: Job) -> float:

@@ -508,7 +508,7 @@ def _expert_collectives(job: Job) -> tuple[float, float]:
         back = [first.backward + of_experts, second.backward]
 
     def exposed(*computed: float) -> float:
-        return sum(once - share * min(once, each / software.kernel_efficiency) for each in computed)
+        return sum(once - share * min(once, time / software.kernel_efficiency) for time in computed)
 
     return exposed(first.forward, second.forward), exposed(*back)
 
@@ -558,15 +558,15 @@ def _context_collectives(job: Job, core: float, core_backward: float) -> tuple[f
         )
         return both, both
     gathered, summed = (
-        gather_seconds(machine, ranks * keys * each, ranks=ranks, stride=stride)
-        for each in (size, wide)
+        gather_seconds(machine, ranks * keys * width, ranks=ranks, stride=stride)
+        for width in (size, wide)
     )
     if model.attention_dropout:
         return gathered, summed
     if layout.context_attention == "ring":
         forward, backward, last = (
-            pass_seconds(machine, keys * each, ranks=ranks, stride=stride)
-            for each in (size, size + wide, wide)
+            pass_seconds(machine, keys * width, ranks=ranks, stride=stride)
+            for width in (size, size + wide, wide)
         )
         exposed_backward = max(0.0, (ranks - 1) * backward - core_backward) + last
         return max(0.0, (ranks - 1) * forward - core), exposed_backward
@@ -633,7 +633,7 @@ def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
     logits = matmul_seconds(gpu, precision, rows=rows, columns=columns, inner=h)
     backward = matmul_seconds(gpu, precision, rows=rows, columns=h, inner=columns)
     weight = matmul_seconds(gpu, precision, rows=columns, columns=h, inner=padded(rows))
-    logits, backward, weight = (tokens / rows * each for each in (logits, backward, weight))
+    logits, backward, weight = (tokens / rows * time for time in (logits, backward, weight))
     if job.footprint.loss_in_parts:
         # The forward pass computes both gradients, and the backward pass only scales them.
         loss = memory_seconds(gpu, tokens * columns * LOSS_PASSES * BYTES[precision])

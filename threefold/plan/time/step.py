@@ -65,10 +65,10 @@ def step_time(job: Job) -> StepTime:
     """
     layout, machine, software = job.layout, job.machine, job.software
     blocks, dense = (
-        [sum(chunks) for chunks in each] for each in (blocks_of_stages(job), dense_blocks(job))
+        [sum(chunks) for chunks in counts] for counts in (blocks_of_stages(job), dense_blocks(job))
     )
     stages = _with_ends(job, blocks, dense, last_stage(layout))
-    slowest = max(stages, key=lambda each: each.total)
+    slowest = max(stages, key=lambda stage: stage.total)
     forward, backward = slowest.forward, slowest.backward
     transfer = transfer_time(job)
     # Each micro-batch crosses every chunk's boundary once forward and once backward.
@@ -91,8 +91,8 @@ def step_time(job: Job) -> StepTime:
         data=data,
         optimizer=optimizer,
         waiting=busy * machine.gpu.straggling * software.straggler_factor * doublings,
-        forward=tuple(each.forward.total for each in stages),
-        backward=tuple(each.backward.total for each in stages),
+        forward=tuple(stage.forward.total for stage in stages),
+        backward=tuple(stage.backward.total for stage in stages),
         context=job.micro_batches * (forward.context + backward.context),
         expert=job.micro_batches * (forward.expert + backward.expert) - hidden,
     )
@@ -145,15 +145,15 @@ def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
     """
     p, v, m = job.layout.pipeline, job.layout.virtual_stages, job.micro_batches
     schedule = job.layout.schedule
-    slowest = max(stages, key=lambda each: each.total)
-    others = sum(each.total for each in stages) - slowest.total
+    slowest = max(stages, key=lambda stage: stage.total)
+    others = sum(stage.total for stage in stages) - slowest.total
     if schedule == "dualpipev":
-        backward = sum(each.backward.total for each in stages) - slowest.backward.total
+        backward = sum(stage.backward.total for stage in stages) - slowest.backward.total
         if job.layout.expert_overlap:
-            backward += sum(each.forward.total for each in stages) - slowest.forward.total
+            backward += sum(stage.forward.total for stage in stages) - slowest.forward.total
         return max(0.0, backward - slowest.forward.total / 2)
     if schedule == "zb-h1":
-        weights = sum(each.weights.total for each in stages) - slowest.weights.total
+        weights = sum(stage.weights.total for stage in stages) - slowest.weights.total
         missing = max(0, p - m) * slowest.weights.total
         return others - 2 * weights + missing
     if schedule == "zb-v":
@@ -217,7 +217,7 @@ def _with_ends(
         (count, few): block * (count - few) + dense_block * few
         for count, few in set(zip(blocks, dense, strict=True))
     }
-    parts = [passes[each] for each in zip(blocks, dense, strict=True)]
+    parts = [passes[counts] for counts in zip(blocks, dense, strict=True)]
     parts[0] += embedding
     parts[last] += head
     return parts
@@ -263,10 +263,10 @@ def pass_seconds(job: Job) -> Callable[[Pass], float]:
     pipeline = pipeline_of(job)
     seconds: dict[tuple[Kind, int], float] = {}
     blocks, dense = job.blocks_of_virtual_stages, dense_of_virtual_stages(job)
-    for virtual_stage, each in enumerate(_with_ends(job, blocks, dense, -1)):
-        deferred = each.weights.total if pipeline.splits else 0.0
-        seconds[FORWARD, virtual_stage] = each.forward.total
-        seconds[BACKWARD, virtual_stage] = each.backward.total - deferred
+    for virtual_stage, ends in enumerate(_with_ends(job, blocks, dense, -1)):
+        deferred = ends.weights.total if pipeline.splits else 0.0
+        seconds[FORWARD, virtual_stage] = ends.forward.total
+        seconds[BACKWARD, virtual_stage] = ends.backward.total - deferred
         seconds[WEIGHT, virtual_stage] = deferred
     return lambda work: seconds[work.kind, pipeline.virtual_stage(work.stage, work.chunk)]
 

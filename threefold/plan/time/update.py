@@ -331,8 +331,8 @@ def owner_seconds(
 def _assign(seconds: list[float], loads: list[float]) -> None:
     """Give each matrix, from the most expensive one on, to the rank with the smallest load."""
     heapify(loads)
-    for each in sorted(seconds, reverse=True):
-        heapreplace(loads, loads[0] + each)
+    for duration in sorted(seconds, reverse=True):
+        heapreplace(loads, loads[0] + duration)
 
 
 def newton_schulz_seconds(gpu: Gpu, precision: str, shape: tuple[int, int], count: float) -> float:

@@ -427,17 +427,17 @@ def _issues(
             for comparable in _comparable(measure, values, devices)
             for issue in _slow(measure, comparable, expected, ratio)
         ]
-        own = [each for each in found if each.severity == Severity.SLOW]
-        blamed |= {layout.node(each.ranks[0]) for each in own}
+        own = [issue for issue in found if issue.severity == Severity.SLOW]
+        blamed |= {layout.node(issue.ranks[0]) for issue in own}
         # A slow node explains the slow links and groups that it shares with other nodes.
         issues += own + [
-            each
-            for each in found
-            if each.severity == Severity.SHARED
-            and blamed.isdisjoint(layout.node(rank) for rank in each.ranks)
+            issue
+            for issue in found
+            if issue.severity == Severity.SHARED
+            and blamed.isdisjoint(layout.node(rank) for rank in issue.ranks)
         ]
     issues += _short_of_memory(devices, layout, planned)
-    return sorted(issues, key=lambda each: (-each.severity, -each.ratio, each.ranks))
+    return sorted(issues, key=lambda issue: (-issue.severity, -issue.ratio, issue.ranks))
 
 
 def _comparable(measure: str, values: Values, devices: Sequence[DeviceReport]) -> Iterator[Values]:
@@ -446,7 +446,7 @@ def _comparable(measure: str, values: Values, devices: Sequence[DeviceReport]) -
         yield values
         return
     for name in {device.device for device in devices}:
-        yield {ranks: each for ranks, each in values.items() if devices[ranks[0]].device == name}
+        yield {ranks: value for ranks, value in values.items() if devices[ranks[0]].device == name}
 
 
 def _slow(measure: str, values: Values, planned: float | None, ratio: float) -> list[Issue]:
@@ -526,7 +526,7 @@ def _left_out(
         if issue.severity in worst:
             worst[issue.severity].setdefault(layout.node(issue.ranks[0]), issue)
     broken = worst[Severity.BROKEN]
-    slow = {node: each for node, each in worst[Severity.SLOW].items() if node not in broken}
+    slow = {node: issue for node, issue in worst[Severity.SLOW].items() if node not in broken}
     if _is_common(broken, nodes):
         return {}
     if _is_common(slow, nodes):

@@ -135,20 +135,20 @@ def event(
     """Return the facts of the event `preflight`, at most MAX_IN_MESSAGE issues of them."""
     facts: dict[str, Any] = {
         "seconds": round(seconds, 3),
-        "measures": {name: _summary(each, hosts) for name, each in result.summaries.items()},
+        "measures": {name: _summary(summary, hosts) for name, summary in result.summaries.items()},
     }
     if result.issues:
-        facts["issues"] = [sentence(each, hosts) for each in result.issues[:MAX_IN_MESSAGE]]
+        facts["issues"] = [sentence(issue, hosts) for issue in result.issues[:MAX_IN_MESSAGE]]
     if result.mismatches:
         facts["below_plan"] = list(result.mismatches)
     if result.left_out:
         facts["left_out"] = [
             {
                 "rank": node * layout.per_node,
-                "reason": sentence(each, hosts),
-                "broken": each.severity == Severity.BROKEN,
+                "reason": sentence(issue, hosts),
+                "broken": issue.severity == Severity.BROKEN,
             }
-            for node, each in result.left_out.items()
+            for node, issue in result.left_out.items()
         ]
     return facts
 
@@ -302,7 +302,7 @@ def report(handle: RunHandle, result: PreflightResult, test: Preflight, step: in
         print(f"  {healthy_line(result, hosts, test.seconds)}", flush=True)
     if not result.stops:
         return
-    nodes = ", ".join(dict.fromkeys(hosts[each.ranks[0]] for each in result.left_out.values()))
+    nodes = ", ".join(dict.fromkeys(hosts[issue.ranks[0]] for issue in result.left_out.values()))
     if SPARE_NODES in os.environ and nodes:
         reason = f"preflight: launch.py continues without {nodes}"
     elif nodes:
