@@ -406,21 +406,21 @@ def manifest_damage(checkpoint: Path) -> str | None:
     for file in (manifest, digest):
         if not file.is_file():
             return f"{file} is missing"
-    expected, found = sha256(manifest) + "\n", digest.read_text(encoding="utf-8", errors="replace")
-    if found == expected:
+    expected, saved = sha256(manifest) + "\n", digest.read_text(encoding="utf-8", errors="replace")
+    if saved == expected:
         return None
-    file = digest if _is_damaged_digest(found, expected) else manifest
+    file = digest if _is_damaged_digest(saved, expected) else manifest
     return f"{file} has changed since the save (SHA-256)"
 
 
-def _is_damaged_digest(found: str, expected: str) -> bool:
+def _is_damaged_digest(saved: str, expected: str) -> bool:
     """Return True if the digest file is damaged, rather than the hashed file.
 
     If the hashed file were damaged, the two digests would be unrelated: on average one character in
     16 would match, and the probability of a match in half of the characters is below 10^-18.
     """
-    same = sum(here == there for here, there in zip(found, expected, strict=False))
-    well_formed = re.fullmatch(r"[0-9a-f]{64}\n", found) is not None
+    same = sum(here == there for here, there in zip(saved, expected, strict=False))
+    well_formed = re.fullmatch(r"[0-9a-f]{64}\n", saved) is not None
     return not well_formed or same > len(expected) // 2
 
 

@@ -270,7 +270,7 @@ def find_initial_weights(
     return ResumePoint(CheckpointReader(path, manifest), weights_only=True)
 
 
-def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> list[Path]:
+def abandon_others(folder: Path, point: ResumePoint, *, stamp: str) -> list[Path]:
     """Set aside the checkpoints that do not belong to a new branch, and return their new paths.
 
     If the branch begins at a checkpoint in this folder, the later checkpoints are set aside;
@@ -281,11 +281,11 @@ def abandon_others(folder: Path, found: ResumePoint, *, stamp: str) -> list[Path
         found: the checkpoint at which the branch begins
         stamp: part of the new names of the checkpoints
     """
-    own = is_own(folder, found.reader().path)
+    own = is_own(folder, point.reader().path)
     moved = []
     for path in published(folder):
-        belongs = own and step_of(path) <= found.progress.step
-        if not belongs and path not in found.skipped:
+        belongs = own and step_of(path) <= point.progress.step
+        if not belongs and path not in point.skipped:
             moved.append(set_aside(path, stamp))
     if folder.is_dir():
         flush(folder)
@@ -520,9 +520,9 @@ def _record(folder: RunFolder, request: Request, found: ResumePoint, **fields: s
     folder.durable_event("branch", found.progress.step, **facts, **fields)
 
 
-def parent_of(found: ResumePoint, checkpoint: str) -> dict[str, Any]:
+def parent_of(point: ResumePoint, checkpoint: str) -> dict[str, Any]:
     """Return the record of the checkpoint of another run at which a run begins."""
-    manifest = found.reader().manifest
+    manifest = point.reader().manifest
     run = Path(checkpoint).parent.parent
     return {
         "checkpoint": checkpoint,

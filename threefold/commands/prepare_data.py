@@ -271,10 +271,10 @@ def tasks(arguments: list[str]) -> None:
 
 def shard_of(text: str) -> tuple[int, int]:
     """Parse a shard such as 3/16 into its number and the number of shards."""
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if not found or not int(found[1]) < int(found[2]):
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not int(match[1]) < int(match[2]):
         raise argparse.ArgumentTypeError(f"{text} is not a shard; use 0/16, 1/16, ... 15/16")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def parse_command_line(arguments: list[str], description: str | None = None) -> argparse.Namespace:

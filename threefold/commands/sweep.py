@@ -197,19 +197,19 @@ def longest_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
 
 def decisive_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
     """Return a trial and its result in the round that represents it in sweep.csv, too."""
-    found = []
+    results = []
     for round_number in itertools.count(1):
         repeated = trial.in_round(round_number)
         if (result := folder.result(repeated.key)) is None:
             break
-        found.append((repeated, result))
+        results.append((repeated, result))
 
     def order(pair: tuple[Trial, Result]) -> tuple[bool, bool, float]:
         result = pair[1]
         has_split = result.split is not None
         return preference(outcome=result.outcome, split=has_split, seconds=result.median_seconds)
 
-    return max(found, key=order)
+    return max(results, key=order)
 
 
 def seconds_of_rounds(

@@ -191,13 +191,13 @@ def open_checkpoint(path: Path) -> CheckpointReader:
             _check_present([path])
             raise UserError(f"{damage}; {_remedy(path)}")
         return CheckpointReader(path, Manifest.read(path))
-    found = saved_in(path)
-    for checkpoint in reversed(found):
+    checkpoints = saved_in(path)
+    for checkpoint in reversed(checkpoints):
         if next(find_damages(checkpoint), None) is None:
             return CheckpointReader(checkpoint, Manifest.read(checkpoint))
-    if found:
-        _check_present(found)
-        damage = next(find_damages(found[-1]))
+    if checkpoints:
+        _check_present(checkpoints)
+        damage = next(find_damages(checkpoints[-1]))
         raise UserError(f"{path}: all checkpoints here are damaged; {damage}")
     raise UserError(no_checkpoint(path))
 
@@ -234,11 +234,11 @@ def undamaged(run: Path, count: int) -> list[CheckpointReader]:
     _reject_corpus(run)
     if not (saves := saved_in(run)):
         raise UserError(no_checkpoint(run))
-    found: list[CheckpointReader] = []
+    readers: list[CheckpointReader] = []
     for checkpoint in reversed(saves):
-        if len(found) < count and next(find_damages(checkpoint), None) is None:
-            found.append(CheckpointReader(checkpoint, Manifest.read(checkpoint)))
-    return found
+        if len(readers) < count and next(find_damages(checkpoint), None) is None:
+            readers.append(CheckpointReader(checkpoint, Manifest.read(checkpoint)))
+    return readers
 
 
 def model_of(source: CheckpointReader) -> ModelConfig:

@@ -85,17 +85,17 @@ class TheirFiles:
         except UserError:
             return False
 
-    def shape(self, found: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, by its name in the files."""
-        with safe_open(self.folder / self.files[found], framework="pt") as file:
-            return tuple(file.get_slice(found).get_shape())
+        with safe_open(self.folder / self.files[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
 
-    def blocks(self, found: str) -> Iterator[Tensor]:
+    def blocks(self, name: str) -> Iterator[Tensor]:
         """Yield the rows of a tensor in blocks, by its name in the files."""
-        rows = self.shape(found)[0]
-        with safe_open(self.folder / self.files[found], framework="pt") as file:
+        rows = self.shape(name)[0]
+        with safe_open(self.folder / self.files[name], framework="pt") as file:
             for start in range(0, rows, BLOCK_ROWS):
-                yield file.get_slice(found)[start : min(start + BLOCK_ROWS, rows)]
+                yield file.get_slice(name)[start : min(start + BLOCK_ROWS, rows)]
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a tensor as fp32.

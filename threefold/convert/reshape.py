@@ -176,14 +176,14 @@ def average(sources: Sequence[CheckpointReader], output: Path) -> None:
 
 def mean(sources: Sequence[CheckpointReader], name: str, shape: tuple[int, ...]) -> Tensor:
     """Return the mean of a weight over checkpoints, computed in float64, as fp32."""
-    found = torch.empty(shape)
-    rows = max(1, BLOCK_ELEMENTS * shape[0] // max(1, found.numel()))
+    tensor = torch.empty(shape)
+    rows = max(1, BLOCK_ELEMENTS * shape[0] // max(1, tensor.numel()))
     for start in range(0, shape[0], rows):
         stop = min(start + rows, shape[0])
         total = sum(source.rows(WEIGHTS, name, start, stop).double() for source in sources)
         assert isinstance(total, Tensor)
-        found[start:stop] = total / len(sources)
-    return found
+        tensor[start:stop] = total / len(sources)
+    return tensor
 
 
 def _check_same_model(first: CheckpointReader, other: CheckpointReader) -> None:

@@ -263,13 +263,13 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
 def _losses(source: CheckpointReader) -> dict[str, str]:
     """Return the losses at the checkpoint's step if its run folder exists."""
     lines = RunFolder(source.path.parent.parent).read_metrics()
-    found: dict[str, str] = {}
+    metrics: dict[str, str] = {}
     for line in lines:
         if line["step"] <= source.manifest.step and "loss" in line:
-            found["training loss"] = f"{line['loss']:.4f} nats per token at step {line['step']}"
+            metrics["training loss"] = f"{line['loss']:.4f} nats per token at step {line['step']}"
             for name, loss in validation_losses(line).items():
                 key = f"validation loss{f' on {name}' if name else ''}"
-                found[key] = f"{loss:.4f} nats per token at step {line['step']}"
+                metrics[key] = f"{loss:.4f} nats per token at step {line['step']}"
             for name, accuracy in task_accuracies(line).items():
-                found[f"accuracy in {name}"] = f"{accuracy:.1%} at step {line['step']}"
-    return found
+                metrics[f"accuracy in {name}"] = f"{accuracy:.1%} at step {line['step']}"
+    return metrics

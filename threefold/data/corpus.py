@@ -204,8 +204,8 @@ def _shared_start(file: TokenFile) -> list[int]:
     begun = {int(documents[number]) for number in chosen}.intersection(range(file.sequences))
     firsts = {int(offsets[sequence]) // file.dtype.itemsize for sequence in begun}
     firsts.intersection_update(range(file.count))
-    found = {int(file.read(first, first + 1)[0]) for first in firsts}
-    return list(found) if len(found) == 1 else []
+    tokens = {int(file.read(first, first + 1)[0]) for first in firsts}
+    return list(tokens) if len(tokens) == 1 else []
 
 
 def _content(path: Path) -> str:
@@ -285,7 +285,7 @@ def _decoders(decoder: Any) -> list[str]:
     """Return the types of a decoder and of its parts; a `Replace` only if it makes spaces."""
     if decoder is None:
         return []
-    found = [part for inner in decoder.get("decoders", ()) for part in _decoders(inner)]
+    decoders = [part for inner in decoder.get("decoders", ()) for part in _decoders(inner)]
     if decoder["type"] != "Replace" or decoder["pattern"] == {"String": SPACE}:
-        found.append(decoder["type"])
-    return found
+        decoders.append(decoder["type"])
+    return decoders

@@ -206,15 +206,15 @@ class TrainingData:
         A mixture reads each corpus to within one sample of its share. With phases, an epoch is
         counted in windows of each phase's length.
         """
-        found: dict[str, float] = {}
+        shares: dict[str, float] = {}
         for consumed in self.progress_after(step).consumed_ranges(self.plan):
             recipe = self.plan.first_of_part(consumed.part).recipe
             total = sum(source.weight for source in recipe.data.train)
             for source in recipe.data.train:
                 windows = self._opened[source.path, recipe.model.sequence_length].count
                 samples = (consumed.stop - consumed.first) * source.weight / total
-                found[source.path] = found.get(source.path, 0.0) + samples / windows
-        return found
+                shares[source.path] = shares.get(source.path, 0.0) + samples / windows
+        return shares
 
     def epoch(self, step: int) -> float:
         """Return how often the corpus that has been read most often has been read after a step."""

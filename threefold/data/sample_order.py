@@ -187,21 +187,21 @@ class CorpusOrder:
         turns: numbers of the samples, counted from the last call of `give`
         """
         turns = turns + self.given
-        found = np.empty_like(turns)
+        positions = np.empty_like(turns)
         after = np.ones(len(turns), bool)
         if self._unread is not None:
             for position, turn in enumerate(turns.tolist()):
                 window = self._unread.window(turn)
                 if window is not None:
-                    found[position], after[position] = window, False
+                    positions[position], after[position] = window, False
         first = self.epoch + (self._unread is not None)
         epochs, indices = np.divmod(turns[after] - (self._rest if after.any() else 0), self.count)
         windows = np.empty_like(indices)
         for epoch in np.unique(epochs).tolist():
             key = f"{self.name}/{first + epoch}"
             windows[epochs == epoch] = permuted(indices[epochs == epoch], self.count, key)
-        found[after] = windows
-        return found
+        positions[after] = windows
+        return positions
 
 
 class _Unread:
@@ -270,13 +270,13 @@ class _Unread:
         count = (self.tokens - 1) // earlier.length
         first = windows * self.length // earlier.length
         last = ((windows + 1) * self.length - 1) // earlier.length
-        found = np.zeros(len(windows), bool)
+        overlaps = np.zeros(len(windows), bool)
         for offset in range(int((last - first).max()) + 1):
             overlapping = first + offset
             inside = np.flatnonzero((overlapping <= last) & (overlapping < count))
             places = place_of(overlapping[inside], count, earlier.key)
-            found[inside] |= places < earlier.considered
-        return found
+            overlaps[inside] |= places < earlier.considered
+        return overlaps
 
 
 def source_numbers(plan: PhasePlan) -> dict[str, int]:

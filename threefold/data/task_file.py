@@ -87,33 +87,33 @@ def read_items(file: Path, limit: int | None = None) -> list[Item]:
 def _item(line: str, place: str) -> Item:
     """Parse a line; `place` names it in messages."""
     try:
-        found = json.loads(line)
-        json.dumps(found, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+        fields = json.loads(line)
+        json.dumps(fields, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not JSON ({reason_of(error)}); write {EXAMPLES}") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise UserError(f"{place} is not a JSON object; write {EXAMPLES}")
-    if unknown := sorted(found.keys() - KEYS):
+    if unknown := sorted(fields.keys() - KEYS):
         raise UserError(f"{place}: unknown key {unknown[0]!r}; write {EXAMPLES}")
-    prompt = _text(found, "prompt", place)
-    delimiter = _text({"delimiter": DELIMITER} | found, "delimiter", place)
-    if "choices" not in found:
-        answer = _text(found, "answer", place)
+    prompt = _text(fields, "prompt", place)
+    delimiter = _text({"delimiter": DELIMITER} | fields, "delimiter", place)
+    if "choices" not in fields:
+        answer = _text(fields, "answer", place)
         if not answer:
             raise UserError(f"{place}: answer is empty; write {EXAMPLES}")
         return Item(prompt, (answer,), delimiter=delimiter)
-    return _multiple_choice(found, place, prompt=prompt, delimiter=delimiter)
+    return _multiple_choice(fields, place, prompt=prompt, delimiter=delimiter)
 
 
-def _text(found: dict[str, Any], key: str, place: str) -> str:
-    value = found.get(key)
+def _text(fields: dict[str, Any], key: str, place: str) -> str:
+    value = fields.get(key)
     if not isinstance(value, str):
         raise UserError(f"{place}: {key} = {value!r} is not a text; write {EXAMPLES}")
     return value
 
 
-def _multiple_choice(found: dict[str, Any], place: str, *, prompt: str, delimiter: str) -> Item:
-    choices, answer = found["choices"], found.get("answer")
+def _multiple_choice(fields: dict[str, Any], place: str, *, prompt: str, delimiter: str) -> Item:
+    choices, answer = fields["choices"], fields.get("answer")
     are_texts = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
     if not are_texts or len(choices) < 2:
         raise UserError(
@@ -193,16 +193,16 @@ class TaskTokenizer:
         wholes = [context + continuation for context, continuation in pairs]
         distinct = list(dict.fromkeys(contexts))  # choices share their context
         encoded = dict(zip(distinct, self._ids(distinct), strict=True))
-        found = []
+        requests = []
         for context, whole in zip(contexts, self._ids(wholes), strict=True):
             before = encoded[context]
             if before or self.start:
-                found.append((self.start + before, whole[len(before) :]))
+                requests.append((self.start + before, whole[len(before) :]))
             elif whole and whole[0] == self._prefix:
-                found.append((whole[:1], whole[1:]))
+                requests.append((whole[:1], whole[1:]))
             else:
-                found.append(([self._prefix], whole))
-        return found
+                requests.append(([self._prefix], whole))
+        return requests
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)

@@ -52,18 +52,18 @@ class Tasks:
     @property
     def warnings(self) -> list[str]:
         """A warning for each task with requests whose start was cut off."""
-        found, first = [], 0
+        tasks, first = [], 0
         for task in self.tasks:
             count = sum(len(item.choices) for item in task.items)
             cut = sum(request.is_cut for request in self.requests[first : first + count])
             first += count
             if cut:
-                found.append(
+                tasks.append(
                     f"task {task.name}: {cut} of {counted(count, 'choice')} longer, with the "
                     f"prompt, than model.sequence_length = {self.sequence_length}; their prompts "
                     f"are cut off on the left"
                 )
-        return found
+        return tasks
 
     def lengths(self, rows: Sequence[int]) -> Lengths:
         """Return the lengths of the documents in some windows; windows after the last are empty."""

@@ -102,7 +102,7 @@ class TokenFile:
         Raises:
             UserError: the index is damaged.
         """
-        found = []
+        lengths = []
         while start < stop:
             # Empty sequences share the address of the next one, so the last match is the right one.
             sequence = self._sequences_before(start, bisect_right) - 1
@@ -110,9 +110,9 @@ class TokenFile:
             begin, end = self.range_of(document)
             if not begin <= start < end:
                 raise self._damaged(f"token {start} is not in document {document}")
-            found.append((document, start - begin, min(stop, end) - begin))
+            lengths.append((document, start - begin, min(stop, end) - begin))
             start = end
-        return found
+        return lengths
 
     def document_lengths(self, start: int, stop: int) -> tuple[int, ...]:
         """Count the tokens start .. stop - 1 of each document; empty documents are left out.

@@ -294,8 +294,8 @@ def sum_of_squares(
     for gradient, parameter in parts:
         split = stage_1_and_2.is_model_parallel_parameter(parameter)
         tied = getattr(parameter, "ds_pipe_replicated", False)
-        found = counted if not tied and (split or tensor_rank == 0) else others
-        found.append(gradient)
+        addends = counted if not tied and (split or tensor_rank == 0) else others
+        addends.append(gradient)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in adjacent(counted):
         total += squared_norm(tensor)

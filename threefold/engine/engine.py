@@ -369,10 +369,10 @@ class PipelinedEngine(Engine):
         evaluate = partial(self.wrapped.eval_batch, compute_loss=False, reduce_output=None)
         coming = self._from_disk(micro_batches)
         while together := list(itertools.islice(coming, self.wrapped.micro_batches)):
-            found: list[torch.Tensor] = []
-            self._run(evaluate, together, scores=found)
+            values: list[torch.Tensor] = []
+            self._run(evaluate, together, scores=values)
             for number, micro_batch in enumerate(together):
-                yield micro_batch, self._on_host(found[number]) if found else None
+                yield micro_batch, self._on_host(values[number]) if values else None
 
     def _run(
         self,

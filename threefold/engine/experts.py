@@ -69,12 +69,12 @@ def expert_report(
     sums = torch.zeros(model.expert_layers, model.experts.count + 3, dtype=torch.float64)
     sums = sums.to(device)
     for layer in layers:
-        found, row = layer.statistics, sums[layer.number - first]
-        assert found.counts is not None
-        row[:-3] = found.counts
-        row[-3] = found.computed / layer.expert.columns.size
-        row[-2] = found.balance / (replicas * micro_batches)
-        row[-1] = found.z / (replicas * micro_batches)
+        statistics, row = layer.statistics, sums[layer.number - first]
+        assert statistics.counts is not None
+        row[:-3] = statistics.counts
+        row[-3] = statistics.computed / layer.expert.columns.size
+        row[-2] = statistics.balance / (replicas * micro_batches)
+        row[-1] = statistics.z / (replicas * micro_batches)
     dist.all_reduce(sums)
     *_, computed, balance, z = sums.mean(0).tolist()
     dropped = round((tokens * model.experts.per_token - computed) * model.expert_layers)
@@ -145,10 +145,10 @@ def update_biases(
     """
     flats = state.weights
     for fragment in state.fragments:
-        found = ROUTER_BIAS.fullmatch(fragment.name)
-        if found is None:
+        match = ROUTER_BIAS.fullmatch(fragment.name)
+        if match is None:
             continue
-        of_layer = torch.tensor(counts[int(found[1]) - first_layer], dtype=torch.float64)
+        of_layer = torch.tensor(counts[int(match[1]) - first_layer], dtype=torch.float64)
         change = amount * torch.sign(of_layer.mean() - of_layer)
         own = change[fragment.elements.start : fragment.elements.stop].to(flats[fragment.flat])
         flats[fragment.flat][fragment.offset :][: len(own)] += own

@@ -115,7 +115,7 @@ def sizes(messages: Sequence[Sequence[Piece]]) -> list[int]:
 
 def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Matrix]:
     """Return the matrices that ranks hold together, in an order that all ranks agree on."""
-    found: dict[tuple[str, int], Matrix] = {}
+    matrices: dict[tuple[str, int], Matrix] = {}
     for rank, own in enumerate(shards):
         for shard in own:
             tensor = TensorAxis(rank=shard.tensor_rank, size=tensor_size)
@@ -125,13 +125,13 @@ def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Mat
                 if piece.length <= 0:
                     continue
                 key = shard.fragment.name, number
-                matrix = found.setdefault(key, Matrix(part.shape, piece.flat))
+                matrix = matrices.setdefault(key, Matrix(part.shape, piece.flat))
                 assert matrix.flat == piece.flat, "the ranks divide the parameters differently"
                 matrix.pieces.append(piece)
-    for (name, number), matrix in found.items():
+    for (name, number), matrix in matrices.items():
         held = sum(piece.length for piece in matrix.pieces)
         assert held == matrix.elements, f"{held} of {matrix.elements} elements: {name}, {number}"
-    return [found[key] for key in sorted(found, key=lambda key: (found[key].flat, *key))]
+    return [matrices[key] for key in sorted(matrices, key=lambda key: (matrices[key].flat, *key))]
 
 
 def _piece(rank: int, fragment: Fragment, part: MatrixPart) -> Piece:

@@ -221,10 +221,10 @@ def slow_ranks(events: Iterable[Event]) -> list[int]:
 
     Ranks of an earlier comparison do not count if a later one no longer reports them.
     """
-    found = [event for event in events if event["event"] == "slow"]
-    if not found:
+    reports = [event for event in events if event["event"] == "slow"]
+    if not reports:
         return []
-    return [rank for event in found if event["step"] == found[-1]["step"]
+    return [rank for event in reports if event["step"] == reports[-1]["step"]
             for rank in items_of(event.get("ranks"), int)]  # fmt: skip
 
 
@@ -245,8 +245,8 @@ def unfit_hosts(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the broken and the slow hosts that the preflight has left out, with the reasons."""
     named: tuple[dict[str, str], dict[str, str]] = ({}, {})
-    found = [event for event in events if event["event"] == "preflight"]
-    for node in found[-1].get("left_out", ()) if found else ():
+    reports = [event for event in events if event["event"] == "preflight"]
+    for node in reports[-1].get("left_out", ()) if reports else ():
         host = hosts[node["rank"] // ranks_per_node]
         named[0 if node["broken"] else 1][host] = f"{host}: {node['reason']}"
     return named

@@ -96,7 +96,7 @@ def health(
 
 def xids(log: Iterable[str]) -> list[list[Any]]:
     """Return the Xid errors of a kernel log as [seconds since boot, GPU, number, text]."""
-    found = []
+    errors = []
     for line in log:
         match = XID.search(line)
         if match is None:
@@ -104,8 +104,8 @@ def xids(log: Iterable[str]) -> list[list[Any]]:
         kmsg, time = KMSG_TIME.match(line), TIME.match(line)
         seconds = int(kmsg[1]) / 1e6 if kmsg else float(time[1]) if time else 0.0
         text = match["text"].strip(" ,")[:MAX_XID_CHARACTERS]
-        found.append([seconds, bus(match["gpu"]), int(match["number"]), text])
-    return found
+        errors.append([seconds, bus(match["gpu"]), int(match["number"]), text])
+    return errors
 
 
 def new_errors(before: dict[str, Any] | None, now: dict[str, Any]) -> list[GpuError]:

@@ -52,21 +52,21 @@ def read_slots(file: Path) -> dict[str, int]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = LINE.fullmatch(text)
-        if not found:
+        match = LINE.fullmatch(text)
+        if not match:
             is_option = re.match(r"(\S*@)?-", text)
             reason = " (a name cannot begin with a hyphen)" if is_option else ""
             raise UserError(f"{file}, line {number}: {text!r:.80} is not a host{reason}; {EXAMPLE}")
-        if found["name"] in slots:
+        if match["name"] in slots:
             raise UserError(
-                f"{file}, line {number}: {found['name']} is listed twice; remove one of the lines"
+                f"{file}, line {number}: {match['name']} is listed twice; remove one of the lines"
             )
-        if int(found["slots"]) == 0:
+        if int(match["slots"]) == 0:
             raise UserError(
-                f"{file}, line {number}: {found['name']} has slots=0; use slots=1 or more, or "
+                f"{file}, line {number}: {match['name']} has slots=0; use slots=1 or more, or "
                 f"remove the line"
             )
-        slots[found["name"]] = int(found["slots"])
+        slots[match["name"]] = int(match["slots"])
     if not slots:
         raise UserError(f"{file} lists no host; add a line per host, {EXAMPLE}")
     return slots

@@ -90,7 +90,7 @@ def end_leftovers(run: str) -> None:
 
 def leftovers(run: str) -> list[int]:
     """Return the processes of a run on this node, except this one."""
-    found = []
+    pids = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
@@ -102,8 +102,8 @@ def leftovers(run: str) -> list[int]:
         is_agent = len(words) > 2 and words[1].endswith(SCRIPTS) and words[2] == run
         lease = words[words.index("--lease") + 1] if "--lease" in words[:-1] else ""
         if is_agent or lease.startswith(f"{run}."):
-            found.append(int(entry))
-    return found
+            pids.append(int(entry))
+    return pids
 
 
 # The standby processes of a node, which have already imported what a rank needs (standby.py).

@@ -148,13 +148,13 @@ def _options_of_phases(recipe: Recipe, plan: Plan) -> list[str]:
     Args:
         recipe: the recipe, with its phases
     """
-    found = []
+    placements = []
     for phase in recipe.phase:
         for name, value in edits(recipe, plan).items():
             section, _, key = name.partition(".")
             if key and key in getattr(phase, section):
-                found.append(f"phase.{phase.name}.{name}={json.dumps(value)}")
-    return found
+                placements.append(f"phase.{phase.name}.{name}={json.dumps(value)}")
+    return placements
 
 
 def _placement(recipe: Recipe, overrides: Sequence[str], job: Job) -> Placement:

@@ -245,11 +245,13 @@ class Handler(BaseHTTPRequestHandler):
         """Do not log requests."""
 
     def _listing(self) -> dict[str, dict[str, int]]:
-        found = {}
+        snapshots = {}
         for folder in self.server.folder.iterdir():
             if SNAPSHOT.fullmatch(folder.name):
-                found[folder.name] = {file.name: file.stat().st_size for file in folder.iterdir()}
-        return found
+                snapshots[folder.name] = {
+                    file.name: file.stat().st_size for file in folder.iterdir()
+                }
+        return snapshots
 
     def _answer(self, content: bytes) -> None:
         self.send_response(HTTPStatus.OK)

@@ -260,12 +260,12 @@ class GoodputCase:
         """
         interval = self.recipe.checkpoint.every * self.step_seconds
         up = interval / (interval + self.costs.pause_seconds)
-        found = goodput(steps * self.step_seconds, self.snapshots.times, self.failures_per_day)
+        shares = goodput(steps * self.step_seconds, self.snapshots.times, self.failures_per_day)
         return Goodput(
-            kept=up * found.kept,
-            repeated=up * found.repeated,
-            saving=up * found.saving + 1 - up,
-            restarting=up * found.restarting,
+            kept=up * shares.kept,
+            repeated=up * shares.repeated,
+            saving=up * shares.saving + 1 - up,
+            restarting=up * shares.restarting,
         )
 
     def best_snapshot_every(self) -> int:
@@ -329,12 +329,12 @@ def goodput_table(case: GoodputCase) -> dict[str, Any]:
     }
 
 
-def _line(case: GoodputCase, key: str, every: int, found: Goodput) -> str:
+def _line(case: GoodputCase, key: str, every: int, shares: Goodput) -> str:
     interval = duration(every * case.step_seconds)
     return (
-        f"  checkpoint.{key} = {every} ({interval}): {found.kept:.1%} of the time in "
-        f"kept steps, {found.repeated:.1%} in repeated steps, {found.restarting:.1%} in restarts, "
-        f"{found.saving:.1%} in saves"
+        f"  checkpoint.{key} = {every} ({interval}): {shares.kept:.1%} of the time in "
+        f"kept steps, {shares.repeated:.1%} in repeated steps, {shares.restarting:.1%} in "
+        f"restarts, {shares.saving:.1%} in saves"
     )
 
 

@@ -198,12 +198,12 @@ class Job:
     @cached_property
     def footprint(self) -> Footprint:
         """The memory footprint of the software in this precision and ZeRO stage."""
-        found = self.software.footprint[self.precision]
-        found = found.zero1 if found.zero1 and not self.shards_in_passes else found
+        footprint = self.software.footprint[self.precision]
+        footprint = footprint.zero1 if footprint.zero1 and not self.shards_in_passes else footprint
         if self.machine.gpu.device == "cpu":  # which holds only the written part of an allocation
             written = parameter_count(self.model) / self.layout.tensor
-            return replace(found, bucket_elements=min(found.bucket_elements, written))
-        return found
+            return replace(footprint, bucket_elements=min(footprint.bucket_elements, written))
+        return footprint
 
     @property
     def shards_in_passes(self) -> bool:

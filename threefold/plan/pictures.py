@@ -213,8 +213,8 @@ def colour_scale_end(shares: Sequence[Sequence[float]]) -> float:
 
 def family(recipe: Recipe) -> list[Recipe]:
     """Return a recipe and the shipped recipes of its family, the smallest model first."""
-    found = [recipe, *relatives(recipe).values()]
-    return sorted(found, key=lambda member: parameter_count(member.model))
+    members = [recipe, *relatives(recipe).values()]
+    return sorted(members, key=lambda member: parameter_count(member.model))
 
 
 def node_counts(own: int) -> list[int]:

@@ -531,13 +531,13 @@ def predicted_metrics(recipe: Recipe, machine: Machine | None) -> dict[str, floa
 def metrics_of_job(job: Job, steps: int) -> dict[str, float]:
     """Return the predictions for a job of a number of steps, as `predicted_metrics` does."""
     seconds, memory = step_time(job).total, stage_memory(job)[0]
-    found = rates(job, seconds, steps)
+    table = rates(job, seconds, steps)
     # The metric is what torch's allocator counts; on a CPU, it is the memory of the process.
     counted = memory.total if job.machine.gpu.device == "cpu" else memory.counted
     return {
         "step_seconds": seconds,
-        "tokens_per_second": found.tokens_per_second,
-        "tflops_per_gpu": found.model_tflops,
-        "mfu": found.mfu,
+        "tokens_per_second": table.tokens_per_second,
+        "tflops_per_gpu": table.model_tflops,
+        "mfu": table.mfu,
         "memory_gb": counted / 1e9,
     }

@@ -441,14 +441,14 @@ def relatives(recipe: Recipe, warn: Warn = ignored) -> dict[Path, Recipe]:
     warn: called with one line about each recipe that is not valid
     """
     kind = recipe.name.partition("-")[0]
-    found, problems = load_recipes(
+    recipes, problems = load_recipes(
         path for path in recipes_in_repository() if path.parent.name == kind
     )
     for problem in problems:
         warn(problem)
     return {
         path: other
-        for path, other in found.items()
+        for path, other in recipes.items()
         if other.name != recipe.name and other.training.initial_weights is None
     }
 
@@ -496,13 +496,13 @@ def members(
             reason = f"rejected: {', '.join(why for why, _ in result.rejected.most_common())}"
         return Member(path, recipe, None, f"no layout fits; {reason}")
 
-    found = [planned(path)]
-    for each, recipe in relatives(found[0].recipe, warn).items():
+    members = [planned(path)]
+    for each, recipe in relatives(members[0].recipe, warn).items():
         try:
-            found.append(planned(each))
+            members.append(planned(each))
         except UserError as problem:
-            found.append(Member(each, recipe, None, str(problem)))
-    return sorted(found, key=lambda member: parameter_count(member.recipe.model))
+            members.append(Member(each, recipe, None, str(problem)))
+    return sorted(members, key=lambda member: parameter_count(member.recipe.model))
 
 
 def largest(family: Sequence[Member], days: float) -> Member | None:

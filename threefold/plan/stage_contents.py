@@ -85,8 +85,8 @@ def dense_blocks(job: Job) -> tuple[tuple[int, ...], ...]:
     They are all 0 for a dense model, whose blocks do not differ.
     """
     layout = job.layout
-    found = dense_of_virtual_stages(job)
-    return _blocks_of_stages(found, layout.schedule, layout.pipeline, layout.virtual_stages)
+    dense = dense_of_virtual_stages(job)
+    return _blocks_of_stages(dense, layout.schedule, layout.pipeline, layout.virtual_stages)
 
 
 @once_per_job
@@ -95,11 +95,11 @@ def dense_of_virtual_stages(job: Job) -> tuple[int, ...]:
     left = job.model.experts.dense_layers if job.model.experts else 0
     if not left:
         return (0,) * len(job.blocks_of_virtual_stages)
-    found = []
+    numbers = []
     for blocks in job.blocks_of_virtual_stages:
-        found.append(min(left, blocks))
-        left -= found[-1]
-    return tuple(found)
+        numbers.append(min(left, blocks))
+        left -= numbers[-1]
+    return tuple(numbers)
 
 
 @lru_cache(maxsize=4096)

@@ -312,8 +312,8 @@ def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Ite
         if size != starts[-1]:
             yield f"{part}.bin has {size} bytes instead of {starts[-1]}"
         with ThreadPoolExecutor(threads) as pool:
-            found = pool.map(partial(sha256_of_range, corpus / f"{part}.bin"), starts, sizes)
-            for piece, start, digest in zip(pieces, starts, found, strict=False):
+            digests = pool.map(partial(sha256_of_range, corpus / f"{part}.bin"), starts, sizes)
+            for piece, start, digest in zip(pieces, starts, digests, strict=False):
                 if digest != piece[part]["sha256"]:
                     end = start + piece[part]["tokens"] * token_bytes
                     origin = describe(*(piece[key] for key in LOCATION_KEYS))

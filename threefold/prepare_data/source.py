@@ -225,15 +225,15 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
 
 def match(pattern: str) -> list[Path]:
     """Return the matches of a pattern, without the folders that contain another match."""
-    found = [Path(path) for path in glob.glob(pattern, recursive=True)]
-    entered = {parent for path in found for parent in path.parents}
-    return [path for path in found if path not in entered]
+    paths = [Path(path) for path in glob.glob(pattern, recursive=True)]
+    entered = {parent for path in paths for parent in path.parents}
+    return [path for path in paths if path not in entered]
 
 
-def sort_out(found: Sequence[Path]) -> tuple[list[Path], dict[str, list[Path]]]:
+def sort_out(paths: Sequence[Path]) -> tuple[list[Path], dict[str, list[Path]]]:
     """Divide paths into the files to read, and the skipped paths by reason."""
     own, files, left_out = OwnFiles(), [], defaultdict(list)
-    for path in found:
+    for path in paths:
         if path.is_dir() and not is_saved_dataset(path):
             left_out["folder; pass it to --source by itself"].append(path)
         elif path.is_dir():

@@ -157,8 +157,8 @@ def _pairs(sample: dict[str, Any], place: str) -> list[tuple[str, str]]:
     """Return the (context, continuation) of each request of a sample."""
     try:
         requests = sample["arguments"]
-        found = list(requests.values()) if isinstance(requests, dict) else requests
-        pairs = [tuple(item.values()) if isinstance(item, dict) else tuple(item) for item in found]
+        items = list(requests.values()) if isinstance(requests, dict) else requests
+        pairs = [tuple(item.values()) if isinstance(item, dict) else tuple(item) for item in items]
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{place} has no requests ({reason_of(error)}); {ADVICE}") from None
     are_texts = all(len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs)

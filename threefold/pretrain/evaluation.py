@@ -126,8 +126,8 @@ class Evaluator:
         first = 0
         for task in self.data.tasks.tasks:
             stop = first + sum(len(item.choices) for item in task.items)
-            found = task_scores(task.items, log_likelihoods[first:stop], are_greedy[first:stop])
-            metrics |= {f"tasks/{task.name}/{key}": value for key, value in found.items()}
+            scores = task_scores(task.items, log_likelihoods[first:stop], are_greedy[first:stop])
+            metrics |= {f"tasks/{task.name}/{key}": value for key, value in scores.items()}
             first = stop
         return metrics
 

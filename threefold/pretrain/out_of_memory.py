@@ -245,16 +245,16 @@ def details(experiment: Experiment, engine: Engine | None) -> list[str]:
     return [*lines, predicted, f"  {alternative_text(other)}"]
 
 
-def allocated_text(found: Allocated) -> str:
+def allocated_text(allocated: Allocated) -> str:
     """Return the allocated memory as text."""
     parts = []
     for name in ("weights", "optimizer"):
-        size = getattr(found, name)
+        size = getattr(allocated, name)
         if size is not None:
             parts.append(f"{name} {size_text(size)}")
-    parts.append(f"peak {size_text(found.peak)}")
-    if found.reserved is not None:
-        parts.append(f"reserved by torch {size_text(found.reserved)}")
+    parts.append(f"peak {size_text(allocated.peak)}")
+    if allocated.reserved is not None:
+        parts.append(f"reserved by torch {size_text(allocated.reserved)}")
     return ", ".join(parts)
 
 

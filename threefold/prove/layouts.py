@@ -100,7 +100,7 @@ def valid_cases(
     ]
     for stage in ZERO_STAGES:
         read_deepspeed_json(CONFIG.format(stage))  # raises here if the file is missing
-    found = []
+    cases = []
     for dims in all_dims(ranks, experts=recipe.model.experts is not None):
         variants = layouts(dims, recomputes, experts=recipe.model.experts is not None)
         ways = product(ZERO_STAGES, variants, micro_sequences)
@@ -108,7 +108,7 @@ def valid_cases(
             micro_batches = recipe.batch.global_sequences // (micro * dims.data)
             for reduction in reductions(zero, dims, layout, micro_batches):
                 try:
-                    found.append(
+                    cases.append(
                         _case(
                             recipe,
                             dims,
@@ -119,7 +119,7 @@ def valid_cases(
                     )
                 except UserError:  # a run would reject it too
                     continue
-    return found
+    return cases
 
 
 def reductions(

@@ -69,11 +69,11 @@ def resume_in_layout(
 
 def load_newest(engine: Engine, data: TrainingData, folder: RunFolder) -> int:
     """Load the newest checkpoint, if there is one, and return its step; collective."""
-    found = resume.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
-    if found.path:
-        engine.load(found.reader())
-    data.resume(found.progress)
-    return found.progress.step
+    newest = resume.find(folder.checkpoints, "auto", engine.recipe, data.fingerprint)
+    if newest.path:
+        engine.load(newest.reader())
+    data.resume(newest.progress)
+    return newest.progress.step
 
 
 def save(engine: Engine, data: TrainingData, folder: RunFolder, *, step: int) -> None:

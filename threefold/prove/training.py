@@ -173,13 +173,13 @@ def gather(engine: Engine, held: dict[str, Tensor]) -> dict[str, Tensor]:
     ]
     of_ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(parts, of_ranks)
-    found: dict[str, tuple[Sharding, dict[int, Tensor]]] = {}
+    shards: dict[str, tuple[Sharding, dict[int, Tensor]]] = {}
     for name, tensor_rank, sharding, array, dtype in itertools.chain.from_iterable(of_ranks or []):
-        tensors = found.setdefault(name, (sharding, {}))[1]
+        tensors = shards.setdefault(name, (sharding, {}))[1]
         tensors.setdefault(tensor_rank, torch.from_numpy(array).to(dtype))
     return {
         name: sharding.logical_tensor([tensors[rank] for rank in sorted(tensors)])
-        for name, (sharding, tensors) in found.items()
+        for name, (sharding, tensors) in shards.items()
     }
 
 
@@ -224,6 +224,6 @@ def shared_groups() -> Iterator[Callable[[], None]]:
 def is_true_anywhere(flag: bool) -> bool:
     """Return True if the flag is true on any rank of the world; collective."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = torch.tensor(int(flag), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
+    flags = torch.tensor(int(flag), device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags)

@@ -95,7 +95,7 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
         for index, run in enumerate(runs)
         if run.recipe and "slowest_ratio" in run.steps.values
     ]
-    found = [
+    panels = [
         Panel(key="loss", title="Training loss", axis="loss (nats per token)", wide=True,
               metrics=[LOSS, *in_loss_panel]),
         Panel(key="validation", title="Validation loss", axis="loss (nats per token)",
@@ -124,13 +124,13 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
         Panel(key="slowest", title="Slowest rank", axis="time relative to its peers",
               metrics=["slowest_ratio"], references=_shared(slow, runs)),
     ]  # fmt: skip
-    drawn = {name for panel in found for name in panel.metrics} | SHOWN_ELSEWHERE
+    drawn = {name for panel in panels for name in panel.metrics} | SHOWN_ELSEWHERE
     others = [name for name in names if name not in drawn]
-    found += [
+    panels += [
         Panel(key=f"other-{number}", title=name, axis=name, metrics=[name])
         for number, name in enumerate(others[:MAX_OTHER_PANELS])
     ]
-    return [panel for panel in found if any(name in names for name in panel.metrics)]
+    return [panel for panel in panels if any(name in names for name in panel.metrics)]
 
 
 def _flops_per_second(
@@ -158,10 +158,10 @@ def _planned(
     *,
     scale: float = 1.0,
 ) -> Sequence[Reference]:
-    found = [
+    references = [
         Reference("plan", index, getattr(plan, attribute) * scale) for index, plan in plans.items()
     ]
-    return _shared(found, runs)
+    return _shared(references, runs)
 
 
 def _shared(references: Sequence[Reference], runs: Sequence[RunRecord]) -> Sequence[Reference]:
@@ -204,12 +204,12 @@ def axes_of(runs: Sequence[RunRecord]) -> dict[str, Axis]:
     last = max((int(run.steps.step[-1]) for run in runs if len(run.steps)), default=0)
     token_unit, token_name = _unit(tokens, TOKEN_UNITS)
     flop_unit, flop_name = _unit(flops, FLOP_UNITS)
-    found = {"step": _axis("step", 1.0, last)}
-    found["tokens"] = _axis(f"tokens{f' ({token_name})' * bool(token_name)}", token_unit, tokens)
+    axes = {"step": _axis("step", 1.0, last)}
+    axes["tokens"] = _axis(f"tokens{f' ({token_name})' * bool(token_name)}", token_unit, tokens)
     if flops:
         label = f"training compute ({f'{flop_name} ' if flop_name else ''}FLOPs)"
-        found["flops"] = _axis(label, flop_unit, flops)
-    return found
+        axes["flops"] = _axis(label, flop_unit, flops)
+    return axes
 
 
 def positions(
@@ -222,11 +222,11 @@ def positions(
     """
     tokens = steps.column("tokens")[chosen]
     fits = not len(steps.step) or int(steps.step[-1]) < 2**31  # the steps increase
-    found = {"step": steps.step[chosen].astype(np.int32 if fits else np.float64)}
-    found["tokens"] = (tokens / axes["tokens"].unit).astype(np.float32)
+    columns = {"step": steps.step[chosen].astype(np.int32 if fits else np.float64)}
+    columns["tokens"] = (tokens / axes["tokens"].unit).astype(np.float32)
     if "flops" in axes:
-        found["flops"] = (run.flops(tokens) / axes["flops"].unit).astype(np.float32)
-    return found
+        columns["flops"] = (run.flops(tokens) / axes["flops"].unit).astype(np.float32)
+    return columns
 
 
 def step_positions(
@@ -235,10 +235,10 @@ def step_positions(
     """Return the positions of events at some steps; those at step 0 are at the left end."""
     tokens = run.steps.at(at, "tokens")
     tokens = np.where(np.array(at) <= 0, 0.0, tokens)
-    found = {"step": np.array(at, np.float64), "tokens": tokens / axes["tokens"].unit}
+    columns = {"step": np.array(at, np.float64), "tokens": tokens / axes["tokens"].unit}
     if "flops" in axes:
-        found["flops"] = run.flops(tokens) / axes["flops"].unit
-    return found
+        columns["flops"] = run.flops(tokens) / axes["flops"].unit
+    return columns
 
 
 def _axis(label: str, unit: float, largest: float) -> Axis:
@@ -421,9 +421,9 @@ def draw_turns(plot: Any, scene: Scene) -> None:
         if turns:
             data = step_positions([mark.step for mark in turns], run, scene.axes)
             shade = colour(index) if len(scene.runs) > 1 else "#888888"
-            found = plot.vspan("step", source=ColumnDataSource(data), line_color=shade,
+            spans = plot.vspan("step", source=ColumnDataSource(data), line_color=shade,
                                line_alpha=0.55, line_dash=[3, 3], level="underlay")  # fmt: skip
-            tag(found, index, "turn")
+            tag(spans, index, "turn")
 
 
 def draw_marks(plot: Any, scene: Scene) -> None:

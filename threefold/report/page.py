@@ -166,14 +166,14 @@ def mixtures(run: RunRecord) -> list[tuple[str, list[SourceShare]]]:
     plan = run.plan
     if plan is None:
         return []
-    found = []
+    lines = []
     for part in plan.parts:
         segments = [segment for segment in plan.segments if segment.part == part]
         if segments[0].first > run.newest_step:
             break
         names = ", ".join(dict.fromkeys(segment.phase for segment in segments))
-        found.append((names, _mixture_of_part(run, plan, part)))
-    return found
+        lines.append((names, _mixture_of_part(run, plan, part)))
+    return lines
 
 
 def _mixture_of_part(run: RunRecord, plan: PhasePlan, part: int) -> list[SourceShare]:
@@ -227,17 +227,17 @@ def recipe_differences(runs: Sequence[RunRecord]) -> list[Row]:
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return the values of a recipe's table as text, by their dotted keys."""
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for key, value in table.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            found |= flat(value, f"{name}.")
+            entries |= flat(value, f"{name}.")
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             for number, item in enumerate(value):
-                found |= flat(item, f"{name}.{number}.")
+                entries |= flat(item, f"{name}.{number}.")
         else:
-            found[name] = json.dumps(value, ensure_ascii=False, default=str)
-    return found
+            entries[name] = json.dumps(value, ensure_ascii=False, default=str)
+    return entries
 
 
 def planned(run: RunRecord, predict: Any, gpu: str | None) -> tuple[Prediction | None, str]:
@@ -524,10 +524,10 @@ class Watcher:
             digest.update(os.fsencode(path) + f" {is_held(path)}\n".encode())
             for name in WATCHED:
                 try:
-                    found = (path / name).stat()
+                    status = (path / name).stat()
                 except OSError:
                     continue
-                digest.update(f"{name} {found.st_size} {found.st_mtime_ns}\n".encode())
+                digest.update(f"{name} {status.st_size} {status.st_mtime_ns}\n".encode())
         return digest.hexdigest()[:16]
 
     def page(self) -> bytes:

@@ -54,8 +54,8 @@ class Steps:
 
     def column(self, name: str) -> np.ndarray:
         """Return a metric; all NaN if no line has it."""
-        found = self.values.get(name)
-        return np.full(len(self), np.nan) if found is None else found
+        values = self.values.get(name)
+        return np.full(len(self), np.nan) if values is None else values
 
     def last(self, name: str) -> float | None:
         """Return the newest finite value of a metric; None if there is none."""
@@ -132,14 +132,14 @@ def abandoned_branches(kept: Sequence[Line], copies: Iterable[Sequence[Line]]) -
         copies: the lines of each copy, oldest first; each has the whole file of its time
     """
     known: set[tuple] = set()
-    found: list[list[Line]] = []
+    parts: list[list[Line]] = []
     for lines in copies:
         known = known or {_identity(line) for line in kept}
         then_kept, branches = divide(lines)
         for branch in [*branches, then_kept]:
-            found += _unknown_parts(branch, known)
+            parts += _unknown_parts(branch, known)
             known |= {_identity(line) for line in branch}
-    return found
+    return parts
 
 
 def _unknown_parts(branch: Sequence[Line], known: set[tuple]) -> list[list[Line]]:
@@ -334,11 +334,11 @@ def _read_lines(
             return []
         content = lines.content()
         complete = content[: content.rfind(b"\n") + 1]
-        found = lines.parse(complete)
+        events = lines.parse(complete)
     except OSError as error:
         problems.append(f"{file} cannot be read ({error.strerror})")
         return []
-    usable = [line for line in found if line["step"] >= 0]
+    usable = [line for line in events if line["step"] >= 0]
     written = sum(1 for line in complete.split(b"\n") if line.strip(b"\0 \t\r"))
     if damaged := written - len(usable):
         problems.append(

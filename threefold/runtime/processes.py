@@ -435,13 +435,13 @@ class RankTree:
 
     def gather(self, value: T) -> dict[int, T]:
         """Return the values of all ranks by rank on rank 0, and an empty dict on the others."""
-        found = {self.rank: value}
+        values = {self.rank: value}
         for group, members in self.groups:
             leader = members[0]
             parts: list[Any] | None = [None] * len(members) if self.rank == leader else None
-            dist.gather_object(found, parts, dst=leader, group=group)
-            found = {rank: own for part in parts or [] for rank, own in part.items()}
-        return dict(sorted(found.items()))
+            dist.gather_object(values, parts, dst=leader, group=group)
+            values = {rank: own for part in parts or [] for rank, own in part.items()}
+        return dict(sorted(values.items()))
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on all ranks."""

@@ -189,7 +189,7 @@ def _describe_operation(
         return True, f"{text}, while {names[unlike[0]]} is in {others[unlike[0]].text}"
     expected = _expected(operation, group)
     known = {rank: by_group.get((rank, group_name)) for rank in expected}
-    missing = [r for r, found in known.items() if not found or not found.has_launched(operation)]
+    missing = [r for r, launch in known.items() if not launch or not launch.has_launched(operation)]
     if missing:
         verb = "has" if len(missing) == 1 else "have"
         return True, f"{text}; {_list(missing, names)} {verb} not joined"

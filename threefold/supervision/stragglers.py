@@ -19,7 +19,7 @@ def relative_times(seconds: Sequence[float], dims: ParallelDims) -> dict[int, fl
     Returns:
         The relative times, by the first rank of each group.
     """
-    found = {}
+    slow = {}
     size = dims.lockstep_size
     for ranks in dims.groups("data", "context", "tensor"):
         group_seconds = {
@@ -31,8 +31,8 @@ def relative_times(seconds: Sequence[float], dims: ParallelDims) -> dict[int, fl
             if len(group_seconds) == 2:
                 usual = next(other for rank, other in group_seconds.items() if rank != first)
             if len(group_seconds) > 1:
-                found[first] = own / usual
-    return found
+                slow[first] = own / usual
+    return slow
 
 
 def slow_groups(relative: Mapping[int, float], dims: ParallelDims, limit: float) -> list[range]:

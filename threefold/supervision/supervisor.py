@@ -81,18 +81,18 @@ def within(
 
     For example, reading the flight recorder queries CUDA events, which can hang as well.
     """
-    found: list[T] = []
+    values: list[T] = []
 
     def run() -> None:
         try:
-            found.append(function())
+            values.append(function())
         except Exception as error:  # no error here may hide the report of the hang
             print(f"{doing} failed: {error}", flush=True)
 
     thread = threading.Thread(target=run, name=doing, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return values[0] if values else None
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)

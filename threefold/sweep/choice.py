@@ -227,8 +227,8 @@ def recipes_of(
         if reason in (TOO_LARGE_FOR_GPU, TOO_LARGE_FOR_HOST):
             ruled_out[reason] += count
     named = [override.partition("=")[0].strip() for override in combination.overrides]
-    found = (plan for plan in result.plans if agrees(recipe, plan, named))
-    for plan in itertools.islice(found, ALL if layouts == "all" else top):
+    plans = (plan for plan in result.plans if agrees(recipe, plan, named))
+    for plan in itertools.islice(plans, ALL if layouts == "all" else top):
         yield in_layout(recipe, plan, recipe.name)
 
 

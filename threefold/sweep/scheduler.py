@@ -186,9 +186,9 @@ def halve(
 def faster_half(folder: SweepFolder, trials: Sequence[Trial]) -> list[Trial]:
     """Return the faster half of each group of competing trials; groups of one or two end here."""
     results = [(trial, result) for trial in trials if (result := folder.result(trial.key))]
-    found = []
+    close = []
     for group in competitors(results).values():
         if len(group) > 2:
             ordered = sorted(group, key=lambda timed: (timed[0], timed[1].key))
-            found += [trial for _, trial in ordered[: (len(group) + 1) // 2]]
-    return sorted(found, key=lambda trial: (trial.workers, trial.planned_seconds))
+            close += [trial for _, trial in ordered[: (len(group) + 1) // 2]]
+    return sorted(close, key=lambda trial: (trial.workers, trial.planned_seconds))

@@ -25,16 +25,16 @@ if TYPE_CHECKING:  # it imports torch, which takes seconds
     from threefold.checkpoint.resume import ResumePoint
 
 
-def tell_skipped(folder: RunFolder, found: "ResumePoint") -> None:
+def tell_skipped(folder: RunFolder, start: "ResumePoint") -> None:
     """Report the damaged checkpoints that were skipped."""
-    for path, damage in found.skipped.items():
-        folder.event("skip", found.progress.step, checkpoint=str(path), reason=damage)
+    for path, damage in start.skipped.items():
+        folder.event("skip", start.progress.step, checkpoint=str(path), reason=damage)
         print(f"{path} is damaged and skipped: {damage}", file=sys.stderr)
 
 
-def tell_unsaved_attempt(folder: RunFolder, found: "ResumePoint") -> None:
+def tell_unsaved_attempt(folder: RunFolder, start: "ResumePoint") -> None:
     """Say that an earlier attempt on this branch has done steps, if it has saved none of them."""
-    if found.progress.step:
+    if start.progress.step:
         return
     events = folder.read_events()
     branches = [index for index, event in enumerate(events) if event["event"] == "branch"]
@@ -125,9 +125,9 @@ def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
     return f"{counted(len(nodes), 'node')}, {counted(ranks, 'rank')}: {names}"
 
 
-def tell_changes(folder: RunFolder, found: "ResumePoint", recipe: Recipe) -> None:
+def tell_changes(folder: RunFolder, start: "ResumePoint", recipe: Recipe) -> None:
     """Print the keys that have changed since the save, and warn of a learning rate that jumps."""
-    for key, (before, now) in found.changes(recipe).items():
+    for key, (before, now) in start.changes(recipe).items():
         old, new = ("unset" if value is None else value_text(value) for value in (before, now))
         without_effect = ""
         if key == "training.initial_weights":
@@ -136,8 +136,8 @@ def tell_changes(folder: RunFolder, found: "ResumePoint", recipe: Recipe) -> Non
                 "from these weights, use another --run-dir, or --resume never"
             )
         print(f"  {key}: {old} -> {new}{without_effect}", flush=True)
-    if jump := found.learning_rate_jump(recipe):
-        warn(folder, found.progress.step, jump)
+    if jump := start.learning_rate_jump(recipe):
+        warn(folder, start.progress.step, jump)
 
 
 def warn(folder: RunFolder, step: int, message: str) -> None:
@@ -258,13 +258,13 @@ def longer_training(recipe: Recipe) -> str:
     )
 
 
-def longer_training_than_requested(found: "ResumePoint") -> str:
+def longer_training_than_requested(start: "ResumePoint") -> str:
     """Return the advice for continuing a run whose checkpoint is beyond the requested last step.
 
     The requested schedule ends before the checkpoint, so the advice follows the recipe of the
     checkpoint.
     """
-    earlier, step = found.earlier_recipe, found.progress.step
+    earlier, step = start.earlier_recipe, start.progress.step
     if earlier and earlier.training.steps > step:
         return f"to continue the run, use training.steps = {earlier.training.steps} as before"
     if earlier and earlier.training.steps == step:

@@ -124,17 +124,17 @@ def operations_table(
         title: the first line
         gpu: datasheet of the device, for the planner's numbers; None if there is none
     """
-    found = sorted(operations, key=lambda operation: -operation.seconds)
-    total = sum(operation.seconds for operation in found)
-    planned = [operation.planned_seconds(gpu, precision) if gpu else None for operation in found]
+    ordered = sorted(operations, key=lambda operation: -operation.seconds)
+    total = sum(operation.seconds for operation in ordered)
+    planned = [operation.planned_seconds(gpu, precision) if gpu else None for operation in ordered]
     lines = [title, ""]
     for kind in KINDS:
-        lines += _sum_of_kind(kind, found, planned, total)
+        lines += _sum_of_kind(kind, ordered, planned, total)
     if gpu is None:
         lines += ["", "The planner has no datasheet for this device."]
     lines += ["", f"{'seconds':>9} {'share':>6} {'calls':>6} {'us/call':>9} {'planned':>9} "
               f"{'ratio':>6}  operation"]  # fmt: skip
-    for operation, seconds in list(zip(found, planned, strict=True))[:MAX_OPERATIONS]:
+    for operation, seconds in list(zip(ordered, planned, strict=True))[:MAX_OPERATIONS]:
         call = operation.seconds / operation.calls
         plan, ratio = f"{seconds * 1e6:.1f}" if seconds else "", ""
         if seconds:
@@ -144,10 +144,10 @@ def operations_table(
             f"{operation.seconds:9.4f} {_share(operation.seconds, total)} {operation.calls:6} "
             f"{call * 1e6:9.1f} {plan:>9} {ratio:>6}  {operation.name} {shapes}".rstrip()
         )
-    if len(found) > MAX_OPERATIONS:
-        rest = sum(operation.seconds for operation in found[MAX_OPERATIONS:])
+    if len(ordered) > MAX_OPERATIONS:
+        rest = sum(operation.seconds for operation in ordered[MAX_OPERATIONS:])
         lines.append(
-            f"{rest:9.4f} {_share(rest, total)}  {counted(len(found) - MAX_OPERATIONS, 'other')}"
+            f"{rest:9.4f} {_share(rest, total)}  {counted(len(ordered) - MAX_OPERATIONS, 'other')}"
         )
     return "\n".join(lines) + "\n"
 
@@ -240,16 +240,16 @@ class StepProfiler:
         incomplete = trace.with_name(f"incomplete-{trace.name}")
         recording.export_chrome_trace(str(incomplete))
         os.replace(incomplete, trace)
-        found = operations_of(recording, on_gpu=self.engine.on_gpu)
+        operations = operations_of(recording, on_gpu=self.engine.on_gpu)
         table = operations_table(
-            found, title=self._title(found), gpu=self._gpu(), precision=self.precision
+            operations, title=self._title(operations), gpu=self._gpu(), precision=self.precision
         )
         write_whole(target.with_suffix(".txt"), table)
         if self.engine.on_gpu:
             torch.cuda.memory._dump_snapshot(str(target.with_suffix(".pickle")))
 
-    def _title(self, found: list[Operation]) -> str:
-        seconds = sum(operation.seconds for operation in found)
+    def _title(self, operations: list[Operation]) -> str:
+        seconds = sum(operation.seconds for operation in operations)
         title = (
             f"{self.recipe.name}, step {self.step}, rank {dist.get_rank()}: {seconds:.3f} s in "
             f"operations on {self.engine.device_name} (each without the operations that it calls)"
@@ -273,16 +273,16 @@ class StepProfiler:
 
 def operations_of(recording: profile, *, on_gpu: bool) -> list[Operation]:
     """Return the operations of a profile that take time; on a GPU, that of their kernels counts."""
-    found = []
+    operations = []
     for event in recording.key_averages(group_by_input_shape=True):
         if event.device_type != DeviceType.CPU:  # a kernel, which its operation counts already
             continue
         micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if micros > 0:
-            found.append(
+            operations.append(
                 Operation(event.key, _shapes(event.input_shapes), event.count, micros * 1e-6)
             )
-    return found
+    return operations
 
 
 def _shapes(shapes: list[list[int]]) -> Shapes:

@@ -216,15 +216,17 @@ class TaskTable:
 
         Scores of later steps are dropped, because the run has rolled back.
         """
-        found: dict[str, dict[str, Any]] = {}
+        summaries: dict[str, dict[str, Any]] = {}
         for key, value in metrics.items():
             if match := TASK_METRIC.fullmatch(key):
-                found.setdefault(match["task"], {})[match["metric"]] = value
-        if found:
+                summaries.setdefault(match["task"], {})[match["metric"]] = value
+        if summaries:
             step = metrics["step"]
             self.rows = [row for row in self.rows if row["step"] < step]
-            self.rows += [{"step": step, "task": task} | scores for task, scores in found.items()]
-        return bool(found)
+            self.rows += [
+                {"step": step, "task": task} | scores for task, scores in summaries.items()
+            ]
+        return bool(summaries)
 
     def metrics(self) -> dict[str, Any]:
         """Return the arguments of `run.log`."""
@@ -516,12 +518,12 @@ def preflight_metrics(folder: RunFolder) -> dict[str, Any]:
         events = folder.read_events()
     except UserError:  # the run itself reports what it cannot read
         return {}
-    found = [event for event in events if event.get("event") == "preflight"]
-    if not found:
+    preflights = [event for event in events if event.get("event") == "preflight"]
+    if not preflights:
         return {}
-    return {"step": found[-1].get("step", 0)} | {
+    return {"step": preflights[-1].get("step", 0)} | {
         f"preflight/{measure.replace(' ', '_')}_{key}": values[key]
-        for measure, values in found[-1].get("measures", {}).items()
+        for measure, values in preflights[-1].get("measures", {}).items()
         for key in ("median", "lowest")
     }
 

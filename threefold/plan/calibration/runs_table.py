@@ -139,28 +139,28 @@ class RowReader:
 
     def whole(self, key: str, usual: int | None = None, why: str = "usual") -> int:
         """Return a whole number of at least 1; without a `usual` value, the cell is required."""
-        found = self.positive(key, usual, why)
-        if found != int(found):
+        value = self.positive(key, usual, why)
+        if value != int(value):
             raise UserError(f"{key} is {self.cell(key)}")
-        return int(found)
+        return int(value)
 
     def positive(self, key: str, usual: float | None = None, why: str = "usual") -> float:
         """Return a number above 0; without a `usual` value, the cell is required."""
-        text, found = self.cell(key), number(self.cell(key))
-        if found is None and usual is not None and (not text or "unstated" in text):
+        text, value = self.cell(key), number(self.cell(key))
+        if value is None and usual is not None and (not text or "unstated" in text):
             self.assumed.append(f"{key} = {usual:g} ({why})")
             return usual
-        if found is None or found <= 0:
+        if value is None or value <= 0:
             raise UserError(f"{key} is {text or 'empty'}")
-        return found
+        return value
 
     def precision(self) -> str:
         """Return the precision of the matmuls."""
         text = self.cell("precision").lower()
-        found = next((name for name in ("bf16", "fp16", "fp32") if name in text), None)
-        if found is None or "fp8" in text or "fp4" in text:
+        precision = next((name for name in ("bf16", "fp16", "fp32") if name in text), None)
+        if precision is None or "fp8" in text or "fp4" in text:
             raise UserError(f"precision {self.cell('precision') or 'empty'} is not modelled")
-        return found
+        return precision
 
     def software(self) -> Software:
         """Return the software stack of the framework, with the row's attention kernel."""
@@ -183,19 +183,19 @@ class RowReader:
         name = self.cell("gpu")
         if any(board.split()[-1].lower() in name.lower() for board in OTHER_BOARDS):
             raise UserError(f"gpu {name} is another board and has no datasheet")
-        found = gpus_of_name(name)
+        gpus = gpus_of_name(name)
         size = re.search(r"(\d+) ?gb", name.lower())
         stated = float(size[1]) if size else number(self.cell("gpu_mem_gb"))
-        if len(found) <= 1:
-            if not found:
+        if len(gpus) <= 1:
+            if not gpus:
                 raise UserError(f"gpu {name or 'empty'} has no datasheet")
-            return found[0] if stated is None else with_memory(found[0], stated)
-        for gpu in found:
+            return gpus[0] if stated is None else with_memory(gpus[0], stated)
+        for gpu in gpus:
             if stated is not None and abs(gpu.memory_gib - stated) < 4:
                 return gpu
         if stated is not None:
             raise UserError(f"gpu {name} with {stated:g} GB has no datasheet")
-        largest = max(found, key=lambda gpu: gpu.memory_gib)
+        largest = max(gpus, key=lambda gpu: gpu.memory_gib)
         self.assumed.append(f"gpu = {largest.name} (no memory is stated)")
         return largest
 
@@ -348,9 +348,9 @@ class RowReader:
     def zero_stage(self) -> int:
         """Return the ZeRO stage, 0 .. 3; the cell may also say "ZeRO-1" or "FSDP"."""
         text = self.cell("zero_stage")
-        found = re.match(r"(?:zero|stage)?[- ]*([0-9]{1,9})(?![\w.])", text, re.IGNORECASE)
-        if found and int(found[1]) <= 3:
-            return int(found[1])
+        match = re.match(r"(?:zero|stage)?[- ]*([0-9]{1,9})(?![\w.])", text, re.IGNORECASE)
+        if match and int(match[1]) <= 3:
+            return int(match[1])
         if "FSDP" in text:
             self.assumed.append(f"zero_stage = 3 ({text})")
             return 3
@@ -362,8 +362,8 @@ class RowReader:
 
     def dp_shard(self) -> int:
         """Return the number of ranks that shard the optimizer state; 0 for all data ranks."""
-        found = re.search(r"zero[12]=([1-9][0-9]{0,8})(?![0-9])", self.cell("zero_stage"))
-        return int(found[1]) if found else 0
+        match = re.search(r"zero[12]=([1-9][0-9]{0,8})(?![0-9])", self.cell("zero_stage"))
+        return int(match[1]) if match else 0
 
     def with_recomputation(self, job: Job) -> Job:
         """Return the job with the row's recomputation; if unstated, with the least that fits.

@@ -188,8 +188,8 @@ def state_of_first_stage(job: Job) -> tuple[float, float, float]:
 
 def context_gib(job: Job) -> float:
     """Return the GiB of CUDA and the communication library, which no allocator counts."""
-    found = job.footprint.overhead_gib
-    return job.machine.gpu.context_gib if found is None else found
+    overhead = job.footprint.overhead_gib
+    return job.machine.gpu.context_gib if overhead is None else overhead
 
 
 def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
@@ -224,7 +224,7 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     before_backward = layout.zero_stage == 2 or (first_only and not job.shards_in_passes)
     block = block_working_bytes(job, first_only)
     forward = max(forward_working_bytes(job), loss_bytes(job, stage, first_only))
-    found = [
+    moments = [
         Moment(
             in_forward,
             forward,
@@ -240,23 +240,23 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     reduced = gradients + passing.reducing
     if not job.shards_in_passes:  # at the end of the step
         held = held_bytes(job, stage)
-        found.append(Moment(gradients=reduced, buffers=passing.reducing_buffers + held))
+        moments.append(Moment(gradients=reduced, buffers=passing.reducing_buffers + held))
         if is_grouped:
-            found += table_reductions(job, stage, activations, passing)
+            moments += table_reductions(job, stage, activations, passing)
     else:  # whenever a bucket is full, which is after its part of the backward pass
         left = activations * (1 - min(1.0, footprint.bucket_elements / parameters))
         working = block_working_bytes(job, first_only, reducing=True)
-        found.append(Moment(left, working, reduced, passing.reducing_buffers))
+        moments.append(Moment(left, working, reduced, passing.reducing_buffers))
         if layout.zero_stage == 2:
-            found.append(head_reduction(job, activations, passing.buffers))
+            moments.append(head_reduction(job, activations, passing.buffers))
     if not footprint.stock_pipeline and layout.virtual_stages > 1 and layout.dp_cp_size > 1:
         # The other chunks' gradients are already being reduced during the first chunk's backward
         # pass.
         early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))
         ending = in_flight_at_the_end(layout, stage, job.micro_batches)
         held = held_activations(job, stage, ending) + receive_bytes(job)
-        found.append(Moment(held, block, gradients + early))
-    return found
+        moments.append(Moment(held, block, gradients + early))
+    return moments
 
 
 def table_reductions(
@@ -267,15 +267,15 @@ def table_reductions(
     The head's is the first of a backward pass, and the embedding's the last.
     """
     table = table_gradient_bytes(job)
-    found = []
+    moments = []
     if stage == last_stage(job.layout):
-        found.append(Moment(activations, 0.0, passing.gradients + table, passing.buffers))
+        moments.append(Moment(activations, 0.0, passing.gradients + table, passing.buffers))
     if stage == 0:
         flying = max(1, micro_batches_in_flight(job.layout, stage, job.micro_batches))
         left = activations * (1 - 1 / flying)
         once = job.footprint.weight * table_parameters(job.model, job.layout.tensor)
-        found.append(Moment(left, once, passing.gradients + table, passing.buffers))
-    return found
+        moments.append(Moment(left, once, passing.gradients + table, passing.buffers))
+    return moments
 
 
 def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
@@ -297,12 +297,12 @@ def first_chunk_parameters(job: Job, stage: int) -> int:
     """Return the parameters of a stage's first chunk."""
     model, tensor = job.model, job.layout.tensor
     dense = dense_blocks(job)[stage][0]
-    found = (blocks_of_stages(job)[stage][0] - dense) * parameters_of_block(job)
+    parameters = (blocks_of_stages(job)[stage][0] - dense) * parameters_of_block(job)
     if dense:
-        found += dense * block_parameters(model.dense, tensor)
+        parameters += dense * block_parameters(model.dense, tensor)
     if stage == 0:
-        found += table_parameters(model, tensor) + position_parameters(model)
-    return found
+        parameters += table_parameters(model, tensor) + position_parameters(model)
+    return parameters
 
 
 @once_per_job

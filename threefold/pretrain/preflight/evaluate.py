@@ -202,14 +202,14 @@ def scopes(world_size: int, per_node: int, stages: int) -> list[Scope]:
     Ranks with the same position in their nodes form pairs, so that every network link of a node is
     measured. Stages get pairs of their own only if they are not neighbouring nodes anyway.
     """
-    found = [
+    scopes = [
         Scope(NODE_LINK, per_node, 1),
         Scope(NETWORK, world_size // per_node, per_node),
     ]
     span = world_size // stages
     if span > per_node:
-        found.append(Scope(PIPELINE, stages, span))
-    return [scope for scope in found if scope.size > 1]
+        scopes.append(Scope(PIPELINE, stages, span))
+    return [scope for scope in scopes if scope.size > 1]
 
 
 def pair_rounds(size: int) -> list[list[tuple[int, int]]]:
@@ -385,10 +385,10 @@ def _measured(
     devices: Sequence[DeviceReport], links: Sequence[LinkReport], layout: RankLayout
 ) -> dict[str, Values]:
     """Return the values of each measure, the devices first."""
-    found: dict[str, Values] = {MATMUL: {}}
+    values: dict[str, Values] = {MATMUL: {}}
     for rank, device in enumerate(devices):
         if device.tflops is not None and not device.problem:
-            found[MATMUL][(rank,)] = (device.tflops, True)
+            values[MATMUL][(rank,)] = (device.tflops, True)
     for rank, report in enumerate(links):
         for measure, rates in report.transfers.items():
             # A rank's fastest partner counts, because slower partners may themselves be at fault.
@@ -397,13 +397,13 @@ def _measured(
             ranks = tuple(sorted((rank, *rates))) if len(rates) == 1 else (rank,)
             within = layout.node(ranks[0]) == layout.node(ranks[-1])
             if rates:
-                found.setdefault(measure, {})[ranks] = (max(rates.values()), within)
+                values.setdefault(measure, {})[ranks] = (max(rates.values()), within)
     for axis, groups in layout.groups.items():
         for members in groups if links else ():
             within = layout.node(members[0]) == layout.node(members[-1])
             rate = min(links[rank].groups[axis] for rank in members)
-            found.setdefault(axis, {})[tuple(members)] = (rate, within)
-    return found
+            values.setdefault(axis, {})[tuple(members)] = (rate, within)
+    return values
 
 
 def _issues(
@@ -422,17 +422,17 @@ def _issues(
     blamed = {layout.node(issue.ranks[0]) for issue in issues}
     for measure, values in measured.items():
         expected = planned.rates.get(measure)
-        found = [
+        slow = [
             issue
             for comparable in _comparable(measure, values, devices)
             for issue in _slow(measure, comparable, expected, ratio)
         ]
-        own = [issue for issue in found if issue.severity == Severity.SLOW]
+        own = [issue for issue in slow if issue.severity == Severity.SLOW]
         blamed |= {layout.node(issue.ranks[0]) for issue in own}
         # A slow node explains the slow links and groups that it shares with other nodes.
         issues += own + [
             issue
-            for issue in found
+            for issue in slow
             if issue.severity == Severity.SHARED
             and blamed.isdisjoint(layout.node(rank) for rank in issue.ranks)
         ]
@@ -452,13 +452,13 @@ def _comparable(measure: str, values: Values, devices: Sequence[DeviceReport]) -
 def _slow(measure: str, values: Values, planned: float | None, ratio: float) -> list[Issue]:
     """Return the issues of a measure: values below the median of the others / `ratio`."""
     ordered = sorted(value for value, _ in values.values())
-    found = []
+    issues = []
     for ranks, (value, blames) in values.items():
         others = median_of_others(ordered, value)
         if others is not None and value * ratio < others:
             severity = Severity.SLOW if blames else Severity.SHARED
-            found.append(Issue(severity, measure, ranks, value, others, planned))
-    return found
+            issues.append(Issue(severity, measure, ranks, value, others, planned))
+    return issues
 
 
 def median_of_others(ordered: Sequence[float], value: float) -> float | None:
@@ -506,15 +506,15 @@ def _mismatches(
     ratio: float,
 ) -> list[str]:
     """Return the measures whose median is worse than the planner's value."""
-    found = [
+    measures = [
         measure
         for measure, summary in summaries.items()
         if summary.planned and summary.median * ratio < summary.planned
     ]
     free = sorted(device.free_gib for device in devices if device.free_gib is not None)
     if free and planned.memory_gib and free[len(free) // 2] < max(planned.memory_gib):
-        found.append(MEMORY)
-    return found
+        measures.append(MEMORY)
+    return measures
 
 
 def _left_out(

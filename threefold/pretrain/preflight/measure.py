@@ -63,15 +63,15 @@ def timed(
         calls: number of calls that are timed together, so that reading the clock does not matter
         repetitions: number of times that the calls are timed
     """
-    found = []
+    times = []
     for _ in range(1 + repetitions):
         synchronize(device)
         before = time.perf_counter()
         for _ in range(calls):
             call()
         synchronize(device)
-        found.append((time.perf_counter() - before) / calls)
-    return choose(found[1:])
+        times.append((time.perf_counter() - before) / calls)
+    return choose(times[1:])
 
 
 def synchronize(device: torch.device) -> None:
@@ -175,8 +175,8 @@ def wrong_rows(
         left, right = integers(), integers()
         vector = torch.randint(1, 1000, (size,), device=device, generator=generator).double()
         expected = left.double() @ (right.double() @ vector)  # [size]
-        found = multiply(left, right).double() @ vector  # [size]
-        wrong += int((found != expected).sum())  # NaN differs from everything
+        computed = multiply(left, right).double() @ vector  # [size]
+        wrong += int((computed != expected).sum())  # NaN differs from everything
     return wrong
 
 

@@ -75,11 +75,11 @@ def warnings(result: PreflightResult, hosts: Sequence[str]) -> list[str]:
     Args:
         hosts: name of the host of each rank
     """
-    found = [f"preflight: {sentence(issue, hosts)}" for issue in result.issues]
-    more = len(found) - MAX_IN_MESSAGE
+    lines = [f"preflight: {sentence(issue, hosts)}" for issue in result.issues]
+    more = len(lines) - MAX_IN_MESSAGE
     if more > 0:
-        found[MAX_IN_MESSAGE:] = [f"preflight: {more} more issues of this kind"]
-    return found + [
+        lines[MAX_IN_MESSAGE:] = [f"preflight: {more} more issues of this kind"]
+    return lines + [
         f"preflight: {mismatch(measure, result.summaries.get(measure))}"
         for measure in result.mismatches
     ]

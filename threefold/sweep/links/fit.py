@@ -119,7 +119,7 @@ class LinkFit:
         """
         known = replace(links, network_rate=UNLIMITED, network_latency=0.0)
         unlimited = replace(known, node_rate=UNLIMITED)
-        found = []
+        fitted = []
         for free in (unlimited, known):
             one = replace(unlimited, network_rate=1.0), replace(unlimited, network_latency=1.0)
             equations = self._equations(times, free, *one)
@@ -129,13 +129,13 @@ class LinkFit:
                     for equation, time in zip(equations, times, strict=True)
                 ]
             with contextlib.suppress(FitFailed):
-                found.append(solve(equations))
-        if not found:
+                fitted.append(solve(equations))
+        if not fitted:
             raise FitFailed(NO_GROWTH)
         equal = links.node_rate / self.gpus_per_node
-        found.append(solve(self._equations(times, unlimited, *one), rate=equal))
+        fitted.append(solve(self._equations(times, unlimited, *one), rate=equal))
         candidates = [
-            replace(links, network_rate=rate, network_latency=latency) for rate, latency in found
+            replace(links, network_rate=rate, network_latency=latency) for rate, latency in fitted
         ]
         return min(candidates, key=lambda each: self.error(each, times))
 

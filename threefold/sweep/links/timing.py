@@ -50,7 +50,7 @@ def measure_links(
     rates = gathered(RankRate.here(matmul_tflops(size, request["precision"], device)), control)
     check_hosts([rate.host for rate in rates], request["gpus_per_node"])
     links = LinkTimer(world, control, device, request["gpus_per_node"])
-    found = Measurements(
+    measured = Measurements(
         device=torch.cuda.get_device_name(device) if on_gpu() else processor_name(),
         torch=torch.__version__.partition("+")[0],
         precision=request["precision"],
@@ -58,7 +58,7 @@ def measure_links(
         rates=rates,
         links=links.measure(request["bytes"]),
     )
-    return Result(outcome="ok", links=found)
+    return Result(outcome="ok", links=measured)
 
 
 def check_hosts(hosts: list[str], gpus_per_node: int) -> None:

@@ -141,11 +141,11 @@ class Check:
         faults = []
         for curve in curves:
             for trial in coordinate_trials(curve, self.steps, self.seeds):
-                found = result(trial.key)
-                if found is not None and found.training is not None:
-                    by_width.setdefault(curve.width, []).append(found)
+                measured = result(trial.key)
+                if measured is not None and measured.training is not None:
+                    by_width.setdefault(curve.width, []).append(measured)
                 else:
-                    reason = found.reason if found else "not measured"
+                    reason = measured.reason if measured else "not measured"
                     faults.append(f"{curve.label}, seed {trial.recipe.seed}: {reason}")
         return CoordinateCheck(family, list(sizes_over_widths(by_width)), faults)
 

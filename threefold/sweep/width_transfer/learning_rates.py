@@ -60,8 +60,8 @@ class Sweep:
                 return
             trials = []
             for curve in self.curves:
-                found = outcome_of(curve, every[curve.label], scheduler.folder.result)
-                if (rate := found.next_rate) is not None:
+                outcome = outcome_of(curve, every[curve.label], scheduler.folder.result)
+                if (rate := outcome.next_rate) is not None:
                     trials += self._trials(curve, [rate])
             if not trials:
                 return
@@ -121,8 +121,8 @@ class RateResult:
         """The learning rates and results of the trials that did not train, such as by a crash."""
         return [
             (rate, result)
-            for rate, found in self.results.items()
-            for result in found
+            for rate, results in self.results.items()
+            for result in results
             if result.training is None
         ]
 
@@ -158,17 +158,17 @@ def outcome_of(
     """Return the outcome of a curve from the results of its trials."""
     results: dict[float, list[Result]] = {}
     for trial in sorted(trials, key=lambda trial: trial.learning_rate):
-        found = result(trial.key)
-        if found is not None:
-            results.setdefault(trial.learning_rate, []).append(found)
+        trained = result(trial.key)
+        if trained is not None:
+            results.setdefault(trial.learning_rate, []).append(trained)
     return RateResult(curve, results)
 
 
 def mean_or_none(values: Iterable[float | None]) -> float | None:
     """Return the mean of numbers; None if one of them is None."""
-    found = list(values)
-    finite = [loss for loss in found if loss is not None]
-    return mean(finite) if finite and len(finite) == len(found) else None
+    losses = list(values)
+    finite = [loss for loss in losses if loss is not None]
+    return mean(finite) if finite and len(finite) == len(losses) else None
 
 
 @dataclass(frozen=True)
@@ -213,9 +213,9 @@ class Verdict:
 def verdicts(outcomes: Sequence[RateResult]) -> list[Verdict]:
     """Return the verdict of each family with several widths."""
     return [
-        Verdict(family, found[0], found[-1])
-        for family, found in by_family(outcomes, lambda outcome: outcome.curve).items()
-        if found[0].curve.width < found[-1].curve.width
+        Verdict(family, members[0], members[-1])
+        for family, members in by_family(outcomes, lambda outcome: outcome.curve).items()
+        if members[0].curve.width < members[-1].curve.width
     ]
 
 

@@ -115,11 +115,11 @@ def layers_by_name(module: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     Tied embeddings are one module, which is listed as the embedding.
     """
     children = dict(module.named_children())
-    found = {name: children[str(n)] for n, name in enumerate(names) if str(n) in children}
-    if "embedding" not in found:
+    modules = {name: children[str(n)] for n, name in enumerate(names) if str(n) in children}
+    if "embedding" not in modules:
         tied = children["tied_modules"]
-        found["embedding"] = next(iter(tied.children()))
-    return found
+        modules["embedding"] = next(iter(tied.children()))
+    return modules
 
 
 def measure_training(request: dict[str, Any], world: LaunchEnvironment) -> Result:
@@ -157,7 +157,7 @@ def losses(engine: Engine, data: TrainingData) -> tuple[dict[str, Any], list[flo
     """
     steps, every = engine.recipe.training.steps, engine.recipe.training.evaluate_every
     evaluator = Evaluator(engine, data)
-    found: dict[str, Any] = {"losses": [], "validation": [], "diverged": None}
+    training: dict[str, Any] = {"losses": [], "validation": [], "diverged": None}
     seconds = []
     for step in range(1, steps + 1):
         began = time.perf_counter()
@@ -168,12 +168,12 @@ def losses(engine: Engine, data: TrainingData) -> tuple[dict[str, Any], list[flo
         if math.isfinite(loss) and (is_last or (every and step % every == 0)):
             validation = mean_validation_loss(evaluator)
         if not math.isfinite(loss) or not math.isfinite(validation or 0.0):
-            found["diverged"] = step
+            training["diverged"] = step
             break
-        found["losses"].append(loss)
+        training["losses"].append(loss)
         if validation is not None:
-            found["validation"].append([step, validation])
-    return found, seconds
+            training["validation"].append([step, validation])
+    return training, seconds
 
 
 def mean_validation_loss(evaluator: Evaluator) -> float:

@@ -72,10 +72,10 @@ class Curve:
 
 def by_family(items: Iterable[T], curve_of: Callable[[T], Curve]) -> dict[str, list[T]]:
     """Return items by the family of their curves, in the order of the items."""
-    found: dict[str, list[T]] = {}
-    for each in items:
-        found.setdefault(curve_of(each).family, []).append(each)
-    return found
+    families: dict[str, list[T]] = {}
+    for item in items:
+        families.setdefault(curve_of(item).family, []).append(item)
+    return families
 
 
 def curves_of(models: Models) -> list[Curve]:
@@ -92,12 +92,12 @@ def curves_of(models: Models) -> list[Curve]:
     curves: list[Curve] = []
     for overrides in itertools.product(*grid):
         settings = [text for text, is_varied in zip(overrides, varied, strict=True) if is_varied]
-        found = [
+        recipes = [
             (path, recipe) for path in models.recipes for recipe in widened(path, overrides, models)
         ]
-        widths = [recipe.model.hidden_size for _, recipe in found]
+        widths = [recipe.model.hidden_size for _, recipe in recipes]
         by_recipe = len(models.recipes) > 1 and len(set(widths)) < len(widths)
-        for path, recipe in found:
+        for path, recipe in recipes:
             parts = [recipe.name, *settings] if by_recipe else settings
             curves.append(Curve(str(short(path)), ", ".join(parts), recipe))
     labels = [curve.label for curve in curves]
@@ -309,12 +309,12 @@ class TransferFolder(SweepFolder):
 
     @override
     def _row_of_result(self, trial: Trial, result: Result) -> dict[str, Any]:
-        found = {"outcome": result.outcome, "reason": result.reason}
+        table = {"outcome": result.outcome, "reason": result.reason}
         if result.training is None:
-            return found
+            return table
         if "sizes" in result.training:
-            return found | {key: result.training[key] for key in ("sizes", "changes", "losses")}
-        return found | {
+            return table | {key: result.training[key] for key in ("sizes", "changes", "losses")}
+        return table | {
             "final_loss": final_loss(result),
             "diverged": result.training["diverged"],
             "validation": result.training["validation"],

@@ -121,7 +121,7 @@ def verdict_line(verdict: Verdict) -> str:
 
 def without_loss(outcome: RateResult) -> str:
     """Return why a curve has no final loss at any learning rate, and what to do about it."""
-    if not any(result.training for found in outcome.results.values() for result in found):
+    if not any(result.training for results in outcome.results.values() for result in results):
         return "every trial failed, for the reasons above"
     lowest = min(outcome.results)
     return (
