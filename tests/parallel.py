@@ -10,6 +10,7 @@ pytest-xdist would import and collect everything in each of its processes.
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -20,11 +21,13 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -114,7 +117,7 @@ def grouped(files: Sequence[str], seconds: dict[str, float] | None) -> list[list
 
 
 def preload() -> None:
-    """Start the fork server of all processes, and import what most tests need.
+    """Import what most tests need, and fork the fork server of all processes.
 
     The fork server is the child of this process, but the processes that use it cannot wait for it.
     """
@@ -122,13 +125,38 @@ def preload() -> None:
     from tests.ranks import FORK_SERVER_MODULES
     from threefold.runtime.ranks import CPU_VARIABLES, environment
 
-    forkserver.set_forkserver_preload(FORK_SERVER_MODULES)
-    with environment(CPU_VARIABLES):
+    resource_tracker.ensure_running()  # a process that is not forked
+    with environment(CPU_VARIABLES), mock.patch.object(util, "spawnv_passfds", fork_server):
+        for module in FORK_SERVER_MODULES:
+            importlib.import_module(module)
         forkserver.ensure_running()
-    for module in (*PRELOADED_MODULES, *FORK_SERVER_MODULES):  # the last one freezes
+    # A rank would remove the temporary files of W&B's import at its end.
+    for module in PRELOADED_MODULES:
         importlib.import_module(module)
+    gc.freeze()
     forkserver.ForkServer.ensure_running = lambda _: None
     forkserver.ensure_running = lambda: None
+
+
+def fork_server(_path: object, _words: object, descriptors: Sequence[int]) -> int:
+    """Fork a fork server, which `spawnv_passfds` would let import everything again.
+
+    descriptors: the open files that it keeps
+    """
+    if pid := os.fork():
+        return pid
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            if (number := int(name)) > 2 and number not in descriptors:
+                with contextlib.suppress(OSError):  # the listed folder itself
+                    os.close(number)
+        listening, alive = descriptors
+        forkserver.main(listening, alive, [])
+    except SystemExit:
+        os._exit(0)  # the files of this process are removed by its parent
+    finally:
+        traceback.print_exc()
+        os._exit(1)
 
 
 class Outcomes:
@@ -174,7 +202,9 @@ class Process:
         self.files, self.folder = files, folder
         self.facts: dict[str, Any] = {}
         folder.mkdir()
-        words = [*options, f"--basetemp={folder / 'temporary'}", "-p", "no:cacheprovider", *files]
+        # anyio's plugin runs asynchronous tests, of which there are none.
+        without = ["-p", "no:cacheprovider", "-p", "no:anyio"]
+        words = [*options, f"--basetemp={folder / 'temporary'}", *without, *files]
         self.process = multiprocessing.get_context("fork").Process(target=self._run, args=[words])
         self.process.start()
 

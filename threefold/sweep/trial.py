@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
@@ -253,11 +253,16 @@ class Result:
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> "Result":
         """Return the result of a table, which may lack the attributes of newer versions."""
-        return TypeAdapter(cls).validate_python(table)
+        return _result_adapter().validate_python(table)
 
     def answers(self, trial: Trial) -> bool:
         """Return True unless the trial asks for a split, which a measurement did not include."""
         return self.outcome != "ok" or not trial.split or self.split is not None
+
+
+@cache  # building its schema takes milliseconds
+def _result_adapter() -> TypeAdapter[Result]:
+    return TypeAdapter(Result)
 
 
 def preference(*, outcome: str, split: bool, seconds: float | None) -> tuple[bool, bool, float]:
