@@ -76,13 +76,8 @@ def suggestion(name: str, existing: Sequence[str], folder: str = "") -> str:
 
 
 # How pydantic reads a recipe's [model] section and the sections in it: unknown keys and values of
-# other types are errors, and the docstrings of the fields describe the keys.
-STRICT_SECTION = {
-    "extra": "forbid",
-    "strict": True,
-    "allow_inf_nan": False,
-    "use_attribute_docstrings": True,
-}
+# other types are errors.
+STRICT_SECTION = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 
 def toml_line(key: str, value: Any) -> str:

@@ -15,7 +15,7 @@ from models.errors import UserError, toml_line, toml_value
 # The base class of a recipe's sections, and the types of their numbers.
 #
 # The sections are frozen pydantic classes. The docstrings of their fields are the text of
-# docs/recipe-reference.md.
+# docs/recipe-reference.md, which threefold/plan/recipe_reference.py generates.
 
 MAX_COUNT = 10**9
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -31,13 +31,7 @@ Switch = Annotated[
 class Section(BaseModel):
     """Base class of all sections: rejects unknown keys, converts nothing and is frozen."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 # The root of the repository, from which relative paths of a recipe start.
