@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import functools
 import json
 import re
 import subprocess
@@ -65,6 +66,7 @@ from threefold.plan.report import rates
 from threefold.plan.search import (
     DEFAULT_HEADROOM,
     MIN_TOKENS_PER_CONTEXT_RANK,
+    SearchResult,
     divisors,
     is_near_tie,
     search,
@@ -311,6 +313,14 @@ def test_calibration_takes_at_most_eight_rows_evenly() -> None:
     assert all({0, n - 1} <= set(evenly_spaced_rows(n)) for n in range(1, 100))
 
 
+@pytest.fixture
+def fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fit the factors to the same rows only once."""
+    fit = functools.cache(calibrate)
+    monkeypatch.setattr(fit_module, "calibrate", lambda measured: fit(tuple(measured)))
+
+
+@pytest.mark.usefixtures("fitted_once")
 def test_runs_on_other_gpus_do_not_calibrate_a_plan(tmp_path: Path) -> None:
     table = PUBLISHED / "narayanan2021.csv"
     done = run_plan("recipes/llama/7b.toml", "--gpu", "H100", "--calibrate", str(table))
@@ -343,6 +353,7 @@ def test_a_row_whose_time_cannot_be_read_is_skipped(time: str, tmp_path: Path) -
         fit_table(table)
 
 
+@pytest.mark.usefixtures("fitted_once")
 def test_calibration_of_threefold_may_go_far(tmp_path: Path) -> None:
     """A table that is 20 times slower than planned is fitted, and the plan uses the fit."""
     header = "row_id,framework,arch,layers,hidden,heads,kv_heads,ffn,vocab,seq,gpu,gpus,"
@@ -437,7 +448,7 @@ def test_a_plan_warns_of_full_memory_and_of_idle_stages() -> None:
 
 
 def test_the_gain_of_the_first_layout_is_explained() -> None:
-    text = run_plan("recipes/llama/70b.toml", "--top", "1", "--nodes", "4").stdout
+    text = run_plan("recipes/llama/13b.toml", "--top", "1", "--nodes", "1").stdout
     line = next(line for line in text.splitlines() if line.startswith("Layout 1 is "))
     gained = float(re.search(r"is ([0-9.]+) s faster", line)[1])
     parts = [float(each) for each in re.findall(r" [-+][0-9]+\.[0-9]+", line.partition(":")[2])]
@@ -638,13 +649,16 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert len(time.forward) == len(time.backward) == 16
 
 
-@pytest.mark.parametrize(
-    ("name", "nodes"),
-    [("llama/13b", 2), ("llama/405b", 16), ("gpt/350m", 1)],  # in fp16 too
-)
-def test_the_best_layouts_can_be_run_and_match_the_prediction(name: str, nodes: int) -> None:
+@functools.cache
+def searched(name: str, nodes: int) -> tuple[Recipe, Job, SearchResult]:
+    """Return a recipe on some nodes, its job, and the five best layouts."""
     recipe, job = planned(name, f"cluster.nodes={nodes}")
-    found = search(job, 5)
+    return recipe, job, search(job, 5)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("llama/405b", 16), ("gpt/350m", 1)])  # in fp16 too
+def test_the_best_layouts_can_be_run_and_match_the_prediction(name: str, nodes: int) -> None:
+    recipe, job, found = searched(name, nodes)
     assert len(found.plans) == 5
     seconds = [plan.time.total for plan in found.plans]
     ties = [is_near_tie(each, min(seconds)) for each in seconds]
@@ -718,8 +732,7 @@ def test_a_search_finds_every_layout_of_a_recipe() -> None:
 
 
 def test_rejected_layouts_are_counted_by_reason() -> None:
-    _, job = planned("llama/405b", "cluster.nodes=16")
-    found = search(job, 1)
+    _, _, found = searched("llama/405b", 16)
     assert found.rejected["too large for a GPU"] > 100
     assert found.rejected["tensor groups across nodes"] > 0
     _, job = planned("llama/70b")
