@@ -111,9 +111,13 @@ def reduce_scatter(x: Tensor, axis: TensorAxis) -> Tensor:
 def begin_all_gather(x: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
     """Begin an all-gather along dimension 0; return a function that waits for the result."""
     whole = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
-    return _when_done(
-        all_gather_single(whole, x.contiguous(), group=axis.group, async_op=True), whole
-    )
+    running = all_gather_single(whole, x.contiguous(), group=axis.group, async_op=True)
+
+    def all_gathered() -> Tensor:
+        wait_for(running)
+        return whole
+
+    return all_gathered
 
 
 def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
@@ -128,20 +132,23 @@ def begin_sum_of_copies(grad: Tensor, axis: TensorAxis) -> Callable[[], Tensor]:
     if axis.sequence_parallel:
         part = grad.new_empty((grad.shape[0] // axis.size, *grad.shape[1:]))
         running = reduce_scatter_single(part, grad, group=axis.group, async_op=True)
-        return _when_done(running, part)
-    return _when_done(dist.all_reduce(grad, group=axis.group, async_op=True), grad)
 
+        def reduce_scattered() -> Tensor:
+            wait_for(running)
+            return part
 
-def _when_done(running: dist.Work, result: Tensor) -> Callable[[], Tensor]:
-    def wait() -> Tensor:
+        return reduce_scattered
+    running = dist.all_reduce(grad, group=axis.group, async_op=True)
+
+    def all_reduced() -> Tensor:
         wait_for(running)
-        return result
+        return grad
 
-    return wait
+    return all_reduced
 
 
 def wait_for(running: dist.Work) -> None:
-    """Wait for a collective; a hang report shows the caller."""
+    """Wait for a collective; a hang report shows the name of the caller."""
     running.wait()
 
 

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFold
     folder.hold()
     table = changed(small_recipe(corpus), tracking__mode="offline", tracking__artifacts=True)
     earlier = line(40, **{"tasks/next_line/accuracy": 0.0})
-    with mock.patch.object(WandbThread, "SECONDS_TO_FINISH", 600), open_tracker(
+    # W&B writes tables into temporary folders, which only the orderly end of a process removes.
+    temporary = mock.patch.object(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+    with mock.patch.object(WandbThread, "SECONDS_TO_FINISH", 600), temporary, open_tracker(
         parse_recipe(table, "test"), folder, 0, start=Progress(40, 320), changed={},
         metrics=[earlier], predicted=PLANS.__getitem__,
     ) as tracker:  # fmt: skip
