@@ -55,6 +55,7 @@ from benchmarks.taking_turns import Player, Turn, cores_at_hand, players
 from recipes import pretrain
 from threefold.config.loading import load_recipe
 from threefold.pretrain.run import Run
+from threefold.runtime.output import stdout_for_json
 from threefold.runtime.processes import keep_memory
 
 OURS = "ours"
@@ -93,13 +94,14 @@ def main() -> None:
             plays["nanogpt"] = play_nanogpt, folder / "nanogpt"
         plays["transformers"] = (play_transformers,)
         os.chdir(REPOSITORY)
-        prepare()
+        with stdout_for_json(options.json):
+            prepare()
         cores = cores_at_hand()
         starts = {
             name: partial(Player, play, options.steps, *arguments, cores=cores)
             for name, (play, *arguments) in plays.items()
         }
-        with players(starts) as contestants:
+        with stdout_for_json(options.json), players(starts) as contestants:
             rounds = [take_round(contestants) for _ in range(WARM_UP_ROUNDS + options.rounds)]
     report(rounds[WARM_UP_ROUNDS:], options.steps, as_json=options.json)
 
@@ -150,7 +152,7 @@ def report(rounds: list[dict[str, tuple[float, float]]], steps: int, *, as_json:
             "cpu_over_ours": cpu_ratio,
         }
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(rows))
         return
     print("contestant     wall ms   CPU ms  wall/ours   CPU/ours   (per step)")
     for name, row in rows.items():

@@ -1,5 +1,6 @@
 """Every command with --json prints one JSON object on standard output, and nothing else."""
 
+import contextlib
 import importlib
 import json
 import logging
@@ -31,6 +32,10 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "benchmarks.reduction_error": ([], {"ring_errors": {8: 1e-7}}),
     "benchmarks.reductions": ([], {"compare": []}),
     "benchmarks.schedules": ([], {"time_all": {}, "real_layers.compare": {}}),
+    "benchmarks.small_step": (
+        [],
+        {"prepare": None, "players": contextlib.nullcontext, "take_round": {"ours": (1.0, 2.0)}},
+    ),
     "benchmarks.step": ([], {"MEASURE": [ROW]}),
     "threefold.commands.plan": (
         ["trace", TINY, "--gpu", "H100", "--nodes", "1", "--gpus-per-node", "2"],
