@@ -111,7 +111,7 @@ def fake_rank(folder: Path) -> None:
             if "kind" in request:
                 result["training"] = fake_training(recipe)
             if request["split"]:
-                from threefold.sweep.breakdown_parts import PARTS  # imports the whole planner
+                from threefold.sweep.trial import PARTS  # imports the whole planner
 
                 parts = dict.fromkeys(PARTS, seconds[0] / len(PARTS))
                 result["split"] = parts | {"rank": 1, "instrumented_seconds": 2.0}

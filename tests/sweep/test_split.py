@@ -22,7 +22,7 @@ from threefold.sweep.breakdown import (
     part_of_collective,
     split_of_rank,
 )
-from threefold.sweep.breakdown_parts import PARTS, SPLIT_STEPS, split_of_slowest
+from threefold.sweep.trial import PARTS, SPLIT_STEPS, split_of_slowest
 
 MAX_NOISE_SECONDS = 0.15  # other processes may use the cores
 LEARNING_RATE = 1e-4

@@ -27,7 +27,7 @@ from threefold.data.dataset import MicroBatch
 from threefold.engine.engine import Engine, PipelinedEngine
 from threefold.pipeline.engine import WeightPass
 from threefold.pipeline.stage import replaced
-from threefold.sweep.breakdown_parts import PARTS, SPLIT_STEPS
+from threefold.sweep.trial import PARTS, SPLIT_STEPS
 
 # A clock that divides the time of a rank among the parts of a step.
 

@@ -11,11 +11,20 @@ from typing import Any
 from models.errors import UserError, counted
 from threefold.plan.calibration.fit import MIN_RANKED_LAYOUTS, rank_correlation
 from threefold.plan.report import layout_line
-from threefold.sweep.breakdown_parts import PARTS, PLANNED_PARTS, Split, planned_parts
 from threefold.sweep.choice import Choice
 from threefold.sweep.folder import SweepFolder, SweepStopped
 from threefold.sweep.table import row_of_result, row_of_trial
-from threefold.sweep.trial import FAULTS, OUTCOMES, Result, Trial, competitors
+from threefold.sweep.trial import (
+    FAULTS,
+    OUTCOMES,
+    PARTS,
+    PLANNED_PARTS,
+    Result,
+    Split,
+    Trial,
+    competitors,
+    planned_parts,
+)
 from threefold.tracking.wandb_connection import (
     WandbStatus,
     check_variables,

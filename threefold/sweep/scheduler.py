@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from threefold.gpus.datasheet import is_cpu
 from threefold.plan.stage_contents import stage_parameters
-from threefold.sweep.breakdown_parts import SPLIT_STEPS
 from threefold.sweep.folder import SweepFolder, SweepStopped
 from threefold.sweep.ranks.controller import Workers, WorkersAbandoned, WorkersFailed
 from threefold.sweep.ranks.launchers import Launcher
-from threefold.sweep.trial import Result, Trial, competitors
+from threefold.sweep.trial import SPLIT_STEPS, Result, Trial, competitors
 
 # Time limit of a trial. Building initializes the weights and may compile kernels.
 SECONDS_TO_BUILD = 60.0

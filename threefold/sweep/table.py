@@ -9,8 +9,15 @@ from models.config import ModelConfig
 from threefold.plan.calibration.runs_table import EXPERT_COLUMNS
 from threefold.plan.job import PlannedLayout
 from threefold.plan.report import rates
-from threefold.sweep.breakdown_parts import PARTS, PLANNED_PARTS, Split, planned_parts
-from threefold.sweep.trial import Rejection, Result, Trial
+from threefold.sweep.trial import (
+    PARTS,
+    PLANNED_PARTS,
+    Rejection,
+    Result,
+    Split,
+    Trial,
+    planned_parts,
+)
 
 FRAMEWORK = "Threefold"
 COLUMNS = (

@@ -20,7 +20,6 @@ from threefold.engine.engine import Engine
 from threefold.prove.training import shared_groups, start
 from threefold.runtime.processes import on_gpu, start_processes
 from threefold.sweep.breakdown import split_of_rank
-from threefold.sweep.breakdown_parts import PartSeconds, split_of_slowest
 from threefold.sweep.links.timing import measure_links
 from threefold.sweep.ranks.engines import checked_recipe, release
 from threefold.sweep.ranks.protocol import (
@@ -30,7 +29,7 @@ from threefold.sweep.ranks.protocol import (
     read_message,
     write_message,
 )
-from threefold.sweep.trial import Result
+from threefold.sweep.trial import PartSeconds, Result, split_of_slowest
 from threefold.sweep.width_transfer.measure import measure_training
 
 GIB = 2**30
