@@ -35,7 +35,8 @@ def reason_of(error: Exception) -> str:
             return "it ends too early"
         case json.JSONDecodeError():
             line = f"line {error.lineno}, " if "\n" in error.doc.strip() else ""
-            return f"{line}column {error.colno}: {error.msg}"
+            message = error.msg.replace("Unterminated string starting at", "this string has no end")
+            return f"{line}column {error.colno}: {message}"
         case UnicodeDecodeError():
             return f"byte {error.start} is {error.object[error.start]:#04x}, not UTF-8"
         case RecursionError():

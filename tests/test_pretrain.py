@@ -24,6 +24,7 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.data.token_file import TokenFile
+from threefold.pretrain.experiment import parse_command_line
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
 from threefold.runtime.launchers import free_port
@@ -161,6 +162,16 @@ def rejected(*arguments: object) -> str:
     return one_rank(*arguments, code=2)
 
 
+def test_the_json_of_deepspeed_is_named_by_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, file in (
+        (["--deepspeed"], "FILE.json"),
+        (["--deepspeed", "--deepspeed_config", "ds.json"], "ds.json"),
+    ):
+        with pytest.raises(SystemExit), mock.patch.object(sys, "argv", ["pretrain.py", *words]):
+            parse_command_line("")
+        assert f"use --set deepspeed={file} in place of --deepspeed" in capsys.readouterr().err
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the metrics of a run without times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -283,6 +294,10 @@ def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
             ["--resume", "{finished}"],
             "the path is a run folder, not a checkpoint; use auto, never or "
             "{finished}/checkpoints/step-0000008",
+        ),
+        (
+            ["--resume", "nowhere", "--run-dir", "{finished}/new"],
+            "the path does not exist, and {finished}/new has no checkpoints; omit --resume",
         ),
     ],
 )
@@ -587,7 +602,7 @@ def test_a_missing_corpus_is_rejected_on_each_rank(recipe_file: Path, tmp_path: 
     words += ["--set", "data.validation=nowhere/x"]
     codes, outputs = start_ranks(2, words, folder=tmp_path, seconds=300)
     assert codes == [2, 2], outputs
-    missing = "nowhere/x.idx is missing; make it with recipes/prepare_data.py"
+    missing = "nowhere does not exist; use a corpus of recipes/prepare_data.py"
     for output, who in zip(outputs, ("pretrain.py: ", "pretrain.py: rank 1: "), strict=True):
         assert output.count("\n") == 1 and missing in output and f" {who}{recipe_file}" in output
 

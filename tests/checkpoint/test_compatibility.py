@@ -58,8 +58,8 @@ def test_other_data_are_rejected_and_moved_data_are_accepted(corpus: Path, tmp_p
     now = recipe_of(moved)
     check_same_run(HERE, saved, now, fingerprint(now))
     for file, key in (
-        ("train.bin", "data.train.0.content"),
-        ("train.idx", "data.train.0.content"),
+        ("train.bin", "other data: the content of data.train.0 differs "),
+        ("train.idx", r"\[\[phase\]\] that begins after step "),
         ("tokenizer/tokenizer.json", "data.tokenizer"),
     ):
         content = (moved / file).read_bytes()

@@ -164,8 +164,9 @@ def paths(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         # types and ranges
         ("zero_optimization.stage", "1", 'zero_optimization.stage = "1"'),
         ("zero_optimization.stage", 1.0, "stage = 1.0 is not one of 1, 2, 3; use 1"),
-        ("zero_optimization.overlap_comm", "true", '= "true" is not true or false; use true'),
+        ("zero_optimization.overlap_comm", "true", '= "true" is a text; use true without quotes'),
         ("zero_optimization.overlap_comm", 1, "= 1 is not true or false; use true"),
+        ("zero_optimization.reduce_bucket_size", "5e8", '"5e8" is a text; use 500000000 without'),
         ("zero_optimization.reduce_bucket_size", 0, "= 0 is not an integer in 1 .. "),
         ("zero_optimization.reduce_bucket_size", 1.5, "= 1.5 is not an integer in 1 .. "),
         ("zero_optimization.reduce_bucket_size", True, "= true is not an integer in 1 .. "),

@@ -1,6 +1,7 @@
 """Conversion of checkpoints to transformers and back, to other layouts, and rejected inputs."""
 
 import argparse
+import errno
 import json
 import re
 import shutil
@@ -705,6 +706,16 @@ def test_concurrent_writers_of_one_output_do_not_mix(tmp_path: Path) -> None:
         assert (out / "more").exists()
     assert [file.read_text() for file in out.iterdir()] == ["first"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_full_disk_of_the_output_is_named_in_place_of_a_copied_file(tmp_path: Path) -> None:
+    source, target = tmp_path / "in" / "tokenizer.json", tmp_path / "out" / "tokenizer.json"
+    full = OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
+    with (
+        pytest.raises(UserError, match=rf"the disk of {tmp_path} is full \(No space left"),
+        output_folder(tmp_path / "out", reading=tmp_path / "in", files=ANY_FILES, overwrite=False),
+    ):
+        raise full
 
 
 def test_files_that_appear_during_a_conversion_are_not_deleted(tmp_path: Path) -> None:

@@ -236,10 +236,10 @@ def test_pieces_without_a_start_are_not_used_for_documents_with_one(tmp_path: Pa
         (["--source", "EMPTY.jsonl"], "EMPTY.jsonl has no documents"),
         (["--source", "NUMBER.jsonl"], "NUMBER.jsonl, line 1: body = 4 is not a text"),
         (["--source", "LATER.jsonl"], "LATER.jsonl, line 2: not valid JSON"),
-        (["--tokenizer", "NOWHERE.tokenizer"], "NOWHERE.tokenizer does not exist; use a folder"),
+        (["--tokenizer", "NOWHERE.tokenizer"], "NOWHERE.tokenizer does not exist; "),
         (["--config", "abc"], "--config abc: --source "),
         (["--split", "validation"], "--split validation: "),
-        (["--tokenizer", "data/wikki/tokenizer"], "data/wikki/tokenizer does not exist; use a"),
+        (["--tokenizer", "data/wikki/tokenizer"], "data/wikki/tokenizer does not exist; "),
         (["--tokenizer", "CORPUS"], "is a corpus; use its tokenizer, "),
         (["--vocab-size", "300", "--tokenizer", "x"], "--vocab-size 300 has no effect with --tok"),
     ],
@@ -335,11 +335,13 @@ def test_splits_of_a_dataset_are_the_parts(tmp_path: Path) -> None:
                     "--skip", "empty")  # fmt: skip
     assert wrong.stderr == (
         "prepare_data.py: --validation-split validation has no documents, so the validation part "
-        "would be empty (3 rows skipped)\n"
+        "would be empty (3 rows skipped); the first skipped row: the document is empty\n"
     )
     wrong = prepare(*options[:-1], tmp_path / "bad", "--validation-split", "validation")
     assert f"{tmp_path}/blank, validation split, row 0: the document is empty" in wrong.stderr
     options[1] = tmp_path / "saved"
+    wrong = prepare(*options[:-1], tmp_path / "bad", "--config", "wikitext-2")
+    assert f"--config wikitext-2: --source {tmp_path}/saved has no configurations" in wrong.stderr
     wrong = prepare(*options[:-1], tmp_path / "bad", "--validation-split", "valid")
     assert f"--validation-split valid: {tmp_path}/saved has the splits train" in wrong.stderr
 
@@ -455,7 +457,7 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     assert done.returncode == 2
     workspace = tmp_path / "out.incomplete"
     assert (workspace / "lock").read_text() == LOCK_TEXT
-    assert f"{workspace} keeps 1 finished piece; rerun the same command to resume" in done.stderr
+    assert f"{workspace} keeps 1 finished piece; rerun the command afterwards to" in done.stderr
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
     with mock.patch.object(corpus_module, "join", side_effect=UserError("no room")):
         done = prepare(*options, "--vocab-size", 300)
@@ -484,7 +486,7 @@ def test_a_full_disk_is_named_with_what_stays(
     assert done.stderr == (
         f"prepare_data.py: the disk of {folder} is full (No space left on device); free space "
         f"there and rerun the same command, or use an --output on another disk; {workspace} keeps "
-        f"1 finished piece; rerun the same command to resume\n"
+        f"1 finished piece; joining them needs 1 MB more\n"
     )
     with mock.patch.object(corpus_module, "join", side_effect=OSError(errno.EIO, "I/O")):
         done = prepare(*options, "--vocab-size", 300)
@@ -562,7 +564,7 @@ def test_the_remedy_for_a_short_part_names_options_that_help(
     ("function", "kept"),
     [
         ("corpus.join", "out.incomplete keeps 1 finished piece; rerun the same command"),
-        ("tokenization.run_pieces", "out.incomplete keeps its tokenizer; rerun the same command"),
+        ("tokenization.run_pieces", "out.incomplete keeps the tokenizer; rerun the same command"),
         ("tokenizer.train_tokenizer", "nothing is finished yet; rerun the same command to start"),
         ("tokenization.check_parts", "nothing is written yet; rerun the same command to start"),
     ],

@@ -19,6 +19,7 @@ from unittest import mock
 
 import psutil
 import pytest
+from pydantic import ValidationError
 from typing_extensions import override
 from wandb import Settings
 from wandb.sdk import mailbox
@@ -34,9 +35,11 @@ from threefold.tracking.messages import summarize
 from threefold.tracking.tracker import open_tracker
 from threefold.tracking.wandb_connection import (
     WandbStatus,
+    check_variables,
     choose_mode,
     has_written_all,
     requested_mode,
+    restart_offline,
     short,
     start_wandb,
     tear_down,
@@ -182,6 +185,37 @@ def test_a_login_is_found_by_the_run(
     assert "wandb:" not in printed.out + printed.err  # no messages of its own
 
 
+def test_an_empty_variable_of_wandb_is_as_if_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("WANDB_ENTITY", "me")
+    check_variables()
+    left = {name for name in os.environ if name.startswith("WANDB_")}
+    assert "WANDB_ENTITY" in left and left.isdisjoint({"WANDB_MODE", "WANDB_API_KEY"})
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("", 'rejected the key (401; use "wandb login --relogin")'),
+        (KEY, "rejected WANDB_API_KEY (401; set another key, or unset it and use "),
+    ],
+)
+def test_a_rejected_key_is_named(key: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", key)
+    with mock.patch.multiple(
+        "threefold.tracking.wandb_connection", tear_down=mock.DEFAULT, _init=mock.DEFAULT
+    ):
+        _, status = restart_offline({"id": "x", "dir": "."}, Exception("returned error 401: no"))
+    assert words in status.reason
+
+
+def test_an_error_of_the_settings_names_the_setting() -> None:
+    with pytest.raises(ValidationError) as raised:
+        Settings(mode="sometimes")
+    assert short(raised.value).startswith("mode = 'sometimes': ")
+
+
 def test_a_server_that_rejects_the_key_leaves_the_run_offline_with_the_same_id(
     small: dict, folder: RunFolder, home: Path, server: Server, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,7 +297,7 @@ def test_a_crash_of_wandb_ends_in_an_offline_run_and_no_traceback(
             "auto",
             {},
             "offline",
-            f"there is no key for {DEFAULT_SERVER}, the default server (",
+            f"there is no key for {DEFAULT_SERVER}, the default server of wandb ",
         ),
         ("online", {}, "offline", "there is no key for https://api."),
         ("auto", {"WANDB_API_KEY": KEY}, "online", ""),

@@ -60,9 +60,15 @@ def check_same_run(
         {"model": spelled_out(now["model"]), "seed": now["seed"], "data": after.shared},
     )
     if different:
+        others = "--run-dir for a new run, or --resume never to start again"
+        if all(key.startswith("data.") for key in different):
+            raise UserError(
+                f"{checkpoint} was trained on other data: {_sentence(different)}; use the same "
+                f"data, change them in a [[phase]] that begins after step {manifest.step}, use "
+                f"{others}"
+            )
         raise UserError(
-            f"{checkpoint} was trained with {_sentence(different)}; use the same values, "
-            f"--run-dir for a new run, or --resume never to start again"
+            f"{checkpoint} was trained with {_sentence(different)}; use the same values, {others}"
         )
     _check_same_phases(checkpoint, manifest.step, before.phases, after.phases)
     check_parts_read(manifest.progress, manifest.data.get("parts", ()), data.get("parts", ()))
@@ -257,8 +263,14 @@ def spelled_out(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:
-    return ", ".join(
-        f"{prefix}{key} = {before} (here {now})"
-        for key, values in different.items()
-        for before, now in [("not set" if value is None else value_text(value) for value in values)]
-    )
+    return ", ".join(_difference(f"{prefix}{key}", *different[key]) for key in different)
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+    """Return a difference in words; a SHA-256 is shortened."""
+    if key.endswith(".content") and isinstance(before, str) and isinstance(now, str):
+        return (
+            f"the content of {key.removesuffix('.content')} differs ({before[:8]}, here {now[:8]})"
+        )
+    texts = ["not set" if value is None else value_text(value) for value in (before, now)]
+    return f"{key} = {texts[0]} (here {texts[1]})"

@@ -196,10 +196,15 @@ def find(
         candidates = _candidates(folder, branch) if resume == "auto" else []
     else:
         if not (Path(resume) / "manifest.json").is_file():
-            choices = ", ".join(map(str, published(folder))) or "none here"
+            choices = ", ".join(map(str, published(folder)))
             problem = "has no checkpoint" if Path(resume).exists() else "does not exist"
             if saves := published(Path(resume) / "checkpoints"):
                 problem, choices = "is a run folder, not a checkpoint", str(saves[-1])
+            if not choices:
+                raise UserError(
+                    f"--resume {resume}: the path {problem}, and {folder.parent} has no "
+                    f"checkpoints; omit --resume"
+                )
             raise UserError(f"--resume {resume}: the path {problem}; use auto, never or {choices}")
         candidates = [Path(resume)]
     _agree(candidates)

@@ -121,7 +121,10 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
         lock_workspace(workspace, shared=options.shard is not None),
     ):
         if output.exists() and any(output.iterdir()):
-            raise UserError(f"another process has just written {output}")
+            check_same_options(options, output)
+            raise UserError(
+                f"another process has just prepared {output} with the same options; it is complete"
+            )
         tokenization = plan(formats, pieces, options, workspace, held_out=held_out)
         tokenization.tell_outdated(pieces)
         if options.shard is not None:

@@ -19,6 +19,7 @@ from threefold.config.deepspeed_schema import (
     RECIPE_BLOCKS,
     RECIPE_KEYS,
     Review,
+    meant_by_text,
     review_settings,
 )
 from threefold.config.json_repair import repair_json
@@ -393,6 +394,9 @@ def _review_leaf(path: str, value: Any, review: Review, values: Mapping[str, Own
     if value == "auto" or owned.accepts(value):
         return value
     shown = f"{path} = {value_text(value)}"
+    if (meant := meant_by_text(value)) is not None and owned.accepts(meant):
+        review.reject(f'{shown} is a text; use {value_text(meant)} without quotes, or "auto"')
+        return "auto"
     if owned.origin:
         review.reject(
             f"{shown} differs from the recipe, where {owned.origin}; use "

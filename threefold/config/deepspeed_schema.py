@@ -1,5 +1,6 @@
 """The keys of a DeepSpeed JSON: supported ones with types and ranges, ignored and rejected ones."""
 
+import contextlib
 import difflib
 import math
 from collections.abc import Iterator, Mapping
@@ -344,14 +345,28 @@ def review_settings(
             if block := _review_block(key, value, review, setting, path):
                 accepted[key] = block
         elif not setting.accepts(value):
-            accepted[key] = setting.example
+            meant = meant_by_text(value)
+            is_text = meant is not None and setting.accepts(meant)
+            accepted[key] = meant if is_text else setting.example
+            problem = "a text" if is_text else f"not {setting.description}"
+            quotes = " without quotes" if is_text else ""
             review.reject(
-                f"{path} = {value_text(value)} is not {setting.description}; "
-                f"use {value_text(setting.example)}"
+                f"{path} = {value_text(value)} is {problem}; use "
+                f"{value_text(accepted[key])}{quotes}"
             )
         else:
             accepted[key] = value
     return accepted
+
+
+def meant_by_text(value: Any) -> Any:
+    """Return the number or flag that a text holds; None if it holds neither."""
+    if not isinstance(value, str):
+        return None
+    with contextlib.suppress(ValueError):
+        number = float(value)
+        return int(number) if number.is_integer() else number
+    return {"true": True, "false": False}.get(value.lower())
 
 
 def _review_block(key: str, value: Any, review: Review, block: Table, path: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.errors import UserError, a_few
+from models.errors import FULL_DISK_ERRORS, UserError, a_few
 from threefold.checkpoint.format import (
     FileRecord,
     Manifest,
@@ -91,6 +91,11 @@ def output_folder(
             flush(path.parent)
     except OSError as error:
         _check_present(sources)
+        if error.errno in FULL_DISK_ERRORS:
+            raise UserError(
+                f"the disk of {short(path.parent)} is full ({error.strerror}); free space there, "
+                f"or use an output folder on another disk"
+            ) from None
         raise UserError(
             f"{error.filename or short(path)} cannot be written ({error.strerror or error}); use a "
             f"writable folder on a disk with free space"

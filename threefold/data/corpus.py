@@ -1,5 +1,6 @@
 """Corpora: checks before a run starts, the fingerprint of its data, and bytes per token."""
 
+import difflib
 import hashlib
 import json
 import math
@@ -12,7 +13,7 @@ import numpy as np
 from models.errors import UserError, reason_of
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
-from threefold.config.sections import repository_path
+from threefold.config.sections import REPOSITORY, repository_path
 from threefold.data.manifest import DELETE, read_manifest, tokenizer_hash
 from threefold.data.token_file import TokenFile
 
@@ -31,8 +32,8 @@ def open_corpus(path: str, recipe: Recipe) -> TokenFile:
     if not (tokenizer / "tokenizer.json").is_file():
         problem = "has no tokenizer.json" if tokenizer.is_dir() else "does not exist"
         raise UserError(
-            f'data.tokenizer = "{recipe.data.tokenizer}" {problem}; use the folder tokenizer of a '
-            f"corpus of recipes/prepare_data.py, such as data/stdlib/tokenizer"
+            f'data.tokenizer = "{recipe.data.tokenizer}" {problem}; '
+            f"{tokenizer_advice(recipe.data.tokenizer)}"
         )
     check_part(repository_path(path))
     file = TokenFile(repository_path(path))
@@ -40,6 +41,17 @@ def open_corpus(path: str, recipe: Recipe) -> TokenFile:
     file.check_index(one_sequence_per_document=bool(read_manifest(file.path.parent)))
     _check_tokens(recipe, file)
     return file
+
+
+def tokenizer_advice(name: str) -> str:
+    """Return what to use in place of a tokenizer that does not exist, for a message."""
+    folders = sorted(file.parent for file in REPOSITORY.glob("data/*/tokenizer/tokenizer.json"))
+    names = [str(folder.relative_to(REPOSITORY)) for folder in folders]
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
+        return f"did you mean {close[0]}?"
+    if names:
+        return f"use the folder tokenizer of a corpus, such as {names[0]}"
+    return "prepare a corpus with recipes/prepare_data.py, and use its folder tokenizer"
 
 
 def check_part(file: Path) -> None:

@@ -50,6 +50,10 @@ class TokenFile:
         self._index = path.with_name(path.name + ".idx")
         file = path.with_name(path.name + ".bin")
         for name in (self._index, file):
+            if not path.parent.is_dir():
+                raise UserError(
+                    f"{path.parent} does not exist; use a corpus of recipes/prepare_data.py"
+                )
             if not name.is_file() and path.is_dir():
                 raise UserError(f"{path} is a folder; name a corpus in it, such as {path}/train")
             if not name.is_file():

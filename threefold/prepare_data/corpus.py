@@ -86,7 +86,8 @@ def join(
             raise EmptyPart(
                 part,
                 documents=sum_documents(reports),
-                rows=rows,
+                skipped_rows=rows,
+                first_skipped=next((each["first"] for each in skipped.values()), ""),
                 fraction=fraction,
                 validation_option=own_source if tokenization.held_out else "",
             )
@@ -317,7 +318,7 @@ def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Ite
                 if digest != piece[part]["sha256"]:
                     end = start + piece[part]["tokens"] * token_bytes
                     origin = describe(*(piece[key] for key in LOCATION_KEYS))
-                    yield f"{part}.bin, bytes {start} .. {end}, from {origin}: changed"
+                    yield f"{part}.bin, bytes {start} .. {end - 1}, from {origin}: changed"
 
 
 def _wrong_sizes(

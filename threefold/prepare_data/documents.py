@@ -42,6 +42,7 @@ class EmptyPart(UserError):
 
     Args:
         part: train or validation
+        first_skipped: the reason why the first skipped row was skipped
         fraction: the option --validation-fraction
         validation_option: the option that names the source of the validation part, if it has one
     """
@@ -51,16 +52,19 @@ class EmptyPart(UserError):
         part: str,
         *,
         documents: int,
-        rows: int,
+        skipped_rows: int,
+        first_skipped: str,
         fraction: float,
         validation_option: str = "",
     ):
-        skipped = f" ({counted(rows, 'row')} skipped)" if rows else ""
+        skipped = f" ({counted(skipped_rows, 'row')} skipped)" if skipped_rows else ""
+        reason = f"; the first skipped row: {first_skipped}" if skipped_rows else ""
         if validation_option and (documents or part == "validation"):
             option = "--source" if part == "train" else validation_option
-            message = f"{option} has no documents, so the {part} part would be empty{skipped}"
+            empty = f"so the {part} part would be empty"
+            message = f"{option} has no documents, {empty}{skipped}{reason}"
         elif not documents:
-            message = f"the source has no documents{skipped}"
+            message = f"the source has no documents{skipped}{reason}"
         else:
             message = (
                 f"the {part} part has no tokens: --validation-fraction {fraction} leaves none of "

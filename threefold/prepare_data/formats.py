@@ -78,6 +78,8 @@ def describe(files: Sequence[str], start: int, stop: int | None, unit: str) -> s
         return f"one of the {len(files)} files from {files[0]} to {files[-1]}"
     if stop is None:
         return files[0]
+    if stop - start == 1:
+        return f"{unit.removesuffix('s')} {start} of {files[0]}".lstrip()
     return f"{unit} {start} .. {stop - 1} of {files[0]}".lstrip()
 
 

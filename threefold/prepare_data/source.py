@@ -80,11 +80,7 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
         if name == STANDARD_LIBRARY:
             formats.append(Texts(standard_library(), lenient=True))
         elif files:
-            if reading.config:
-                raise UserError(
-                    f"--config {reading.config}: {reading.option} {name} has no configurations, "
-                    f"only datasets of the hub have them; omit --config"
-                )
+            check_no_configuration(name, reading)
             twice = seen.intersection(file.resolve() for file in files)
             if twice:
                 raise UserError(
@@ -100,6 +96,15 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
     if reading.suggests_split:
         suggest_files(all_files)
     return formats
+
+
+def check_no_configuration(name: str, reading: SourceOptions) -> None:
+    """Raise a UserError if --config is given for a source on this machine."""
+    if reading.config:
+        raise UserError(
+            f"--config {reading.config}: {reading.option} {name} has no configurations, only "
+            f"datasets of the hub have them; omit --config"
+        )
 
 
 def open_validation(
@@ -342,6 +347,7 @@ def open_dataset(name: str, reading: SourceOptions) -> Format:
     disable_progress_bars()
     try:
         if Path(name).is_dir():
+            check_no_configuration(name, reading)
             dataset = load_from_disk(name)
         else:
             dataset = load_dataset(name, reading.config, split=split, streaming=reading.streaming)

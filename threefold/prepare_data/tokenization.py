@@ -300,7 +300,8 @@ def check_parts(
             raise EmptyPart(
                 lacking,
                 documents=documents,
-                rows=sum(kind["rows"] for kind in report.skipped.values()),
+                skipped_rows=sum(kind["rows"] for kind in report.skipped.values()),
+                first_skipped=next((kind["reason"] for kind in report.skipped.values()), ""),
                 fraction=fraction,
                 validation_option=validation_option,
             )

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from models.errors import UserError, reason_of
 from threefold.config.sections import repository_path
+from threefold.data.corpus import tokenizer_advice
 from threefold.data.manifest import folder_hash, tokenizer_hash
 from threefold.prepare_data.formats import Format, NumberedPiece
 from threefold.prepare_data.tokenization import Tokenization, is_held_out, new_folder, texts_of
@@ -37,8 +38,8 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
         raise UserError(f"--tokenizer {name} is a corpus; use its tokenizer, {name}/tokenizer")
     if not is_folder and "/" in name and (name.count("/") > 1 or path.parent.is_dir()):
         raise UserError(
-            f"--tokenizer {name} does not exist; use a folder with a tokenizer.json, such as "
-            f"data/stdlib/tokenizer, or a name on the hub"
+            f"--tokenizer {name} does not exist; {tokenizer_advice(name)} (or give the name of a "
+            f"tokenizer on the hub)"
         )
     tokenizer = load_tokenizer(path if is_folder else name, f"--tokenizer {name}")
     if tokenizer.eos_token_id is None:

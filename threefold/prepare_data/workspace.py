@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -133,8 +134,7 @@ def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            needs_documents = isinstance(error, EmptyPart)
-            kept = _keep_finished(workspace, shared=shared, needs_documents=needs_documents)
+            kept = _keep_finished(workspace, error, shared=shared)
             if isinstance(error, KeyboardInterrupt):
                 nothing = "nothing is finished yet; rerun the same command to start again"
                 error.add_note(kept or nothing)  # for the command's message
@@ -157,12 +157,12 @@ def _lock(lock: IO[str], workspace: Path, *, shared: bool) -> None:
         ) from None
 
 
-def _keep_finished(workspace: Path, *, shared: bool, needs_documents: bool) -> str:
+def _keep_finished(workspace: Path, error: BaseException, *, shared: bool) -> str:
     """Remove the unfinished corpus, and return a message about what is left to resume from.
 
     Args:
+        error: the reason why the command ends
         shared: True if other processes may be using the folder
-        needs_documents: True if the same command would fail again without more documents
 
     Returns:
         "" if nothing is left
@@ -171,12 +171,15 @@ def _keep_finished(workspace: Path, *, shared: bool, needs_documents: bool) -> s
     finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
     trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
     if finished or trained:
-        pieces = f"{counted(len(finished), 'finished piece')}" if finished else "its tokenizer"
-        advice = (
-            f"add documents and rerun the command to use them, or delete {workspace.name}"
-            if needs_documents
-            else "rerun the same command to resume"
-        )
+        pieces = f"{counted(len(finished), 'finished piece')}" if finished else "the tokenizer"
+        if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:  # it says to rerun
+            size = sum(file.stat().st_size for piece in finished for file in piece.rglob("*"))
+            return f"{workspace} keeps {pieces}; joining them needs {math.ceil(size / 1e6)} MB more"
+        advice = "rerun the same command to resume"
+        if isinstance(error, EmptyPart):
+            advice = f"add documents and rerun the command to use them, or delete {workspace.name}"
+        elif isinstance(error, UserError):
+            advice = "rerun the command afterwards to resume"
         return f"{workspace} keeps {pieces}; {advice}"
     if not shared:
         clear_workspace(workspace)

@@ -182,4 +182,13 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     parser.add_argument("--continued-at", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
-    return parser.parse_args()
+    # Other programs take DeepSpeed's JSON from these two.
+    parser.add_argument("--deepspeed", nargs="?", const="", help=argparse.SUPPRESS)
+    parser.add_argument("--deepspeed_config", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if (file := options.deepspeed_config or options.deepspeed) is not None:
+        parser.error(
+            f"the recipe names the JSON of DeepSpeed; use --set deepspeed={file or 'FILE.json'} in "
+            f"place of --deepspeed{'_config' if options.deepspeed_config else ''}"
+        )
+    return options

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlparse
 
+from pydantic import ValidationError
+
 from models.errors import UserError
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import code_version
@@ -63,11 +65,14 @@ def requested_mode(mode: str) -> tuple[str, str]:
 
 
 def check_variables() -> None:
-    """Check the variables of W&B, without importing it.
+    """Check the variables of W&B, without importing it, and unset empty ones, which it rejects.
 
     Raises:
         UserError: WANDB_MODE is not a mode, or WANDB_BASE_URL is not a URL.
     """
+    for name in [name for name, value in os.environ.items() if not value]:
+        if name.startswith("WANDB_"):
+            del os.environ[name]
     mode, url = os.environ.get("WANDB_MODE"), os.environ.get("WANDB_BASE_URL")
     if mode and mode not in MODES:
         raise UserError(f"WANDB_MODE = {mode} is not one of {', '.join(MODES)}; unset it")
@@ -285,8 +290,10 @@ def restart_offline(
     server = _settings().base_url
     reason = f"{server} did not answer within {SECONDS_TO_CONNECT:g} s"
     if "returned error 401" in str(error):
-        remedy = 'use "wandb login --relogin", or another WANDB_API_KEY'
-        reason = f"{server} rejected the key (401; {remedy})"
+        key, remedy = "the key", 'use "wandb login --relogin"'
+        if os.environ.get("WANDB_API_KEY"):  # W&B prefers it to the key of `wandb login`
+            key, remedy = "WANDB_API_KEY", 'set another key, or unset it and use "wandb login"'
+        reason = f"{server} rejected {key} (401; {remedy})"
     elif "deadline exceeded" not in str(error):
         reason = f"of an error of {server} ({short(error)})"
     reason += f"; the run keeps its id {arguments['id']}"
@@ -360,9 +367,9 @@ def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
         return "offline", short(error)
     if key is None:
         default = type(settings).model_fields["base_url"].default
-        server = settings.base_url + (
-            ", the default server" if settings.base_url == default else ""
-        )
+        server = settings.base_url
+        if server == default:
+            server += f", the default server of wandb {wandb.__version__}"
         login = 'log in with "wandb login" to be online'
         return "offline", f"there is no key for {server} ({login})"
     return ("shared" if settings.mode == "shared" else "online"), reason
@@ -374,6 +381,9 @@ def short(error: Exception) -> str:
     if name in ("HandleAbandonedError", "MailboxClosedError"):
         return "its service process on this machine has ended"
     line = next(iter(str(error).strip().splitlines()), "") or name
+    if isinstance(error, ValidationError):  # the first line has only the number of problems
+        first = error.errors()[0]
+        line = f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
     return line.rstrip(".")[:MAX_REASON_CHARACTERS]
 
 
