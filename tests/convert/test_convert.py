@@ -710,6 +710,7 @@ def test_concurrent_writers_of_one_output_do_not_mix(tmp_path: Path) -> None:
 
 def test_a_full_disk_of_the_output_is_named_in_place_of_a_copied_file(tmp_path: Path) -> None:
     source, target = tmp_path / "in" / "tokenizer.json", tmp_path / "out" / "tokenizer.json"
+    source.parent.mkdir()
     full = OSError(errno.ENOSPC, "No space left on device", str(source), None, str(target))
     with (
         pytest.raises(UserError, match=rf"the disk of {tmp_path} is full \(No space left"),
