@@ -300,7 +300,8 @@ def test_launchers_pass_through_a_boundary(
     """torchrun's store still holds the keys of the first process group."""
     port = str(free_port())
     words = {
-        "torchrun": ["--nproc_per_node", "2", "--master_port", port],
+        # Without a folder of its own, torchrun leaves one in the temporary folder.
+        "torchrun": ["--nproc_per_node=2", "--master_port", port, "--log-dir", str(tmp_path)],
         "deepspeed": ["--num_gpus", "2", "--master_port", port],
     }[launcher]
     command = [str(Path(sys.executable).with_name(launcher)), *words, "recipes/pretrain.py"]
