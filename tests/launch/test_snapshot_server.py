@@ -26,7 +26,8 @@ from threefold.checkpoint.snapshots.node_memory import (
 )
 from threefold.config.sections import REPOSITORY
 from threefold.launch import snapshot_server
-from threefold.launch.snapshot_server import ConnectionLimit, Handler, ServerProcess
+from threefold.launch.node_agent import ServerProcess
+from threefold.launch.snapshot_server import ConnectionLimit, Handler
 from threefold.launch.snapshot_server import Server as SnapshotServer
 
 SNAPSHOT, FILE = "step-0000012-3-9f3a22c1", "weights-00000.safetensors"
@@ -105,7 +106,7 @@ def test_nodes_that_do_not_answer_are_left_out(client: Client) -> None:
 def test_the_server_deletes_the_snapshots_when_its_agent_dies(tmp_path: Path) -> None:
     code = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
-        "from threefold.launch.snapshot_server import ServerProcess; "
+        "from threefold.launch.node_agent import ServerProcess; "
         "process = ServerProcess.start(Path(sys.argv[2])); "
         "print(process.process.pid, flush=True); time.sleep(60)"
     )

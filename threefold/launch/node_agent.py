@@ -47,6 +47,7 @@ import contextlib
 import json
 import select
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -55,9 +56,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
+from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE, SERVERS
 from threefold.launch.gpu_watch import GpuWatch
-from threefold.launch.snapshot_server import ServerProcess
 from threefold.runtime.launchers import free_port
 
 # Processes that an earlier agent of a run has left on this node; only the standard library.
@@ -190,6 +190,76 @@ class StandbyPool:
         """Kill all standby processes."""
         for process in [*self.ready, *([self._starting] if self._starting else [])]:
             kill_group(process.pid)
+
+
+# The server of a node's snapshots. Importing snapshot_server.py would double the time of a start.
+
+SNAPSHOT_SERVER = os.path.join(os.path.dirname(STANDBY), "snapshot_server.py")
+SECONDS_TO_DELETE = 10.0
+MAX_QUEUED_CONNECTIONS = 1024  # that wait for a thread of the server
+
+
+class ServerProcess:
+    """The server of a node, as its agent sees it.
+
+    Attributes:
+        process: the server; it ends when its standard input is closed
+        folder: the folder of the node's snapshots
+        secret: what requests must know
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", folder: Path, *, port: int, secret: str):
+        self.process, self.folder, self.port, self.secret = process, folder, port, secret
+
+    @classmethod
+    def start(cls, prefix: Path) -> "ServerProcess":
+        """Create an empty folder for snapshots, and start its server.
+
+        Args:
+            prefix: the path of the folder, without the number that this function appends. What
+                earlier agents have left under the same prefix is deleted
+
+        Raises:
+            OSError: the folder cannot be created.
+        """
+        for earlier in prefix.parent.glob(f"{prefix.name}.*"):
+            shutil.rmtree(earlier, ignore_errors=True)
+        # Another name each time: the server of an agent that has just been killed deletes its own.
+        folder = prefix.with_name(f"{prefix.name}.{os.getpid()}")
+        folder.mkdir(mode=0o700)
+        secret = os.urandom(16).hex()
+        with socket.create_server(
+            ("", 0), family=socket.AF_INET, backlog=MAX_QUEUED_CONNECTIONS
+        ) as listening:
+            process = subprocess.Popen(
+                [sys.executable, SNAPSHOT_SERVER, str(folder), str(listening.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[listening.fileno()],
+                start_new_session=True,
+            )
+            port = listening.getsockname()[1]
+        assert process.stdin
+        process.stdin.write(f"{secret}\n".encode())
+        process.stdin.flush()
+        return cls(process, folder, port=port, secret=secret)
+
+    def write_servers(self, servers: Sequence[dict[str, Any]]) -> bool:
+        """Write the list of all servers for the ranks of this node; return False if that fails."""
+        file = self.folder / SERVERS
+        whole = file.with_suffix(".new")
+        try:
+            whole.write_text(json.dumps(servers), encoding="utf-8")
+            os.replace(whole, file)
+        except OSError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """Let the server delete the snapshots and end."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(SECONDS_TO_DELETE)
 
 
 SECONDS_BETWEEN_CHECKS = 0.5

@@ -25,26 +25,21 @@ import json
 import os
 import re
 import resource
-import secrets
 import shutil
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import IO, Any
 
-from threefold.checkpoint.snapshots.names import SERVERS, SNAPSHOT
+from threefold.checkpoint.snapshots.names import SNAPSHOT
 
 PATH = re.compile(
     rf"/(?P<snapshot>{SNAPSHOT.pattern})/(?P<file>[a-z]+(-\d+)?\.(json|sha256|safetensors))"
 )
 RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
-SECONDS_TO_DELETE = 10.0
-MAX_QUEUED_CONNECTIONS = 1024  # that wait for a thread
 MAX_CONNECTIONS = 4096  # with a thread each
 MAX_STRANGERS = 256  # connections that have not sent the secret yet
 FILES_PER_CONNECTION = 2  # the connection, and the file that it reads
@@ -53,72 +48,6 @@ SECONDS_OF_SILENCE = 30.0  # after which a connection is closed
 # An unauthenticated connection may be closed for a new one after this time.
 SECONDS_FOR_SECRET = 0.05
 SECONDS_BETWEEN_LOOKS = 0.02  # while there are too many connections
-
-
-@dataclass
-class ServerProcess:
-    """The server of a node, as its agent sees it.
-
-    Attributes:
-        process: the server; it ends when its standard input is closed
-        folder: the folder of the node's snapshots
-        secret: what requests must know
-    """
-
-    process: "subprocess.Popen[bytes]"
-    folder: Path
-    port: int
-    secret: str
-
-    @classmethod
-    def start(cls, prefix: Path) -> "ServerProcess":
-        """Create an empty folder for snapshots, and start its server.
-
-        Args:
-            prefix: the path of the folder, without the number that this function appends. What
-                earlier agents have left under the same prefix is deleted
-
-        Raises:
-            OSError: the folder cannot be created.
-        """
-        for earlier in prefix.parent.glob(f"{prefix.name}.*"):
-            shutil.rmtree(earlier, ignore_errors=True)
-        # Another name each time: the server of an agent that has just been killed deletes its own.
-        folder = prefix.with_name(f"{prefix.name}.{os.getpid()}")
-        folder.mkdir(mode=0o700)
-        secret = secrets.token_hex(16)
-        with socket.create_server(
-            ("", 0), family=socket.AF_INET, backlog=MAX_QUEUED_CONNECTIONS
-        ) as listening:
-            process = subprocess.Popen(
-                [sys.executable, __file__, str(folder), str(listening.fileno())],
-                stdin=subprocess.PIPE,
-                pass_fds=[listening.fileno()],
-                start_new_session=True,
-            )
-            port = listening.getsockname()[1]
-        assert process.stdin
-        process.stdin.write(f"{secret}\n".encode())
-        process.stdin.flush()
-        return cls(process, folder, port, secret)
-
-    def write_servers(self, servers: Sequence[dict[str, Any]]) -> bool:
-        """Write the list of all servers for the ranks of this node; return False if that fails."""
-        file = self.folder / SERVERS
-        whole = file.with_suffix(".new")
-        try:
-            whole.write_text(json.dumps(servers), encoding="utf-8")
-            os.replace(whole, file)
-        except OSError:
-            return False
-        return True
-
-    def end(self) -> None:
-        """Let the server delete the snapshots and end."""
-        assert self.process.stdin
-        self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(SECONDS_TO_DELETE)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from threefold.checkpoint.state import CheckpointReader
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
-from threefold.launch.snapshot_server import ServerProcess
+from threefold.launch.node_agent import ServerProcess
 from threefold.pretrain.setup import memory_of_all_nodes
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder

@@ -1,7 +1,7 @@
 """The names that ranks and the server of a node's snapshots share; standard library only."""
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 FOLDER_VARIABLE = "THREEFOLD_SNAPSHOTS"  # set by launch.py's agent: the folder of this node
 SERVERS = "servers.json"
@@ -9,8 +9,7 @@ FP32_BYTES = 4  # of an element of every tensor
 SNAPSHOT = re.compile(r"step-(?P<step>\d{7,})-(?P<turns>\d+)-(?P<writer>[0-9a-f]+)")
 
 
-@dataclass(frozen=True, order=True)
-class SnapshotName:
+class SnapshotName(NamedTuple):
     """The name of a snapshot; later steps compare as larger.
 
     Attributes:
