@@ -256,9 +256,10 @@ def test_a_tensor_that_blocks_keep_is_counted(small: dict[str, Any]) -> None:
 
 
 def test_another_layer_costs_as_much_as_the_others(small: dict[str, Any]) -> None:
+    batch = {"global_sequences": 2, "micro_sequences": 2}
     peaks = [
-        dict(traced(changed(small, model__layers=layers), 1).phase_bytes)["ForwardPass"]
-        for layers in (1, 2, 3)
+        dict(traced(changed(small, model__layers=n, batch=batch), 1).phase_bytes)["ForwardPass"]
+        for n in (1, 2, 3)
     ]
     assert peaks[2] - peaks[1] == peaks[1] - peaks[0]
 
@@ -296,40 +297,44 @@ def test_a_job_of_4096_gpus_without_its_memory() -> None:
     assert 8 * 2**30 < found.peak_bytes < 80 * 2**30
 
 
-def test_states_are_shared_by_the_data_ranks() -> None:
-    recipe = load_recipe(REPOSITORY / "recipes" / "gpt" / "125m.toml", ["model.layers=1"])
-    padded = replace(recipe.model, vocab_size=recipe.model.padded_vocab_size(1))
+@pytest.fixture(scope="module")
+def gpt() -> Recipe:
+    """Return a GPT model of one layer."""
+    return load_recipe(REPOSITORY / "recipes" / "gpt" / "125m.toml", ["model.layers=1"])
+
+
+@pytest.fixture(scope="module")
+def trace_of_gpt(gpt: Recipe) -> Trace:
+    """Return the trace of rank 3 of 8."""
+    return trace(gpt, 8, 8, 3)
+
+
+def test_states_are_shared_by_the_data_ranks(gpt: Recipe, trace_of_gpt: Trace) -> None:
+    padded = replace(gpt.model, vocab_size=gpt.model.padded_vocab_size(1))
     count = parameter_count(padded)
-    state = trace(recipe, 8, 8, 3).between_steps
+    state = trace_of_gpt.between_steps
     assert state.weights == pytest.approx(2 * count, rel=1e-3)
     assert state.gradients == pytest.approx(4 * count, rel=1e-3)
     assert state.optimizer == pytest.approx(12 * count / 8, rel=1e-3)
 
 
-def test_a_trace_is_reported(small: dict[str, Any]) -> None:
-    found = traced(small, 4)
-    assert f"rank {found.rank} of 4" in trace_module.text(found)
-    table = trace_module.table(found)
+def test_a_trace_is_reported(trace_of_gpt: Trace) -> None:
+    assert "rank 3 of 8" in trace_module.text(trace_of_gpt)
+    table = trace_module.table(trace_of_gpt)
     assert table["peak_bytes"] == sum(table["at_peak_bytes"].values())
     assert max(table["phase_bytes"].values()) == table["peak_bytes"]
 
 
-def test_a_trace_leaves_no_state(small: dict[str, Any]) -> None:
+def test_a_trace_neither_leaves_nor_uses_state(small: dict[str, Any]) -> None:
     table = changed(small, deepspeed="ds_configs/zero3_fp32.json", model__layers=1)
     once = traced(table, 4)
     assert not dist.is_initialized()
     assert rotary_table.cache_info().currsize == 0
     assert torch.zeros(2).add(1).tolist() == [1, 1]
-    assert traced(table, 4) == once
-
-
-def test_a_cached_table_is_not_missing_from_a_trace(small: dict[str, Any]) -> None:
-    recipe = parse_recipe(changed(small, model__layers=1), "test")
-    once = traced_as_on_a_cpu(recipe, 1, 0)
-    model = recipe.model
+    model = parse_recipe(table, "test").model
     frequencies = Frequencies(model.attention_head_size, model.rope_theta)
     rotary_table((range(model.sequence_length),), frequencies, torch.device("cpu"), None)
-    assert traced_as_on_a_cpu(recipe, 1, 0) == once
+    assert traced(table, 4) == once  # although a real table is in the cache
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
