@@ -241,7 +241,7 @@ class Attention(Fusing):
         [s, b, a, d]: torch's kernel then writes its output in the same order, which the next matmul
         needs.
         """
-        if info.division is not None or in_blocks(qkv.device, len(qkv)):
+        if info.division is not None or in_blocks(qkv, len(qkv)):
             return "basd"
         if info.documents is not None and varlen_kernel(qkv.device, qkv.dtype, qkv.shape[-1]):
             return "bsad"

@@ -1,8 +1,8 @@
 """Causal attention: in blocks of queries on CPUs, within documents, and to some of the keys.
 
 On a CPU torch's fused attention is slower than matmuls of the same size (for 512 tokens 1.5
-times as slow in fp32, twice in bf16), and it takes most of the time of a short sequence. A block of
-queries skips the keys that come after the block. On GPUs torch's fused kernels are faster.
+times as slow in fp32, twice in bf16). A block of queries skips the keys that come after the block.
+Torch's fused kernels are faster on GPUs, and on CPUs for up to 64 tokens in fp32.
 
 On a GPU one call of flash attention computes all documents of a micro-batch; elsewhere there is one
 call per document (arXiv 2402.13991). The work is the sum of the squared lengths, and no mask is
@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROWS = 128  # number of queries of a block
 # The longest sequence whose probabilities are kept for the backward pass; 0 in the trace of a GPU.
 MAX_KEPT_LENGTH = 1024
+MAX_FUSED_LENGTH = 64  # the longest sequence for which torch's kernel is faster on a CPU in fp32
 MAX_FLASH_HEAD_SIZE = 256  # torch's flash_api.cpp, which also requires a multiple of 8
 # Not cuDNN, which builds a plan for each new shape in 0.1 to 0.4 s: document lengths keep changing.
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -41,7 +42,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
     q [b, a, s, d] and k, v [b, g, s, d] to [b, a, s, d].
     """
-    if in_blocks(q.device, q.shape[2]):
+    if in_blocks(q, q.shape[2]):
         return _BlockedAttention.apply(q, k, v)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -126,9 +127,14 @@ def has_flash_attention(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def in_blocks(device: torch.device, length: int) -> bool:
-    """Return True if attention over `length` tokens runs in blocks, not in torch's kernel."""
-    return device.type == "cpu" and length <= MAX_KEPT_LENGTH
+def in_blocks(x: Tensor, length: int) -> bool:
+    """Return True if attention over `length` tokens runs in blocks, not in torch's kernel.
+
+    Args:
+        x: a tensor of the same device and type as queries, keys and values
+    """
+    is_short = x.dtype == torch.float32 and length <= MAX_FUSED_LENGTH
+    return x.device.type == "cpu" and length <= MAX_KEPT_LENGTH and not is_short
 
 
 def _packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, varlen: Varlen) -> Tensor:

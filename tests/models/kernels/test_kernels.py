@@ -202,11 +202,12 @@ def test_a_kernel_is_its_formula(kernel: str, dtype: torch.dtype) -> None:
     ours, formula, shapes = KERNELS[kernel]
     torch.manual_seed(0)
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
-    with mock.patch.object(attention, "ROWS", 4):  # blocks of 4, 4 and 3 queries
-        found = outcome(ours, inputs)
-    assert all(x.dtype == dtype for x in found)
     expected = outcome(formula, [x.float() for x in inputs])
-    assert difference(found, expected) < TOLERANCE[dtype]
+    for rows in (4, 11):  # blocks of 4, 4 and 3 queries, and one block
+        with mock.patch.multiple(attention, ROWS=rows, MAX_FUSED_LENGTH=0):
+            found = outcome(ours, inputs)
+        assert all(x.dtype == dtype for x in found)
+        assert difference(found, expected) < TOLERANCE[dtype]
 
 
 def test_attention_to_later_keys_would_be_noticed() -> None:
@@ -214,7 +215,7 @@ def test_attention_to_later_keys_would_be_noticed() -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(shape) for shape in shapes]
     blind = mock.patch.object(Tensor, "triu_", lambda x, diagonal: x.zero_())
-    with mock.patch.object(attention, "ROWS", 4), blind:
+    with mock.patch.multiple(attention, ROWS=4, MAX_FUSED_LENGTH=0), blind:
         found = outcome(ours, inputs)
     assert difference(found, outcome(formula, inputs)) > 0.1
 
