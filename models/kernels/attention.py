@@ -37,12 +37,15 @@ Lengths = tuple[tuple[int, ...], ...]  # document lengths of each sequence
 Varlen = Callable[..., Tensor]  # called like torch.nn.attention.varlen.varlen_attn
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v, where no query sees a later key.
 
     q [b, a, s, d] and k, v [b, g, s, d] to [b, a, s, d].
+
+    Args:
+        window: length of the sequence of which q is a document; 0: q is a whole sequence
     """
-    if in_blocks(q, q.shape[2]):
+    if in_blocks(q, q.shape[2], window):
         return _BlockedAttention.apply(q, k, v)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -127,13 +130,14 @@ def has_flash_attention(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def in_blocks(x: Tensor, length: int) -> bool:
+def in_blocks(x: Tensor, length: int, window: int = 0) -> bool:
     """Return True if attention over `length` tokens runs in blocks, not in torch's kernel.
 
     Args:
         x: a tensor of the same device and type as queries, keys and values
+        window: length of the sequence of which the tokens are a document; 0: they are all
     """
-    is_short = x.dtype == torch.float32 and length <= MAX_FUSED_LENGTH
+    is_short = x.dtype == torch.float32 and (window or length) <= MAX_FUSED_LENGTH
     return x.device.type == "cpu" and length <= MAX_KEPT_LENGTH and not is_short
 
 
@@ -184,7 +188,9 @@ def _attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) ->
     # The backward pass of split is one cat; each slice would allocate a full-size tensor of zeros.
     for *run, lengths_of_run in zip(*(t.split(counts) for t in (q, k, v)), divisions, strict=True):
         parts = zip(*(t.split(lengths_of_run, dim=2) for t in run), strict=True)
-        attended.append(torch.cat([causal_attention(*document) for document in parts], dim=2))
+        attended.append(
+            torch.cat([causal_attention(*document, window=q.shape[2]) for document in parts], dim=2)
+        )
     return torch.cat(attended)
 
 

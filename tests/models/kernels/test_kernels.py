@@ -227,6 +227,18 @@ def test_long_sequences_keep_no_probabilities() -> None:
     assert "Blocked" in type(attention.causal_attention(x, x, x).grad_fn).__name__
 
 
+def test_the_kernel_of_a_document_depends_on_its_sequence() -> None:
+    for dtype, length, window, blocked in (
+        (torch.float32, 64, 0, False),
+        (torch.float32, 65, 0, True),
+        (torch.float32, 16, 65, True),
+        (torch.bfloat16, 16, 0, True),
+    ):
+        x = torch.randn(1, 1, length, 8, dtype=dtype, requires_grad=True)
+        y = attention.causal_attention(x, x, x, window=window)
+        assert ("Blocked" in type(y.grad_fn).__name__) == blocked
+
+
 # The loss over the vocabulary
 
 
