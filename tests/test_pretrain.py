@@ -163,13 +163,14 @@ def rejected(*arguments: object) -> str:
 
 
 def test_the_json_of_deepspeed_is_named_by_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, file in (
-        (["--deepspeed"], "FILE.json"),
-        (["--deepspeed", "--deepspeed_config", "ds.json"], "ds.json"),
+    for words, advice in (
+        (["--deepspeed"], ""),
+        (["--deepspeed", "recipes/tiny.toml"], ""),
+        (["--deepspeed", "--deepspeed_config", "ds.json"], "; use --set deepspeed=ds.json"),
     ):
         with pytest.raises(SystemExit), mock.patch.object(sys, "argv", ["pretrain.py", *words]):
             parse_command_line("")
-        assert f"use --set deepspeed={file} in place of --deepspeed" in capsys.readouterr().err
+        assert f"the recipe names the JSON of DeepSpeed{advice}\n" in capsys.readouterr().err
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ def test_other_data_are_rejected_and_moved_data_are_accepted(corpus: Path, tmp_p
     for file, key in (
         ("train.bin", "other data: the content of data.train.0 differs "),
         ("train.idx", r"\[\[phase\]\] that begins after step "),
-        ("tokenizer/tokenizer.json", "data.tokenizer"),
+        ("tokenizer/tokenizer.json", "another tokenizer, which cannot change during a run; "),
     ):
         content = (moved / file).read_bytes()
         (moved / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -461,13 +461,13 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists() and list(workspace.glob("pieces/*/report.json"))
     with mock.patch.object(corpus_module, "join", side_effect=UserError("no room")):
         done = prepare(*options, "--vocab-size", 300)
-    assert "1 of 1 piece already finished" in done.stdout and "cannot be used" not in done.stdout
+    assert "1 of 1 piece already finished" in done.stdout and "will be deleted" not in done.stdout
     with Path(source).open("a") as file:
         file.write('{"body": "one more text"}\n')
     done = prepare(*options, "--vocab-size", 300)
     assert done.returncode == 0 and "already finished" not in done.stdout
     assert (
-        f"1 finished piece in {workspace} cannot be used, because the source or an option has "
+        f"1 finished piece in {workspace} will be deleted, because the source or an option has "
         f"changed since the interruption\n" in done.stdout
     )
 
@@ -486,7 +486,8 @@ def test_a_full_disk_is_named_with_what_stays(
     assert done.stderr == (
         f"prepare_data.py: the disk of {folder} is full (No space left on device); free space "
         f"there and rerun the same command, or use an --output on another disk; {workspace} keeps "
-        f"1 finished piece; joining them needs 1 MB more\n"
+        f"1 finished piece of 1 MB; the other pieces, and once more the size of all pieces, must "
+        f"fit\n"
     )
     with mock.patch.object(corpus_module, "join", side_effect=OSError(errno.EIO, "I/O")):
         done = prepare(*options, "--vocab-size", 300)

@@ -462,7 +462,7 @@ def test_an_error_in_the_last_call_ends_the_thread(
 
 
 def interrupt_after(event: threading.Event) -> None:
-    """Interrupt this process shortly after an event, as Ctrl-C does.
+    """Interrupt this process shortly after an event, as Ctrl-C under `deepspeed` does.
 
     The system may deliver the signal to any thread. Here it is one that the main thread does not
     wait for, so the signal does not end the main thread's wait.
@@ -472,6 +472,7 @@ def interrupt_after(event: threading.Event) -> None:
         event.wait(60)
         time.sleep(0.1)
         signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     threading.Thread(target=interrupt, daemon=True).start()

@@ -61,6 +61,11 @@ def check_same_run(
     )
     if different:
         others = "--run-dir for a new run, or --resume never to start again"
+        if "data.tokenizer" in different:
+            raise UserError(
+                f"{checkpoint} was trained with another tokenizer, which cannot change during a "
+                f"run; prepare the corpus with --tokenizer and that of the run, use {others}"
+            )
         if all(key.startswith("data.") for key in different):
             raise UserError(
                 f"{checkpoint} was trained on other data: {_sentence(different)}; use the same "

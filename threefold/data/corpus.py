@@ -98,7 +98,8 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
     if made_with != tokenizer_hash(repository_path(recipe.data.tokenizer)):
         raise UserError(
             f'data.tokenizer = "{recipe.data.tokenizer}" is not the tokenizer that made '
-            f"{file.path}; use {manifest.get('tokenizer')}, or prepare the corpus again"
+            f"{file.path}; prepare the corpus again with --tokenizer {recipe.data.tokenizer}, or, in "
+            f"a new run, use {manifest.get('tokenizer')}"
         )
     for key, count in wrong.items():
         raise UserError(

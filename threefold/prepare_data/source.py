@@ -345,9 +345,10 @@ def open_dataset(name: str, reading: SourceOptions) -> Format:
     column, split = reading.column, reading.split
     split_option = "--validation-split" if reading.only_splits else "--split"
     disable_progress_bars()
+    if Path(name).is_dir():
+        check_no_configuration(name, reading)
     try:
         if Path(name).is_dir():
-            check_no_configuration(name, reading)
             dataset = load_from_disk(name)
         else:
             dataset = load_dataset(name, reading.config, split=split, streaming=reading.streaming)

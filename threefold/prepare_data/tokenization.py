@@ -106,7 +106,7 @@ class Tokenization:
         finished = [path.name for path in self.folder.glob("*") if not path.suffix]
         if outdated := len(set(finished) - names):
             print(
-                f"{counted(outdated, 'finished piece')} in {self.folder.parent} cannot be used, "
+                f"{counted(outdated, 'finished piece')} in {self.folder.parent} will be deleted, "
                 f"because the source or an option has changed since the interruption"
             )
 

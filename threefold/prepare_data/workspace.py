@@ -147,7 +147,10 @@ def _lock(lock: IO[str], workspace: Path, *, shared: bool) -> None:
     try:
         fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{workspace} is in use by another process; wait for it") from None
+        raise UserError(
+            f"{workspace} is in use by another process; wait for it if it prepares the same "
+            f"source, otherwise use another --output"
+        ) from None
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise OSError(error.errno, error.strerror, lock.name) from None
@@ -174,7 +177,13 @@ def _keep_finished(workspace: Path, error: BaseException, *, shared: bool) -> st
         pieces = f"{counted(len(finished), 'finished piece')}" if finished else "the tokenizer"
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:  # it says to rerun
             size = sum(file.stat().st_size for piece in finished for file in piece.rglob("*"))
-            return f"{workspace} keeps {pieces}; joining them needs {math.ceil(size / 1e6)} MB more"
+            if not finished:
+                return f"{workspace} keeps {pieces}"
+            done = math.ceil(size / 1e6)
+            return (
+                f"{workspace} keeps {pieces} of {done} MB; the other pieces, and once more the "
+                f"size of all pieces, must fit"
+            )
         advice = "rerun the same command to resume"
         if isinstance(error, EmptyPart):
             advice = f"add documents and rerun the command to use them, or delete {workspace.name}"

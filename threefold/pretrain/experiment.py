@@ -186,9 +186,12 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     parser.add_argument("--deepspeed", nargs="?", const="", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed_config", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if (file := options.deepspeed_config or options.deepspeed) is not None:
+    foreign = options.deepspeed, options.deepspeed_config
+    if foreign != (None, None):
+        files = [file for file in foreign if file and file.endswith(".json")]
+        advice = f"; use --set deepspeed={files[0]}" if files else ""
         parser.error(
-            f"the recipe names the JSON of DeepSpeed; use --set deepspeed={file or 'FILE.json'} in "
-            f"place of --deepspeed{'_config' if options.deepspeed_config else ''}"
+            f"omit --deepspeed and --deepspeed_config, because the recipe names the JSON of "
+            f"DeepSpeed{advice}"
         )
     return options

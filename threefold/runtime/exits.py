@@ -6,11 +6,13 @@ import gc
 import os
 import signal
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from models.errors import UserError
 from threefold.runtime.output import end_process, finish_output
@@ -26,6 +28,8 @@ UNFIT = 7  # preflight found a broken node, or a slow one that launch.py replace
 # Time without progress before a process stops waiting for the reader of its output.
 SECONDS_FOR_READER = 30.0  # of a finished run
 SECONDS_FOR_READER_OF_FAILURE = 2.0
+
+ECHO_SECONDS = 2.0  # launchers forward signals, so a signal within this time is not a second one
 
 STEPS_BETWEEN_FULL_COLLECTIONS = 100  # the objects of W&B, which starts later, take 30 ms
 
@@ -93,6 +97,33 @@ def interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def one_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the first SIGINT or SIGTERM, and at a later SIGINT.
+
+    At Ctrl-C, the launcher `deepspeed` also sends SIGTERM to its processes, which must not end them
+    before they have handled the interrupt. An ignored signal stays ignored.
+    """
+    first: list[float] = []
+
+    def interrupt(number: int, frame: object) -> None:
+        now = time.monotonic()
+        if not first or (number == signal.SIGINT and now - first[0] > ECHO_SECONDS):
+            first.append(now)
+            raise KeyboardInterrupt
+
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (int(signal.SIGINT), int(signal.SIGTERM)):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                handlers[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _end_at_once(number: int, frame: object) -> None:

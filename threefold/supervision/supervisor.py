@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.exits import HUNG, interrupts_blocked
+from threefold.runtime.exits import ECHO_SECONDS, HUNG, interrupts_blocked
 from threefold.runtime.launchers import Process, launchers_of
 from threefold.runtime.output import end_process
 from threefold.supervision.hang_report import (
@@ -98,7 +98,6 @@ def within(
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 SECONDS_OF_TICK = 1.0  # between looks at the progress, each of which counts as a second
 NO_SIGNAL = b"\0"  # wakes the thread without a signal
-ECHO_SECONDS = 2.0  # launchers forward signals, so a signal within this time is not a second one
 SECONDS_BEFORE_WATCHDOG = 8  # delay of the watchdog, because reports of ranks say more
 RECORDER_SECONDS = 10  # at most, to read the flight recorder
 REPORT_SECONDS = 5  # for the report of a hang, before a rank ends without it

@@ -19,7 +19,7 @@ import numpy as np
 from models.errors import UserError
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.exits import HUNG, leave_handlers_out
+from threefold.runtime.exits import HUNG, leave_handlers_out, one_interrupt
 from threefold.tracking.wandb_connection import (
     WandbStatus,
     choose_mode,
@@ -319,11 +319,12 @@ class WandbThread:
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
         problem = "did not finish in time"
-        try:
-            self._wait()
-        except KeyboardInterrupt:  # only of this wait: the run has finished
-            problem = INTERRUPTED
-            self._interrupt()
+        with one_interrupt():
+            try:
+                self._wait()
+            except KeyboardInterrupt:  # only of this wait: the run has finished
+                problem = INTERRUPTED
+                self._interrupt()
         if self._ended.is_set():
             return self._problem
         # The exit handler of W&B would wait longer. Handlers run in reverse order, so this one runs
