@@ -49,7 +49,7 @@ def test_a_checkpoint_of_another_experiment_is_rejected_with_each_key(
     saved, now = recipe_of(corpus), recipe_of(corpus, **changes)
     with pytest.raises(UserError) as refused:
         check_same_run(HERE, manifest_of(saved), now, fingerprint(now))
-    assert f"was trained with {named}; use the same values, --run-dir" in str(refused.value)
+    assert f"was trained with {named}; use the same values, another --run-dir" in str(refused.value)
 
 
 def test_other_data_are_rejected_and_moved_data_are_accepted(corpus: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.config.sections import check_weights, whole_shares
 from threefold.data.corpus import document_starts, fingerprint
-from threefold.data.dataset import MicroBatch, TrainingData, SequenceView
+from threefold.data.dataset import MicroBatch, SequenceView, TrainingData
 from threefold.data.manifest import tokenizer_hash
 from threefold.data.sample_order import choose_sources, permuted
 from threefold.data.token_file import HEADER, TokenFile, write_token_file

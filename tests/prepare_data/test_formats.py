@@ -399,10 +399,10 @@ def test_a_long_line_before_a_piece_is_skipped_in_blocks(
 def test_names_of_columns_are_printed_with_escapes(tmp_path: Path) -> None:
     for number, (row, said) in enumerate(
         (
-            ({"a b": "x"}, "the columns are a b (use --column 'a b')"),
-            ({"\x1b[31m": "x"}, "the columns are \\x1b[31m"),
-            ({"n" * 61: "x"}, f"the columns are {'n' * 57}..."),
-            ({"line\nbreak": "x"}, "the columns are line\\nbreak"),
+            ({"a b": "x"}, "its columns: a b (use --column 'a b')"),
+            ({"\x1b[31m": "x"}, "its columns: \\x1b[31m"),
+            ({"n" * 61: "x"}, f"its columns: {'n' * 57}..."),
+            ({"line\nbreak": "x"}, "its columns: line\\nbreak"),
         )
     ):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(row))

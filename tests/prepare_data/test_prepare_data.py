@@ -486,8 +486,8 @@ def test_a_full_disk_is_named_with_what_stays(
     assert done.stderr == (
         f"prepare_data.py: the disk of {folder} is full (No space left on device); free space "
         f"there and rerun the same command, or use an --output on another disk; {workspace} keeps "
-        f"1 finished piece of 1 MB; the other pieces, and once more the size of all pieces, must "
-        f"fit\n"
+        f"1 finished piece, 1 MB in total; the disk needs room for the other pieces and for a "
+        f"second copy of all pieces\n"
     )
     with mock.patch.object(corpus_module, "join", side_effect=OSError(errno.EIO, "I/O")):
         done = prepare(*options, "--vocab-size", 300)
@@ -730,7 +730,7 @@ def test_the_ledger_lists_the_samples_of_a_step(prepared: Path, tmp_path: Path) 
     for number, row in enumerate(np.concatenate(batches)):
         sample, text = lines[1 + 2 * number], json.loads(lines[2 + 2 * number])
         assert sample.startswith(f"sample {16 + number}: ") and "document" in sample
-        assert " (from bytes 0 .. " in sample and f" of {prepared / 'text.jsonl'})" in sample
+        assert " (within bytes 0 .. " in sample and f" of {prepared / 'text.jsonl'})" in sample
         assert text.startswith(tokenizer.decode(row)[:30])
     rejected = prepare("show", tmp_path / "recipe.toml", "--step", 21)
     assert rejected.returncode == 2 and "has the steps 1 to 20; use --step 20\n" in rejected.stderr

@@ -227,7 +227,7 @@ def test_a_server_that_rejects_the_key_leaves_the_run_offline_with_the_same_id(
     assert status.mode == "offline" and status.reason.startswith(
         f"{server.url} rejected the key (401; "
     )
-    assert status.reason.endswith(f"); the run keeps its id {run_id}")
+    assert status.reason.endswith(f"); the data stay in the run folder, under the W&B id {run_id}")
     (files,) = (folder.path / "wandb").glob(f"offline-run-*-{run_id}")
     assert list(files.glob("*.wandb"))
     printed = capfd.readouterr()
@@ -285,7 +285,7 @@ def test_a_crash_of_wandb_ends_in_an_offline_run_and_no_traceback(
     run_id = (tmp_path / "run" / "wandb" / "run_id").read_text()
     assert process.returncode == 0 and lines[-1] == "problem: None", (lines, errors)
     offline = next(line for line in lines if line.startswith("offline"))
-    assert f"; the run keeps its id {run_id}; upload with: wandb sync" in offline
+    assert f", under the W&B id {run_id}; upload with: wandb sync" in offline
     assert list((tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}"))
     assert "Traceback" not in errors and "Error" not in errors, errors
 

@@ -60,16 +60,17 @@ def check_same_run(
         {"model": spelled_out(now["model"]), "seed": now["seed"], "data": after.shared},
     )
     if different:
-        others = "--run-dir for a new run, or --resume never to start again"
+        others = "another --run-dir for a new run, or start this run over with --resume never"
         if "data.tokenizer" in different:
             raise UserError(
                 f"{checkpoint} was trained with another tokenizer, which cannot change during a "
-                f"run; prepare the corpus with --tokenizer and that of the run, use {others}"
+                f"run; prepare the corpus again with the tokenizer of the run (option --tokenizer "
+                f"of recipes/prepare_data.py), use {others}"
             )
         if all(key.startswith("data.") for key in different):
             raise UserError(
                 f"{checkpoint} was trained on other data: {_sentence(different)}; use the same "
-                f"data, change them in a [[phase]] that begins after step {manifest.step}, use "
+                f"data, change the data in a [[phase]] that begins after step {manifest.step}, use "
                 f"{others}"
             )
         raise UserError(

@@ -227,8 +227,8 @@ def find(
         damages = "; ".join(f"{path}: {damage}" for path, damage in skipped.items())
         raise UserError(
             f"all checkpoints here are damaged ({damages}); use --resume with a checkpoint from "
-            f"another folder, or --resume never to start again (this run folder is kept under "
-            f"another name)"
+            f"another folder, or start this run over with --resume never (this run folder is kept "
+            f"under another name)"
         )
     return find_initial_weights(recipe, run=folder.parent, note=note)
 

@@ -50,8 +50,8 @@ def tokenizer_advice(name: str) -> str:
     if close := difflib.get_close_matches(name, names, n=1, cutoff=0.7):
         return f"did you mean {close[0]}?"
     if names:
-        return f"use the folder tokenizer of a corpus, such as {names[0]}"
-    return "prepare a corpus with recipes/prepare_data.py, and use its folder tokenizer"
+        return f'use the folder "tokenizer" in a corpus, such as {names[0]}'
+    return 'prepare a corpus with recipes/prepare_data.py, and use the folder "tokenizer" in it'
 
 
 def check_part(file: Path) -> None:
@@ -98,8 +98,8 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
     if made_with != tokenizer_hash(repository_path(recipe.data.tokenizer)):
         raise UserError(
             f'data.tokenizer = "{recipe.data.tokenizer}" is not the tokenizer that made '
-            f"{file.path}; prepare the corpus again with --tokenizer {recipe.data.tokenizer}, or, in "
-            f"a new run, use {manifest.get('tokenizer')}"
+            f"{file.path}; prepare the corpus again with --tokenizer {recipe.data.tokenizer}, or, "
+            f"in a new run, use {manifest.get('tokenizer')}"
         )
     for key, count in wrong.items():
         raise UserError(

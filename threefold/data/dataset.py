@@ -111,7 +111,7 @@ class TrainingData:
         self.plan = PhasePlan(recipe)
         self._opened: dict[tuple[str, int], SequenceView] = {}
         self._tasks: dict[tuple[Any, ...], Tasks] = {}
-        self._sources: dict[int, dict[int, SequenceView]] = {}  # first step of a segment -> its sources
+        self._sources: dict[int, dict[int, SequenceView]] = {}  # by the first step of a segment
         self.numbers = source_numbers(self.plan)
         for segment in self.plan.segments:
             with self.plan.naming(segment):
@@ -253,7 +253,9 @@ class TrainingData:
         corpus, windows = self.validation[name], self.validation_windows(name)
         for samples in self.evaluation_samples(len(windows)):
             chosen = [windows[n] if n < len(windows) else windows[0] for n in samples]
-            yield self._micro_batch(self.phase_recipe, [(corpus, window) for window in chosen], None)
+            yield self._micro_batch(
+                self.phase_recipe, [(corpus, window) for window in chosen], None
+            )
 
     @property
     def tasks(self) -> Tasks:
@@ -416,7 +418,9 @@ class TrainingData:
         tokens = torch.cat([part[:, :-1] for part in parts], dim=1)
         return tokens, torch.cat([part[:, 1:] for part in parts], dim=1)
 
-    def _read_slice(self, windows: list[tuple[SequenceView, int]], positions: range | None) -> Tensor:
+    def _read_slice(
+        self, windows: list[tuple[SequenceView, int]], positions: range | None
+    ) -> Tensor:
         """Return some tokens of each window and the token after them: int64 [b, n + 1]."""
         read = [corpus.read(index, positions) for corpus, index in windows]
         tokens = torch.from_numpy(np.stack(read).astype(np.int64))

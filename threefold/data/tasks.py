@@ -130,7 +130,9 @@ class Window:
 
 def positions(slices: Slices | None, length: int) -> np.ndarray:
     """Return the positions in the sequence of a context rank's tokens: int64 [s/c]."""
-    return np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in slices or (range(length),)])
+    return np.concatenate(
+        [np.arange(chunk.start, chunk.stop) for chunk in slices or (range(length),)]
+    )
 
 
 def open_tasks(recipe: Recipe) -> Tasks:

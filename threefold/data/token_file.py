@@ -52,7 +52,8 @@ class TokenFile:
         for name in (self._index, file):
             if not path.parent.is_dir():
                 raise UserError(
-                    f"{path.parent} does not exist; use a corpus of recipes/prepare_data.py"
+                    f"{path.parent} does not exist; use a corpus that recipes/prepare_data.py has "
+                    f"written"
                 )
             if not name.is_file() and path.is_dir():
                 raise UserError(f"{path} is a folder; name a corpus in it, such as {path}/train")

@@ -318,7 +318,10 @@ def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Ite
                 if digest != piece[part]["sha256"]:
                     end = start + piece[part]["tokens"] * token_bytes
                     origin = describe(*(piece[key] for key in LOCATION_KEYS))
-                    yield f"{part}.bin, bytes {start} .. {end - 1}, from {origin}: changed"
+                    yield (
+                        f"{part}.bin has changed since it was written: bytes {start} .. {end - 1}, "
+                        f"made from {origin}"
+                    )
 
 
 def _wrong_sizes(

@@ -119,7 +119,7 @@ def field(item: Any, column: str) -> str | Problem:
         return Problem("json", f"{shown} is not a JSON object")
     if column not in item:
         names = shortened(", ".join(item)) or "none"
-        return Problem("column", f'no column "{column}"; the columns are {names}{advice(item)}')
+        return Problem("column", f'no column "{column}"; its columns: {names}{advice(item)}')
     return document(item[column], column)
 
 

@@ -63,7 +63,7 @@ def sample_lines(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterato
         first, stop = window * length, (window + 1) * length + 1
         documents = ", ".join(
             f"tokens {begin} .. {end - 1} of document {number}"
-            + (f" (from {origin})" if (origin := origins[source][number]) else "")
+            + (f" (within {origin})" if (origin := origins[source][number]) else "")
             for number, begin, end in corpus.file.documents_of(first, stop)
         )
         yield f"sample {sample}: {path} window {window}, tokens {first} .. {stop - 1}: {documents}"

@@ -179,10 +179,9 @@ def _keep_finished(workspace: Path, error: BaseException, *, shared: bool) -> st
             size = sum(file.stat().st_size for piece in finished for file in piece.rglob("*"))
             if not finished:
                 return f"{workspace} keeps {pieces}"
-            done = math.ceil(size / 1e6)
             return (
-                f"{workspace} keeps {pieces} of {done} MB; the other pieces, and once more the "
-                f"size of all pieces, must fit"
+                f"{workspace} keeps {pieces}, {math.ceil(size / 1e6)} MB in total; the disk needs "
+                f"room for the other pieces and for a second copy of all pieces"
             )
         advice = "rerun the same command to resume"
         if isinstance(error, EmptyPart):

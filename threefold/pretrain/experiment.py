@@ -186,12 +186,12 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     parser.add_argument("--deepspeed", nargs="?", const="", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed_config", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    foreign = options.deepspeed, options.deepspeed_config
-    if foreign != (None, None):
-        files = [file for file in foreign if file and file.endswith(".json")]
-        advice = f"; use --set deepspeed={files[0]}" if files else ""
+    foreign = {name: vars(options)[name] for name in ("deepspeed", "deepspeed_config")}
+    if names := [f"--{name}" for name, file in foreign.items() if file is not None]:
+        files = [file for file in foreign.values() if file and file.endswith(".json")]
         parser.error(
-            f"omit --deepspeed and --deepspeed_config, because the recipe names the JSON of "
-            f"DeepSpeed{advice}"
+            f'the recipe key "deepspeed" names the DeepSpeed JSON file; replace '
+            f"{' and '.join(names)} with --set deepspeed={[*files, 'FILE.json'][0]}, or remove "
+            f"them to keep the file that the recipe names"
         )
     return options

@@ -296,7 +296,7 @@ def restart_offline(
         reason = f"{server} rejected {key} (401; {remedy})"
     elif "deadline exceeded" not in str(error):
         reason = f"of an error of {server} ({short(error)})"
-    reason += f"; the run keeps its id {arguments['id']}"
+    reason += f"; the data stay in the run folder, under the W&B id {arguments['id']}"
     tear_down()  # the failed run still holds its id
     return _init(arguments, "offline"), WandbStatus("offline", unsent(arguments, files), reason)
 
