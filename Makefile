@@ -84,7 +84,7 @@ soak: $(READY) ## kill and resume small runs hundreds of times, and check that n
 	@$(BIN)/python tests/fault_injection/soak_control.py $(ARGS)
 	@$(BIN)/python tests/fault_injection/soak_data.py $(ARGS)
 
-# `make test BUDGET=800` fails if the tests need more core-seconds, whatever the machine's load.
+# `make test BUDGET=600` fails if the tests need more core-seconds, whatever the machine's load.
 BUDGET ?=
 LIMIT := $(if $(BUDGET),--budget $(BUDGET))
 
@@ -94,7 +94,7 @@ test long: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 # So is bytecode: without it, each of the hundreds of processes would compile all modules.
 test long: export PYTHONDONTWRITEBYTECODE :=
 
-test: $(READY) ## run the fast tests, six minutes on two cores
+test: $(READY) ## run the fast tests, five minutes on two cores
 	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m tests.parallel $(ARGS)
 
 fuzz: $(READY) ## fuzz every parser of files and options for five minutes
