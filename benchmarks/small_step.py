@@ -41,22 +41,24 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from benchmarks.one_step.contestants import warm_libraries
-from benchmarks.published_results import (
-    RECIPE,
-    REPOSITORY,
-    SIZES,
-    TEXT,
-    plain_loop,
-    prepare,
-    python,
-)
-from benchmarks.taking_turns import Player, Turn, cores_at_hand, players
-from recipes import pretrain
-from threefold.config.loading import load_recipe
-from threefold.pretrain.run import Run
 from threefold.runtime.output import stdout_for_json
-from threefold.runtime.processes import keep_memory
+
+with stdout_for_json(True):  # DeepSpeed logs to standard output while it is imported
+    from benchmarks.one_step.contestants import warm_libraries
+    from benchmarks.published_results import (
+        RECIPE,
+        REPOSITORY,
+        SIZES,
+        TEXT,
+        plain_loop,
+        prepare,
+        python,
+    )
+    from benchmarks.taking_turns import Player, Turn, cores_at_hand, players
+    from recipes import pretrain
+    from threefold.config.loading import load_recipe
+    from threefold.pretrain.run import Run
+    from threefold.runtime.processes import keep_memory
 
 OURS = "ours"
 MORE_STEPS_THAN_TAKEN = 10**6
