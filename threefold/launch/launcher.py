@@ -35,7 +35,7 @@ from threefold.launch.replanning import Placement, Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
 from threefold.run_folder.lock import grant
-from threefold.runtime.exits import HUNG, INTERRUPTED
+from threefold.runtime.exits import ECHO_SECONDS, HUNG, INTERRUPTED
 
 # Messages and events of launch.py: its attempts, their ends, and what it decides about nodes.
 
@@ -159,7 +159,6 @@ SECONDS_FOR_SPARE_NODES = 10.0  # to wait for all nodes, at the start
 SECONDS_FOR_NODES = 600.0  # to wait for nodes if too few answer, including the waits at the start
 SECONDS_TO_SAVE = 300.0  # for ranks whose launch.py has ended, if supervision has no limit
 MAX_EXCLUDED_LAYOUTS = 3  # layouts of launch.py that ran out of memory
-ECHO_SECONDS = 2.0  # signals within this time are one request
 
 
 class Launcher:

@@ -176,9 +176,9 @@ def _keep_finished(workspace: Path, error: BaseException, *, shared: bool) -> st
     if finished or trained:
         pieces = f"{counted(len(finished), 'finished piece')}" if finished else "the tokenizer"
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:  # it says to rerun
-            size = sum(file.stat().st_size for piece in finished for file in piece.rglob("*"))
             if not finished:
                 return f"{workspace} keeps {pieces}"
+            size = sum(file.stat().st_size for piece in finished for file in piece.rglob("*"))
             return (
                 f"{workspace} keeps {pieces}, {math.ceil(size / 1e6)} MB in total; the disk needs "
                 f"room for the other pieces and for a second copy of all pieces"
