@@ -467,8 +467,9 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     done = prepare(*options, "--vocab-size", 300)
     assert done.returncode == 0 and "already finished" not in done.stdout
     assert (
-        f"1 finished piece in {workspace} will be deleted, because the source or an option has "
-        f"changed since the interruption\n" in done.stdout
+        f"1 finished piece in {workspace} will be deleted when this command has finished, because "
+        f"the source or an option has changed since the interruption; to keep them, press Ctrl-C "
+        f"and use another --output\n" in done.stdout
     )
 
 

@@ -106,8 +106,9 @@ class Tokenization:
         finished = [path.name for path in self.folder.glob("*") if not path.suffix]
         if outdated := len(set(finished) - names):
             print(
-                f"{counted(outdated, 'finished piece')} in {self.folder.parent} will be deleted, "
-                f"because the source or an option has changed since the interruption"
+                f"{counted(outdated, 'finished piece')} in {self.folder.parent} will be deleted "
+                f"when this command has finished, because the source or an option has changed "
+                f"since the interruption; to keep them, press Ctrl-C and use another --output"
             )
 
     def run(self, format_number: int, piece: Piece, progress: Queue) -> "Report":

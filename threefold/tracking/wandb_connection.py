@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from models.errors import UserError
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import code_version
 from threefold.run_folder.json_lines import write_whole
+from threefold.runtime.exits import ECHO_SECONDS
 
 MODES = ("online", "offline", "disabled", "shared", "dryrun", "run")  # of WANDB_MODE
 OTHER_NAMES = {"dryrun": "offline", "run": "online"}  # of a mode
@@ -297,6 +299,10 @@ def restart_offline(
     elif "deadline exceeded" not in str(error):
         reason = f"of an error of {server} ({short(error)})"
     reason += f"; the data stay in the run folder, under the W&B id {arguments['id']}"
+    if _service_has_ended(error):
+        # At Ctrl-C, the launcher `deepspeed` ends all processes that descend from it, several times
+        # in a row. The next service process would end, too.
+        time.sleep(ECHO_SECONDS)
     tear_down()  # the failed run still holds its id
     return _init(arguments, "offline"), WandbStatus("offline", unsent(arguments, files), reason)
 
@@ -375,12 +381,15 @@ def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
     return ("shared" if settings.mode == "shared" else "online"), reason
 
 
+def _service_has_ended(error: Exception) -> bool:
+    return type(error).__name__ in ("HandleAbandonedError", "MailboxClosedError")
+
+
 def short(error: Exception) -> str:
     """Return the first sentence or line of an error for a message."""
-    name = type(error).__name__
-    if name in ("HandleAbandonedError", "MailboxClosedError"):
+    if _service_has_ended(error):
         return "its service process on this machine has ended"
-    line = next(iter(str(error).strip().splitlines()), "") or name
+    line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     if isinstance(error, ValidationError):  # the first line has only the number of problems
         first = error.errors()[0]
         line = f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}"
