@@ -121,6 +121,35 @@ class RopeScaling:
         return 0.1 * math.log(self.factor) + 1.0
 
 
+# Attention that differs between layers.
+
+AttentionKind = Literal["full", "window", "nope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Sliding-window attention, in the layers that `attention_pattern` calls "window".
+
+    Raises:
+        UserError: a value is not valid; the message gives one that works.
+    """
+
+    __pydantic_config__: ClassVar[dict] = STRICT_SECTION
+
+    size: int
+    """Number of keys that a query sees: its own and those before it (arXiv 2004.05150)."""
+    rope_theta: float | None = None
+    """Base of the rotary positions of these layers; by default `model.rope_theta`."""
+    rope_scaled: bool = True
+    """Scale the rotary positions of these layers, too, as `model.rope_scaling` says."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= MAX_SIZE:
+            raise UserError(f"size = {self.size} is not in 1 .. {MAX_SIZE}; use size = 4096")
+        if self.rope_theta is not None and not self.rope_theta > 0:
+            raise UserError(f"rope_theta = {self.rope_theta} must be above 0; use 10000.0")
+
+
 # The experts of a mixture-of-experts model.
 
 MAX_EXPERTS = 2**14  # far beyond any model, so that a typing error is reported
@@ -226,6 +255,11 @@ class Experts:
         return self.shared * self.ffn_hidden_size
 
 
+# The activation of an MLP.
+
+Activation = Literal["swiglu", "geglu", "clamped_swiglu", "gelu", "gelu_erf", "squared_relu"]
+GATED = ("swiglu", "geglu", "clamped_swiglu")
+
 # The sizes of the base model, at which every parametrization is the standard one.
 
 Parametrization = Literal["standard", "mup", "completep"]
@@ -274,6 +308,15 @@ def check_base_sizes(
         )
 
 
+# Keys that a recipe may not set before all that depends on them follows.
+NOT_SUPPORTED_YET = (
+    "attention_pattern", "window", "attention_sinks", "attention_scale", "attention_soft_cap",
+    "partial_rotary_factor", "qkv_bias", "attention_output_bias", "norm_placement", "qk_norm_over",
+    "embedding_multiplier", "logit_soft_cap", "z_loss",
+)  # fmt: skip
+ACTIVATIONS_NOT_SUPPORTED_YET = ("geglu", "clamped_swiglu", "squared_relu")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer.
@@ -304,24 +347,58 @@ class ModelConfig:
     sequence_length: int
     """Tokens per sequence, in training and validation."""
     norm: Literal["rmsnorm", "layernorm"]
-    """Normalisation before each half of a layer and before the output."""
+    """Normalisation of each half of a layer, and before the output."""
     positions: Literal["rope", "learned"]
     """Rotary position embeddings, or learned ones that are added to the tokens."""
-    activation: Literal["swiglu", "gelu", "gelu_erf"]
+    activation: Activation
     """Activation of the MLP: "gelu" is the tanh approximation, as in GPT-2; "gelu_erf" is exact, as
-    in nanoGPT."""
+    in nanoGPT; "squared_relu" as in Primer (arXiv 2109.08668). Gated ones have a second matrix:
+    "swiglu", as in Llama; "geglu" with the tanh approximation, as in Gemma (arXiv 2002.05202);
+    "clamped_swiglu", as in GPT-OSS."""
     bias: bool
-    """Give linear layers a bias."""
+    """Give linear layers a bias, those of experts and routers included."""
     tie_embeddings: bool
     """Use the token embedding as the output matrix too."""
+    qkv_bias: bool | None = None
+    """Give the projections to queries, keys and values a bias, as in Qwen2; by default `bias`."""
+    attention_output_bias: bool | None = None
+    """Give the output projection of attention a bias; by default `bias`."""
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Norms of the input of each half of a layer ("before"), of its output ("after", as in OLMo 2),
+    or of both, as in Gemma."""
     qk_norm: bool = False
-    """Apply RMSNorm to each head of queries and keys, as in Qwen3."""
+    """Apply RMSNorm to queries and keys, as in Qwen3."""
+    qk_norm_over: Literal["head", "projection"] = "head"
+    """Apply the RMSNorm of `qk_norm` to each head, as in Qwen3, or to all heads together, as in
+    OLMo 2."""
     head_size: int | None = None
     """Columns of one attention head; by default hidden_size / heads."""
+    attention_pattern: tuple[AttentionKind, ...] = ("full",)
+    """Attention of the layers, repeated from the first layer on: "full"; "window", a sliding
+    window; or "nope", full without positions (arXiv 2305.19466). For example, OLMo 3 has
+    `["window", "window", "window", "full"]`."""
+    window: Window | None = None
+    """The sliding window of the layers that `attention_pattern` calls "window"."""
+    attention_sinks: bool = False
+    """Give each head a learned logit that takes part in the softmax without a value, as in GPT-OSS
+    (arXiv 2309.17453)."""
+    attention_scale: float | None = None
+    """Factor of the attention scores; by default head_size^-0.5."""
+    attention_soft_cap: float | None = None
+    """Limit c of the attention scores, which become c tanh(score / c), as in Gemma 2."""
     rope_theta: float = 10000.0
     """Base of the rotary position embeddings."""
     rope_scaling: RopeScaling | None = None
     """Scale rotary positions for sequences longer than those of the original training."""
+    partial_rotary_factor: float = 1.0
+    """Share of the columns of a head that are rotated, the first ones; 0.5 in GLM-4.5."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embedded tokens, such as the square root of the hidden size in Gemma."""
+    logit_soft_cap: float | None = None
+    """Limit c of the logits, which become c tanh(logit / c), as in Gemma 2."""
+    z_loss: float = 0.0
+    """Factor of the mean squared logsumexp of the logits, such as 1e-5 (PaLM, arXiv 2204.02311,
+    section 5). It is not part of the reported loss."""
     experts: Experts | None = None
     """Mixture of experts in place of the MLPs."""
     norm_epsilon: float = 1e-5
@@ -377,6 +454,7 @@ class ModelConfig:
             )
         if self.experts is not None:
             self._check_experts(self.experts)
+        self._check_attention()
         check_base_sizes(
             self.parametrization,
             {
@@ -395,6 +473,67 @@ class ModelConfig:
                 f"head_size = {self.attention_head_size} is odd and rotary positions turn pairs; "
                 f"use head_size = {self.attention_head_size + 1}"
             )
+        for key in NOT_SUPPORTED_YET:
+            if getattr(self, key) != type(self).__dataclass_fields__[key].default:
+                raise UserError(f"{key} is not supported yet; leave {key} out")
+        if self.activation in ACTIVATIONS_NOT_SUPPORTED_YET:
+            raise UserError(
+                f'activation = "{self.activation}" is not supported yet; use activation = "swiglu"'
+            )
+
+    def _check_attention(self) -> None:
+        """Check the keys about attention that differs between layers."""
+        pattern = self.attention_pattern
+        if not 1 <= len(pattern) <= self.layers:
+            raise UserError(
+                f"attention_pattern has {len(pattern)} entries for layers = {self.layers}; use "
+                f'attention_pattern = ["full"]'
+            )
+        if ("window" in pattern) != (self.window is not None):
+            problem = 'attention_pattern has "window"' if self.window is None else "window is set"
+            remedy = "add [model.window] with size = 4096"
+            if self.window is not None:
+                remedy = 'use attention_pattern = ["window"], or leave window out'
+            missing = "window is missing" if self.window is None else "no layer has it"
+            raise UserError(f"{problem}, but {missing}; {remedy}")
+        share = self.partial_rotary_factor
+        rotary_keys = {
+            'attention_pattern has "nope", which': "nope" in pattern,
+            f"partial_rotary_factor = {share}": share != 1,
+            "window.rope_theta": self.window is not None and self.window.rope_theta is not None,
+        }
+        for what, is_used in rotary_keys.items():
+            if is_used and self.positions != "rope":
+                raise UserError(
+                    f'{what} requires positions = "rope", not "{self.positions}"; leave it out'
+                )
+        if set(pattern) == {"nope"} and self.rope_scaling is not None:
+            raise UserError(
+                'rope_scaling has no effect with attention_pattern = ["nope"]; leave it out'
+            )
+        columns = self.attention_head_size * share
+        if not 0 < share <= 1 or (share != 1 and columns % 2):
+            nearest = min(max(2, columns // 2 * 2), self.attention_head_size)
+            raise UserError(
+                f"partial_rotary_factor = {share} of head_size = {self.attention_head_size} is not "
+                f"an even number of columns; use partial_rotary_factor = "
+                f"{nearest / self.attention_head_size}"
+            )
+        if self.qk_norm_over != "head" and not self.qk_norm:
+            raise UserError(
+                f'qk_norm_over = "{self.qk_norm_over}" has no effect with qk_norm = false; use '
+                f"qk_norm = true"
+            )
+        for key in ("attention_scale", "attention_soft_cap", "logit_soft_cap"):
+            if getattr(self, key) is not None and not getattr(self, key) > 0:
+                raise UserError(f"{key} = {getattr(self, key)} is not above 0; leave {key} out")
+        if not self.embedding_multiplier > 0:
+            raise UserError(
+                f"embedding_multiplier = {self.embedding_multiplier} is not above 0; use "
+                f"embedding_multiplier = 1.0"
+            )
+        if self.z_loss < 0:
+            raise UserError(f"z_loss = {self.z_loss} is below 0; use z_loss = 0")
 
     def _check_heads(self) -> None:
         hidden_size, heads, kv_heads = self.hidden_size, self.heads, self.kv_heads
@@ -429,9 +568,36 @@ class ModelConfig:
         Raises:
             UserError: sizes are inconsistent.
         """
-        sections = {"rope_scaling": RopeScaling, "experts": Experts}
+        sections = {"rope_scaling": RopeScaling, "experts": Experts, "window": Window}
         given = {key: kind(**table[key]) for key, kind in sections.items() if table.get(key)}
+        if "attention_pattern" in table:
+            given["attention_pattern"] = tuple(table["attention_pattern"])
         return cls(**{**table, **given})
+
+    def attention_kind(self, layer: int) -> AttentionKind:
+        """Return the attention of a layer, counted from 0."""
+        return self.attention_pattern[layer % len(self.attention_pattern)]
+
+    def window_size(self, layer: int) -> int | None:
+        """Return the number of keys that a query of a layer sees; None: all earlier ones."""
+        if self.window is None or self.attention_kind(layer) != "window":
+            return None
+        return self.window.size
+
+    @property
+    def rotary_columns(self) -> int:
+        """Columns of a head that rotary positions turn, the first ones."""
+        return int(self.attention_head_size * self.partial_rotary_factor)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """True if the projections to queries, keys and values have a bias."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def has_attention_output_bias(self) -> bool:
+        """True if the output projection of attention has a bias."""
+        return self.bias if self.attention_output_bias is None else self.attention_output_bias
 
     @property
     def expert_layers(self) -> int:
@@ -480,7 +646,7 @@ class ModelConfig:
 
         A gated activation takes two per output column.
         """
-        return 2 * size if self.activation == "swiglu" else size
+        return 2 * size if self.activation in GATED else size
 
     @property
     def dense(self) -> "ModelConfig":

@@ -34,7 +34,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ("model.layers=4.5", 2, "model.layers = 4.5", "layers = 4"),
     ("model.bias=1", 2, "model.bias = 1", "bias = false"),
     ("model.norm=batchnorm", 2, 'model.norm = "batchnorm"', "'rmsnorm' or 'layernorm'"),
-    ("model.activation=relu", 2, 'model.activation = "relu"', "'swiglu', 'gelu' or 'gelu_erf'"),
+    ("model.activation=relu", 2, 'model.activation = "relu"', "'gelu_erf' or 'squared_relu'"),
     ("model.dropout=1.5", 2, "model.dropout = 1.5", "use dropout = 0.1"),
     ("model.attention_dropout=1", 2, "attention_dropout = 1.0", "use attention_dropout = 0.1"),
     ("model.head_size=33", 2, "model.head_size = 33", "use head_size = 34"),
