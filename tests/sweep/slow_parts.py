@@ -15,16 +15,37 @@ from threefold.pipeline.stage import replaced
 SLEEP_SECONDS = 0.3
 
 
-class Sleep:
-    """A sleep at the first call of each step; ranks that are not named do not sleep."""
+class VirtualClock:
+    """A clock that only sleeps move, apart from a microsecond per reading.
 
-    def __init__(self, engine: Engine, ranks: list[int]):
+    Other processes on the same cores do not change what it shows.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+    def read(self) -> float:
+        self.seconds += 1e-6
+        return self.seconds
+
+
+class Sleep:
+    """A sleep at the first call of each step; ranks that are not named do not sleep.
+
+    sleep: called with the seconds
+    """
+
+    def __init__(self, engine: Engine, ranks: list[int], sleep: Callable[[float], None]):
         self.engine, self.is_here, self.is_due = engine, dist.get_rank() in ranks, False
+        self.sleep = sleep
 
     def __call__(self, *_: Any, **__: Any) -> None:
         if self.is_due and self.is_here:
             self.is_due = False
-            time.sleep(SLEEP_SECONDS)
+            self.sleep(SLEEP_SECONDS)
 
     def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that sleeps before it calls the given one."""
@@ -151,8 +172,10 @@ SLOW_PARTS = {
 
 
 @contextmanager
-def slowed(engine: Engine, part: str, ranks: list[int]) -> Iterator[None]:
+def slowed(
+    engine: Engine, part: str, ranks: list[int], sleep: Callable[[float], None] = time.sleep
+) -> Iterator[None]:
     """Let ranks sleep once in each step, in one of SLOW_PARTS."""
-    sleep = Sleep(engine, ranks)
-    with SLOW_PARTS[part](engine, sleep), sleep.every_step():
+    due = Sleep(engine, ranks, sleep)
+    with SLOW_PARTS[part](engine, due), due.every_step():
         yield
