@@ -649,9 +649,12 @@ class ModelConfig:
         return 2 * size if self.activation in GATED else size
 
     @property
-    def dense(self) -> "ModelConfig":
-        """The same model without experts, whose layers are those before the first experts."""
-        return self if self.experts is None else _without_experts(self)
+    def uniform_models(self) -> tuple["ModelConfig", ...]:
+        """For each layer, the same model with all layers like this one.
+
+        The only model of a model whose layers are alike is that model itself.
+        """
+        return _uniform_models(self)
 
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Return the rows of the embedding, padded so that `tensor_size` ranks hold equal parts.
@@ -664,8 +667,26 @@ class ModelConfig:
 
 
 @lru_cache
-def _without_experts(model: ModelConfig) -> ModelConfig:
-    return replace(model, experts=None)
+def _uniform_models(model: ModelConfig) -> tuple[ModelConfig, ...]:
+    """Return `ModelConfig.uniform_models`; layers of a kind share one object."""
+    kinds = [(model.has_experts(n), model.attention_kind(n)) for n in range(model.layers)]
+    if len(set(kinds)) == 1:
+        return (model,) * model.layers
+    of_kind = {kind: _uniform(model, *kind) for kind in dict.fromkeys(kinds)}
+    return tuple(of_kind[kind] for kind in kinds)
+
+
+def _uniform(model: ModelConfig, has_experts: bool, attention: AttentionKind) -> ModelConfig:
+    experts = None
+    if has_experts and model.experts is not None:
+        experts = replace(model.experts, dense_layers=0)
+    return replace(
+        model,
+        experts=experts,
+        attention_pattern=(attention,),
+        window=model.window if attention == "window" else None,
+        rope_scaling=None if attention == "nope" else model.rope_scaling,
+    )
 
 
 def nearest_multiples(value: int, divisor: int, *, most: int = MAX_SIZE) -> str:

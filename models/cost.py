@@ -2,6 +2,8 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
 
 from models.config import ModelConfig
 
@@ -17,9 +19,17 @@ MUON_BATCH_ELEMENTS = 2**24  # of matrices of equal shape that are orthogonalize
 def parameter_count(config: ModelConfig) -> int:
     """Return the parameters of the model, without padding; a tied embedding counts once."""
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    blocks = config.expert_layers * block_parameters(config) if config.experts else 0
-    blocks += (config.layers - config.expert_layers) * block_parameters(config.dense)
+    blocks = sum(block_parameters(model) * n for model, n in kinds_of_layers(config).items())
     return blocks + norm_parameters(config) + position_parameters(config) + embeddings
+
+
+@lru_cache
+def kinds_of_layers(config: ModelConfig) -> Mapping[ModelConfig, int]:
+    """Return the number of layers of each kind, beginning with the kind of the last layer.
+
+    A kind is the same model with all layers like these, as in `ModelConfig.uniform_models`.
+    """
+    return Counter(reversed(config.uniform_models))
 
 
 def active_parameter_count(config: ModelConfig) -> int:
@@ -33,21 +43,28 @@ def active_parameter_count(config: ModelConfig) -> int:
 def expert_parameters(config: ModelConfig) -> int:
     """Return the parameters of one expert."""
     assert config.experts is not None
+    biases = config.activation_columns(config.experts.ffn_hidden_size) + config.hidden_size
+    return expert_weights(config) + (biases if config.bias else 0)
+
+
+def expert_weights(config: ModelConfig) -> int:
+    """Return the parameters in the matrices of one expert."""
+    assert config.experts is not None
     f = config.experts.ffn_hidden_size
     return config.hidden_size * (config.activation_columns(f) + f)
 
 
 def block_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> int:
-    """Return the parameters of one block on each of `tensor` x `expert` ranks.
+    """Return the parameters of the last block on each of `tensor` x `expert` ranks.
 
     Weights of matmuls are split; norms, the router and the biases of row-parallel layers are
-    replicated (Shoeybi et al. 2019, arXiv 1909.08053, section 3). In a model with experts, it is a
-    block with experts.
+    replicated (Shoeybi et al. 2019, arXiv 1909.08053, section 3). For other blocks, `config` is
+    that of their kind (`kinds_of_layers`).
     """
     parameters = _common_parameters(config, tensor)
     if config.experts is not None:
-        bias = 1 if config.experts.has_bias else 0
-        parameters += config.experts.count * (config.hidden_size + bias)  # the router
+        biases = config.experts.has_bias + config.bias
+        parameters += config.experts.count * (config.hidden_size + biases)  # the router
         parameters += routed_parameters(config, tensor, expert)
     return parameters
 
@@ -62,12 +79,25 @@ def routed_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> 
 def _common_parameters(config: ModelConfig, tensor: int) -> int:
     """Return the parameters of one block on each tensor rank, without router and experts."""
     h = config.hidden_size
-    columns = config.query_size + 2 * config.key_value_size + config.gate_and_up_size
+    qkv, mlp = config.query_size + 2 * config.key_value_size, config.gate_and_up_size
     rows = config.query_size + config.mlp_size
-    split = h * columns + rows * h + (columns if config.bias else 0)
-    held_by_all = 2 * norm_parameters(config) + (2 * h if config.bias else 0)
-    qk_norms = 2 * config.attention_head_size if config.qk_norm else 0
-    return split // tensor + held_by_all + qk_norms
+    split = h * (qkv + mlp) + rows * h
+    split += qkv * config.has_qkv_bias + mlp * config.bias
+    held_by_all = norms_per_block(config) * norm_parameters(config)
+    held_by_all += h * config.has_attention_output_bias
+    held_by_all += h * (config.bias and config.mlp_size > 0)
+    if config.attention_sinks:
+        split += config.heads
+    if config.qk_norm and config.qk_norm_over == "projection":
+        split += config.query_size + config.key_value_size
+    elif config.qk_norm:
+        held_by_all += 2 * config.attention_head_size
+    return split // tensor + held_by_all
+
+
+def norms_per_block(config: ModelConfig) -> int:
+    """Return the number of norms over the hidden size in a block."""
+    return 4 if config.norm_placement == "both" else 2
 
 
 def hidden_matrices(config: ModelConfig) -> dict[tuple[int, int], int]:
@@ -82,12 +112,11 @@ def hidden_matrices(config: ModelConfig) -> dict[tuple[int, int], int]:
     counts[query, h] += config.layers
     counts[key, h] += 2 * config.layers
     counts[h, query] += config.layers
-    for layer in range(config.layers):
-        experts = config.experts if config.has_experts(layer) else None
-        size = (config if experts else config.dense).mlp_size
-        mlps = {size: 1} if size else {}
-        if experts is not None:
-            mlps[experts.ffn_hidden_size] = mlps.get(experts.ffn_hidden_size, 0) + experts.count
+    for model in config.uniform_models:
+        mlps = {model.mlp_size: 1} if model.mlp_size else {}
+        if model.experts is not None:
+            f = model.experts.ffn_hidden_size
+            mlps[f] = mlps.get(f, 0) + model.experts.count
         for f, count in mlps.items():
             counts[f, h] += inputs * count
             counts[h, f] += count
@@ -119,13 +148,13 @@ def flops_per_token(config: ModelConfig) -> float:
     """Return the FLOPs of one token's forward and backward pass, without recomputation.
 
     Only matmuls count, with two FLOPs per multiply-add, and the backward pass counts twice the
-    forward pass. Attention counts in full, although at least half of it is masked. This is equation
-    3 of Narayanan et al. 2021 (arXiv 2104.04473) without its recomputation, generalised to
-    grouped-query attention, gated MLPs and experts, of which only those that compute the token
-    count. `tflops_per_gpu` and `mfu` are computed from it.
+    forward pass. Attention counts in full, although at least half of it is masked, and a sliding
+    window in proportion to its unmasked scores (`attention_columns`). This is equation 3 of
+    Narayanan et al. 2021 (arXiv 2104.04473) without its recomputation, generalised to grouped-query
+    attention, windows, gated MLPs and experts, of which only those that compute the token count.
+    `tflops_per_gpu` and `mfu` are computed from it.
     """
-    multiply_adds = config.expert_layers * block_multiply_adds(config) if config.experts else 0
-    multiply_adds += (config.layers - config.expert_layers) * block_multiply_adds(config.dense)
+    multiply_adds = sum(block_multiply_adds(m) * n for m, n in kinds_of_layers(config).items())
     return 3 * 2 * (multiply_adds + head_multiply_adds(config))
 
 
@@ -137,20 +166,22 @@ def recomputed_flops_per_token(config: ModelConfig, recompute: str) -> float:
     """
     if recompute == "full":
         return flops_per_token(config) / 3 - 2 * config.hidden_size * config.vocab_size
-    return 2 * config.layers * attention_multiply_adds(config) if recompute == "selective" else 0
+    if recompute != "selective":
+        return 0
+    return 2 * sum(attention_multiply_adds(m) * n for m, n in kinds_of_layers(config).items())
 
 
-def block_multiply_adds(config: ModelConfig) -> int:
-    """Return the multiply-adds of a token's forward pass through one block.
+def block_multiply_adds(config: ModelConfig) -> float:
+    """Return the multiply-adds of a token's forward pass through the last block.
 
-    In a model with experts, it is a block with experts.
+    For other blocks, `config` is that of their kind (`kinds_of_layers`).
     """
     projections = 2 * config.query_size + 2 * config.key_value_size
     projections += config.gate_and_up_size + config.mlp_size
     total = config.hidden_size * projections + attention_multiply_adds(config)
     if config.experts is not None:
         total += config.hidden_size * config.experts.count  # the router
-        total += config.experts.per_token * expert_parameters(config)
+        total += config.experts.per_token * expert_weights(config)
     return total
 
 
@@ -159,9 +190,24 @@ def head_multiply_adds(config: ModelConfig) -> int:
     return config.hidden_size * config.vocab_size
 
 
-def attention_multiply_adds(config: ModelConfig) -> int:
-    """Return the multiply-adds of a token's attention scores and weighted values in one block."""
-    return 2 * config.sequence_length * config.query_size
+def attention_multiply_adds(config: ModelConfig) -> float:
+    """Return the multiply-adds of a token's attention scores and values in the last block."""
+    return 2 * attention_columns(config) * config.query_size
+
+
+def attention_columns(config: ModelConfig) -> float:
+    """Return the keys per query that count as computed in the last block's attention.
+
+    Full attention counts all keys of the sequence, twice as many as a query sees on average. A
+    window counts twice the keys that a query sees on average, too: with s tokens and a window of
+    w, s queries see w s - w^2 / 2 keys, of which a window of s is the full attention.
+    """
+    return columns_of_window(config.sequence_length, config.window_size(config.layers - 1))
+
+
+def columns_of_window(length: int, window: int | None) -> float:
+    """Return `attention_columns` of a sequence and a window; None: attention without a window."""
+    return length if window is None or window >= length else 2 * window - window**2 / length
 
 
 def tokens_at_a_time(tokens: int, columns: int, device: str) -> int:

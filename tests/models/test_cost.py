@@ -1,7 +1,12 @@
 import pytest
 
 from models.config import ModelConfig
-from models.cost import flops_per_token, parameter_count, tokens_at_a_time
+from models.cost import (
+    columns_of_window,
+    flops_per_token,
+    parameter_count,
+    tokens_at_a_time,
+)
 from threefold.gpus.datasheet import load_gpu
 
 GPT = {
@@ -67,3 +72,11 @@ def test_a_gpu_computes_more_logits_at_a_time() -> None:
     assert tokens_at_a_time(tokens, columns, "cuda") == 2048
     assert tokens_at_a_time(100, columns, "cuda") == 100
     assert load_gpu("H100").device == "cuda" and load_gpu("cpu").device == "cpu"
+
+
+@pytest.mark.parametrize("window", [1, 5, 63, 64, 65, None])
+def test_a_window_counts_twice_the_keys_that_a_query_sees(window: int | None) -> None:
+    """A query sees the keys before its own and half of its own, as full attention counts."""
+    length = 64
+    seen = sum(min(position + 1 / 2, window or length) for position in range(length))
+    assert columns_of_window(length, window) == pytest.approx(2 * seen / length)

@@ -1,7 +1,7 @@
 """The division of blocks makes the slowest stage fastest, and the imbalance is reported."""
 
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, pairwise, product
 
 import pytest
 
@@ -10,11 +10,13 @@ from tests.conftest import shipped_recipes
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.pipeline.balance import (
+    LayerCosts,
     balance_text,
     divide_blocks,
     divide_evenly,
-    head_in_blocks,
     imbalance,
+    layer_costs,
+    stage_loads,
 )
 from threefold.pipeline.schedules import FORWARD, SCHEDULES, Pass, Pipeline, stage_and_chunk
 from threefold.pipeline.simulation import pipeline_seconds, simulate
@@ -34,11 +36,10 @@ PLACES = [
 def test_no_other_division_has_a_faster_slowest_stage(
     schedule: str, stages: int, virtual_stages: int, layers: int, head: float
 ) -> None:
-    dealt = divide_blocks(
-        layers, schedule=schedule, stages=stages, virtual_stages=virtual_stages, head=head
-    )
+    costs = LayerCosts((1.0,) * layers, head)
+    dealt = divide_blocks(costs, schedule=schedule, stages=stages, virtual_stages=virtual_stages)
     assert sum(dealt) == layers and len(dealt) == stages * virtual_stages and min(dealt) >= 1
-    found = imbalance(dealt, schedule=schedule, stages=stages, head=head)
+    found = imbalance(dealt, costs, schedule=schedule, stages=stages)
     last, _ = stage_and_chunk(schedule, stages, stages * virtual_stages - 1)
     fastest = min(
         max(n + head * (stage == last) for stage, n in enumerate(blocks))
@@ -64,9 +65,8 @@ def test_the_chunk_with_the_head_has_fewer_blocks(virtual_stages: int) -> None:
 
         return pipeline_seconds(simulate(pipeline, of))
 
-    dealt = divide_blocks(
-        layers, schedule="interleaved", stages=4, virtual_stages=virtual_stages, head=head
-    )
+    costs = LayerCosts((1.0,) * layers, head)
+    dealt = divide_blocks(costs, schedule="interleaved", stages=4, virtual_stages=virtual_stages)
     assert dealt == (2,) * (4 * virtual_stages - 1) + (1,)
     others = [
         tuple(2 - (n == k) for n in range(4 * virtual_stages))
@@ -77,9 +77,9 @@ def test_the_chunk_with_the_head_has_fewer_blocks(virtual_stages: int) -> None:
 
 def test_a_head_costs_as_many_blocks_as_it_multiplies() -> None:
     model = load_recipe(REPOSITORY / "recipes" / "llama" / "70b.toml").model
-    whole = head_in_blocks(model, "none")
+    whole = layer_costs(model, "none").head
     assert whole == pytest.approx(8192 * 128256 / (8192 * (18432 + 3 * 28672) + 2 * 8192 * 8192))
-    assert head_in_blocks(model, "full") == pytest.approx(whole * 3 / 4)
+    assert layer_costs(model, "full").head == pytest.approx(whole * 3 / 4)
 
 
 def test_an_uneven_division_gives_the_first_parts_one_more() -> None:
@@ -99,18 +99,19 @@ def test_the_division_is_described_in_a_line(
     dealt: tuple[int, ...], stages: int, text: str, more: str
 ) -> None:
     schedule = "1f1b" if len(dealt) == stages else "interleaved"
-    said = balance_text(dealt, schedule=schedule, stages=stages, head=1.0)
+    costs = LayerCosts((1.0,) * sum(dealt), 1.0)
+    said = balance_text(dealt, costs, schedule=schedule, stages=stages)
     assert said == f"{text}; the slowest stage has {more} more work than the mean"
 
 
 @pytest.mark.parametrize("recipe", WITH_PIPELINE, ids=lambda recipe: recipe.name)
 def test_the_catalogue_is_balanced(recipe: Recipe) -> None:
     layout = recipe.layout
-    head = head_in_blocks(recipe.model, layout.recompute)
+    costs = recipe.layer_costs
     dealt = recipe.blocks_of_virtual_stages
     assert sum(dealt) == recipe.model.layers and min(dealt) > 0
-    found = imbalance(dealt, schedule=layout.schedule, stages=layout.pipeline, head=head)
-    stage = (recipe.model.layers + head) / layout.pipeline
+    found = imbalance(dealt, costs, schedule=layout.schedule, stages=layout.pipeline)
+    stage = (sum(costs.blocks) + costs.head) / layout.pipeline
     assert 1 <= found <= (stage + 1) / stage  # less than a block from the mean
 
 
@@ -120,5 +121,41 @@ def test_the_head_costs_what_the_flops_say() -> None:
     block = flops_per_token(replace(model, layers=2)) - flops_per_token(without)
     assert block == 6 * block_multiply_adds(model)
     assert flops_per_token(without) - block == 6 * head_multiply_adds(model)
-    assert head_in_blocks(model, "none") == pytest.approx(flops_per_token(without) / block - 1)
-    assert head_in_blocks(model, "full") == pytest.approx(head_in_blocks(model, "none") * 3 / 4)
+    head = layer_costs(model, "none").head
+    assert head == pytest.approx(flops_per_token(without) / block - 1)
+    assert layer_costs(model, "full").head == pytest.approx(head * 3 / 4)
+
+
+WINDOW, FULL = 0.7, 1.0  # relative costs of blocks
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+@pytest.mark.parametrize("layers", [12, 13])
+@pytest.mark.parametrize("pattern", [(WINDOW, WINDOW, WINDOW, FULL), (1.6, *(11 * (FULL,)))])
+def test_blocks_that_differ_are_divided_by_cost(
+    schedule: str, layers: int, pattern: tuple[float, ...]
+) -> None:
+    """The slowest stage is as fast as possible, with several chunks within half a block."""
+    costs = LayerCosts((pattern * layers)[:layers], head=0.5)
+    virtual_stages = 1 if schedule == "1f1b" else 2
+    shape = {"schedule": schedule, "stages": 3}
+    dealt = divide_blocks(costs, **shape, virtual_stages=virtual_stages)
+    assert sum(dealt) == layers and len(dealt) == 3 * virtual_stages and min(dealt) >= 1
+    slowest = max(stage_loads(dealt, costs, **shape))
+    best = min(
+        max(stage_loads(counts, costs, **shape))
+        for ends in combinations(range(1, layers), 3 * virtual_stages - 1)
+        for counts in [[b - a for a, b in pairwise((0, *ends, layers))]]
+    )
+    assert best - 1e-6 <= slowest <= best + 1e-6 + (virtual_stages - 1) * min(pattern) / 2
+
+
+def test_the_costs_of_blocks_are_relative_to_the_last_one() -> None:
+    """Of a model with a dense layer, whose MLP is narrower than its experts together."""
+    model = load_recipe(REPOSITORY / "recipes" / "dots" / "llm1.toml").model
+    dense, *others = layer_costs(model, "none").blocks
+    assert 0.9 < dense < 1 and set(others) == {1.0}
+    without = replace(model, layers=2), replace(model, layers=3)
+    of_all = flops_per_token(model) / 6 - head_multiply_adds(model)
+    block = (flops_per_token(without[1]) - flops_per_token(without[0])) / 6
+    assert (dense + len(others)) * block == pytest.approx(of_all)

@@ -23,8 +23,8 @@ from threefold.plan.memory.peak import (
 from threefold.plan.recipe_edits import in_layout
 from threefold.plan.search import search
 from threefold.plan.stage_contents import (
+    blocks_by_kind,
     blocks_of_stages,
-    dense_blocks,
     exchanged_rows,
     routed_rows,
     routed_stage_parameters,
@@ -60,7 +60,8 @@ def test_the_ranks_of_a_replica_hold_the_whole_model(expert: int, tensor: int) -
     padding = 2 * (table_parameters(model, tensor) * tensor - model.vocab_size * model.hidden_size)
     whole = (held - routed - replicated) * tensor + routed * tensor * expert + replicated
     assert whole - padding == parameter_count(model)
-    assert dense_blocks(job) == ((3, 0, 0, 0), (0, 0, 0, 0))
+    experts, dense = blocks_by_kind(job).values()
+    assert dense == ((3, 0, 0, 0), (0, 0, 0, 0)) and sum(map(sum, experts)) == 29
     assert active_parameter_count(model) == parameter_count(model) - 29 * 6 * each
 
 
@@ -198,7 +199,7 @@ def test_dense_layers_are_planned_as_dense() -> None:
     settings = ("layout.pipeline=1", "layout.schedule=1f1b", "layout.virtual_stages=1")
     _, mixed = planned(*settings, "model.experts.dense_layers=16")
     _, experts = planned(*settings)
-    dense = replace(mixed, model=mixed.model.dense)
+    dense = replace(mixed, model=mixed.model.uniform_models[0])
     for value in (
         lambda job: step_time(job).compute,
         lambda job: memory_of_stage(job, 0).activations,

@@ -21,7 +21,7 @@ from threefold.config.sections import (
     Supervision,
     Tracking,
 )
-from threefold.pipeline.balance import divide_blocks, head_in_blocks
+from threefold.pipeline.balance import LayerCosts, divide_blocks, layer_costs
 
 
 class Recipe(Section):
@@ -237,19 +237,18 @@ class Recipe(Section):
         return self._balanced_layers
 
     @property
-    def head_in_blocks(self) -> float:
-        """Cost of the logits, as a multiple of the cost of a block."""
-        return head_in_blocks(self.model, self.layout.recompute)
+    def layer_costs(self) -> LayerCosts:
+        """Costs of the blocks and of the logits."""
+        return layer_costs(self.model, self.layout.recompute)
 
     @property
     def _balanced_layers(self) -> tuple[int, ...]:
         layout = self.layout
         return divide_blocks(
-            self.model.layers,
+            self.layer_costs,
             schedule=layout.schedule,
             stages=layout.pipeline,
             virtual_stages=layout.virtual_stages,
-            head=self.head_in_blocks,
         )
 
     @property

@@ -1,31 +1,64 @@
 """Division of a model's blocks among the chunks of a pipeline. Arithmetic only."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, permutations
 
 from models.config import ModelConfig
-from models.cost import attention_multiply_adds, block_multiply_adds, head_multiply_adds
+from models.cost import (
+    attention_multiply_adds,
+    block_multiply_adds,
+    head_multiply_adds,
+    kinds_of_layers,
+)
 from threefold.pipeline.schedules import last_stage, stage_and_chunk, virtual_stage_of
 
 # Durations are rounded to this fraction of a micro-batch, so that passes end at the same times.
 PROPORTION_UNITS = 48
+LOAD_DIGITS = 6  # of a load in blocks that is compared with another one
 
 
-def head_in_blocks(model: ModelConfig, recompute: str) -> float:
-    """Return the cost of the logits in blocks; full recomputation makes blocks more expensive."""
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of the layers of a model by FLOPs, relative to its last block.
+
+    The embedding costs nothing, because it is a look-up.
+
+    Attributes:
+        blocks: of each block, in the model's order
+        head: of the logits, which the last virtual stage computes
+    """
+
+    blocks: tuple[float, ...]
+    head: float
+
+    @property
+    def are_equal(self) -> bool:
+        """True if all blocks have the same cost."""
+        return min(self.blocks) == max(self.blocks)
+
+
+@lru_cache
+def layer_costs(model: ModelConfig, recompute: str) -> LayerCosts:
+    """Return the costs of a model's layers; full recomputation makes blocks more expensive."""
+    block = block_multiply_adds(model)
     again = 4 / 3 if recompute == "full" else 1
-    return head_multiply_adds(model) / (block_multiply_adds(model) * again)
+    return LayerCosts(
+        tuple(block_multiply_adds(kind) / block for kind in model.uniform_models),
+        head_multiply_adds(model) / (block * again),
+    )
 
 
 def pass_proportions(model: ModelConfig, recompute: str) -> tuple[int, int, int]:
-    """Return the relative durations of a block's forward, backward and weight passes, by FLOPs.
+    """Return the relative durations of the blocks' forward, backward and weight passes, by FLOPs.
 
     Attention has no weights, and its backward pass takes twice as long as its forward pass.
     Recomputation is part of the backward pass.
     """
-    attention = attention_multiply_adds(model)
-    weights = block_multiply_adds(model) - attention
+    kinds = kinds_of_layers(model).items()
+    attention = sum(attention_multiply_adds(kind) * count for kind, count in kinds)
+    weights = sum(block_multiply_adds(kind) * count for kind, count in kinds) - attention
     again = {"none": 0, "selective": attention, "full": weights + attention}[recompute]
     passes = (weights + attention, weights + 2 * attention + again, weights)
     forward, backward, later = (
@@ -36,17 +69,18 @@ def pass_proportions(model: ModelConfig, recompute: str) -> tuple[int, int, int]
 
 @lru_cache(maxsize=4096)
 def divide_blocks(
-    blocks: int, *, schedule: str, stages: int, virtual_stages: int, head: float
+    costs: LayerCosts, *, schedule: str, stages: int, virtual_stages: int
 ) -> tuple[int, ...]:
     """Return the number of blocks of each virtual stage that makes the slowest stage fastest.
 
     Each virtual stage has at least one block. The remaining blocks are assigned one by one to the
     stage with the least work, and within it to the chunk with the least work. Among equals the last
-    one is chosen, because in 1F1B it holds the fewest micro-batches. The embedding costs nothing,
-    because it is a look-up.
-
-    head: cost of the logits, which the last virtual stage computes, in blocks
+    one is chosen, because in 1F1B it holds the fewest micro-batches. Blocks that differ in cost are
+    assigned as if they did not, and then moved for as long as that makes the loads smaller. With
+    several chunks per stage, the result may be a part of a block from the best one.
     """
+    blocks = len(costs.blocks)
+    head = costs.head if costs.are_equal else costs.head * blocks / sum(costs.blocks)
     counts = [1] * (stages * virtual_stages)
     of_chunks = [1.0] * len(counts)
     of_chunks[-1] += head
@@ -59,7 +93,35 @@ def divide_blocks(
         counts[virtual_stage] += 1
         of_chunks[virtual_stage] += 1
         loads[stage] += 1
+    if costs.are_equal:
+        return tuple(counts)
+    while better := _better_division(tuple(counts), costs, schedule=schedule, stages=stages):
+        counts = list(better)
     return tuple(counts)
+
+
+def _better_division(
+    counts: tuple[int, ...], costs: LayerCosts, *, schedule: str, stages: int
+) -> tuple[int, ...] | None:
+    """Return the division with the smallest loads that one move makes; None if none is better.
+
+    A move gives a block of a chunk to another chunk; the chunks between them pass a block on. Loads
+    are compared from the largest one on. Of equal ones, the move to the last chunk is chosen.
+    """
+
+    def loads_of(division: Sequence[int]) -> list[float]:
+        loads = stage_loads(division, costs, schedule=schedule, stages=stages)
+        return sorted((round(load, LOAD_DIGITS) for load in loads), reverse=True)
+
+    least, best = loads_of(counts), None
+    for source, target in permutations(range(len(counts)), 2):
+        if counts[source] > 1:
+            moved = list(counts)
+            moved[source] -= 1
+            moved[target] += 1
+            if (loads := loads_of(moved)) < least or (loads == least and best):
+                least, best = loads, tuple(moved)
+    return best
 
 
 def divide_evenly(blocks: int, parts: int) -> tuple[int, ...]:
@@ -68,19 +130,34 @@ def divide_evenly(blocks: int, parts: int) -> tuple[int, ...]:
     return tuple(fewest + (part < more) for part in range(parts))
 
 
-def imbalance(block_counts: Sequence[int], *, schedule: str, stages: int, head: float) -> float:
-    """Return the work of the slowest stage, divided by the mean over all stages."""
+def stage_loads(
+    block_counts: Sequence[int], costs: LayerCosts, *, schedule: str, stages: int
+) -> list[float]:
+    """Return the work of each stage, in the unit of `costs`."""
     loads = [0.0] * stages
+    first = 0
     for virtual_stage, blocks in enumerate(block_counts):
-        loads[stage_and_chunk(schedule, stages, virtual_stage)[0]] += blocks
-    loads[last_stage(schedule, stages, len(block_counts) // stages)] += head
+        stage, _ = stage_and_chunk(schedule, stages, virtual_stage)
+        loads[stage] += sum(costs.blocks[first : first + blocks])
+        first += blocks
+    loads[last_stage(schedule, stages, len(block_counts) // stages)] += costs.head
+    return loads
+
+
+def imbalance(
+    block_counts: Sequence[int], costs: LayerCosts, *, schedule: str, stages: int
+) -> float:
+    """Return the work of the slowest stage, divided by the mean over all stages."""
+    loads = stage_loads(block_counts, costs, schedule=schedule, stages=stages)
     return max(loads) * stages / sum(loads)
 
 
-def balance_text(block_counts: Sequence[int], *, schedule: str, stages: int, head: float) -> str:
+def balance_text(
+    block_counts: Sequence[int], costs: LayerCosts, *, schedule: str, stages: int
+) -> str:
     """Describe the division of blocks and its imbalance in a line."""
     runs = [(blocks, len(list(run))) for blocks, run in groupby(block_counts)]
-    more = imbalance(block_counts, schedule=schedule, stages=stages, head=head) - 1
+    more = imbalance(block_counts, costs, schedule=schedule, stages=stages) - 1
     virtual_stages = len(block_counts) // stages
     unit = "stage" if virtual_stages == 1 else "chunk"
     (blocks, count), *others = runs

@@ -22,7 +22,7 @@ from threefold.config.loading import load_recipe, parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
-from threefold.pipeline.balance import divide_blocks, divide_evenly, head_in_blocks
+from threefold.pipeline.balance import divide_blocks, divide_evenly, layer_costs
 from threefold.pipeline.schedules import default_group
 from threefold.plan.software import THREEFOLD, Footprint, Software
 
@@ -173,6 +173,10 @@ class Job:
             optimizer=self.optimizer,
         )
 
+    def with_model(self, model: ModelConfig) -> "Job":
+        """Return the same job for another model, or itself if that is its own."""
+        return self if model is self.model else replace(self, model=model)
+
     @cached_property
     def micro_batches(self) -> int:
         """Micro-batches per step of each data rank."""
@@ -188,11 +192,10 @@ class Job:
         if not self.software.balances_stages:
             return divide_evenly(model.layers, layout.pipeline * layout.virtual_stages)
         return divide_blocks(
-            model.layers,
+            layer_costs(model, layout.recompute),
             schedule=layout.schedule,
             stages=layout.pipeline,
             virtual_stages=layout.virtual_stages,
-            head=head_in_blocks(model, layout.recompute),
         )
 
     @cached_property

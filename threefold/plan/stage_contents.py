@@ -1,18 +1,21 @@
 """Blocks, parameters and matrices for Muon of each pipeline stage."""
 
+from collections import Counter
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from models.config import ModelConfig
 from models.cost import (
     block_parameters,
     hidden_matrices,
+    kinds_of_layers,
     norm_parameters,
     position_parameters,
     routed_parameters,
 )
 from threefold.pipeline import schedules
-from threefold.pipeline.balance import balance_text, head_in_blocks, imbalance
+from threefold.pipeline.balance import balance_text, imbalance, layer_costs
 from threefold.pipeline.schedules import virtual_stage_of
 from threefold.plan.job import Job, PlannedLayout, once_per_job
 
@@ -48,25 +51,57 @@ def stages_text(job: Job) -> str:
 
 def _sharing(job: Job) -> dict[str, Any]:
     layout = job.layout
-    head = head_in_blocks(job.model, layout.recompute)
-    return {"schedule": layout.schedule, "stages": layout.pipeline, "head": head}
+    costs = layer_costs(job.model, layout.recompute)
+    return {"costs": costs, "schedule": layout.schedule, "stages": layout.pipeline}
+
+
+@once_per_job
+def blocks_by_kind(job: Job) -> dict[ModelConfig, tuple[tuple[int, ...], ...]]:
+    """Return the number of blocks of each kind in each chunk of each stage.
+
+    The kinds are those of `kinds_of_layers`.
+    """
+    layout = job.layout
+    return {
+        kind: _blocks_of_stages(blocks, layout.schedule, layout.pipeline, layout.virtual_stages)
+        for kind, blocks in kinds_of_virtual_stages(job.model, job.blocks_of_virtual_stages).items()
+    }
+
+
+@lru_cache(maxsize=4096)
+def kinds_of_virtual_stages(
+    model: ModelConfig, blocks: tuple[int, ...]
+) -> dict[ModelConfig, tuple[int, ...]]:
+    """Return the number of blocks of each kind in each virtual stage.
+
+    Args:
+        blocks: number of all blocks of each virtual stage
+    """
+    kinds = kinds_of_layers(model)
+    if len(kinds) == 1:
+        return dict.fromkeys(kinds, blocks)
+    layers = iter(model.uniform_models)
+    counts = [Counter(islice(layers, count)) for count in blocks]
+    return {kind: tuple(of_stage[kind] for of_stage in counts) for kind in kinds}
 
 
 @once_per_job
 def stage_parameters(job: Job) -> tuple[int, ...]:
     """Return the parameters per rank of each stage; both ends count tied embeddings."""
     layout, last = job.layout, last_stage(job.layout)
-    return _stage_parameters(
-        job.model, layout.tensor, layout.expert, last, blocks_of_stages(job), dense_blocks(job)
-    )
+    blocks = tuple(blocks_by_kind(job).values())
+    return _stage_parameters(job.model, layout.tensor, layout.expert, last, blocks)
 
 
 @once_per_job
 def routed_stage_parameters(job: Job) -> tuple[int, ...]:
     """Return the parameters of experts per rank of each stage."""
-    block = routed_parameters(job.model, job.layout.tensor, job.layout.expert)
-    both = zip(blocks_of_stages(job), dense_blocks(job), strict=True)
-    return tuple(block * (sum(chunks) - sum(dense)) for chunks, dense in both)
+    held = [0] * job.layout.pipeline
+    for kind, stages in blocks_by_kind(job).items():
+        block = routed_parameters(kind, job.layout.tensor, job.layout.expert)
+        for stage, chunks in enumerate(stages):
+            held[stage] += block * sum(chunks)
+    return tuple(held)
 
 
 def own_parameters(job: Job, stage: int) -> float:
@@ -78,45 +113,19 @@ def own_parameters(job: Job, stage: int) -> float:
     return stage_parameters(job)[stage] + routed * (job.layout.expert - 1)
 
 
-@once_per_job
-def dense_blocks(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Return the number of blocks of each chunk of each stage before the first block with experts.
-
-    They are all 0 for a dense model, whose blocks do not differ.
-    """
-    layout = job.layout
-    dense = dense_of_virtual_stages(job)
-    return _blocks_of_stages(dense, layout.schedule, layout.pipeline, layout.virtual_stages)
-
-
-@once_per_job
-def dense_of_virtual_stages(job: Job) -> tuple[int, ...]:
-    """Return the number of blocks of each virtual stage before the first block with experts."""
-    left = job.model.experts.dense_layers if job.model.experts else 0
-    if not left:
-        return (0,) * len(job.blocks_of_virtual_stages)
-    numbers = []
-    for blocks in job.blocks_of_virtual_stages:
-        numbers.append(min(left, blocks))
-        left -= numbers[-1]
-    return tuple(numbers)
-
-
 @lru_cache(maxsize=4096)
 def _stage_parameters(
     model: ModelConfig,
     tensor: int,
     expert: int,
     last: int,
-    blocks: tuple[tuple[int, ...], ...],
-    dense: tuple[tuple[int, ...], ...],
+    blocks: tuple[tuple[tuple[int, ...], ...], ...],
 ) -> tuple[int, ...]:
-    block = block_parameters(model, tensor, expert)
-    dense_block = block_parameters(model.dense, tensor)
-    held = [
-        block * sum(chunks) + (dense_block - block) * sum(without_experts)
-        for chunks, without_experts in zip(blocks, dense, strict=True)
-    ]
+    held = [0] * len(blocks[0])
+    for kind, stages in zip(kinds_of_layers(model), blocks, strict=True):
+        block = block_parameters(kind, tensor, expert)
+        for stage, chunks in enumerate(stages):
+            held[stage] += block * sum(chunks)
     table = table_parameters(model, tensor)
     held[0] += table + position_parameters(model)
     held[last] += norm_parameters(model)
@@ -191,7 +200,7 @@ def blocks_share(job: Job, stage: int) -> float:
 def matrices_of_layers(model: ModelConfig, share: float) -> Matrices:
     """Return the shapes of the hidden matrices, and the number of each shape in some layers.
 
-    If layers differ (dense and with experts), the matrices of all layers are averaged.
+    If the matrices of the layers differ, those of all layers are averaged.
 
     Args:
         share: fraction of the layers

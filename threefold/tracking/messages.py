@@ -98,9 +98,9 @@ def announce(
     if layout.pipeline > 1:
         balance = balance_text(
             recipe.blocks_of_virtual_stages,
+            recipe.layer_costs,
             schedule=layout.schedule,
             stages=layout.pipeline,
-            head=recipe.head_in_blocks,
         )
         print(f"  {layout.schedule_name}: {balance}", flush=True)
     for note in filter(None, (unchecked_tokenizer(recipe), unused_rows(recipe))):

@@ -137,9 +137,7 @@ def test_parameters_of_a_block_are_those_that_a_rank_holds(
     name: str, tensor: int, expert: int
 ) -> None:
     config = replace(SHAPES[name], kv_heads=2)
-    dense = config.layers - config.expert_layers
-    expected = [block_parameters(config.dense, tensor)] * dense
-    expected += [block_parameters(config, tensor, expert)] * config.expert_layers
+    expected = [block_parameters(kind, tensor, expert) for kind in config.uniform_models]
     assert parameters_of_a_rank(config, tensor, expert) == expected
     assert parameters_of_a_rank(config, tensor, expert, columns=True) == expected
 

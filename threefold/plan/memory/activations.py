@@ -6,14 +6,14 @@ columns of all queries and of all keys, a heads, t tensor ranks; bytes.
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from operator import mul, sub
+from operator import mul
 
 from models.config import ModelConfig
+from models.cost import kinds_of_layers
 from threefold.plan.job import Job, PlannedLayout, once_per_job
 from threefold.plan.software import Footprint
 from threefold.plan.stage_contents import (
-    blocks_of_stages,
-    dense_blocks,
+    blocks_by_kind,
     load_factor,
     tokens_per_micro_batch,
 )
@@ -143,39 +143,32 @@ def most_activations(job: Job, stage: int, *, forward_of_zb_v: bool = False) -> 
 def held_activations(job: Job, stage: int, moment: HeldMicroBatches) -> float:
     """Return the bytes of a stage's activations at a moment."""
     held = sum(moment.whole) * boundary_bytes(job, stage)
-    dense, blocks = dense_blocks(job)[stage], blocks_of_stages(job)[stage]
-    with_experts, of_dense = bytes_of_blocks(job)
+    of_kinds = bytes_of_blocks(job)
     is_deferring = any(moment.left)
-    kinds = [(with_experts, blocks)]
-    if any(dense):
-        kinds = [(with_experts, tuple(map(sub, blocks, dense))), (of_dense, dense)]
-    for (kept, deferred), counts in kinds:
-        held += kept * sum(map(mul, counts, moment.whole))
+    for (kept, deferred), stages in zip(of_kinds, blocks_by_kind(job).values(), strict=True):
+        held += kept * sum(map(mul, stages[stage], moment.whole))
         if is_deferring:
-            held += deferred * sum(map(mul, counts, moment.left))
+            held += deferred * sum(map(mul, stages[stage], moment.left))
     if is_deferring:
-        held -= with_experts[1] * moment.ends
+        held -= of_kinds[0][1] * moment.ends
     return held
 
 
 @once_per_job
-def bytes_of_blocks(job: Job) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return (kept, deferred) bytes of a block with experts and of a dense block.
+def bytes_of_blocks(job: Job) -> tuple[tuple[float, float], ...]:
+    """Return (kept, deferred) bytes of a block of each kind, in the order of `kinds_of_layers`.
 
-    They are the results of `activation_bytes` and `deferred_bytes`. In a model without experts,
-    both pairs are equal.
+    They are the results of `activation_bytes` and `deferred_bytes`.
     """
     layout, footprint = job.layout, job.footprint
     fused = not job.writes_scores
-    models = [job.model] if job.model.experts is None else [job.model, job.model.dense]
-    pairs = [
+    return tuple(
         (
-            activation_bytes(model, layout, footprint, fused, job.expert_imbalance),
-            deferred_bytes(model, layout, footprint),
+            activation_bytes(kind, layout, footprint, fused, job.expert_imbalance),
+            deferred_bytes(kind, layout, footprint),
         )
-        for model in models
-    ]
-    return pairs[0], pairs[-1]
+        for kind in kinds_of_layers(job.model)
+    )
 
 
 def block_bytes(

@@ -33,8 +33,7 @@ from threefold.plan.memory.working import (
     waiting_loss_bytes,
 )
 from threefold.plan.stage_contents import (
-    blocks_of_stages,
-    dense_blocks,
+    blocks_by_kind,
     last_stage,
     own_parameters,
     routed_stage_parameters,
@@ -92,7 +91,7 @@ def stage_memory(job: Job) -> list[StageMemory]:
 def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
     """Return the peak memory of the fullest stage.
 
-    Not all stages need to be computed. Among stages with the same number of blocks, the activations
+    Not all stages need to be computed. Among stages with the same blocks, the activations
     in flight grow or shrink monotonically, so the fullest stage is the first or the last of them, a
     neighbour of the pipeline's ends, or the first stage that runs more micro-batches than it
     holds, because it has accumulated gradients when its activations peak.
@@ -102,8 +101,8 @@ def fullest_stage(job: Job, first: StageMemory | None = None) -> StageMemory:
     """
     layout, micro_batches = job.layout, job.micro_batches
     last = layout.pipeline - 1
-    stages_by_blocks: dict[tuple[int, ...], list[int]] = {}
-    for stage, blocks in enumerate(blocks_of_stages(job)):
+    stages_by_blocks: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for stage, blocks in enumerate(zip(*blocks_by_kind(job).values(), strict=True)):
         stages_by_blocks.setdefault(blocks, []).append(stage)
     candidates = {min(1, last), max(0, last - 1), last}
     for stages in stages_by_blocks.values():
@@ -296,10 +295,10 @@ def head_reduction(job: Job, activations: float, buckets: float) -> Moment:
 def first_chunk_parameters(job: Job, stage: int) -> int:
     """Return the parameters of a stage's first chunk."""
     model, tensor = job.model, job.layout.tensor
-    dense = dense_blocks(job)[stage][0]
-    parameters = (blocks_of_stages(job)[stage][0] - dense) * parameters_of_block(job)
-    if dense:
-        parameters += dense * block_parameters(model.dense, tensor)
+    parameters = sum(
+        block_parameters(kind, tensor, job.layout.expert) * stages[stage][0]
+        for kind, stages in blocks_by_kind(job).items()
+    )
     if stage == 0:
         parameters += table_parameters(model, tensor) + position_parameters(model)
     return parameters
@@ -307,7 +306,7 @@ def first_chunk_parameters(job: Job, stage: int) -> int:
 
 @once_per_job
 def parameters_of_block(job: Job) -> int:
-    """Return a rank's parameters of a block, which has experts if the model has them."""
+    """Return a rank's parameters of a block of the last kind."""
     return block_parameters(job.model, job.layout.tensor, job.layout.expert)
 
 

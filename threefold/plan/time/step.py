@@ -1,19 +1,20 @@
 """Predicted seconds of a training step, of its parts and of each pass of its pipeline."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, reduce
 from math import log2
+from operator import add
 
+from models.config import ModelConfig
 from threefold.config.deepspeed_json import BYTES
 from threefold.pipeline.balance import PROPORTION_UNITS, pass_proportions
 from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Kind, Pass, Pipeline
 from threefold.pipeline.simulation import Timeline, pipeline_seconds, simulate
 from threefold.plan.job import Job
 from threefold.plan.stage_contents import (
-    blocks_of_stages,
-    dense_blocks,
-    dense_of_virtual_stages,
+    blocks_by_kind,
+    kinds_of_virtual_stages,
     last_stage,
     tokens_per_micro_batch,
 )
@@ -64,10 +65,11 @@ def step_time(job: Job) -> StepTime:
     (`waiting_for_stages`).
     """
     layout, machine, software = job.layout, job.machine, job.software
-    blocks, dense = (
-        [sum(chunks) for chunks in counts] for counts in (blocks_of_stages(job), dense_blocks(job))
-    )
-    stages = _with_ends(job, blocks, dense, last_stage(layout))
+    blocks = {
+        kind: tuple(sum(chunks) for chunks in stages)
+        for kind, stages in blocks_by_kind(job).items()
+    }
+    stages = _with_ends(job, blocks, last_stage(layout))
     slowest = max(stages, key=lambda stage: stage.total)
     forward, backward = slowest.forward, slowest.backward
     transfer = transfer_time(job)
@@ -200,24 +202,24 @@ def simulated_wait(
 
 
 def _with_ends(
-    job: Job, blocks: Sequence[int], dense: Sequence[int], last: int
+    job: Job, blocks: Mapping[ModelConfig, Sequence[int]], last: int
 ) -> list[ForwardBackward]:
-    """Return the times of parts with these numbers of blocks, the embedding and the head.
+    """Return the times of parts of the model with the embedding and the head.
 
     Args:
-        blocks: number of blocks of each part; the first part also has the embedding
-        dense: number of these blocks that precede the first block with experts
+        blocks: number of blocks of each kind in each part; the first part also has the embedding
         last: index of the part with the head
     """
     shared = block_job(job)
-    block = block_passes(shared)
     embedding, head = end_passes(shared)
-    dense_block = block_passes(replace(shared, model=job.model.dense)) if any(dense) else block
-    passes = {
-        (count, few): block * (count - few) + dense_block * few
-        for count, few in set(zip(blocks, dense, strict=True))
-    }
-    parts = [passes[counts] for counts in zip(blocks, dense, strict=True)]
+    of_kinds = [block_passes(shared.with_model(kind)) for kind in blocks]
+    passes: dict[tuple[int, ...], ForwardBackward] = {}
+    parts = []
+    for counts in zip(*blocks.values(), strict=True):
+        if counts not in passes:
+            of_part = [block * n for block, n in zip(of_kinds, counts, strict=True) if n]
+            passes[counts] = reduce(add, of_part, ForwardBackward())
+        parts.append(passes[counts])
     parts[0] += embedding
     parts[last] += head
     return parts
@@ -262,8 +264,8 @@ def pass_seconds(job: Job) -> Callable[[Pass], float]:
     """Return a function from a pass to its predicted seconds."""
     pipeline = pipeline_of(job)
     seconds: dict[tuple[Kind, int], float] = {}
-    blocks, dense = job.blocks_of_virtual_stages, dense_of_virtual_stages(job)
-    for virtual_stage, ends in enumerate(_with_ends(job, blocks, dense, -1)):
+    blocks = kinds_of_virtual_stages(job.model, job.blocks_of_virtual_stages)
+    for virtual_stage, ends in enumerate(_with_ends(job, blocks, -1)):
         deferred = ends.weights.total if pipeline.splits else 0.0
         seconds[FORWARD, virtual_stage] = ends.forward.total
         seconds[BACKWARD, virtual_stage] = ends.backward.total - deferred
