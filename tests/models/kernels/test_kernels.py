@@ -329,7 +329,6 @@ def test_only_the_logits_of_one_part_exist_at_a_time(dtype: torch.dtype) -> None
 
 COMPILED = {
     "qwen3": (SHAPES["qwen3"], MicroBatchInfo()),
-    "gpt2": (SHAPES["gpt2"], MicroBatchInfo()),
     "gpt2 with dropout": (WITH_DROPOUT, MicroBatchInfo(dropout=KEY)),
 }
 
