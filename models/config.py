@@ -689,6 +689,13 @@ def _uniform(model: ModelConfig, has_experts: bool, attention: AttentionKind) ->
     )
 
 
+def shortest_pattern(model: ModelConfig) -> list[AttentionKind]:
+    """Return the shortest `attention_pattern` with which the layers have the same attention."""
+    kinds = [model.attention_kind(layer) for layer in range(model.layers)]
+    periods = range(1, model.layers + 1)
+    return next(kinds[:n] for n in periods if kinds[n:] == kinds[:-n])
+
+
 def nearest_multiples(value: int, divisor: int, *, most: int = MAX_SIZE) -> str:
     """Return the multiples of `divisor` around `value` as a phrase: '248 or 256'.
 

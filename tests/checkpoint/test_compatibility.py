@@ -106,6 +106,23 @@ def test_spelling_out_a_default_gives_the_same_model(corpus: Path) -> None:
 BASE_KEYS = ("parametrization", "base_hidden_size", "base_layers", "base_head_size")
 
 
+def test_an_older_checkpoint_has_the_defaults_of_later_keys(corpus: Path) -> None:
+    """It has only the keys that every recipe sets."""
+    now = recipe_of(corpus)
+    manifest = manifest_of(now)
+    required = small_recipe(corpus)["model"].keys()
+    older = {key: manifest.recipe["model"][key] for key in required}
+    assert older.keys() < manifest.recipe["model"].keys()
+    before = replace(manifest, recipe=manifest.recipe | {"model": older})
+    check_same_run(HERE, before, now, fingerprint(now))
+    check_same_model("training.initial_weights", before, now)
+    other = recipe_of(corpus, model__qk_norm=True)
+    with pytest.raises(UserError, match=r"model\.qk_norm = false \(here true\)"):
+        check_same_run(HERE, before, other, fingerprint(other))
+    with pytest.raises(UserError, match=r"model\.qk_norm = false \(here true\)"):
+        check_same_model("training.initial_weights", before, other)
+
+
 def test_a_checkpoint_without_a_parametrization_is_of_the_standard_one(corpus: Path) -> None:
     now = recipe_of(corpus)
     mup = recipe_of(corpus, model__parametrization="mup", model__base_hidden_size=32)

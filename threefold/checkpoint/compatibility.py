@@ -1,10 +1,11 @@
 """Compare a checkpoint with the recipe and the data of the run that starts or resumes from it."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from models.config import SCALING_KEYS, ModelConfig
+from models.config import SCALING_KEYS, ModelConfig, shortest_pattern
 from models.errors import UserError
 from threefold.checkpoint.format import Manifest, manifest_damage
 from threefold.config.deepspeed_json import leaves
@@ -18,11 +19,14 @@ from threefold.run_folder.progress import Progress
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
 # starts from initial weights.
 TRAINING_ONLY = (
-    *("dropout", "attention_dropout", "initial_std"),
+    *("dropout", "attention_dropout", "initial_std", "z_loss"),
     *("experts.balance_loss", "experts.z_loss", "experts.bias_update"),
 )
 # With rotary positions, a run may also change these keys, to continue on longer sequences.
-ROTARY_KEYS = ("sequence_length", "rope_theta", "rope_scaling")
+ROTARY_KEYS = (
+    *("sequence_length", "rope_theta", "rope_scaling"),
+    *("window.rope_theta", "window.rope_scaled"),
+)
 REMEDY_FOR_DAMAGED_WEIGHTS = "use another checkpoint, or write it again with recipes/convert.py"
 
 
@@ -166,7 +170,7 @@ def check_same_model(source: str, manifest: Manifest, recipe: Recipe) -> None:
     different = {
         name: values
         for name, values in differences(theirs, ours).items()
-        if name.partition(".")[0] in theirs and not {name, name.partition(".")[0]} & set(free)
+        if not {name, name.partition(".")[0]} & set(free)
     }
     if different:
         raise UserError(
@@ -242,10 +246,16 @@ def changed_positions(manifest: Manifest, recipe: Recipe) -> str:
 
 def _positions(model: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary keys of a [model] section that have an effect."""
-    rotary = {key: model.get(key) for key in ROTARY_KEYS}
+    sections = {"": model, "window": model.get("window") or {}}
+    rotary = {}
+    for name in ROTARY_KEYS:
+        section, _, key = name.rpartition(".")
+        rotary[name] = sections[section].get(key)
     if scaling := rotary["rope_scaling"]:
         keys = ("type", "factor", *SCALING_KEYS[scaling["type"]])
         rotary["rope_scaling"] = {key: scaling.get(key) for key in keys}
+    else:
+        del rotary["window.rope_scaled"]
     return rotary
 
 
@@ -257,15 +267,20 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> dict[str, list[A
 
 
 def spelled_out(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the [model] section with the keys that have a default of their own filled in.
+    """Return the [model] section with every default filled in, in the form of JSON.
 
-    Checkpoints of older versions and imported ones lack the parametrization: it is the standard.
+    Checkpoints of older versions lack the keys that have been added since: they have the defaults.
     """
     config = ModelConfig.from_table(model)
-    filled = {"head_size": config.attention_head_size, "parametrization": config.parametrization}
+    filled = {
+        "head_size": config.attention_head_size,
+        "qkv_bias": config.has_qkv_bias,
+        "attention_output_bias": config.has_attention_output_bias,
+        "attention_pattern": shortest_pattern(config),
+    }
     if config.parametrization != "standard":
         filled["base_head_size"] = config.base_head_size or config.attention_head_size
-    return model | filled
+    return asdict(config) | filled
 
 
 def _sentence(different: dict[str, list[Any]], prefix: str = "") -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import TypeAdapter
 
+from models.config import ModelConfig
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.layout import Cluster
 from threefold.config.phases import RENAMED
@@ -98,6 +99,13 @@ Outcome = Literal["ok", "out_of_memory", "hung", "crashed", "rejected", "too_lar
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 FAULTS: tuple[Outcome, ...] = ("hung", "crashed")  # outcomes that the user should look into
 KEY_DIGITS = 16
+# Keys of [model] that older versions lacked. With their defaults, they are not part of a trial's
+# identity, so that results in older folders count.
+LATER_MODEL_KEYS = (
+    "attention_output_bias", "attention_pattern", "attention_scale", "attention_sinks",
+    "attention_soft_cap", "embedding_multiplier", "logit_soft_cap", "norm_placement",
+    "partial_rotary_factor", "qk_norm_over", "qkv_bias", "window", "z_loss",
+)  # fmt: skip
 
 
 class WorkerKind(NamedTuple):
@@ -181,6 +189,7 @@ class Trial:
         recipe = self.recipe
         table = recipe.model_dump(mode="json")
         # Keys without effect are left out, so that they do not change the trial's identity.
+        table["model"] = without_later_keys(recipe.model, table["model"])
         if recipe.model.rope_scaling is None:
             del table["model"]["rope_scaling"]
         if recipe.layout.context == 1:
@@ -369,6 +378,17 @@ def data_in(corpus: Callable[[int, int], Path], recipe: Recipe) -> dict[str, Any
         "validation": str(folder / "validation"),
         "tokenizer": str(folder / "tokenizer"),
     }
+
+
+def without_later_keys(model: ModelConfig, table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the [model] section of a recipe without LATER_MODEL_KEYS that have the default.
+
+    Args:
+        table: the section in the form of JSON
+    """
+    fields = ModelConfig.__dataclass_fields__
+    unset = {key for key in LATER_MODEL_KEYS if getattr(model, key) == fields[key].default}
+    return {key: value for key, value in table.items() if key not in unset}
 
 
 def digest(value: Any) -> str:

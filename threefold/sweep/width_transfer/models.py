@@ -20,7 +20,7 @@ from threefold.config.sections import short
 from threefold.plan.job import recipe_on_cluster
 from threefold.sweep.choice import values_of_setting
 from threefold.sweep.folder import SweepFolder, read_json
-from threefold.sweep.trial import Result, Trial, data_in, digest
+from threefold.sweep.trial import Result, Trial, data_in, digest, without_later_keys
 
 T = TypeVar("T")
 
@@ -200,6 +200,7 @@ class TrainingTrial(Trial):
         """A hash of everything that affects the training."""
         table = self.recipe.model_dump(mode="json", exclude_none=True)
         deepspeed = read_deepspeed_json(self.recipe.deepspeed)
+        table["model"] = without_later_keys(self.recipe.model, table["model"])
         kept = {key: value for key, value in table.items() if key not in WITHOUT_EFFECT}
         return digest({"kind": self.kind, "recipe": kept, "deepspeed": deepspeed})
 
