@@ -93,7 +93,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/tracking/wandb_connection.py: check_variables": PARSING,
     "threefold/tracking/wandb_connection.py: WandbStatus.read": PARSING,
     "threefold/tracking/tracker.py: open_tracker": RAISES,
-    "threefold/tracking/wandb_connection.py: start_wandb": CONTINUES,
+    "threefold/sweep/report.py: publish_trial": CONTINUES,
 }
 
 

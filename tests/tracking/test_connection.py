@@ -473,6 +473,11 @@ def interrupt_after(event: threading.Event) -> None:
         time.sleep(0.1)
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
+        for _ in range(5):  # for half a second, as the signals of the launcher's processes arrive
+            for child in psutil.Process().children(recursive=True):
+                if "wandb" in child.name():
+                    child.terminate()
+            time.sleep(0.1)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     threading.Thread(target=interrupt, daemon=True).start()

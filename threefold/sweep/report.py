@@ -31,6 +31,7 @@ from threefold.tracking.wandb_connection import (
     common_arguments,
     read_wandb_key,
     requested_mode,
+    restart_offline,
     start_wandb,
     tear_down,
     untold,
@@ -317,7 +318,11 @@ def publish_trial(
 
     `requested` and `tell` are those of `start_wandb`.
     """
-    run, status = start_wandb(requested, arguments_of(trial, folder), tell=tell)
+    arguments = arguments_of(trial, folder)
+    try:
+        run, status = start_wandb(requested, arguments, tell=tell)
+    except Exception as error:
+        run, status = restart_offline(arguments, error)
     for step, seconds in enumerate(result.step_seconds, start=1):
         run.log({"step": step, "step_seconds": seconds})
     run.summary.update(row_of_trial(trial) | row_of_result(trial, result))

@@ -172,6 +172,10 @@ MAX_REASON_CHARACTERS = 200  # of an error, in a message
 SECONDS_TO_CONNECT = 30.0
 STATUS_FILE = "wandb/status.json"
 TAG_OF_EXIT = b"\x92\x01"  # field 18, `exit`, of the records in W&B's files; after the run's id
+ERRORS_OF_ENDED_SERVICE = (  # wandb.sdk.mailbox and wandb.sdk.lib.service, 0.31
+    "HandleAbandonedError", "MailboxClosedError", "ServicePollForTokenError",
+    "WandbServiceConnectionError",
+)  # fmt: skip
 TAIL_BYTES = 4096  # of a run's file, with its last records
 
 
@@ -254,7 +258,9 @@ def start_wandb(
     *,
     tell: Callable[[WandbStatus], None] = untold,
 ) -> tuple[Any, WandbStatus]:
-    """Start a W&B run, offline if there is no key or the server cannot be reached.
+    """Start a W&B run, offline if there is no key.
+
+    After an error, such as no answer of the server, `restart_offline` continues the run.
 
     Args:
         requested: a mode and the reason for it, as `requested_mode` returns them
@@ -273,10 +279,7 @@ def start_wandb(
         return _init(arguments, mode), WandbStatus(mode, reason=reason)
     server, seconds = _settings().base_url, f"{SECONDS_TO_CONNECT:g} s"
     tell(WandbStatus("waiting", reason=f"for {server} to answer, for at most {seconds}"))
-    try:
-        run = _init(arguments | {"resume": "allow"}, mode)
-    except Exception as error:
-        return restart_offline(arguments, error)
+    run = _init(arguments | {"resume": "allow"}, mode)
     return run, WandbStatus("online", run.url or "", reason)
 
 
@@ -382,7 +385,7 @@ def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
 
 
 def _service_has_ended(error: Exception) -> bool:
-    return type(error).__name__ in ("HandleAbandonedError", "MailboxClosedError")
+    return type(error).__name__ in ERRORS_OF_ENDED_SERVICE
 
 
 def short(error: Exception) -> str:

@@ -284,7 +284,7 @@ class WandbThread:
         self._folder, self._facts = folder, dict(facts)
         self._predicted, self._plan = predicted, dict[str, float]()
         self._tell, self._status = tell, WandbStatus("failed")
-        self._is_late = self._is_interrupted = self._awaits_server = False
+        self._is_late = self._is_interrupted = self._awaits_server = self._has_restarted = False
         self._ended = threading.Event()
         self._run: Any = None
         self._queue: queue.Queue[Item | None] = queue.Queue(self.MAX_QUEUED_STEPS)
@@ -380,7 +380,7 @@ class WandbThread:
                 self._tell(WandbStatus("waiting", reason=reason))
             deadline, is_killed = time.monotonic() + self.SECONDS_TO_KEEP, False
             while not self._ended.wait(SECONDS_BETWEEN_CHECKS) and time.monotonic() < deadline:
-                if self._status.mode == "failed":  # not started yet
+                if self._status.mode == "failed" and not self._has_restarted:  # not started yet
                     is_killed = is_killed or end_service()
                 elif self._status.mode == "online" and has_written_all(self._run):
                     break
@@ -391,7 +391,7 @@ class WandbThread:
         leave_handlers_out(self.exit_code)
 
     def _work(self, recipe: Recipe, requested: tuple[str, str]) -> None:
-        is_read = has_restarted = False  # is_read: the end of the queue
+        is_read = False  # the end of the queue
         try:
             arguments = wandb_arguments(recipe, self._folder.path)
             # At Ctrl-C, the launcher `deepspeed` ends all processes that descend from it, also that
@@ -399,10 +399,9 @@ class WandbThread:
             try:
                 started = start_wandb(requested, arguments, tell=self._tell_wait)
             except Exception as error:
-                if self._is_late or self._is_interrupted:
+                if self._is_late:
                     raise
                 mode, reason = choose_mode(*requested)
-                has_restarted = True
                 run = self._restarted(arguments, error, WandbStatus(mode, reason=reason))
             else:
                 run = self._started(*started)
@@ -413,14 +412,14 @@ class WandbThread:
                 try:
                     self._send(run, item)
                 except Exception as error:
-                    if has_restarted or self._is_late:
+                    if self._has_restarted or self._is_late:
                         raise
-                    has_restarted, run = True, self._restarted(arguments, error, self._status)
+                    run = self._restarted(arguments, error, self._status)
             is_read = True
             try:
                 run.finish()
             except Exception as error:
-                if has_restarted or self._is_late or self._status.mode != "offline":
+                if self._has_restarted or self._is_late or self._status.mode != "offline":
                     raise
                 self._restarted(arguments, error, self._status).finish()
         except Exception as error:
@@ -441,7 +440,9 @@ class WandbThread:
 
         earlier: the status until now; a run that was offline anyway keeps its reason
         """
-        run, status = restart_offline(arguments, error, ALL_FILES)
+        self._has_restarted = True
+        files = ALL_FILES if self._run is not None else "offline-run-*"
+        run, status = restart_offline(arguments, error, files)
         if earlier.mode == "offline":
             status = replace(status, reason=earlier.reason)
         self._started(run, status)
