@@ -28,7 +28,7 @@ from models.initialization import output_multiplier
 from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
-from models.parallel.cross_entropy import vocab_parallel_loss
+from models.parallel.cross_entropy import soft_capped, vocab_parallel_loss
 from models.parallel.layers import NORMS, VocabParallelEmbedding
 from models.parallel.micro_batch_info import MicroBatchInfo, dropout, positions_in, rows_in
 from models.sharding import Role, Sharding, declared_parameter, sharding_of
@@ -137,13 +137,14 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
         )
         self.vocab_size = config.vocab_size
         self.multiplier = output_multiplier(config)
+        self.soft_cap, self.z_loss = config.logit_soft_cap, config.z_loss
 
     def predict(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """[s, b, h] to the logits [s, b, v/t]; given labels [b, s], to their mean loss in nats."""
         if self.multiplier != 1:
             x = x * self.multiplier  # cheaper than the logits, which are larger
         if labels is None:
-            return self.logits(x)
+            return soft_capped(self.logits(x), self.soft_cap)
         return vocab_parallel_loss(
             x,
             self.weight,
@@ -152,20 +153,25 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
             tensor=self.tensor,
             fuse=self.fuse,
             gradient_scale=self.gradient_scale(),
+            soft_cap=self.soft_cap,
+            z_loss=self.z_loss,
             observe=self.observe,
         )
 
 
 class TokenEmbedding(VocabularyTable):
-    """Tokens [b, s] to [s, b, h], with dropout unless learned positions follow."""
+    """Tokens [b, s] to [s, b, h], with a factor, then dropout unless learned positions follow."""
 
     def __init__(self, config: ModelConfig, tensor: TensorAxis):
         super().__init__(config, tensor)
         self.dropout = 0.0 if config.positions == "learned" else config.dropout
+        self.embedding_multiplier = config.embedding_multiplier
 
     def forward(self, tokens: Tensor, info: MicroBatchInfo) -> Tensor:
         """[b, s] to [s, b, h]."""
         x = self.embed(tokens)
+        if self.embedding_multiplier != 1:
+            x = x * self.embedding_multiplier
         return dropout(
             x,
             self.dropout,

@@ -20,8 +20,8 @@ from models.parallel.collectives import TensorAxis
 
 Role = Literal["input", "hidden", "output", "vector"]
 
-# attention.output.weight, mlp.down.bias, mlp.shared.down.weight, mlp.experts.down_5
-INTO_RESIDUAL_STREAM = re.compile(r"\.(attention\.output|down)\.(weight|bias)$|\.down_\d+$")
+# attention.output.weight, mlp.down.bias, mlp.shared.down.weight, mlp.experts.down_5_bias
+INTO_RESIDUAL_STREAM = re.compile(r"\.(attention\.output|down)\.(weight|bias)$|\.down_\d+(_bias)?$")
 
 
 @dataclass(frozen=True)

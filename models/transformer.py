@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from models.config import ModelConfig
+from models.config import GATED, ModelConfig
 from models.context_parallel.attention import (
     attention_with_dropout,
     gather_keys,
@@ -33,11 +33,18 @@ from models.kernels.attention import (
     varlen_kernel,
 )
 from models.kernels.compile import Fusing
-from models.kernels.elementwise import Order, gelu, heads_first, swiglu
+from models.kernels.elementwise import ACTIVATIONS, Order, gelu, heads_first
 from models.kernels.norms import Branch, add
 from models.kernels.rotary import Frequencies
 from models.parallel.collectives import TensorAxis
-from models.parallel.layers import NORMS, ColumnParallelLinear, RMSNorm, RowParallelLinear
+from models.parallel.layers import (
+    NORMS,
+    ColumnParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    SplitRMSNorm,
+    norm_queries_and_keys,
+)
 from models.parallel.micro_batch_info import (
     Documents,
     MicroBatchInfo,
@@ -62,6 +69,10 @@ class ModelAxes:
 class Block(Fusing):
     """x + m attention(norm(x)), then x + m mlp(norm(x)), with a residual multiplier m, mostly 1.
 
+    With norms after, it is x + m norm(attention(x)), then x + m norm(mlp(x)), as in OLMo 2; with
+    both, x + m norm(attention(norm(x))) and the same for the MLP, as in Gemma. A norm of the output
+    includes the output bias. Dropout comes after the norm, as the last operation of the branch.
+
     number: number of the block in the model; its dropout masks depend on it
     recompute_core: the backward pass recomputes the attention core (arXiv 2205.05198)
     """
@@ -84,11 +95,18 @@ class Block(Fusing):
             tensor=tensor,
         )
         self.name = f"blocks.{number}"
-        self.attention_norm = norm()
+        self.norm_placement = config.norm_placement
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        # Modules are in the order of the forward pass, in which gradients are put into buckets.
+        if before:
+            self.attention_norm = norm()
         self.attention = Attention(
             config, axes, name=f"{self.name}.attention.core", recompute_core=recompute_core
         )
-        self.mlp_norm = norm()
+        if after:
+            self.attention_output_norm = norm()
+        if before:
+            self.mlp_norm = norm()
         self.mlp: MLP | MixtureOfExperts
         if config.has_experts(number):
             assert config.experts is not None
@@ -97,6 +115,7 @@ class Block(Fusing):
                 config.experts,
                 hidden_size=config.hidden_size,
                 activation=config.activation,
+                bias=config.bias,
                 tensor=tensor,
                 expert=axes.expert,
                 shared=MLP(config, tensor, ffn_hidden_size=size) if size else None,
@@ -104,17 +123,34 @@ class Block(Fusing):
             )
         else:
             self.mlp = MLP(config, tensor)
+        if after:
+            self.mlp_output_norm = norm()
         self.dropout, self.tensor = config.dropout, tensor
         self.multiplier = residual_multiplier(config)
 
     def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
+        if self.norm_placement != "before":
+            return self._with_output_norms(x, info)
         attended = self.attention(self.attention_norm(x), info)
         bias = self.attention.output.bias_here()
         attended = self._branch(attended, bias, "attention", info)
         x, normed = self.mlp_norm.of_sum(x, attended)
         y = self.mlp(normed)
         return add(x, self._branch(y, self.mlp.bias_here(), "mlp", info), self.fuse)
+
+    def _with_output_norms(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
+        """[s, b, h] to [s, b, h], with norms after, or before and after."""
+        before = self.norm_placement == "both"
+        y = self.attention(self.attention_norm(x) if before else x, info)
+        y = _with_bias(y, self.attention.output.bias_here())
+        branch = self._branch(self.attention_output_norm(y), None, "attention", info)
+        if before:
+            x, inputs = self.mlp_norm.of_sum(x, branch)
+        else:
+            inputs = x = add(x, branch, self.fuse)
+        y = _with_bias(self.mlp(inputs), self.mlp.bias_here())
+        return add(x, self._branch(self.mlp_output_norm(y), None, "mlp", info), self.fuse)
 
     def _branch(self, y: Tensor, bias: Tensor | None, half: str, info: MicroBatchInfo) -> Branch:
         """Return the term that one half of the block adds to the residual stream."""
@@ -151,21 +187,35 @@ class Attention(Fusing):
         self.kv_heads = config.kv_heads // tensor.size  # g/t
         d = config.attention_head_size
         blocks = (config.heads * d, config.kv_heads * d, config.kv_heads * d)  # q|k|v
-        self.qkv = ColumnParallelLinear(config.hidden_size, blocks, bias=config.bias, tensor=tensor)
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size, blocks, bias=config.has_qkv_bias, tensor=tensor
+        )
         self.output = RowParallelLinear(
-            config.heads * d, config.hidden_size, bias=config.bias, tensor=tensor
+            config.heads * d,
+            config.hidden_size,
+            bias=config.has_attention_output_bias,
+            tensor=tensor,
         )
         self.query_multiplier = query_multiplier(config)
         self.frequencies = Frequencies(d, config.rope_theta, config.rope_scaling)
-        if config.qk_norm:
+        self.qk_norm_over = config.qk_norm_over if config.qk_norm else None
+        self.q_norm: RMSNorm
+        self.k_norm: RMSNorm
+        if self.qk_norm_over == "head":
             self.q_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, tensor=tensor)
             self.k_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, tensor=tensor)
+        elif self.qk_norm_over == "projection":
+            self.q_norm = SplitRMSNorm(blocks[0], config.norm_epsilon, tensor=tensor)
+            self.k_norm = SplitRMSNorm(blocks[1], config.norm_epsilon, tensor=tensor)
 
     def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h]."""
         d = self.config.attention_head_size
-        qkv = self.qkv(x).unflatten(-1, (-1, d))  # [s, b, a/t + 2g/t, d]
-        if self.config.qk_norm:
+        qkv = self.qkv(x)  # [s, b, (a + 2g)/t * d]
+        if self.qk_norm_over == "projection":
+            qkv = norm_queries_and_keys(qkv, self.q_norm, self.k_norm)
+        qkv = qkv.unflatten(-1, (-1, d))  # [s, b, a/t + 2g/t, d]
+        if self.qk_norm_over == "head":
             q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
         rotation = None
@@ -249,7 +299,7 @@ class Attention(Fusing):
 
 
 class MLP(Fusing):
-    """gelu(x U) D, or silu(x G) * (x U) D (SwiGLU, arXiv 2002.05202); without the output bias.
+    """activation(x U) D, without the output bias; a gated activation reads x G and x U.
 
     Communication: that of its column-parallel, then of its row-parallel linear layer.
 
@@ -262,7 +312,7 @@ class MLP(Fusing):
         super().__init__()
         h, f = config.hidden_size, ffn_hidden_size or config.ffn_hidden_size
         self.activation = config.activation
-        blocks = (f, f) if config.activation == "swiglu" else (f,)  # gate|up, or up
+        blocks = (f, f) if config.activation in GATED else (f,)  # gate|up, or up
         self.up = ColumnParallelLinear(h, blocks, bias=config.bias, tensor=tensor)
         self.down = RowParallelLinear(f, h, bias=config.bias, tensor=tensor)
 
@@ -272,15 +322,20 @@ class MLP(Fusing):
 
     def activated(self, x: Tensor) -> Tensor:
         """[s, b, h] to the input of the second linear layer, [s, b, f/t]."""
-        if self.activation == "swiglu":
-            x = self.up(x)  # [s, b, 2f/t] with the gate first
-            return swiglu(x, self.fuse)
+        if self.activation in ACTIVATIONS:
+            x = self.up(x)  # [s, b, 2f/t] with the gate first; [s, b, f/t] without a gate
+            return ACTIVATIONS[self.activation](x, self.fuse)
         x = self.up(x, bias_gradient=False)  # [s, b, f/t]
         return gelu(x, self.up.bias, self.fuse, exact=self.activation == "gelu_erf")
 
     def bias_here(self) -> Tensor | None:
         """Return the output bias for this rank's positions."""
         return self.down.bias_here()
+
+
+def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """Return y + bias: [s, b, h]."""
+    return y if bias is None else y + bias
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Matmuls of groups of rows with one weight per group.
+"""Matmuls and sums of groups of rows with one weight or bias per group.
 
 n rows, sorted by group; g groups; r_i rows of group i.
 """
@@ -105,3 +105,34 @@ def stack(weights: Sequence[Tensor]) -> Tensor:
         return torch.stack([weight.detach() for weight in weights])
     shape = (len(weights), *first.shape)
     return first.as_strided(shape, (size, *first.stride()), first.storage_offset())
+
+
+def add_to_groups(
+    y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], *, first_column: int = 0
+) -> Tensor:
+    """Add the bias of each group to its rows, in place; no other operation may need y.
+
+    A bias without rows gets a gradient of zeros, as a weight of `grouped_matmul` does.
+
+    Args:
+        y: [n, out]
+        biases: g biases of consecutive columns, [out] or fewer
+        rows: r_i of each group; their sum is n
+        first_column: column of the first entry of the biases
+    """
+    return _AddToGroups.apply(y, tuple(rows), first_column, *biases)
+
+
+class _AddToGroups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, rows, first_column, *biases):
+        ctx.rows, ctx.columns = rows, slice(first_column, first_column + len(biases[0]))
+        ctx.mark_dirty(y)
+        for part, bias in zip(y[:, ctx.columns].split(rows), biases, strict=True):
+            part.add_(bias)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        parts = grad[:, ctx.columns].split(ctx.rows)
+        return grad, None, None, *(part.sum(0) for part in parts)

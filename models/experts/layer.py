@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.config import Experts
+from models.config import GATED, Experts
 from models.experts.balance import RouterStatistics, with_router_losses
 from models.experts.dispatch import DeferralToExchange, begin_combine, begin_dispatch
-from models.experts.grouped_matmul import grouped_matmul
+from models.experts.grouped_matmul import add_to_groups, grouped_matmul
 from models.experts.routing import (
     ExpertAxis,
     Routing,
@@ -25,7 +25,7 @@ from models.experts.routing import (
     scores_of,
 )
 from models.kernels.compile import Fusing, as_written, for_any_rows
-from models.kernels.elementwise import gelu, swiglu
+from models.kernels.elementwise import ACTIVATIONS, gelu
 from models.parallel.collectives import (
     TensorAxis,
     copy_to_tensor_axis,
@@ -45,6 +45,9 @@ class SharedExperts(Protocol):
 
     def activated(self, x: Tensor) -> Tensor:
         """[s, b, h] to the input of `down`."""
+
+    def bias_here(self) -> Tensor | None:
+        """Return the output bias for this rank's positions."""
 
 
 class MixtureOfExperts(nn.Module):
@@ -67,6 +70,7 @@ class MixtureOfExperts(nn.Module):
 
     settings: number and sizes of the experts, and their router
     activation: as `ModelConfig.activation`
+    bias: the router and the matrices of the experts have biases, as in GPT-OSS
     shared: the MLP of the shared experts; None: there are none
     number: number of the layer in the model
     gradient_scale: function that returns the gradient of the loss in the coming backward pass
@@ -82,14 +86,15 @@ class MixtureOfExperts(nn.Module):
         activation: str,
         tensor: TensorAxis,
         expert: ExpertAxis,
+        bias: bool = False,
         shared: SharedExperts | None = None,
         number: int = 0,
     ):
         super().__init__()
         self.settings, self.number = settings, number
         self.tensor, self.expert = tensor, expert
-        self.router = Router(settings, hidden_size, tensor)
-        self.experts = ExpertMLPs(settings, hidden_size, activation, expert)
+        self.router = Router(settings, hidden_size, tensor, bias=bias)
+        self.experts = ExpertMLPs(settings, hidden_size, activation, expert, bias=bias)
         self.shared = shared
         self.statistics = RouterStatistics()
 
@@ -144,81 +149,121 @@ class MixtureOfExperts(nn.Module):
             return None
         return DeferralToExchange([getattr(experts, f"up_{number}") for number in experts.numbers])
 
-    def bias_here(self) -> None:
-        """Return None: experts have no output bias."""
+    def bias_here(self) -> Tensor | None:
+        """Return the output bias of the shared experts for this rank's positions.
+
+        Those of the other experts are part of the output, because each is multiplied by a weight.
+        """
+        return None if self.shared is None else self.shared.bias_here()
 
 
 class Router(nn.Module):
     """Logits, scores and preferences of the experts, in fp32 also if the weights are in 16 bits.
 
-    The bias has the gradient zero. The engine changes it in each step, by the numbers of tokens of
-    the experts (`threefold/engine/experts.py`).
+    The bias of a sigmoid router counts only for the preferences and has the gradient zero. The
+    engine changes it in each step, by the numbers of tokens of the experts
+    (`threefold/engine/experts.py`). With `bias`, another router has an ordinary bias of its logits.
     """
 
-    def __init__(self, settings: Experts, hidden_size: int, tensor: TensorAxis):
+    def __init__(
+        self, settings: Experts, hidden_size: int, tensor: TensorAxis, *, bias: bool = False
+    ):
         super().__init__()
         self.kind, self.tensor = settings.router, tensor
+        assert not (bias and settings.has_bias), "a router with two kinds of biases"
         sharding = Sharding((settings.count, hidden_size), role="output")
         self.weight = declared_parameter(sharding, tensor)
         self.bias = (
-            declared_parameter(Sharding((settings.count,)), tensor) if settings.has_bias else None
+            declared_parameter(Sharding((settings.count,)), tensor)
+            if settings.has_bias or bias
+            else None
         )
+        self.is_balanced_by_bias = settings.has_bias
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[s, b, h] to three times fp32 [s, b, E]; each tensor rank has other tokens.
 
         Returns:
             The logits; the scores; and the preferences, without gradient, which are the scores plus
-            the biases, or without biases the logits.
+            the biases of a sigmoid router, otherwise the logits.
         """
-        logits = _RouterLogits.apply(x, copy_to_tensor_axis(self.weight, self.tensor), self.bias)
+        weight, bias = copy_to_tensor_axis(self.weight, self.tensor), self.bias
+        if self.is_balanced_by_bias or bias is None:
+            logits = _RouterLogits.apply(x, weight, bias, False)
+        else:
+            logits = _RouterLogits.apply(x, weight, copy_to_tensor_axis(bias, self.tensor), True)
         scores = scores_of(logits, self.kind)
-        if self.bias is None:
-            return logits, scores, logits.detach()
-        return logits, scores, scores.detach() + self.bias.detach().float()
+        if self.is_balanced_by_bias and bias is not None:
+            return logits, scores, scores.detach() + bias.detach().float()
+        return logits, scores, logits.detach()
 
 
 class _RouterLogits(torch.autograd.Function):
-    """F.linear in fp32, which keeps x in its own precision; the bias only gets a gradient: zero."""
+    """F.linear in fp32, which keeps x in its own precision.
+
+    adds_bias: False: the bias only gets a gradient, which is zero
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx, x, weight, bias, adds_bias):
         ctx.save_for_backward(x, weight)
         ctx.bias = None if bias is None else bias.new_zeros(bias.shape)
-        return F.linear(x.float(), weight.float())
+        ctx.adds_bias = adds_bias
+        return F.linear(x.float(), weight.float(), bias.float() if adds_bias else None)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad_x = (grad @ weight.float()).to(x.dtype)
         grad_weight = grad.flatten(0, 1).t() @ x.flatten(0, 1).float()
-        return grad_x, grad_weight.to(weight.dtype), ctx.bias
+        grad_bias = grad.flatten(0, 1).sum(0).to(ctx.bias) if ctx.adds_bias else ctx.bias
+        return grad_x, grad_weight.to(weight.dtype), grad_bias, None
 
 
 class ExpertMLPs(Deferring, Fusing):
-    """This rank's experts: the same MLP as in a dense layer, without biases.
+    """This rank's experts: the same MLP as in a dense layer.
 
-    Each weight of an expert is a parameter of its own, so that its name and logical shape do not
-    depend on the layout: `experts.up_5`, `experts.down_5`. With expert tensor parallelism, this
-    rank has a share of the columns of `up` and of the rows of `down`, so that its outputs are terms
-    of a sum over the tensor ranks.
+    Each weight and bias of an expert is a parameter of its own, so that its name and logical shape
+    do not depend on the layout: `experts.up_5`, `experts.down_5`, `experts.up_5_bias`. With expert
+    tensor parallelism, this rank has a share of the columns of `up` and of the rows of `down`, so
+    that its outputs are terms of a sum over the tensor ranks. It then also has a share of the
+    entries of the second bias, and adds them to the columns that they belong to: the sum contains
+    each entry once.
     """
 
-    def __init__(self, settings: Experts, hidden_size: int, activation: str, axis: ExpertAxis):
+    def __init__(
+        self,
+        settings: Experts,
+        hidden_size: int,
+        activation: str,
+        axis: ExpertAxis,
+        *,
+        bias: bool = False,
+    ):
         super().__init__()
         h, f = hidden_size, settings.ffn_hidden_size
-        self.activation = activation
-        blocks = (f, f) if activation == "swiglu" else (f,)  # gate|up, or up
-        up = Sharding((sum(blocks), h), 0, blocks, of_expert=True, role="hidden")
-        down = Sharding((h, f), 1, (f,), of_expert=True, role="hidden")
+        self.activation, self.columns, self.has_bias = activation, axis.columns, bias
+        blocks = (f, f) if activation in GATED else (f,)  # gate|up, or up
+        shardings = {
+            "up_{}": Sharding((sum(blocks), h), 0, blocks, of_expert=True, role="hidden"),
+            "down_{}": Sharding((h, f), 1, (f,), of_expert=True, role="hidden"),
+        }
+        if bias:
+            shardings |= {
+                "up_{}_bias": Sharding((sum(blocks),), 0, blocks, of_expert=True),
+                "down_{}_bias": Sharding((h,), 0, (h,), of_expert=True),
+            }
         self.numbers = axis.experts_here(settings.count)
         # All weights of a kind are adjacent in the optimizer's tensor (`grouped_matmul.stack`).
-        whole_up, whole_down = replace(up, dimension=None), replace(down, dimension=None, blocks=())
-        for name, split, whole in (("up", up, whole_up), ("down", down, whole_down)):
-            sharding = whole if axis.columns.size == 1 else split
+        for name, sharding in shardings.items():
+            if axis.columns.size == 1:
+                is_first_matrix = name == "up_{}"
+                sharding = replace(
+                    sharding, dimension=None, blocks=blocks if is_first_matrix else ()
+                )
             for number in self.numbers:
                 parameter = declared_parameter(sharding, axis.tensor)
-                self.register_parameter(f"{name}_{number}", parameter)
+                self.register_parameter(name.format(number), parameter)
 
     def forward(
         self,
@@ -232,18 +277,24 @@ class ExpertMLPs(Deferring, Fusing):
         Args:
             up_deferral: receives the gradients of `up`; None: `self.deferral` does, if it exists
         """
-        up, down = (
-            [getattr(self, f"{name}_{number}") for number in self.numbers]
-            for name in ("up", "down")
-        )
         # m differs between micro-batches. Fewer than two rows would be compiled separately.
         fuse = for_any_rows(self.fuse) if len(x) > 1 else as_written
-        x = grouped_matmul(x, up, rows, up_deferral or self.deferral)
-        if self.activation == "swiglu":
-            x = swiglu(x, fuse)
+        x = grouped_matmul(x, self._of_all("up_{}"), rows, up_deferral or self.deferral)
+        if self.has_bias:
+            x = add_to_groups(x, self._of_all("up_{}_bias"), rows)
+        if self.activation in ACTIVATIONS:
+            x = ACTIVATIONS[self.activation](x, fuse)
         else:
             x = gelu(x, None, fuse, exact=self.activation == "gelu_erf")
-        return grouped_matmul(x, down, rows, self.deferral)
+        y = grouped_matmul(x, self._of_all("down_{}"), rows, self.deferral)
+        if self.has_bias:
+            biases = self._of_all("down_{}_bias")
+            y = add_to_groups(y, biases, rows, first_column=self.columns.rank * len(biases[0]))
+        return y
+
+    def _of_all(self, name: str) -> list[nn.Parameter]:
+        """Return the parameters of a kind of this rank's experts, in their order."""
+        return [getattr(self, name.format(number)) for number in self.numbers]
 
 
 def expert_layers(module: nn.Module) -> list[MixtureOfExperts]:

@@ -8,6 +8,8 @@ residual stream are in `norms.py`, dropout is in `dropout.py`.
 s sequence, b micro-batch, h hidden, f MLP hidden, a query heads, g key-value heads, d head size.
 """
 
+import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -29,7 +31,35 @@ PERMUTATIONS: dict[Order, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 def swiglu(x: Tensor, fuse: Function) -> Tensor:
     """Return silu(gate) * up (arXiv 2002.05202): gate|up [..., 2f] to [..., f]."""
-    return _SwiGLU.apply(x, fuse)
+    return _Activation.apply(x, _swiglu, _swiglu_backward, fuse)
+
+
+def geglu(x: Tensor, fuse: Function) -> Tensor:
+    """Return gelu(gate) * up (arXiv 2002.05202), with the tanh approximation: as `swiglu`."""
+    return _Activation.apply(x, _geglu, _geglu_backward, fuse)
+
+
+def clamped_swiglu(x: Tensor, fuse: Function) -> Tensor:
+    """Return the gated activation of GPT-OSS: gate|up [..., 2f] to [..., f].
+
+    It is (up + 1) * gate * sigmoid(1.702 gate), after the gate is limited to at most 7 and `up` to
+    -7 .. 7 (`GptOssExperts._apply_gate` in transformers).
+    """
+    return _Activation.apply(x, _clamped_swiglu, _clamped_swiglu_backward, fuse)
+
+
+def squared_relu(x: Tensor, fuse: Function) -> Tensor:
+    """Return max(x, 0)^2 (Primer, arXiv 2109.08668): [..., f] to [..., f]."""
+    return _Activation.apply(x, _squared_relu, _squared_relu_backward, fuse)
+
+
+# All activations but `gelu`, whose kernel also computes the gradient of a bias, by name.
+ACTIVATIONS: dict[str, Callable[[Tensor, Function], Tensor]] = {
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "clamped_swiglu": clamped_swiglu,
+    "squared_relu": squared_relu,
+}
 
 
 def gelu(x: Tensor, bias: Tensor | None, fuse: Function, *, exact: bool = False) -> Tensor:
@@ -72,16 +102,16 @@ def heads_first(
     return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, order), fuse)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, fuse):
-        ctx.fuse = fuse
+    def forward(ctx, x, function, gradient, fuse):
+        ctx.fuse, ctx.gradient = fuse, gradient
         ctx.save_for_backward(x)
-        return fuse(_swiglu)(x)
+        return fuse(function)(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.fuse(_swiglu_backward)(grad, *ctx.saved_tensors), None
+        return ctx.fuse(ctx.gradient)(grad, *ctx.saved_tensors), None, None, None
 
 
 class _GELU(torch.autograd.Function):
@@ -118,8 +148,62 @@ def _swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
+    return _joined(grad_gate, grad * silu).to(x.dtype)
+
+
+def _joined(gate: Tensor, up: Tensor) -> Tensor:
+    """Return gate|up [..., 2f] of two tensors [..., f]."""
     # Compiled, a stack takes about half as long as a cat.
-    return torch.stack([grad_gate, grad * silu], dim=-2).flatten(-2).to(x.dtype)
+    return torch.stack([gate, up], dim=-2).flatten(-2)
+
+
+SQRT_2_OVER_PI, CUBIC = math.sqrt(2 / math.pi), 0.044715  # of the approximation of GELU
+
+
+def _tanh_of_gelu(x: Tensor) -> Tensor:
+    """Return the tanh in x (1 + tanh) / 2, the approximation of GELU."""
+    return torch.tanh(SQRT_2_OVER_PI * x * (1 + CUBIC * x * x))
+
+
+def _geglu(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    return (0.5 * gate * (1 + _tanh_of_gelu(gate)) * up).to(x.dtype)
+
+
+def _geglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    tanh = _tanh_of_gelu(gate)
+    slope = SQRT_2_OVER_PI * (1 + 3 * CUBIC * gate * gate)  # of the argument of tanh
+    half = 0.5 * (1 + tanh)
+    grad_gate = grad * up * (half + 0.5 * gate * (1 - tanh * tanh) * slope)
+    return _joined(grad_gate, grad * gate * half).to(x.dtype)
+
+
+SIGMOID_FACTOR, LIMIT = 1.702, 7.0  # `swiglu_limit` of every published GPT-OSS
+
+
+def _clamped_swiglu(x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return ((up + 1) * gate * (SIGMOID_FACTOR * gate).sigmoid()).to(x.dtype)
+
+
+def _clamped_swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    limited = gate.clamp(max=LIMIT)
+    sigmoid = (SIGMOID_FACTOR * limited).sigmoid()
+    slope = sigmoid * (1 + SIGMOID_FACTOR * limited * (1 - sigmoid))
+    grad_gate = grad * (up.clamp(-LIMIT, LIMIT) + 1) * slope * (gate <= LIMIT)
+    grad_up = grad * limited * sigmoid * (up.abs() <= LIMIT)
+    return _joined(grad_gate, grad_up).to(x.dtype)
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return x.float().relu().square().to(x.dtype)
+
+
+def _squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    return (2 * grad * x.float().relu()).to(x.dtype)
 
 
 @native_on_cpu

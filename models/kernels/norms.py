@@ -225,3 +225,83 @@ def _add_and_norm_backward(
     grad_x, grad_weight, grad_bias = _norm_backward(grad, total, weight, bias, *statistics)
     grad_x = grad_x + grad_total
     return grad_x, *_branch_backward(grad_x, keep, *branch), grad_weight, grad_bias
+
+
+# RMSNorm of the queries, and of the keys, over all heads together. Tensor ranks divide the heads,
+# so that they add up their sums between these pure functions (`models/parallel/layers.py`).
+#
+# q, k, v columns of queries, keys and values on this rank.
+
+
+def query_key_squares(qkv: Tensor, columns: tuple[int, int, int], sizes: tuple[int, int]) -> Tensor:
+    """Return this rank's terms of the mean squares of q and k: [s, b, q + k + v] to fp32 [s, b, 2].
+
+    sizes: columns of q and of k on all ranks
+    """
+    q, k, _ = qkv.float().split(columns, dim=-1)
+    terms = [q.square().sum(-1) / sizes[0], k.square().sum(-1) / sizes[1]]
+    return torch.stack(terms, dim=-1)
+
+
+def query_key_norm(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    inverse_rms: Tensor,
+    columns: tuple[int, int, int],
+) -> Tensor:
+    """Return normed q, normed k and v: [s, b, q + k + v].
+
+    inverse_rms: of q and k, fp32 [s, b, 2]
+    """
+    q, k, v = qkv.split(columns, dim=-1)
+    of_q, of_k = inverse_rms.split(1, dim=-1)
+    q = (q.float() * of_q).to(qkv.dtype) * q_weight
+    k = (k.float() * of_k).to(qkv.dtype) * k_weight
+    return torch.cat([q, k, v], dim=-1)
+
+
+def query_key_products(
+    grad: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    inverse_rms: Tensor,
+    columns: tuple[int, int, int],
+    sizes: tuple[int, int],
+) -> Tensor:
+    """Return this rank's terms of the means of gradient times normed value: fp32 [s, b, 2].
+
+    sizes: as in `query_key_squares`
+    """
+    q, k, _ = qkv.float().split(columns, dim=-1)
+    grad_q, grad_k, _ = grad.float().split(columns, dim=-1)
+    of_q = (grad_q * q_weight * q).sum(-1) / sizes[0]
+    of_k = (grad_k * k_weight * k).sum(-1) / sizes[1]
+    return torch.stack([of_q, of_k], dim=-1) * inverse_rms
+
+
+def query_key_norm_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    inverse_rms: Tensor,
+    means: Tensor,
+    columns: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q|k|v and of both weights.
+
+    means: the sum of `query_key_products` over the ranks, fp32 [s, b, 2]
+    """
+    q, k, _ = qkv.float().split(columns, dim=-1)
+    grad_q, grad_k, grad_v = grad.float().split(columns, dim=-1)
+    of_q, of_k = inverse_rms.split(1, dim=-1)
+    mean_q, mean_k = means.split(1, dim=-1)
+    q, k = q * of_q, k * of_k
+    grad_q_weight = (grad_q * q).flatten(0, -2).sum(0).to(q_weight.dtype)
+    grad_k_weight = (grad_k * k).flatten(0, -2).sum(0).to(k_weight.dtype)
+    grad_q = of_q * (grad_q * q_weight - q * mean_q)
+    grad_k = of_k * (grad_k * k_weight - k * mean_k)
+    grad_x = torch.cat([grad_q, grad_k, grad_v], dim=-1).to(qkv.dtype)
+    return grad_x, grad_q_weight, grad_k_weight

@@ -25,6 +25,8 @@ def vocab_parallel_loss(
     tensor: TensorAxis,
     fuse: Function,
     gradient_scale: float = 1.0,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
     observe: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy in nats of labels [b, s], given x W^T [s, b, v/t] as logits.
@@ -46,22 +48,38 @@ def vocab_parallel_loss(
             the actual gradient divided by `gradient_scale`. In fp16, where gradients without the
             loss scale underflow, it must be the loss scale divided by the number of micro-batches.
             Gradients then overflow exactly where those of an ordinary backward pass would.
+        soft_cap: as in `soft_capped`
+        z_loss: factor of the mean squared logsumexp of the logits (PaLM, arXiv 2204.02311,
+            section 5). The result does not include this loss, but the gradients do.
         observe: called with fp32 [2, b, s], the same on all tensor ranks: the cross-entropy of each
             label in nats, and 1 where no token of the vocabulary has a higher logit than the label,
             otherwise 0; None: nothing is kept
     """
     scale = gradient_scale if torch.is_grad_enabled() else None
-    return _VocabParallelLoss.apply(x, weight, labels, vocab_size, tensor, fuse, scale, observe)
+    changes = (soft_cap, z_loss)
+    return _VocabParallelLoss.apply(
+        x, weight, labels, vocab_size, tensor, fuse, scale, changes, observe
+    )
+
+
+def soft_capped(logits: Tensor, soft_cap: float | None) -> Tensor:
+    """Return c tanh(logits / c), which lies between -c and c (Gemma 2, arXiv 2408.00118).
+
+    soft_cap: c; None: the logits remain as they are
+    """
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
 
 
 class _VocabParallelLoss(torch.autograd.Function):
     """Compute the gradients in the forward pass, and scale them in the backward pass.
 
     scale: factor of the gradients; None: no gradients are needed
+    changes: `soft_cap` and `z_loss`
     """
 
     @staticmethod
-    def forward(ctx, x, weight, labels, vocab_size, tensor, fuse, scale, observe):
+    def forward(ctx, x, weight, labels, vocab_size, tensor, fuse, scale, changes, observe):
+        soft_cap, z_loss = changes
         whole = all_gather(x, tensor) if tensor.sequence_parallel and tensor.size > 1 else x
         tokens = whole.flatten(0, 1)  # [s * b, h]
         first = tensor.rank * len(weight)
@@ -76,6 +94,8 @@ class _VocabParallelLoss(torch.autograd.Function):
         for chunk in chunks:
             rows = tokens[chunk]  # [n, h]
             logits = torch.mm(rows, table.t(), out=room[: len(rows)])  # [n, v/t]
+            if soft_cap is not None:
+                fuse(_cap)(logits, soft_cap)
             logits[:, max(0, vocab_size - first) :] = float("-inf")
             log_sums, label_logits, largest = _reduced(logits, columns[chunk], tensor, fuse)
             total += (log_sums - label_logits).sum()
@@ -87,9 +107,15 @@ class _VocabParallelLoss(torch.autograd.Function):
             assert grad_tokens is not None
             share = scale / len(tokens)  # d(scaled loss) / d(loss of a token)
             of_labels = torch.expm1(label_logits - log_sums) * share
-            _turn_into_gradients(
-                logits, columns[chunk], log_sums, of_labels, share=share, fuse=fuse
-            )
+            if soft_cap is None and not z_loss:
+                fuse(_turn_into_softmax)(logits, log_sums - math.log(share))
+            else:
+                factors = (1 + 2 * z_loss * log_sums) * share
+                fuse(_turn_into_changed_softmax)(logits, log_sums, factors, soft_cap)
+                of_labels += (label_logits - log_sums).exp_() * (factors - share)
+                if soft_cap is not None:
+                    of_labels *= _slope_of_cap(label_logits, soft_cap)
+            _set_gradients_of_labels(logits, columns[chunk], of_labels)
             torch.mm(logits, table, out=grad_tokens[chunk])
             if grad_weight is None:
                 grad_weight = torch.empty_like(weight)
@@ -111,7 +137,7 @@ class _VocabParallelLoss(torch.autograd.Function):
         grad = grad / ctx.scale  # 1 if the expected gradient was right
         grad_x, grad_weight = ctx.grad_x().mul_(grad), ctx.grad_weight.mul_(grad)
         ctx.grad_x = ctx.grad_weight = None
-        return grad_x, grad_weight, None, None, None, None, None, None
+        return grad_x, grad_weight, *(None for _ in range(7))
 
 
 def _computed_rows(rows: int, vocab_size: int, device: torch.device) -> int:
@@ -143,20 +169,11 @@ def _reduced(
     return total.log() + largest, label_logits, largest
 
 
-def _turn_into_gradients(
-    logits: Tensor,
-    columns: Tensor,
-    log_sums: Tensor,
-    label_gradients: Tensor,
-    *,
-    share: float,
-    fuse: Function,
-) -> None:
-    """Replace logits by (softmax - one-hot) * share, their gradients, in place.
+def _set_gradients_of_labels(logits: Tensor, columns: Tensor, label_gradients: Tensor) -> None:
+    """Replace the gradients of the labels' logits on this rank, in place.
 
-    label_gradients: fp32 [n], gradients of the labels' logits, rounded only after subtracting one
+    label_gradients: fp32 [n], which are rounded only after subtracting one
     """
-    fuse(_turn_into_softmax)(logits, log_sums - math.log(share))
     outside = (columns < 0) | (columns >= logits.shape[1])
     columns = columns.masked_fill(outside, 0).unsqueeze(1)
     others = logits.gather(1, columns).squeeze(1)
@@ -178,3 +195,28 @@ def _sums(logits: Tensor, columns: Tensor, largest: Tensor) -> Tensor:
 
 def _turn_into_softmax(logits: Tensor, log_sums: Tensor) -> None:
     logits.copy_(logits.float().sub_(log_sums.unsqueeze(1)).exp_())
+
+
+def _turn_into_changed_softmax(
+    logits: Tensor, log_sums: Tensor, factors: Tensor, soft_cap: float | None
+) -> None:
+    """Replace capped logits by the softmax times factors, as gradients of uncapped logits.
+
+    factors: fp32 [n], with the z-loss: the gradient of a squared logsumexp is the softmax times
+        twice the logsumexp
+    """
+    wide = logits.float()
+    gradients = (wide - log_sums.unsqueeze(1)).exp_().mul_(factors.unsqueeze(1))
+    if soft_cap is not None:
+        gradients *= _slope_of_cap(wide, soft_cap)
+    logits.copy_(gradients)
+
+
+def _cap(logits: Tensor, soft_cap: float) -> None:
+    """Replace logits by capped ones, in place; arithmetic is in fp32."""
+    logits.copy_((logits.float() / soft_cap).tanh_().mul_(soft_cap))
+
+
+def _slope_of_cap(capped: Tensor, soft_cap: float) -> Tensor:
+    """Return the derivative of `soft_capped`, given its result; 0 for minus infinity."""
+    return (1 - (capped / soft_cap).square()).clamp_(min=0)

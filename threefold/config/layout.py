@@ -253,6 +253,13 @@ def check_experts(model: ModelConfig, layout: Layout) -> None:
             f"layout.tensor = {layout.tensor}, which layout.expert_tensor_parallel needs; use "
             f"{fewer}" + (", or layout.expert_tensor_parallel = false" if whole_fit else "")
         )
+    if model.bias and model.hidden_size % layout.expert_tensor:
+        divisible = math.gcd(divisible, model.hidden_size)
+        raise UserError(
+            f"model.hidden_size = {model.hidden_size} is not divisible by layout.tensor = "
+            f"{layout.tensor}, which layout.expert_tensor_parallel needs with model.bias = true; "
+            f"use layout.tensor = {nearest_divisors(divisible, layout.tensor)}"
+        )
     if experts.shared_ffn_hidden_size % layout.tensor:
         raise UserError(
             f"model.experts.shared x model.experts.ffn_hidden_size = "

@@ -212,10 +212,10 @@ def deferring_parameters(module: nn.Module) -> set[nn.Parameter]:
 def units_of_experts(module: nn.Module) -> dict[nn.Parameter, Hashable]:
     """Return a key for each weight of an expert: the weights of a kind in a layer are adjacent.
 
-    `grouped_matmul` then reads them as one tensor.
+    `grouped_matmul` then reads them as one tensor. Biases are kinds of their own.
     """
     return {
-        parameter: (layer.number, name.split("_")[0])
+        parameter: (layer.number, name.split("_")[0], name.endswith("bias"))
         for layer in expert_layers(module)
         for name, parameter in layer.experts.named_parameters()
     }

@@ -152,7 +152,7 @@ def _distances(
     for name, values in expected.items():
         # The difference of a bias is relative to its layer's weight, because both form one affine
         # map. A bias that has grown from zero in a few steps is too small to be the divisor.
-        weight = expected.get(name.replace(".bias", ".weight"), values)
+        weight = expected.get(_weight_of(name), values)
         for part, rows in split_noise(name, model).items():
             size = max(float(values[rows].norm()), float(weight[rows].norm()))
             difference = _finite(float((got[name][rows] - values[rows]).norm()) / (size or 1.0))
@@ -160,22 +160,37 @@ def _distances(
     return distances, noise
 
 
-def split_noise(name: str, model: ModelConfig) -> dict[str, slice]:
+def _weight_of(bias: str) -> str:
+    """Return the name of the weight of a bias, such as "mlp.experts.up_5" of "up_5_bias"."""
+    return bias.removesuffix("_bias").replace(".bias", ".weight")
+
+
+def split_noise(name: str, model: ModelConfig) -> dict[str, slice | list[int]]:
     """Return the rows of the parts of a parameter that are compared separately, by name.
 
     A bias of the keys shifts all scores of a query by the same amount, which softmax ignores. Its
     exact gradient is therefore zero, the computed gradient is a rounding error, and Adam divides
-    that error by its own size. With rotary positions or a norm of the keys, the bias has an
-    ordinary gradient.
+    that error by its own size. The bias has an ordinary gradient in the columns that rotary
+    positions turn, with a norm of the keys, with sinks, and if scores are capped.
     """
-    if not name.endswith("attention.qkv.bias") or model.positions == "rope" or model.qk_norm:
+    if not name.endswith("attention.qkv.bias"):
         return {name: slice(None)}
-    queries, keys = (heads * model.attention_head_size for heads in (model.heads, model.kv_heads))
-    return {
-        f"{name} (queries)": slice(0, queries),
-        name + NOISE_SUFFIX: slice(queries, queries + keys),
-        f"{name} (values)": slice(queries + keys, None),
+    layer, d = int(name.split(".")[1]), model.attention_head_size
+    is_ordinary = model.qk_norm or model.attention_sinks or model.attention_soft_cap is not None
+    turns = model.positions == "rope" and model.attention_kind(layer) != "nope"
+    ordinary = d if is_ordinary else model.rotary_columns if turns else 0
+    if ordinary == d:
+        return {name: slice(None)}
+    first, last = model.query_size, model.query_size + model.key_value_size
+    keys = range(first, last)
+    parts: dict[str, slice | list[int]] = {
+        f"{name} (queries)": slice(0, first),
+        name + NOISE_SUFFIX: [row for row in keys if (row - first) % d >= ordinary],
+        f"{name} (values)": slice(last, None),
     }
+    if ordinary:
+        parts[f"{name} (rotated keys)"] = [row for row in keys if (row - first) % d < ordinary]
+    return parts
 
 
 def _largest(got: list[float], expected: list[float]) -> float:

@@ -28,6 +28,7 @@ from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
+from models.parallel.layers import _QueryKeyNorm
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from models.transformer import rotary_table
 from tests.models.test_transformer import KEY, SHAPES, WITH_DROPOUT
@@ -57,6 +58,17 @@ def add_and_layer_norm(
 def swiglu(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def clamped_swiglu(x: Tensor) -> Tensor:
+    gate, up = (3 * x).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def query_key_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
+    q, k, v = qkv.split([8, 4, 4], dim=-1)
+    return torch.cat([rms_norm(q, q_weight), rms_norm(k, k_weight), v], dim=-1)
 
 
 def heads_first(qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
@@ -157,6 +169,26 @@ KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
         [STREAM, (16,)],
     ),
     "swiglu": (lambda x: elementwise.swiglu(x, as_written), swiglu, [(5, 3, 16)]),
+    "geglu": (
+        lambda x: elementwise.geglu(x, as_written),
+        lambda x: F.gelu(x[..., :8], approximate="tanh") * x[..., 8:],
+        [STREAM],
+    ),
+    "clamped swiglu": (
+        lambda x: elementwise.clamped_swiglu(3 * x, as_written),  # some are above the limit
+        clamped_swiglu,
+        [STREAM],
+    ),
+    "squared relu": (
+        lambda x: elementwise.squared_relu(x, as_written),
+        lambda x: F.relu(x) ** 2,
+        [STREAM],
+    ),
+    "query and key norm": (
+        lambda x, q, k: _QueryKeyNorm.apply(x, q, k, (8, 4), EPSILON, TensorAxis(), as_written),
+        query_key_norm,
+        [STREAM, (8,), (4,)],
+    ),
     "rotated heads": (
         lambda x: elementwise.heads_first(
             x, rotation(), heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
@@ -263,6 +295,37 @@ def test_the_loss_in_chunks_is_cross_entropy(most: int, dtype: torch.dtype) -> N
         assert difference(outcome(ours, (x, table)), expected) < tolerance
         with torch.no_grad():
             assert float(ours(x, table)) == pytest.approx(float(expected[0]), rel=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("soft_cap", "z_loss"), [(None, 0.1), (1.5, 0.0), (1.5, 0.1)])
+def test_soft_cap_and_z_loss_are_their_formulas(
+    soft_cap: float | None, z_loss: float, dtype: torch.dtype
+) -> None:
+    """The z-loss changes only the gradients; padding, as on a GPU, takes part in neither."""
+    torch.manual_seed(0)
+    x, table = torch.randn(4, 3, 8).to(dtype), torch.randn(20, 8).to(dtype)
+    labels = torch.randint(17, (3, 4))
+
+    def ours(x: Tensor, table: Tensor) -> Tensor:
+        return cross_entropy.vocab_parallel_loss(
+            x, table, labels, vocab_size=17, tensor=TensorAxis(), fuse=as_written,
+            gradient_scale=0.5, soft_cap=soft_cap, z_loss=z_loss,
+        )  # fmt: skip
+
+    def formula(x: Tensor, table: Tensor) -> Tensor:
+        logits = x @ table[:17].t()
+        if soft_cap is not None:
+            logits = soft_cap * torch.tanh(logits / soft_cap)
+        z = z_loss * logits.logsumexp(-1).square().mean()
+        return F.cross_entropy(logits.flatten(0, 1), labels.t().flatten()) + z - z.detach()
+
+    expected = outcome(formula, (x.float(), table.float()))
+    whole_table = mock.patch.object(cross_entropy, "_computed_rows", lambda rows, *_: rows)
+    with mock.patch.dict(cost.MAX_LOGITS, cpu=40), whole_table:
+        assert difference(outcome(ours, (x, table)), expected) < TOLERANCE[dtype]
+        with torch.no_grad():
+            assert float(ours(x, table)) == pytest.approx(float(expected[0]), rel=TOLERANCE[dtype])
 
 
 def test_a_nearly_certain_token_keeps_its_gradient_in_bf16() -> None:
