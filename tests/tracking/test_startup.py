@@ -71,8 +71,10 @@ def launched(tmp_path: Path, **environment: str) -> dict[str, float]:
 
 
 def test_a_launcher_counts_from_its_own_start(tmp_path: Path) -> None:
+    began = time.monotonic()
     seconds = launched(tmp_path)
-    assert list(seconds) == ["launcher"] and 0.3 <= seconds["launcher"] < 1.5
+    assert list(seconds) == ["launcher"]
+    assert 0.3 <= seconds["launcher"] < time.monotonic() - began
 
 
 def test_a_launcher_that_starts_ranks_again_is_left_out(tmp_path: Path) -> None:
