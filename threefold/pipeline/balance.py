@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby, permutations
+from itertools import groupby, islice, permutations
 
 from models.config import ModelConfig
 from models.cost import (
@@ -16,7 +16,8 @@ from threefold.pipeline.schedules import last_stage, stage_and_chunk, virtual_st
 
 # Durations are rounded to this fraction of a micro-batch, so that passes end at the same times.
 PROPORTION_UNITS = 48
-LOAD_DIGITS = 6  # of a load in blocks that is compared with another one
+LOAD_QUANTUM = 0.005  # share of a stage's load below which loads count as the same
+LOAD_DIGITS = 6  # of a chunk's load in blocks that is compared with another one
 
 
 @dataclass(frozen=True)
@@ -103,15 +104,23 @@ def divide_blocks(
 def _better_division(
     counts: tuple[int, ...], costs: LayerCosts, *, schedule: str, stages: int
 ) -> tuple[int, ...] | None:
-    """Return the division with the smallest loads that one move makes; None if none is better.
+    """Return the best division that one move makes; None if no move makes a better one.
 
-    A move gives a block of a chunk to another chunk; the chunks between them pass a block on. Loads
-    are compared from the largest one on. Of equal ones, the move to the last chunk is chosen.
+    A move gives a block of a chunk to another chunk; the chunks between them pass a block on. A
+    division is better if the largest load of a stage is smaller, or the next largest one, and so
+    on. If all stages have about the same loads, the loads of the chunks are compared in this way.
+    Of equally good moves, the one to the last chunk is chosen.
     """
+    quantum = LOAD_QUANTUM * (sum(costs.blocks) + costs.head) / stages
 
-    def loads_of(division: Sequence[int]) -> list[float]:
-        loads = stage_loads(division, costs, schedule=schedule, stages=stages)
-        return sorted((round(load, LOAD_DIGITS) for load in loads), reverse=True)
+    def loads_of(division: Sequence[int]) -> tuple[list[int], list[float]]:
+        of_stages = stage_loads(division, costs, schedule=schedule, stages=stages)
+        of_chunks = _loads_of_blocks(division, costs)
+        of_chunks[-1] += costs.head
+        return (
+            sorted((round(load / quantum) for load in of_stages), reverse=True),
+            sorted((round(load, LOAD_DIGITS) for load in of_chunks), reverse=True),
+        )
 
     least, best = loads_of(counts), None
     for source, target in permutations(range(len(counts)), 2):
@@ -135,13 +144,16 @@ def stage_loads(
 ) -> list[float]:
     """Return the work of each stage, in the unit of `costs`."""
     loads = [0.0] * stages
-    first = 0
-    for virtual_stage, blocks in enumerate(block_counts):
-        stage, _ = stage_and_chunk(schedule, stages, virtual_stage)
-        loads[stage] += sum(costs.blocks[first : first + blocks])
-        first += blocks
+    for virtual_stage, load in enumerate(_loads_of_blocks(block_counts, costs)):
+        loads[stage_and_chunk(schedule, stages, virtual_stage)[0]] += load
     loads[last_stage(schedule, stages, len(block_counts) // stages)] += costs.head
     return loads
+
+
+def _loads_of_blocks(block_counts: Sequence[int], costs: LayerCosts) -> list[float]:
+    """Return the work of the blocks of each virtual stage."""
+    blocks = iter(costs.blocks)
+    return [sum(islice(blocks, count)) for count in block_counts]
 
 
 def imbalance(
