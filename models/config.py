@@ -311,10 +311,8 @@ def check_base_sizes(
 # Keys that a recipe may not set before all that depends on them follows.
 NOT_SUPPORTED_YET = (
     "attention_pattern", "window", "attention_sinks", "attention_scale", "attention_soft_cap",
-    "partial_rotary_factor", "qkv_bias", "attention_output_bias", "norm_placement", "qk_norm_over",
-    "embedding_multiplier", "logit_soft_cap", "z_loss",
+    "partial_rotary_factor",
 )  # fmt: skip
-ACTIVATIONS_NOT_SUPPORTED_YET = ("geglu", "clamped_swiglu", "squared_relu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,10 +474,6 @@ class ModelConfig:
         for key in NOT_SUPPORTED_YET:
             if getattr(self, key) != type(self).__dataclass_fields__[key].default:
                 raise UserError(f"{key} is not supported yet; leave {key} out")
-        if self.activation in ACTIVATIONS_NOT_SUPPORTED_YET:
-            raise UserError(
-                f'activation = "{self.activation}" is not supported yet; use activation = "swiglu"'
-            )
 
     def _check_attention(self) -> None:
         """Check the keys about attention that differs between layers."""
@@ -558,8 +552,12 @@ class ModelConfig:
                 f"experts.dense_layers = {experts.dense_layers} leaves none of layers = "
                 f"{self.layers} for experts; use experts.dense_layers = {self.layers - 1}{fewer}"
             )
-        if self.bias:
-            raise UserError("bias = true is not supported with experts; use bias = false")
+        if self.bias and experts.has_bias:
+            raise UserError(
+                f'bias = true is not supported with experts.router = "{experts.router}", whose '
+                f"bias balances the experts; use bias = false, with qkv_bias = true for biases of "
+                f"the attention"
+            )
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "ModelConfig":

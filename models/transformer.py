@@ -42,8 +42,6 @@ from models.parallel.layers import (
     ColumnParallelLinear,
     RMSNorm,
     RowParallelLinear,
-    SplitRMSNorm,
-    norm_queries_and_keys,
 )
 from models.parallel.micro_batch_info import (
     Documents,
@@ -52,6 +50,7 @@ from models.parallel.micro_batch_info import (
     stream_rows,
     token_positions,
 )
+from models.parallel.query_key_norm import SplitRMSNorm, norm_queries_and_keys
 
 
 @dataclass(frozen=True, kw_only=True)

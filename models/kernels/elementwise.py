@@ -31,12 +31,12 @@ PERMUTATIONS: dict[Order, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 def swiglu(x: Tensor, fuse: Function) -> Tensor:
     """Return silu(gate) * up (arXiv 2002.05202): gate|up [..., 2f] to [..., f]."""
-    return _Activation.apply(x, _swiglu, _swiglu_backward, fuse)
+    return _Activation.apply(x, fuse(_swiglu), fuse(_swiglu_backward))
 
 
 def geglu(x: Tensor, fuse: Function) -> Tensor:
     """Return gelu(gate) * up (arXiv 2002.05202), with the tanh approximation: as `swiglu`."""
-    return _Activation.apply(x, _geglu, _geglu_backward, fuse)
+    return _Activation.apply(x, fuse(_geglu), fuse(_geglu_backward))
 
 
 def clamped_swiglu(x: Tensor, fuse: Function) -> Tensor:
@@ -45,12 +45,12 @@ def clamped_swiglu(x: Tensor, fuse: Function) -> Tensor:
     It is (up + 1) * gate * sigmoid(1.702 gate), after the gate is limited to at most 7 and `up` to
     -7 .. 7 (`GptOssExperts._apply_gate` in transformers).
     """
-    return _Activation.apply(x, _clamped_swiglu, _clamped_swiglu_backward, fuse)
+    return _Activation.apply(x, fuse(_clamped_swiglu), fuse(_clamped_swiglu_backward))
 
 
 def squared_relu(x: Tensor, fuse: Function) -> Tensor:
     """Return max(x, 0)^2 (Primer, arXiv 2109.08668): [..., f] to [..., f]."""
-    return _Activation.apply(x, _squared_relu, _squared_relu_backward, fuse)
+    return _Activation.apply(x, fuse(_squared_relu), fuse(_squared_relu_backward))
 
 
 # All activations but `gelu`, whose kernel also computes the gradient of a bias, by name.
@@ -104,14 +104,14 @@ def heads_first(
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, function, gradient, fuse):
-        ctx.fuse, ctx.gradient = fuse, gradient
+    def forward(ctx, x, function, gradient):
+        ctx.gradient = gradient
         ctx.save_for_backward(x)
-        return fuse(function)(x)
+        return function(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.fuse(ctx.gradient)(grad, *ctx.saved_tensors), None, None, None
+        return ctx.gradient(grad, *ctx.saved_tensors), None, None
 
 
 class _GELU(torch.autograd.Function):

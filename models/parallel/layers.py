@@ -8,11 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.kernels import norms
 from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
 from models.kernels.norms import Branch, add_and_norm, norm
@@ -320,57 +318,3 @@ class LayerNorm(Norm):
 
 
 NORMS: dict[str, Callable[..., Norm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
-
-
-# RMSNorm of queries and keys over all heads, which the tensor ranks divide.
-
-
-class SplitRMSNorm(RMSNorm):
-    """RMSNorm over columns that are split over the tensor axis, as its weight is.
-
-    `norm_queries_and_keys` applies two such norms, because their sums travel together.
-
-    size: columns of all tensor ranks
-    """
-
-    def __init__(self, size: int, epsilon: float, *, tensor: TensorAxis):
-        super().__init__(size, epsilon, input_is_split=True, tensor=tensor)
-        self.weight = declared_parameter(Sharding((size,), 0, (size,)), tensor)
-
-
-def norm_queries_and_keys(qkv: Tensor, q_norm: Norm, k_norm: Norm) -> Tensor:
-    """Return q|k|v with RMSNorm applied to q and to k, each over all heads: [s, b, (a + 2g)/t * d].
-
-    As in OLMo 2 (arXiv 2501.00656, section 3.2). Forward: all-reduce of the mean squares, fp32
-    [s, b, 2]; backward: all-reduce of as many means.
-    """
-    sizes = (q_norm.size, k_norm.size)
-    return _QueryKeyNorm.apply(
-        qkv, q_norm.weight, k_norm.weight, sizes, q_norm.epsilon, q_norm.tensor, q_norm.fuse
-    )
-
-
-class _QueryKeyNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, q_weight, k_weight, sizes, epsilon, tensor, fuse):
-        columns = (len(q_weight), len(k_weight), qkv.shape[-1] - len(q_weight) - len(k_weight))
-        ctx.shape, ctx.tensor, ctx.fuse = (columns, sizes), tensor, fuse
-        mean_squares = _summed(fuse(norms.query_key_squares)(qkv, columns, sizes), tensor)
-        inverse_rms = torch.rsqrt(mean_squares + epsilon)
-        ctx.save_for_backward(qkv, q_weight, k_weight, inverse_rms)
-        return fuse(norms.query_key_norm)(qkv, q_weight, k_weight, inverse_rms, columns)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (columns, sizes), fuse = ctx.shape, ctx.fuse
-        saved = ctx.saved_tensors  # read once, because a recomputed pass unpacks them only once
-        products = fuse(norms.query_key_products)(grad, *saved, columns, sizes)
-        means = _summed(products, ctx.tensor)
-        gradients = fuse(norms.query_key_norm_backward)(grad, *saved, means, columns)
-        return *gradients, None, None, None, None
-
-
-def _summed(terms: Tensor, tensor: TensorAxis) -> Tensor:
-    if tensor.size > 1:
-        dist.all_reduce(terms, group=tensor.group)
-    return terms

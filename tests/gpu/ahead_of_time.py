@@ -47,6 +47,11 @@ RECIPES = {  # name -> (file in recipes/, ranks, changes)
     "GPT on context ranks": ("tiny.toml", 2, (*GPT, "layout.pipeline=1", "layout.context=2")),
     "experts": ("tiny-moe.toml", 2, (PRECISION.format("bf16"),)),
     "GPT with experts": ("tiny-moe.toml", 2, ('model.activation="gelu"',)),
+    "norms of outputs": ("tiny-postnorm.toml", 2, (PRECISION.format("bf16"),
+                         'model.activation="geglu"', "layout.pipeline=1", "layout.tensor=2")),
+    "squared ReLU": ("tiny-postnorm.toml", 1, ("layout.pipeline=1",
+                     'model.activation="squared_relu"')),
+    "experts with biases": ("tiny-moe-bias.toml", 2, (PRECISION.format("bf16"),)),
     "mup": ("tiny-mup-64.toml", 1, ()),
 }  # fmt: skip
 H100 = SimpleNamespace(  # as torch.cuda.get_device_properties describes it

@@ -293,10 +293,32 @@ def test_only_the_key_bias_of_plain_attention_is_noise(corpus: Path) -> None:
         got = TrainingResult([1.0], [1.0], {"blocks.0.attention.qkv.bias": moved}, {})
         difference = compare(got, expected, gpt)
         assert difference.passes == noisy and (difference.noise > 0) == noisy
+    experts = {"mlp.experts.up_5_bias": torch.ones(2), "mlp.experts.up_5": 100 * torch.ones(2, 2)}
+    close = experts | {"mlp.experts.up_5_bias": torch.tensor([1.0, 1.0 + 1e-4])}
+    expected, got = (TrainingResult([1.0], [1.0], each, {}) for each in (experts, close))
+    assert compare(got, expected, gpt).passes  # relative to the weight of the expert
     name = "blocks.0.attention.qkv.bias"
     for switches in ({}, GPT_SWITCHES | {"model__qk_norm": True}):
         other = recipe_of(corpus, {"model__bias": True, "model__kv_heads": 4} | switches).model
         assert compare_module.split_noise(name, other) == {name: slice(None)}
+
+
+def test_columns_without_rotation_of_a_key_bias_are_noise(corpus: Path) -> None:
+    """Sinks and caps give the whole bias a gradient; layers without positions, no part of it."""
+    rope = {"model__bias": True, "model__kv_heads": 4}  # 4 heads of 16 columns
+    name = "blocks.{}.attention.qkv.bias"
+    with mock.patch("models.config.NOT_SUPPORTED_YET", ()):
+        model = recipe_of(corpus, rope | {"model__partial_rotary_factor": 0.5}).model
+        parts = compare_module.split_noise(name.format(0), model)
+        noise = [64 + 16 * head + column for head in range(4) for column in range(8, 16)]
+        assert parts[name.format(0) + compare_module.NOISE_SUFFIX] == noise
+        rows = torch.cat([torch.arange(3 * 64)[each] for each in parts.values()])
+        assert torch.equal(rows.sort().values, torch.arange(3 * 64))
+        model = recipe_of(corpus, rope | {"model__attention_pattern": ["full", "nope"]}).model
+        assert [len(compare_module.split_noise(name.format(n), model)) for n in (0, 1)] == [1, 3]
+        for change in ({"model__attention_sinks": True}, {"model__attention_soft_cap": 2.0}):
+            model = recipe_of(corpus, GPT_SWITCHES | change).model
+            assert len(compare_module.split_noise(name.format(0), model)) == 1
 
 
 def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:

@@ -20,7 +20,7 @@ from models.experts import dispatch, grouped_matmul, routing
 from models.experts import layer as layer_module
 from models.experts.layer import MixtureOfExperts, expert_layers
 from models.experts.routing import ExpertAxis, choose_experts
-from models.initialization import initialize
+from models.initialization import NormalRows, initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis, conjugate, scatter_to_tensor_axis
 from models.parallel.layers import Deferral, defer_weights
@@ -58,6 +58,13 @@ MODELS = {
     "gelu, tied": replace(
         LLAMA, activation="gelu", norm="layernorm", positions="learned", tie_embeddings=True,
         experts=Experts(count=4, per_token=2, ffn_hidden_size=16, shared=2, z_loss=0.05),
+    ),
+    "biases": replace(
+        LLAMA, activation="clamped_swiglu", bias=True,
+        experts=Experts(
+            count=8, per_token=3, ffn_hidden_size=24, shared=1, router="softmax-after-topk",
+            balance_loss=0.3, z_loss=0.05,
+        ),
     ),
 }  # fmt: skip
 MODEL = "softmax, normalized"  # runs in every layout
@@ -218,6 +225,11 @@ def run_on_a_rank(config: ModelConfig, layout: Layout, rank: int) -> Outcome:
     model = SequentialModel(specs, recompute_interval=interval)
     parameters = dict(logical_parameters(model, config))
     initialize(parameters.items(), config, seed=3, tensor=tensor)
+    for name, parameter in parameters.items():
+        if config.bias and name.endswith("bias"):  # instead of zeros
+            sharding = sharding_of(parameter)
+            rows = NormalRows(sharding.shape, name=name, seed=4)(0, sharding.shape[0])
+            parameter.data.copy_(sharding.local_part(rows / 5, tensor))
     micro_batches = layout.micro_batches
     for layer in expert_layers(model):
         layer.gradient_scale = lambda: 1 / micro_batches
@@ -545,20 +557,32 @@ def run_layer_plainly(layer: MixtureOfExperts, config: ModelConfig, x: Tensor) -
     experts = config.experts
     assert experts is not None
 
-    def expert(up: Tensor, down: Tensor, token: Tensor) -> Tensor:
-        inner = up @ token
+    def expert(name: str, token: Tensor, *, weight: str = "", bias: str = "_bias") -> Tensor:
+        def times(matrix: str, x: Tensor) -> Tensor:
+            return F.linear(x, parameters[matrix + weight], parameters.get(matrix + bias))
+
+        inner = times(name.format("up"), token)
         if config.activation == "swiglu":
             gate, value = inner.chunk(2)
-            return down @ (F.silu(gate) * value)
-        return down @ F.gelu(inner, approximate="tanh")
+            inner = F.silu(gate) * value
+        elif config.activation == "clamped_swiglu":
+            gate, value = inner.chunk(2)
+            gate, value = gate.clamp(max=7.0), value.clamp(-7.0, 7.0)
+            inner = (value + 1) * gate * torch.sigmoid(1.702 * gate)
+        else:
+            inner = F.gelu(inner, approximate="tanh")
+        return times(name.format("down"), inner)
 
+    parameters = dict(layer.named_parameters())
     total, logits_of, weights = torch.zeros(()), [], output_weights(x)
     for sequence in range(x.shape[1]):
-        logits = x[:, sequence] @ layer.router.weight.t()
+        logits = F.linear(
+            x[:, sequence], layer.router.weight, layer.router.bias if config.bias else None
+        )
         logits_of.append(logits)
         scores = logits.sigmoid() if experts.router == "sigmoid" else logits.softmax(1)
         probabilities = scores / scores.sum(1, keepdim=True)
-        bias = torch.zeros(experts.count) if layer.router.bias is None else layer.router.bias
+        bias = layer.router.bias if experts.has_bias else torch.zeros(experts.count)
         chosen = choose_experts((scores + bias).detach(), experts.per_token)
         for place, token in enumerate(x[:, sequence]):
             gates = scores[place, chosen[place]]
@@ -567,11 +591,9 @@ def run_layer_plainly(layer: MixtureOfExperts, config: ModelConfig, x: Tensor) -
             gates = gates * experts.output_scale
             y = torch.zeros_like(token)
             for number, gate in zip(chosen[place].tolist(), gates, strict=True):
-                up, down = (getattr(layer.experts, f"{kind}_{number}") for kind in ("up", "down"))
-                y = y + gate * expert(up, down, token)
+                y = y + gate * expert(f"experts.{{}}_{number}", token)
             if layer.shared is not None:
-                assert isinstance(layer.shared, MLP)
-                y = y + expert(layer.shared.up.weight, layer.shared.down.weight, token)
+                y = y + expert("shared.{}", token, weight=".weight", bias=".bias")
             total = total + (y * weights[place, sequence]).sum()
         used = F.one_hot(chosen, experts.count).sum((0, 1)) / (len(x) * experts.per_token)
         balance = experts.count * (used * probabilities.mean(0)).sum() / x.shape[1]
@@ -586,6 +608,12 @@ def output_weights(x: Tensor) -> Tensor:
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(9))
 
 
+def with_bias(layer: MixtureOfExperts, x: Tensor) -> Tensor:
+    """Return the output, with the bias of the shared experts that the block adds."""
+    bias = layer.bias_here()
+    return layer(x) if bias is None else layer(x) + bias
+
+
 def difference_of_layer(config: ModelConfig) -> float:
     """Return the largest relative difference of gradients between the layer and the loop."""
     layer = layer_of(config)
@@ -597,7 +625,7 @@ def difference_of_layer(config: ModelConfig) -> float:
         if plain:
             total = run_layer_plainly(layer, config, x)
         else:
-            total = (layer(x) * output_weights(x)).sum()
+            total = (with_bias(layer, x) * output_weights(x)).sum()
         total.backward()
         assert x.grad is not None
         gradients.append([x.grad, *map(gradient_of, layer.parameters())])
@@ -632,9 +660,12 @@ def test_deferred_weight_gradients_change_nothing(model: str) -> None:
         if deferral is not None:
             defer_weights(layer, deferral)
         x = torch.randn(12, 3, LLAMA.hidden_size, generator=torch.Generator().manual_seed(6))
-        layer(x.requires_grad_()).square().sum().backward()
+        with_bias(layer, x.requires_grad_()).square().sum().backward()
         if deferral is not None:
-            assert all(weight.grad is None for weight in layer.experts.parameters())
+            of_experts = dict(layer.experts.named_parameters())
+            assert [name for name, weight in of_experts.items() if weight.grad is not None] == [
+                name for name in of_experts if name.endswith("bias")
+            ]
             for weight, gradient in deferral.take():
                 weight.grad = gradient()
         gradients.append([gradient_of(parameter) for parameter in layer.parameters()])

@@ -94,7 +94,18 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
         "unknown key model.experts.cout = 8", "did you mean model.experts.count?",
         {E + "cout": None, E + "count": 8},
     ),
-    ({"model__bias": True}, 2, "model.bias = true ", "bias = false", {"model__bias": False}),
+    (
+        {"model__bias": True, E + "router": "sigmoid"}, 2,
+        "model.bias = true ", "bias = false", {"model__bias": False, "model__qkv_bias": True},
+    ),
+    (
+        {
+            "model__bias": True, "model__hidden_size": 193, "model__head_size": 32,
+            "layout__tensor": 2, "layout__expert": 1, "layout__expert_tensor_parallel": True,
+        }, 2,
+        "model.hidden_size = 193 is not divisible by layout.tensor = 2", "layout.tensor = 1",
+        {"layout__tensor": 1},
+    ),
     # the layout
     ({"layout__expert": 0}, 2, "layout.expert = 0", "expert = 1", {"layout__expert": 1}),
     ({"layout__expert": "two"}, 2, 'layout.expert = "two"', "expert = 1", {"layout__expert": 1}),

@@ -28,8 +28,8 @@ from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
-from models.parallel.layers import _QueryKeyNorm
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
+from models.parallel.query_key_norm import _QueryKeyNorm
 from models.transformer import rotary_table
 from tests.models.test_transformer import KEY, SHAPES, WITH_DROPOUT
 from threefold.runtime.processes import compiler, has_compiler, should_compile
@@ -390,9 +390,16 @@ def test_only_the_logits_of_one_part_exist_at_a_time(dtype: torch.dtype) -> None
 # Compiled
 
 
+VARIANT = replace(
+    SHAPES["qwen3"], activation="geglu", norm_placement="after", qk_norm_over="projection",
+    logit_soft_cap=2.0, z_loss=0.1,
+)  # fmt: skip
 COMPILED = {
     "qwen3": (SHAPES["qwen3"], MicroBatchInfo()),
     "gpt2 with dropout": (WITH_DROPOUT, MicroBatchInfo(dropout=KEY)),
+    "variant": (VARIANT, MicroBatchInfo()),
+    "clamped": (replace(VARIANT, activation="clamped_swiglu", bias=True), MicroBatchInfo()),
+    "squared": (replace(SHAPES["gpt2"], activation="squared_relu"), MicroBatchInfo()),
 }
 
 
