@@ -292,6 +292,16 @@ BAD: list[tuple[str, int, str, str]] = [
         "gather its weights again for both passes", 'deepspeed = "ds_configs/zero2_bf16.json"',
     ),
     ("deepspeed=ds_configs/zero9.json", 2, 'deepspeed = "ds_configs/zero9.json"', "zero1_fp32"),
+    (
+        'phase=[{name="a",start_step=9,model={sequence_length=""}},'
+        '{name="b",start_step=12,batch={global_sequences=8}}]', 2,
+        'phase "a": model.sequence_length = "" is not a whole number', "sequence_length = 4096",
+    ),
+    (
+        'phase=[{name="a",start_step=9,batch={global_sequences="x"}},'
+        '{name="b",start_step=12,batch={global_sequences=8}}]', 2,
+        'phase "a": batch.global_sequences = "x" is not a whole number', "global_sequences = 32",
+    ),
     ("deepspeed=Makefile", 2, 'deepspeed = "Makefile": this is not valid JSON', "zero1_fp32"),
 ]  # fmt: skip
 

@@ -95,21 +95,22 @@ class _TokenCounter:
 
     def pass_through(self, phase: PhaseTable, after: int) -> None:
         """Add the tokens of a phase, whose last step comes before the step `after`."""
+        length = _length(phase)
         for first, last, sequences in batches(phase.table["batch"], phase.first, after - 1):
             assert last is not None
-            self.tokens += (last - first + 1) * sequences * _length(phase)
+            self.tokens += (last - first + 1) * sequences * length
 
     def first_step(self, phase: PhaseTable, tokens: int) -> int:
         """Return the first step before which the run has read at least `tokens` tokens.
 
         The run is assumed to stay in `phase`. The step is at least the first step of the phase.
         """
-        read = self.tokens
+        read, length = self.tokens, _length(phase)
         for first, last, sequences in batches(phase.table["batch"], phase.first, None):
-            steps = max(0, -(-(tokens - read) // (sequences * _length(phase))))
+            steps = max(0, -(-(tokens - read) // (sequences * length)))
             if last is None or first + steps <= last:
                 return first + steps
-            read += (last - first + 1) * sequences * _length(phase)
+            read += (last - first + 1) * sequences * length
         raise AssertionError("the last batch size has no last step")
 
 
@@ -168,6 +169,16 @@ def merge(table: dict[str, Any], phase: Phase) -> dict[str, Any]:
 
 
 def _length(phase: PhaseTable) -> int:
+    """Return the sequence length of a phase; its table has not been validated yet."""
+    examples = {"model.sequence_length": 4096, "batch.global_sequences": 32}
+    for name, example in examples.items():
+        section, key = name.split(".")
+        value = phase.table[section][key]
+        if not isinstance(value, int) or isinstance(value, bool):
+            text = json.dumps(value, default=str)
+            raise UserError(
+                f'phase "{phase.name}": {name} = {text} is not a whole number; use {key} = {example}'
+            )
     return phase.table["model"]["sequence_length"]
 
 
