@@ -295,12 +295,12 @@ BAD: list[tuple[str, int, str, str]] = [
     (
         'phase=[{name="a",start_step=9,model={sequence_length=""}},'
         '{name="b",start_step=12,batch={global_sequences=8}}]', 2,
-        'phase "a": model.sequence_length = "" is not a whole number', "sequence_length = 4096",
+        'phase "a": model.sequence_length = "" is not an integer', "sequence_length = 4096",
     ),
     (
         'phase=[{name="a",start_step=9,batch={global_sequences="x"}},'
         '{name="b",start_step=12,batch={global_sequences=8}}]', 2,
-        'phase "a": batch.global_sequences = "x" is not a whole number', "global_sequences = 32",
+        'phase "a": batch.global_sequences = "x" is not an integer', "global_sequences = 32",
     ),
     ("deepspeed=Makefile", 2, 'deepspeed = "Makefile": this is not valid JSON', "zero1_fp32"),
 ]  # fmt: skip

@@ -177,7 +177,7 @@ def _length(phase: PhaseTable) -> int:
         if not isinstance(value, int) or isinstance(value, bool):
             text = json.dumps(value, default=str)
             raise UserError(
-                f'phase "{phase.name}": {name} = {text} is not a whole number; use {key} = {example}'
+                f'phase "{phase.name}": {name} = {text} is not an integer; use {key} = {example}'
             )
     return phase.table["model"]["sequence_length"]
 
