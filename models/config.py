@@ -308,13 +308,6 @@ def check_base_sizes(
         )
 
 
-# Keys that a recipe may not set before all that depends on them follows.
-NOT_SUPPORTED_YET = (
-    "attention_pattern", "window", "attention_sinks", "attention_scale", "attention_soft_cap",
-    "partial_rotary_factor",
-)  # fmt: skip
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer.
@@ -471,9 +464,6 @@ class ModelConfig:
                 f"head_size = {self.attention_head_size} is odd and rotary positions turn pairs; "
                 f"use head_size = {self.attention_head_size + 1}"
             )
-        for key in NOT_SUPPORTED_YET:
-            if getattr(self, key) != type(self).__dataclass_fields__[key].default:
-                raise UserError(f"{key} is not supported yet; leave {key} out")
 
     def _check_attention(self) -> None:
         """Check the keys about attention that differs between layers."""

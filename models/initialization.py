@@ -8,6 +8,7 @@ cores of the rank draw chunks at the same time, which does not change their valu
 | norm weights                                 | 1                                            |
 | biases                                       | 0                                            |
 | weights that write into the residual stream  | normal, initial_std / sqrt(2 layers) (GPT-2) |
+| attention sinks                              | normal, initial_std (GPT-OSS)                |
 | all other weights, embeddings included       | normal, initial_std                          |
 
 The parametrizations "mup" and "completep" change the standard deviations of matrices in the layers,
@@ -143,10 +144,13 @@ def output_multiplier(model: ModelConfig) -> float:
 def query_multiplier(model: ModelConfig) -> float:
     """Return the factor of the queries, for attention that also divides its scores by sqrt(d).
 
-    The scale of the scores is then sqrt(d_base) / d.
+    The scale of the scores is then sqrt(d_base) / d, or `attention_scale` sqrt(d_base / d).
     """
     d = model.attention_head_size
-    return math.sqrt((model.base_head_size or d) / d)
+    factor = math.sqrt((model.base_head_size or d) / d)
+    return (
+        factor if model.attention_scale is None else factor * model.attention_scale * math.sqrt(d)
+    )
 
 
 # Maximum number of elements drawn at a time. A change would change the initial values of every

@@ -9,20 +9,21 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.config import GATED, ModelConfig
+from models.config import GATED, AttentionKind, ModelConfig
 from models.context_parallel.attention import (
     attention_with_dropout,
     gather_keys,
     gathered_attention,
     ring_attention,
-    tiles_of,
+    windowed_attention,
     with_whole_sequences,
 )
 from models.context_parallel.collectives import ContextAxis
 from models.context_parallel.division import Slices
+from models.context_parallel.tiles import tiles_of
 from models.experts.layer import MixtureOfExperts
 from models.experts.routing import ExpertAxis
 from models.initialization import query_multiplier, residual_multiplier
@@ -32,6 +33,7 @@ from models.kernels.attention import (
     in_blocks,
     varlen_kernel,
 )
+from models.kernels.attention_parts import Limits
 from models.kernels.compile import Fusing
 from models.kernels.elementwise import ACTIVATIONS, Order, gelu, heads_first
 from models.kernels.norms import Branch, add
@@ -51,6 +53,7 @@ from models.parallel.micro_batch_info import (
     token_positions,
 )
 from models.parallel.query_key_norm import SplitRMSNorm, norm_queries_and_keys
+from models.sharding import Sharding, declared_parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +103,11 @@ class Block(Fusing):
         if before:
             self.attention_norm = norm()
         self.attention = Attention(
-            config, axes, name=f"{self.name}.attention.core", recompute_core=recompute_core
+            config,
+            axes,
+            name=f"{self.name}.attention.core",
+            kind=config.attention_kind(number),
+            recompute_core=recompute_core,
         )
         if after:
             self.attention_output_norm = norm()
@@ -167,6 +174,8 @@ class Attention(Fusing):
 
     Communication: that of its column-parallel linear layer, of attention over context ranks, and of
     its row-parallel linear layer.
+
+    kind: "full", "window", or "nope", which is full attention without positions
     """
 
     def __init__(
@@ -175,6 +184,7 @@ class Attention(Fusing):
         axes: ModelAxes,
         *,
         name: str,
+        kind: AttentionKind = "full",
         recompute_core: bool = False,
     ):
         super().__init__()
@@ -196,7 +206,16 @@ class Attention(Fusing):
             tensor=tensor,
         )
         self.query_multiplier = query_multiplier(config)
-        self.frequencies = Frequencies(d, config.rope_theta, config.rope_scaling)
+        self.frequencies = rotary_frequencies(config, kind)
+        self.has_table_of_its_own = self.frequencies not in (None, rotary_frequencies(config))
+        window = config.window.size if kind == "window" and config.window else None
+        self.limits: Limits | None = None
+        if window is not None or config.attention_soft_cap is not None:
+            self.limits = Limits(window, config.attention_soft_cap)
+        self.sinks: nn.Parameter | None = None
+        if config.attention_sinks:
+            sharding = Sharding((config.heads,), dimension=0, blocks=(config.heads,))
+            self.sinks = declared_parameter(sharding, tensor)  # [a/t]
         self.qk_norm_over = config.qk_norm_over if config.qk_norm else None
         self.q_norm: RMSNorm
         self.k_norm: RMSNorm
@@ -218,9 +237,10 @@ class Attention(Fusing):
             q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
             qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
         rotation = None
-        if self.config.positions == "rope":
+        if self.frequencies is not None:
             slices = info.slices or (range(len(qkv)),)
-            rotation = rotary_table(slices, self.frequencies, qkv.device, info.documents)
+            table = rotary_table_of_windows if self.has_table_of_its_own else rotary_table
+            rotation = table(slices, self.frequencies, qkv.device, info.documents)
         q, k, v = heads_first(
             qkv,
             rotation,
@@ -232,35 +252,52 @@ class Attention(Fusing):
         if self.query_multiplier != 1:
             q = q * self.query_multiplier
         core = partial(self._core, info=info)
-        y = recomputed(core, q, k, v) if self.recompute_core else core(q, k, v)
+        inputs = (q, k, v) if self.sinks is None else (q, k, v, self.sinks)
+        y = recomputed(core, *inputs) if self.recompute_core else core(*inputs)
         return self.output(y)
 
-    def _core(self, q: Tensor, k: Tensor, v: Tensor, *, info: MicroBatchInfo) -> Tensor:
+    def _core(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, info: MicroBatchInfo
+    ) -> Tensor:
         """q [b, a/t, s, d] and k, v [b, g/t, s, d] to [s, b, a/t * d]."""
         context, division = self.context, info.division
         if division is None:
-            y = self._attend(q, k, v, info=info)
+            y = self._attend(q, k, v, sinks, info=info)
         elif context.attention == "ulysses":
             share = self.heads // context.size
-            whole = replace(info, division=None)
-            attend = partial(self._attend, info=whole, head=context.rank * share)
+            whole, head = replace(info, division=None), context.rank * share
+            of_share = None if sinks is None else sinks[head : head + share]
+            attend = partial(self._attend, sinks=of_share, info=whole, head=head)
             y = with_whole_sequences(attend, q, k, v, context, division.order)
         elif self._drops(info):
-            y = self._attend(q, *gather_keys(k, v, context, division.order), info=info)
+            y = self._attend(q, *gather_keys(k, v, context, division.order), sinks, info=info)
         else:
-            tiles = tiles_of(division.slices, info.documents.lengths if info.documents else None)
-            if context.attention == "ring":
-                y = ring_attention(q, k, v, context, division, tiles)
+            lengths = info.documents.lengths if info.documents else None
+            limits = self.limits and self.limits.for_part(division.length, 0)
+            tiles = tiles_of(division.slices, lengths, limits)
+            if limits is not None and limits.window is not None:
+                y = windowed_attention(q, k, v, context, division, tiles, sinks)
+            elif context.attention == "ring":
+                y = ring_attention(q, k, v, context, division, tiles, sinks)
             else:
-                y = gathered_attention(q, k, v, context, division.order, tiles)
+                y = gathered_attention(q, k, v, context, division, tiles, sinks)
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, info: MicroBatchInfo, head: int = 0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        *,
+        info: MicroBatchInfo,
+        head: int = 0,
     ) -> Tensor:
         """Return the attention of q [b, a/t, s, d] to k and v of whole sequences: [b, a/t, s, d].
 
-        head: number of the first head among this tensor rank's heads
+        Args:
+            sinks: of the heads in q, [a/t]; None: none
+            head: number of the first head among this tensor rank's heads
         """
         if self._drops(info):
             return attention_with_dropout(
@@ -272,11 +309,28 @@ class Attention(Fusing):
                 layer=self.name,
                 first_head=self.tensor.rank * self.heads + head,
                 fuse=self.fuse,
+                limits=self.limits,
+                sinks=sinks,
             )
+        if self.limits is not None or sinks is not None:
+            return self._attend_specially(q, k, v, sinks, info)
         if info.documents is not None:
             varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
             return document_attention(q, k, v, info.documents.lengths, varlen=varlen)
         return causal_attention(q, k, v)
+
+    def _attend_specially(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, info: MicroBatchInfo
+    ) -> Tensor:
+        """Return the attention with a window, sinks or a soft cap, as `_attend` does."""
+        varlen, lengths = None, info.documents.lengths if info.documents else None
+        if self.limits is None or self.limits.soft_cap is None:
+            varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
+        if varlen is not None and lengths is None:
+            lengths = ((q.shape[2],),) * len(q)  # each sequence is one document
+        if lengths is None:
+            return causal_attention(q, k, v, limits=self.limits, sinks=sinks)
+        return document_attention(q, k, v, lengths, varlen=varlen, limits=self.limits, sinks=sinks)
 
     def _drops(self, info: MicroBatchInfo) -> bool:
         """Return True if attention probabilities are dropped."""
@@ -292,8 +346,12 @@ class Attention(Fusing):
         """
         if info.division is not None or in_blocks(qkv, len(qkv)):
             return "basd"
-        if info.documents is not None and varlen_kernel(qkv.device, qkv.dtype, qkv.shape[-1]):
-            return "bsad"
+        is_special = self.limits is not None or self.sinks is not None
+        if info.documents is not None or is_special:
+            if varlen_kernel(qkv.device, qkv.dtype, qkv.shape[-1]):
+                return "bsad"
+            if is_special:
+                return "basd"
         return "sbad"
 
 
@@ -347,12 +405,24 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
+def rotary_frequencies(config: ModelConfig, kind: AttentionKind = "full") -> Frequencies | None:
+    """Return the frequencies of the rotary positions of a kind of attention; None: it has none."""
+    if config.positions != "rope" or kind == "nope":
+        return None
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if kind == "window" and config.window is not None:
+        theta = config.window.rope_theta or theta
+        scaling = scaling if config.window.rope_scaled else None
+    return Frequencies(config.rotary_columns, theta, scaling)
+
+
 @lru_cache(maxsize=2)  # shared by all layers, for a micro-batch and for a recomputed one
 def rotary_table(
     slices: Slices, frequencies: Frequencies, device: torch.device, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, each [s, b, 1, d/2], in fp32 (arXiv 2104.09864).
 
+    d are the rotated columns of a head.
     Both are multiplied by YaRN's attention factor. Without documents all sequences share the given
     positions, [s, 1, 1, d/2]. Attention depends only on differences of positions. They restart in
     each document so that the numbers of a document do not depend on its offset in the sequence. The
@@ -366,3 +436,7 @@ def rotary_table(
     per_position = frequencies.on(device)
     angles = (places[..., None].float() * per_position).unsqueeze(2)  # [s, b, 1, d/2]
     return angles.cos() * frequencies.amplitude, angles.sin() * frequencies.amplitude
+
+
+# A second cache, for layers with other frequencies.
+rotary_table_of_windows = lru_cache(maxsize=2)(rotary_table.__wrapped__)

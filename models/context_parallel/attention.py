@@ -2,15 +2,13 @@
 
 In each step, a rank attends to the keys of one rank while it sends them to the next rank (ring
 attention, Liu et al. 2023, arXiv 2310.01889). Each rank has two slices of a sequence, so that
-causal work is equal (Llama 3, arXiv 2407.21783, section 3.3.2).
+causal work is equal (Llama 3, arXiv 2407.21783, section 3.3.2). With sliding windows, a rank only
+gets the keys that its windows reach, in one step.
 
 b micro-batch, a query heads, g key-value heads, s sequence, c context ranks, d head size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, groupby
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,14 +16,26 @@ from torch import Tensor
 
 from models.context_parallel.collectives import (
     ContextAxis,
+    begin_exchange,
     begin_gather,
+    begin_return,
     gather,
     heads_to_sequence,
     reduce_scatter,
     sequence_to_heads,
 )
-from models.context_parallel.division import Division, Lengths, Order, Slices
-from models.kernels.attention import Part, attend, attend_backward, merge
+from models.context_parallel.division import Division, Order, Slices
+from models.context_parallel.tiles import (
+    Merged,
+    Tile,
+    add_gradients_of_others,
+    assemble,
+    attend_to_others,
+    attend_to_own,
+    pieces,
+    write_gradients_of_own,
+)
+from models.kernels.attention_parts import Limits, sink_gradient
 from models.kernels.compile import Function
 from models.kernels.dropout import drop_out
 from models.parallel.collectives import wait_for
@@ -36,81 +46,19 @@ from models.parallel.micro_batch_info import (
     token_positions,
 )
 
-# The division of causal attention into rectangles of queries and keys.
-#
-# s sequence, c context ranks, b micro-batch.
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Consecutive queries of one document and slice.
-
-    Each query sees all keys in `before`, and the keys of these rows up to its own.
-
-    sequences: of the micro-batch
-    rows: the queries among the s/c tokens of this rank
-    before: positions in the sequence of the keys that all of them see, in earlier rows or on
-        another rank
-    """
-
-    sequences: slice
-    rows: slice
-    before: range
-
-    @property
-    def own(self) -> tuple[slice, slice, slice]:
-        """The index of the queries in [b, a, s/c, d], and of their own keys in [b, g, s/c, d]."""
-        return self.sequences, slice(None), self.rows
-
-    @property
-    def others(self) -> tuple[slice, slice, slice]:
-        """The index of the earlier keys in [b, g, s, d]."""
-        return self.sequences, slice(None), slice(self.before.start, self.before.stop)
-
-
-@lru_cache(maxsize=256)  # all layers of all micro-batches in flight
-def tiles_of(slices: Slices, lengths: Lengths | None) -> tuple[Tile, ...]:
-    """Return the tiles of a rank: one per slice, or one per document in a slice.
-
-    No mask is needed, and no key is visited that a query does not see.
-
-    Args:
-        slices: positions in the sequence of this rank's tokens
-        lengths: document lengths of each sequence; None: each sequence is one document
-    """
-    if lengths is None:
-        return tuple(_tiles_of_sequences(slice(None), slices, (slices[-1].stop,)))
-    tiles: list[Tile] = []
-    first = 0
-    for documents, run in groupby(lengths):  # adjacent sequences with equal documents share tiles
-        last = first + len(list(run))
-        tiles += _tiles_of_sequences(slice(first, last), slices, documents)
-        first = last
-    return tuple(tiles)
-
-
-def _tiles_of_sequences(
-    sequences: slice, slices: Slices, lengths: tuple[int, ...]
-) -> Iterator[Tile]:
-    """Yield the tiles of sequences with documents of these lengths."""
-    row = 0
-    for positions in slices:
-        for end, length in zip(accumulate(lengths), lengths, strict=True):
-            start = end - length
-            first, last = max(positions.start, start), min(positions.stop, end)
-            if first < last:
-                rows = slice(row, row + last - first)
-                yield Tile(sequences, rows, range(start, first))
-                row = rows.stop
-
-
 # Causal attention whose keys and values are divided among context ranks.
 #
 # b micro-batch, a query heads, g key-value heads, s sequence, c context ranks, d head size.
 
 
 def gathered_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis, order: Order, tiles: Sequence[Tile]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: ContextAxis,
+    division: Division,
+    tiles: Sequence[Tile],
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of this rank's queries to all earlier keys: [b, a, s/c, d].
 
@@ -124,10 +72,10 @@ def gathered_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
-        order: order of the slices, as in `Division`
         tiles: the result of `tiles_of`
+        sinks: logits [a] of keys without a value that all queries see; None: none
     """
-    return _GatheredAttention.apply(q, k, v, axis, order, tiles)
+    return _GatheredAttention.apply(q, k, v, sinks, axis, division, tiles)
 
 
 def gather_keys(k: Tensor, v: Tensor, axis: ContextAxis, order: Order) -> tuple[Tensor, Tensor]:
@@ -139,71 +87,119 @@ def gather_keys(k: Tensor, v: Tensor, axis: ContextAxis, order: Order) -> tuple[
     return keys, values
 
 
-def attend_to_own(q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> list[Part]:
-    """Return the attention of each tile's queries to the keys of their own rows."""
-    return [attend(q[tile.own], k[tile.own], v[tile.own], causal=True) for tile in tiles]
-
-
-def assemble(q: Tensor, tiles: Sequence[Tile], parts: Sequence[Part]) -> Part:
-    """Return the output, [b, a, s/c, d], and the logsumexp, [b, a, s/c], of all tiles.
-
-    The output has the type of q and the memory order [s/c, b, a, d], which the next matmul needs.
-    """
-    b, a, n, d = q.shape
-    out = q.new_empty((n, b, a, d)).permute(1, 2, 0, 3)
-    logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    for tile, part in zip(tiles, parts, strict=True):
-        out[tile.own], logsumexp[tile.own] = part
-    return out, logsumexp
-
-
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, axis, order, tiles):
-        gathered = begin_gather(torch.stack([k, v]), axis, order)
+    def forward(ctx, q, k, v, sinks, axis, division, tiles):
+        gathered = begin_gather(torch.stack([k, v]), axis, division.order)
         parts = attend_to_own(q, k, v, tiles)
         keys, values = gathered()
         del gathered  # and the tensor in the order of ranks
-        for number, tile in enumerate(tiles):
-            if tile.before:
-                others = attend(q[tile.own], keys[tile.others], values[tile.others], causal=False)
-                parts[number] = merge(parts[number], others)
-        out, logsumexp = assemble(q, tiles, parts)
-        ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.axis, ctx.order, ctx.tiles = axis, order, tiles
+        attend_to_others(parts, q, keys, values, pieces(tiles, division.whole))
+        out, logsumexp = assemble(q, tiles, parts, sinks)
+        ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
+        ctx.axis, ctx.division, ctx.tiles = axis, division, tiles
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, logsumexp = ctx.saved_tensors
-        gathered = begin_gather(torch.stack([k, v]), ctx.axis, ctx.order)
-        grad_q = torch.empty_like(q, dtype=torch.float32)
-        own = [torch.empty_like(x, dtype=torch.float32) for x in (k, v)]
-        for tile in ctx.tiles:
-            at, whole = tile.own, (out[tile.own], logsumexp[tile.own])
-            grads = attend_backward(grad[at], q[at], k[at], v[at], whole, causal=True)
-            grad_q[at], own[0][at], own[1][at] = grads
+        q, k, v, out, logsumexp, sinks = ctx.saved_tensors
+        axis, division, tiles = ctx.axis, ctx.division, ctx.tiles
+        merged = Merged(q, grad, out, logsumexp)
+        gathered = begin_gather(torch.stack([k, v]), axis, division.order)
+        grad_q, *own = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
+        write_gradients_of_own((grad_q, *own), merged, k, v, tiles)
         keys, values = gathered()
         del gathered
         totals = torch.zeros((2, *keys.shape), dtype=torch.float32, device=q.device)
-        for tile in ctx.tiles:
-            if not tile.before:
-                continue
-            there = keys[tile.others], values[tile.others]
-            whole = out[tile.own], logsumexp[tile.own]
-            grads = attend_backward(grad[tile.own], q[tile.own], *there, whole, causal=False)
-            grad_q[tile.own] += grads[0]
-            for total, part in zip(totals, grads[1:], strict=True):
-                total[tile.others] += part
-        received = reduce_scatter(totals, ctx.axis, ctx.order)
+        others = pieces(tiles, division.whole)
+        add_gradients_of_others((grad_q, *totals), merged, keys, values, others)
+        received = reduce_scatter(totals, axis, division.order)
         grad_k, grad_v = (
             (one + other).to(k.dtype) for one, other in zip(own, received, strict=True)
         )
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None, None, None
+
+
+def _of_sinks(merged: Merged, sinks: Tensor | None) -> Tensor | None:
+    """Return the gradient of the sinks, from the queries of this rank."""
+    if sinks is None:
+        return None
+    return sink_gradient(merged.grad, (merged.out, merged.logsumexp), sinks)
+
+
+def windowed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: ContextAxis,
+    division: Division,
+    tiles: Sequence[Tile],
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of this rank's queries within a sliding window: [b, a, s/c, d].
+
+    Each rank sends every other rank the keys and values that windows of the latter reach, while
+    queries attend to the keys of this rank. The window must be shorter than the sequence.
+
+    Communication: forward, an all-to-all of keys and values; backward, the same, and an all-to-all
+    of their gradients in fp32. `division.received_keys` returns the number of keys.
+
+    Args:
+        q: queries of this rank, [b, a, s/c, d]
+        k: keys of this rank, [b, g, s/c, d]
+        v: values of this rank, [b, g, s/c, d]
+        tiles: the result of `tiles_of`, with a window in the limits
+        sinks: as in `gathered_attention`
+    """
+    return _WindowedAttention.apply(q, k, v, sinks, axis, division, tiles)
+
+
+class _WindowedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, axis, division, tiles):
+        exchanged = begin_exchange(torch.stack([k, v]), axis, division, _window(tiles))
+        parts = attend_to_own(q, k, v, tiles)
+        attend_to_others(parts, q, k, v, pieces(tiles, division.slices))
+        (keys, values), received = exchanged()
+        attend_to_others(parts, q, keys, values, pieces(tiles, received))
+        out, logsumexp = assemble(q, tiles, parts, sinks)
+        ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
+        ctx.axis, ctx.division, ctx.tiles = axis, division, tiles
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, logsumexp, sinks = ctx.saved_tensors
+        axis, division, tiles = ctx.axis, ctx.division, ctx.tiles
+        merged = Merged(q, grad, out, logsumexp)
+        exchanged = begin_exchange(torch.stack([k, v]), axis, division, _window(tiles))
+        grad_q = torch.empty_like(q, dtype=torch.float32)
+        own = torch.empty((2, *k.shape), dtype=torch.float32, device=k.device)
+        write_gradients_of_own((grad_q, *own), merged, k, v, tiles)
+        (keys, values), received = exchanged()
+        totals = torch.zeros((2, *keys.shape), dtype=torch.float32, device=k.device)
+        others = pieces(tiles, received)
+        add_gradients_of_others((grad_q, *totals), merged, keys, values, others)
+        returned = begin_return(totals, axis, division, _window(tiles))
+        add_gradients_of_others((grad_q, *own), merged, k, v, pieces(tiles, division.slices))
+        grad_k, grad_v = returned(own).to(k.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None, None, None
+
+
+def _window(tiles: Sequence[Tile]) -> int:
+    limits = tiles[0].limits
+    assert limits is not None and limits.window is not None
+    return limits.window
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: ContextAxis, division: Division, tiles: Sequence[Tile]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: ContextAxis,
+    division: Division,
+    tiles: Sequence[Tile],
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of this rank's queries to all earlier keys: [b, a, s/c, d].
 
@@ -214,8 +210,10 @@ def ring_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
+        tiles: the result of `tiles_of`
+        sinks: as in `gathered_attention`
     """
-    return _RingAttention.apply(q, k, v, axis, division, tiles)
+    return _RingAttention.apply(q, k, v, sinks, axis, division, tiles)
 
 
 def begin_pass(x: Tensor, axis: ContextAxis) -> Callable[[], Tensor]:
@@ -243,45 +241,28 @@ def begin_pass(x: Tensor, axis: ContextAxis) -> Callable[[], Tensor]:
     return passed
 
 
-def rectangles(tiles: Sequence[Tile], slices: Slices) -> Iterator[tuple[int, tuple]]:
-    """Yield the number of each tile that sees keys of a rank, and their index in [b, g, s/c, d].
-
-    Args:
-        tiles: of the queries
-        slices: positions in the sequence of the keys
-    """
-    ends = list(accumulate(len(chunk) for chunk in slices))
-    for number, tile in enumerate(tiles):
-        for held, end in zip(slices, ends, strict=True):
-            first = max(held.start, tile.before.start)
-            last = min(held.stop, tile.before.stop)
-            if first < last:
-                row = end - held.stop
-                yield number, (tile.sequences, slice(None), slice(row + first, row + last))
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, axis, division, tiles):
+    def forward(ctx, q, k, v, sinks, axis, division, tiles):
         held = torch.stack([k, v])
         parts = attend_to_own(q, k, v, tiles)
         for step in range(axis.size):
             passed = begin_pass(held, axis) if step < axis.size - 1 else None
             keys, values = held
-            for number, there in rectangles(tiles, _slices_at(step, axis, division)):
-                part = attend(q[tiles[number].own], keys[there], values[there], causal=False)
-                parts[number] = merge(parts[number], part)
+            others = pieces(tiles, _slices_at(step, axis, division))
+            attend_to_others(parts, q, keys, values, others)
             if passed is not None:
                 held = passed()
-        out, logsumexp = assemble(q, tiles, parts)
-        ctx.save_for_backward(q, k, v, out, logsumexp)
+        out, logsumexp = assemble(q, tiles, parts, sinks)
+        ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
         ctx.axis, ctx.division, ctx.tiles = axis, division, tiles
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, logsumexp = ctx.saved_tensors
+        q, k, v, out, logsumexp, sinks = ctx.saved_tensors
         axis, division, tiles = ctx.axis, ctx.division, ctx.tiles
+        merged = Merged(q, grad, out, logsumexp)
         held = torch.stack([k, v])
         grad_q = torch.empty_like(q, dtype=torch.float32)
         arriving: Callable[[], Tensor] | None = None
@@ -289,20 +270,10 @@ class _RingAttention(torch.autograd.Function):
             passed = begin_pass(held, axis) if step < axis.size - 1 else None
             total = torch.zeros(held.shape, dtype=torch.float32, device=q.device)
             if step == 0:
-                for tile in tiles:
-                    at, whole = tile.own, (out[tile.own], logsumexp[tile.own])
-                    grads = attend_backward(grad[at], q[at], k[at], v[at], whole, causal=True)
-                    grad_q[at], total[0][at], total[1][at] = grads
+                write_gradients_of_own((grad_q, *total), merged, k, v, tiles)
             keys, values = held
-            for number, there in rectangles(tiles, _slices_at(step, axis, division)):
-                own = tiles[number].own
-                whole = out[own], logsumexp[own]
-                grads = attend_backward(
-                    grad[own], q[own], keys[there], values[there], whole, causal=False
-                )
-                grad_q[own] += grads[0]
-                for sum_, part in zip(total, grads[1:], strict=True):
-                    sum_[there] += part
+            others = pieces(tiles, _slices_at(step, axis, division))
+            add_gradients_of_others((grad_q, *total), merged, keys, values, others)
             if arriving is not None:  # what earlier ranks have added for the same keys
                 total += arriving()
             arriving = begin_pass(total, axis)
@@ -310,7 +281,7 @@ class _RingAttention(torch.autograd.Function):
                 held = passed()
         assert arriving is not None
         grad_k, grad_v = arriving().to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None, None, None
 
 
 def _slices_at(step: int, axis: ContextAxis, division: Division) -> Slices:
@@ -367,6 +338,8 @@ def attention_with_dropout(
     layer: str,
     first_head: int,
     fuse: Function,
+    limits: Limits | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of q [b, a, n, d] to k and v [b, g, s, d]: [b, a, n, d].
 
@@ -380,6 +353,8 @@ def attention_with_dropout(
         info: dropout key, documents and slices of the micro-batch
         first_head: number of the first query head within the logical model
         fuse: compiles element-wise functions
+        limits: window and soft cap; None: neither
+        sinks: logits [a] of keys without a value that all queries see; None: none
     """
     (b, a, n, d), (g, s) = q.shape, k.shape[1:3]
     assert info.dropout is not None
@@ -391,10 +366,19 @@ def attention_with_dropout(
     everywhere = token_positions((range(s),), q.device)
     here = everywhere if info.slices is None else token_positions(info.slices, q.device)
     hidden = here[:, None] < everywhere  # the future, [n, s]
+    if limits is not None and limits.soft_cap is not None:
+        scores = torch.tanh(scores / limits.soft_cap) * limits.soft_cap
+    if limits is not None and limits.window is not None:
+        hidden = hidden | (here[:, None] - everywhere >= limits.window)
     if info.documents is not None:
         starts = everywhere - positions_in(info.documents, q.device).t()  # of documents, [b, s]
         hidden = hidden | (starts[:, None, here, None] != starts[:, None, None, :])  # [b, 1, n, s]
-    probabilities = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill_(hidden, float("-inf"))
+    if sinks is None:
+        probabilities = scores.softmax(dim=-1)
+    else:
+        logits = sinks.to(scores.dtype).view(a, 1, 1).expand(b, a, n, 1)
+        probabilities = torch.cat([scores, logits], dim=-1).softmax(dim=-1)[..., :-1].contiguous()
     rows = attention_rows(
         probabilities,
         key=info.dropout,

@@ -7,6 +7,7 @@ Tensors are [..., s, d]: the tokens of a head are next to each other, as attenti
 b micro-batch, s sequence, c context ranks, d head size.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.context_parallel.division import Order
+from models.context_parallel.division import Division, Order, Slices, reached_keys
 from models.parallel.collectives import (
     all_gather_single,
     conjugate,
@@ -78,6 +79,85 @@ def heads_to_sequence(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
 def sequence_to_heads(x: Tensor, axis: ContextAxis, order: Order) -> Tensor:
     """Reverse `heads_to_sequence`: [b, heads, s, d] to [b, c, heads, s/c, d]."""
     return conjugate(x, _to_heads, _to_sequence, axis, order)
+
+
+def begin_exchange(
+    x: Tensor, axis: ContextAxis, division: Division, window: int
+) -> Callable[[], tuple[Tensor, Slices]]:
+    """Begin to send each rank the tokens that its windows reach, of this rank's [..., s/c, d].
+
+    The returned function waits for those of the other ranks, [..., n, d], and also returns their
+    positions in the sequence. The conjugate is `begin_return`.
+    """
+    first = x.movedim(-2, 0)  # [s/c, ..., d]
+    sent, received = _exchanged(division, window)
+    tokens = torch.cat([first[rows] for ranges in sent for rows in ranges] or [first[:0]])
+    running, arriving = _begin_uneven(tokens, sent, received, axis)
+
+    def exchanged() -> tuple[Tensor, Slices]:
+        wait_for(running)
+        positions = reached_keys(division, window)
+        return arriving.movedim(0, -2).contiguous(), tuple(itertools.chain(*positions))
+
+    return exchanged
+
+
+def begin_return(
+    x: Tensor, axis: ContextAxis, division: Division, window: int
+) -> Callable[[Tensor], Tensor]:
+    """Begin to send gradients [..., n, d] of received tokens back to their ranks.
+
+    The returned function waits for the gradients of this rank's tokens from the other ranks and
+    adds them to a tensor [..., s/c, d].
+    """
+    sent, received = _exchanged(division, window)
+    running, arriving = _begin_uneven(x.movedim(-2, 0).contiguous(), received, sent, axis)
+
+    def returned(total: Tensor) -> Tensor:
+        wait_for(running)
+        tokens, first = total.movedim(-2, 0), 0
+        for rows in itertools.chain(*sent):
+            last = first + rows.stop - rows.start
+            tokens[rows] += arriving[first:last]
+            first = last
+        return total
+
+    return returned
+
+
+Rows = tuple[tuple[slice, ...], ...]  # rows of a rank's tokens, by the rank at the other end
+
+
+def _exchanged(division: Division, window: int) -> tuple[Rows, Rows]:
+    """Return the rows that this rank sends to each rank and, of each rank, those that it receives.
+
+    Both are rows among the s/c tokens of the sender.
+    """
+    size = len(division.order) // 2
+    sent = tuple(
+        division.rows_of(reached_keys(division.of_rank(rank), window)[division.rank])
+        for rank in range(size)
+    )
+    received = tuple(
+        division.of_rank(rank).rows_of(ranges)
+        for rank, ranges in enumerate(reached_keys(division, window))
+    )
+    return sent, received
+
+
+def _begin_uneven(
+    x: Tensor, sent: Rows, received: Rows, axis: ContextAxis
+) -> tuple[dist.Work, Tensor]:
+    """Begin an all-to-all of tokens [n, ...], in the order of the ranks that they are for."""
+    outgoing, incoming = (
+        [sum(rows.stop - rows.start for rows in ranges) for ranges in side]
+        for side in (sent, received)
+    )
+    arriving = x.new_empty((sum(incoming), *x.shape[1:]))
+    running = dist.all_to_all_single(
+        arriving, x, incoming, outgoing, group=axis.group, async_op=True
+    )
+    return running, arriving
 
 
 def _sum_in_fp32(grad: Tensor, axis: ContextAxis, order: Order) -> Tensor:

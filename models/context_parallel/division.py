@@ -4,7 +4,7 @@ s sequence, c context ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
@@ -31,10 +31,29 @@ class Division:
         """Positions in the sequence of this rank's tokens."""
         return self.slices_of(self.rank)
 
+    @property
+    def whole(self) -> Slices:
+        """Positions of all tokens, as one slice."""
+        return (range(self.length),)
+
     def slices_of(self, rank: int) -> Slices:
         """Return the positions in the sequence of a rank's tokens."""
         n = self.length // len(self.order)
         return tuple(range(i * n, (i + 1) * n) for i in self.order[2 * rank : 2 * rank + 2])
+
+    def rows_of(self, ranges: Slices) -> tuple[slice, ...]:
+        """Return the rows of positions among the tokens of this rank; each range is in a slice."""
+        n = self.length // len(self.order)
+        starts = {held.start // n: row * n for row, held in enumerate(self.slices)}
+        return tuple(
+            slice(row + each.start % n, row + each.start % n + len(each))
+            for each in ranges
+            for row in (starts[each.start // n],)
+        )
+
+    def of_rank(self, rank: int) -> "Division":
+        """Return the same division from the perspective of another rank."""
+        return replace(self, rank=rank)
 
 
 def divide(length: int, rank: int, size: int, lengths: Lengths | None = None) -> Division:
@@ -98,3 +117,51 @@ def _pairs_before(lengths: Sequence[int], bounds: Sequence[int]) -> list[int]:
 
 def _triangle(n: int) -> int:
     return n * (n + 1) // 2
+
+
+# Keys that sliding windows reach on other ranks.
+
+
+@lru_cache(maxsize=256)
+def reached_keys(division: Division, window: int) -> tuple[Slices, ...]:
+    """Return the positions of the keys on each rank that the windows of this rank's queries reach.
+
+    Documents are not considered, so that all micro-batches exchange equally many keys. Every entry
+    has at most one range per slice of the other rank; the entry of this rank itself is empty.
+
+    Args:
+        division: the division of the sequence; its rank is the one that receives the keys
+        window: number of keys that a query sees: its own and those before it
+    """
+    size = len(division.order) // 2
+    return tuple(
+        ()
+        if rank == division.rank
+        else tuple(
+            reached
+            for held in division.slices_of(rank)
+            if (reached := _reached_part(held, division.slices, window))
+        )
+        for rank in range(size)
+    )
+
+
+def _reached_part(held: range, queries: Slices, window: int) -> range:
+    """Return the positions in `held` that windows of later queries reach: its last ones."""
+    first = min(
+        (max(held.start, each.start - window + 1) for each in queries if each.start >= held.stop),
+        default=held.stop,
+    )
+    return range(first, max(first, held.stop))
+
+
+def received_keys(length: int, size: int, window: int) -> tuple[int, ...]:
+    """Return the number of keys that each rank receives in a sequence without documents.
+
+    Each key is received once, and so is each value; the backward pass returns their gradients.
+    """
+    divisions = (divide(length, rank, size) for rank in range(size))
+    return tuple(
+        sum(len(reached) for ranges in reached_keys(division, window) for reached in ranges)
+        for division in divisions
+    )

@@ -1,4 +1,4 @@
-"""Causal attention: in blocks of queries on CPUs, within documents, and to some of the keys.
+"""Causal attention to whole sequences: in blocks of queries on CPUs, and within documents.
 
 On a CPU torch's fused attention is slower than matmuls of the same size (for 512 tokens 1.5
 times as slow in fp32, twice in bf16). A block of queries skips the keys that come after the block.
@@ -13,9 +13,8 @@ b micro-batch, a query heads, g key-value heads, s sequence, d head size.
 
 import importlib
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -24,11 +23,28 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from models.kernels.attention_parts import (
+    MAX_FLASH_HEAD_SIZE,
+    Block,
+    Limits,
+    aten,
+    attend,
+    attend_backward,
+    blocks_of,
+    grouped_rows,
+    has_flash_attention,
+    hide_earlier,
+    hide_later,
+    merge_sinks,
+    scaled_scores,
+    sink_gradient,
+)
+
 ROWS = 128  # number of queries of a block
+WINDOW_ROWS = 64  # number of queries of a block within a window
 # The longest sequence whose probabilities are kept for the backward pass; 0 in the trace of a GPU.
 MAX_KEPT_LENGTH = 1024
 MAX_FUSED_LENGTH = 64  # the longest sequence for which torch's kernel is faster on a CPU in fp32
-MAX_FLASH_HEAD_SIZE = 256  # torch's flash_api.cpp, which also requires a multiple of 8
 # Not cuDNN, which builds a plan for each new shape in 0.1 to 0.4 s: document lengths keep changing.
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 MIN_PINNED_ELEMENTS = 2048  # enough for the documents of most micro-batches
@@ -37,22 +53,45 @@ Lengths = tuple[tuple[int, ...], ...]  # document lengths of each sequence
 Varlen = Callable[..., Tensor]  # called like torch.nn.attention.varlen.varlen_attn
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = 0) -> Tensor:
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    sequence: int = 0,
+    limits: Limits | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v, where no query sees a later key.
 
     q [b, a, s, d] and k, v [b, g, s, d] to [b, a, s, d].
 
     Args:
-        window: length of the sequence of which q is a document; 0: q is a whole sequence
+        sequence: length of the sequence of which q is a document; 0: q is a whole sequence
+        limits: window and soft cap; None: neither
+        sinks: logits [a] of keys that all queries see, without a value; None: none
     """
-    if in_blocks(q, q.shape[2], window):
-        return _BlockedAttention.apply(q, k, v)
+    if limits is not None:
+        limits = limits.for_part(q.shape[2], 0)
+    if limits is not None or sinks is not None:
+        blocked = keeps_probabilities(q, limits)
+        function = _BlockedAttention if blocked else _LimitedAttention
+        return function.apply(q, k, v, sinks, limits)
+    if in_blocks(q, q.shape[2], sequence):
+        return _BlockedAttention.apply(q, k, v, None, None)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, varlen: Varlen | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    *,
+    varlen: Varlen | None,
+    limits: Limits | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the causal attention of each document by itself.
 
@@ -61,13 +100,19 @@ def document_attention(
     Args:
         lengths: document lengths of each sequence; the lengths of a sequence sum to s
         varlen: kernel for all documents, from `varlen_kernel`; None: one call per document
+        limits: as in `causal_attention`; the kernel for all documents has no soft cap
+        sinks: as in `causal_attention`
     """
     if varlen is not None:
-        return _packed_attention(q, k, v, lengths, varlen)
+        window = None if limits is None else limits.window
+        return _packed_attention(q, k, v, lengths, varlen, window, sinks)
+    attend = causal_attention
+    if limits is not None or sinks is not None:
+        attend = partial(causal_attention, limits=limits, sinks=sinks)
     if q.device.type == "cpu":
-        return _attention_by_document(q, k, v, lengths)
+        return _attention_by_document(q, k, v, lengths, attend)
     with sdpa_kernel(WITHOUT_PLANS):
-        return _attention_by_document(q, k, v, lengths)
+        return _attention_by_document(q, k, v, lengths, attend)
 
 
 def varlen_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> Varlen | None:
@@ -122,26 +167,39 @@ def document_kernel_name(device: torch.device, dtype: torch.dtype, head_size: in
     return "one call per document"
 
 
-@lru_cache(maxsize=8)
-def has_flash_attention(device: torch.device) -> bool:
-    """Return True if torch's flash attention for 16 bits runs on a GPU."""
-    if not torch.backends.cuda.is_flash_attention_available() or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def in_blocks(x: Tensor, length: int, window: int = 0) -> bool:
+def in_blocks(x: Tensor, length: int, sequence: int = 0) -> bool:
     """Return True if attention over `length` tokens runs in blocks, not in torch's kernel.
 
     Args:
         x: a tensor of the same device and type as queries, keys and values
-        window: length of the sequence of which the tokens are a document; 0: they are all
+        sequence: length of the sequence of which the tokens are a document; 0: they are all
     """
-    is_short = x.dtype == torch.float32 and (window or length) <= MAX_FUSED_LENGTH
+    is_short = x.dtype == torch.float32 and (sequence or length) <= MAX_FUSED_LENGTH
     return x.device.type == "cpu" and length <= MAX_KEPT_LENGTH and not is_short
 
 
-def _packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, varlen: Varlen) -> Tensor:
+def keeps_probabilities(q: Tensor, limits: Limits | None) -> bool:
+    """Return True if attention of q [b, a, s, d] within limits keeps its probabilities.
+
+    For a query, it keeps at most as many as the last one of a whole sequence.
+    """
+    if q.device.type != "cpu" or (limits is not None and limits.soft_cap is not None):
+        return False
+    visited = q.shape[2]
+    if limits is not None and limits.window is not None:
+        visited = min(visited, limits.window + WINDOW_ROWS)
+    return visited <= MAX_KEPT_LENGTH
+
+
+def _packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    varlen: Varlen,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Compute all documents in one call, laid end to end: [b * s, a or g, d].
 
     The packed tensors are views if the order in memory is [b, s, a, d]
@@ -151,15 +209,20 @@ def _packed_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, varlen:
     packed = (x.transpose(1, 2).reshape(b * s, -1, d) for x in (q, k, v))
     ends = cumulative_lengths(lengths, q.device)
     longest = max(map(max, lengths))
-    y = varlen(
-        *packed,
-        ends,
-        ends,
-        longest,
-        longest,
-        window_size=(-1, 0),  # causal
-        enable_gqa=a != k.shape[1],
-    )
+    # A query sees `left` keys before its own; -1: all of them.
+    left = -1 if window is None or window >= longest else window - 1
+    if sinks is not None:
+        y = _PackedAttention.apply(*packed, sinks, ends, longest, left)
+    else:
+        y = varlen(
+            *packed,
+            ends,
+            ends,
+            longest,
+            longest,
+            window_size=(left, 0),
+            enable_gqa=a != k.shape[1],
+        )
     return y.view(b, s, a, d).transpose(1, 2)
 
 
@@ -179,7 +242,9 @@ def cumulative_lengths(lengths: Lengths, device: torch.device) -> Tensor:
     return pinned[: len(ends)].to(device, non_blocking=True)
 
 
-def _attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
+def _attention_by_document(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, attend: Callable[..., Tensor]
+) -> Tensor:
     """Call attention per document; adjacent sequences with equal document lengths share calls."""
     divisions, counts = zip(
         *((documents, len(list(run))) for documents, run in groupby(lengths)), strict=True
@@ -189,34 +254,116 @@ def _attention_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) ->
     for *run, lengths_of_run in zip(*(t.split(counts) for t in (q, k, v)), divisions, strict=True):
         parts = zip(*(t.split(lengths_of_run, dim=2) for t in run), strict=True)
         attended.append(
-            torch.cat([causal_attention(*document, window=q.shape[2]) for document in parts], dim=2)
+            torch.cat([attend(*document, sequence=q.shape[2]) for document in parts], dim=2)
         )
     return torch.cat(attended)
 
 
-class _BlockedAttention(torch.autograd.Function):
-    """Keeps each block's probabilities, a s (s + ROWS) / 2 of them for a sequence.
-
-    The heads that share a key and a value are rows of one matmul, [b * g, a/g * ROWS, d].
-    """
+class _PackedAttention(torch.autograd.Function):
+    """Flash attention over documents laid end to end, [b * s, a or g, d], with sinks."""
 
     @staticmethod
-    def forward(ctx, q, k, v):
-        b, a, s, d = q.shape
-        keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [b * g, s, d]
-        out, kept = q.new_empty(s, b, a, d).permute(1, 2, 0, 3), []  # as the next matmul reads it
-        for first, last in _blocks(q):
-            queries = _rows(q, k, first, last)
-            scores = _scores(queries, keys[:, :last], first)
-            kept.append(scores.softmax(dim=-1))
-            block = torch.bmm(kept[-1], values[:, :last])
-            out[:, :, first:last] = block.view(b, a, last - first, d)
-        ctx.save_for_backward(q, k, v, *kept)
+    def forward(ctx, q, k, v, sinks, ends, longest, left):
+        out, logsumexp = flash_forward(q, k, v, ends, longest, left)
+        # merged as for one sequence, [1, a, b * s, d], where the kernel's logsumexp is [a, b * s]
+        part = out.transpose(0, 1)[None].float(), logsumexp[None].float()
+        out, logsumexp = merge_sinks(part, sinks)
+        y = out[0].transpose(0, 1).to(q.dtype)
+        ctx.save_for_backward(q, k, v, y, logsumexp, sinks, ends)
+        ctx.longest, ctx.left = longest, left
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, y, logsumexp, sinks, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        whole = y.transpose(0, 1)[None], logsumexp
+        grad_sinks = sink_gradient(grad.transpose(0, 1)[None], whole, sinks)
+        grads = flash_backward(grad, q, k, v, y, logsumexp[0], ends, ctx.longest, ctx.left)
+        return *grads, grad_sinks, None, None, None
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, left: int
+) -> tuple[Tensor, Tensor]:
+    """Return the output, [b * s, a, d], and the logsumexp, [a, b * s], of packed documents."""
+    return aten._flash_attention_forward(
+        q, k, v, ends, ends, longest, longest, 0.0, left == -1, False,
+        window_size_left=left, window_size_right=0,
+    )[:2]  # fmt: skip
+
+
+def flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    ends: Tensor,
+    longest: int,
+    left: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of packed documents, given the merged output and logsumexp."""
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is not used
+    return aten._flash_attention_backward(
+        grad, q, k, v, out, logsumexp.contiguous(), ends, ends, longest, longest,
+        0.0, left == -1, state, state[:1], window_size_left=left, window_size_right=0,
+    )  # fmt: skip
+
+
+class _LimitedAttention(torch.autograd.Function):
+    """Keeps only the output and its logsumexp, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, limits):
+        part = attend(q, k, v, causal=True, limits=limits)
+        out, logsumexp = part if sinks is None else merge_sinks(part, sinks)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
+        ctx.limits = limits
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, *kept = ctx.saved_tensors
+        q, k, v, out, logsumexp, sinks = ctx.saved_tensors
+        whole = out, logsumexp
+        grads = attend_backward(grad, q, k, v, whole, causal=True, limits=ctx.limits)
+        grad_sinks = None if sinks is None else sink_gradient(grad, whole, sinks)
+        return *(x.to(q.dtype) for x in grads), grad_sinks, None
+
+
+class _BlockedAttention(torch.autograd.Function):
+    """Keeps each block's probabilities: a s (s + ROWS) / 2 of them, or a s (window + ROWS).
+
+    The heads that share a key and a value are rows of one matmul, [b * g, a/g * ROWS, d]. With
+    sinks, the probabilities have one more column, the last one.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, limits):
+        b, a, s, d = q.shape
+        keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [b * g, s, d]
+        out, kept = q.new_empty(s, b, a, d).permute(1, 2, 0, 3), []  # as the next matmul reads it
+        for block in _blocks(s, limits):
+            first, last, low, _ = block
+            scores = scaled_scores(grouped_rows(q, k, first, last), keys[:, low:last])
+            hide_later(scores, block)
+            if limits is not None:
+                hide_earlier(scores, block, limits)
+            if sinks is not None:
+                scores = torch.cat([scores, _columns(sinks, k, last - first)], dim=-1)
+            kept.append(scores.softmax(dim=-1))
+            probabilities = kept[-1] if sinks is None else kept[-1][..., :-1]
+            outputs = torch.bmm(probabilities, values[:, low:last])
+            out[:, :, first:last] = outputs.view(b, a, last - first, d)
+        ctx.save_for_backward(q, k, v, sinks, *kept)
+        ctx.limits = limits
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, sinks, *kept = ctx.saved_tensors
         scale = q.shape[-1] ** -0.5
         keys, values = k.flatten(0, 1), v.flatten(0, 1)
         grad_q = torch.empty_like(q)
@@ -224,226 +371,41 @@ class _BlockedAttention(torch.autograd.Function):
         several = len(kept) > 1
         create = torch.zeros_like if several else torch.empty_like
         grad_keys, grad_values = create(keys), create(values)
-        for (first, last), probabilities in zip(_blocks(q), kept, strict=True):
-            queries, rows = _rows(q, k, first, last), _rows(grad, k, first, last)
-            grad_values[:, :last].baddbmm_(probabilities.transpose(1, 2), rows, beta=several)
-            grad_scores = torch.bmm(rows, values[:, :last].transpose(1, 2))
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
+        for (first, last, low, _), probabilities in zip(
+            _blocks(q.shape[2], ctx.limits), kept, strict=True
+        ):
+            queries, rows = grouped_rows(q, k, first, last), grouped_rows(grad, k, first, last)
+            if grad_sinks is not None:
+                probabilities, of_sinks = probabilities[..., :-1], probabilities[..., -1]
+            grad_values[:, low:last].baddbmm_(probabilities.transpose(1, 2), rows, beta=several)
+            grad_scores = torch.bmm(rows, values[:, low:last].transpose(1, 2))
+            if grad_sinks is not None:
+                products = of_sinks * (grad_scores * probabilities).sum(dim=-1)
+                grad_sinks -= products.view(len(q), len(grad_sinks), -1).float().sum(dim=(0, 2))
             grad_scores = torch._softmax_backward_data(
                 grad_scores, probabilities, -1, probabilities.dtype
             )
-            block = torch.bmm(grad_scores, keys[:, :last]).mul_(scale)
+            block = torch.bmm(grad_scores, keys[:, low:last]).mul_(scale)
             block = block.view(q[:, :, first:last].shape)
             if several:
                 grad_q[:, :, first:last] = block
             else:
                 grad_q = block
-            grad_keys[:, :last].baddbmm_(
+            grad_keys[:, low:last].baddbmm_(
                 grad_scores.transpose(1, 2), queries, beta=several, alpha=scale
             )
-        return grad_q, grad_keys.view(k.shape), grad_values.view(v.shape)
+        if grad_sinks is not None:
+            grad_sinks = grad_sinks.to(sinks.dtype)
+        return grad_q, grad_keys.view(k.shape), grad_values.view(v.shape), grad_sinks, None
 
 
-def _blocks(q: Tensor) -> list[tuple[int, int]]:
-    """Return the first row of each block, and the row after its last one."""
-    length = q.shape[2]
-    return [(first, min(first + ROWS, length)) for first in range(0, length, ROWS)]
+def _blocks(length: int, limits: Limits | None) -> Iterator[Block]:
+    rows = ROWS if limits is None else WINDOW_ROWS
+    return blocks_of(length, length, limits, causal=True, rows=rows)
 
 
-def _rows(x: Tensor, k: Tensor, first: int, last: int) -> Tensor:
-    """Return a block of [b, a, s, d] grouped by key-value head: [b * g, a/g * rows, d]."""
+def _columns(sinks: Tensor, k: Tensor, rows: int) -> Tensor:
+    """Return the logits of the sinks for a block of queries: [b * g, a/g * rows, 1]."""
     b, g = k.shape[:2]
-    return x[:, :, first:last].reshape(b * g, -1, x.shape[-1])
-
-
-def _scores(queries: Tensor, keys: Tensor, first: int) -> Tensor:
-    """Return scaled scores [b * g, a/g * rows, keys], -inf where a key follows the query."""
-    rows = keys.shape[1] - first
-    scale = queries.shape[-1] ** -0.5
-    scores = torch.baddbmm(
-        queries.new_empty(1), queries, keys.transpose(1, 2), beta=0, alpha=scale
-    )  # scaled before it is rounded
-    later = scores.new_full((rows, rows), float("-inf")).triu_(1)
-    scores.unflatten(1, (-1, rows))[..., first:].add_(later)
-    return scores
-
-
-# Attention to some of the keys, and the merging of such parts into attention to all of them.
-#
-# A part comes with the logsumexp of its scores, which is the logarithm of the softmax's
-# denominator, so that parts can be merged in any order ("online softmax", Milakov and Gimelshein
-# 2018, arXiv 1805.02867). The backward pass of a part needs the merged result and the merged
-# logsumexp, but no other part (FlashAttention, arXiv 2205.14135; ring attention, arXiv
-# 2310.01889).
-#
-# b sequences, a query heads, g key-value heads, n queries, m keys, d head size.
-
-aten = torch.ops.aten
-LOGSUMEXP_ROWS = 32  # the memory-efficient kernel pads its logsumexps to a multiple of this
-
-Part = tuple[Tensor, Tensor]  # output fp32 [b, a, n, d], and logsumexp fp32 [b, a, n]
-Gradients = tuple[Tensor, Tensor, Tensor]  # of queries, keys and values
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Part:
-    """Return the attention of q [b, a, n, d] to k and v [b, g, m, d].
-
-    Args:
-        causal: query i sees the keys up to i; requires n = m
-    """
-    kernel = kernel_for(q)
-    if not kernel.grouped:
-        k, v = (_for_each_query_head(x, q) for x in (k, v))
-    out, logsumexp = kernel.forward(q, k, v, causal)
-    return out.float(), logsumexp.float()
-
-
-def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, *, causal: bool
-) -> Gradients:
-    """Return the gradients of q, k and v that pass through this part, in fp32.
-
-    Args:
-        grad: gradient of the merged output, [b, a, n, d]
-        whole: the merged output and logsumexp
-    """
-    kernel, groups, (out, logsumexp) = kernel_for(q), k.shape[1], whole
-    if not kernel.grouped:
-        k, v = (_for_each_query_head(x, q) for x in (k, v))
-    grads = kernel.backward(grad, q, k, v, (out.to(q.dtype), logsumexp), causal)
-    grad_q, grad_k, grad_v = (x.float() for x in grads)
-    if not kernel.grouped:
-        grad_k, grad_v = (x.unflatten(1, (groups, -1)).sum(dim=2) for x in (grad_k, grad_v))
-    return grad_q, grad_k, grad_v
-
-
-def merge(one: Part, other: Part) -> Part:
-    """Merge two parts of the same queries; `one` must have a key for every query."""
-    (out, logsumexp), (out_other, logsumexp_other) = one, other
-    share = torch.sigmoid(logsumexp_other - logsumexp)[..., None]  # of the other part
-    merged = logsumexp - F.logsigmoid(logsumexp - logsumexp_other)
-    return torch.lerp(out, out_other, share), merged
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A fused kernel whose forward pass also returns the logsumexp.
-
-    Attributes:
-        forward: function of q, k, v and causal
-        backward: function of the gradient, q, k, v, the merged part and causal
-        grouped: several query heads may share a key and a value
-    """
-
-    forward: Callable[[Tensor, Tensor, Tensor, bool], Part]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Part, bool], Gradients]
-    grouped: bool
-
-
-def kernel_for(q: Tensor) -> Kernel:
-    """Return the fastest kernel for the type, the device and the head size of q."""
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return REFERENCE
-    if q.device.type == "cpu":
-        return CPU_FLASH
-    if q.device.type != "cuda" or q.shape[-1] % 8 or q.shape[-1] > MAX_FLASH_HEAD_SIZE:
-        return REFERENCE
-    if q.dtype == torch.float32:
-        return EFFICIENT
-    return FLASH if has_flash_attention(q.device) else REFERENCE
-
-
-def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
-    """Repeat keys or values [b, g, m, d] for the query heads that share them: [b, a, m, d]."""
-    repeats = q.shape[1] // x.shape[1]
-    return x if repeats == 1 else x.repeat_interleave(repeats, dim=1)
-
-
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-
-
-def _cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, causal: bool
-) -> Gradients:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, *whole, 0.0, causal
-    )
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, causal: bool
-) -> Gradients:
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is not used
-    out, logsumexp = whole
-    return aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out,
-        logsumexp.contiguous(),  # the kernel ignores its strides (pytorch's mha_bwd)
-        None, None, q.shape[2], k.shape[2], 0.0, causal, state, state[:1],
-    )  # fmt: skip
-
-
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
-    out, logsumexp, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, None, True, 0.0, causal
-    )
-    return out, logsumexp[..., : q.shape[2]]
-
-
-def _efficient_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, causal: bool
-) -> Gradients:
-    out, logsumexp = whole
-    # As in the forward kernel: the probabilities of the rows that pad the last block are 0.
-    padding = (0, -logsumexp.shape[-1] % LOGSUMEXP_ROWS)
-    padded = F.pad(logsumexp, padding, value=float("inf"))
-    state = torch.zeros((), dtype=torch.int64, device=q.device)
-    wanted = [True, True, True, False]  # no gradient of a bias
-    *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, padded, state, state, 0.0, wanted, causal
-    )
-    return grads[0], grads[1], grads[2]
-
-
-def _masked_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """Return scaled scores fp32 [b, a, n, m], -inf for keys that a query does not see."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * q.shape[-1] ** -0.5
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(later, float("-inf"))
-    return scores
-
-
-def _reference_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
-    scores = _masked_scores(q, k, causal)
-    logsumexp = scores.logsumexp(dim=-1)
-    return torch.matmul((scores - logsumexp[..., None]).exp(), v.to(scores.dtype)), logsumexp
-
-
-def _reference_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, causal: bool
-) -> Gradients:
-    out, logsumexp = whole
-    probabilities = (_masked_scores(q, k, causal) - logsumexp[..., None]).exp()
-    wide = probabilities.dtype
-    grad, out, q, k, v = (x.to(wide) for x in (grad, out, q, k, v))
-    delta = (grad * out).sum(dim=-1, keepdim=True)
-    grad_scores = probabilities * (torch.matmul(grad, v.transpose(-1, -2)) - delta)
-    grad_scores *= q.shape[-1] ** -0.5
-    return (
-        torch.matmul(grad_scores, k),
-        torch.matmul(grad_scores.transpose(-1, -2), q),
-        torch.matmul(probabilities.transpose(-1, -2), grad),
-    )
-
-
-REFERENCE = Kernel(
-    _reference_forward, _reference_backward, grouped=False
-)  # materialises the scores
-CPU_FLASH = Kernel(_cpu_forward, _cpu_backward, grouped=True)
-FLASH = Kernel(_flash_forward, _flash_backward, grouped=True)
-EFFICIENT = Kernel(_efficient_forward, _efficient_backward, grouped=False)
+    return sinks.view(1, g, -1, 1).expand(b, g, -1, rows).reshape(b * g, -1, 1)

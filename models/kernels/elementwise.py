@@ -89,8 +89,9 @@ def heads_first(
     """Split q|k|v [s, b, a + 2g, d] into q [b, a, s, d] and k, v [b, g, s, d].
 
     Args:
-        rotation: cos and sin [s, b or 1, 1, d/2] of the angles by which the pairs (i, i + d/2) of q
-            and k are rotated, as Llama's published weights expect (arXiv 2104.09864)
+        rotation: cos and sin [s, b or 1, 1, r/2] of the angles by which the pairs (i, i + r/2) of
+            the first r columns of q and k are rotated, as Llama's published weights expect (arXiv
+            2104.09864); r is d or less
         order: order of the dimensions in memory
     """
     cos, sin = rotation or (None, None)
@@ -249,7 +250,11 @@ def _heads_first_backward(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + d/2) of x [s, b, a, d]."""
+    """Rotate each pair (i, i + r/2) of the first r columns of x [s, b, a, d]."""
+    columns = 2 * cos.shape[-1]
+    if columns < x.shape[-1]:
+        rotated = _rotate(x[..., :columns], cos, sin)
+        return torch.cat([rotated, x[..., columns:]], dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 

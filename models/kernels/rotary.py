@@ -16,22 +16,22 @@ from models.config import RopeScaling
 
 @dataclass(frozen=True)
 class Frequencies:
-    """Rotation frequency of each pair of columns of a head.
+    """Rotation frequency of each pair of rotated columns of a head.
 
     Attributes:
-        head_size: columns of a head, d
+        columns: rotated columns of a head, d
         theta: base of the frequencies
         scaling: None: the frequency of pair i is theta^(-2i/d)
     """
 
-    head_size: int
+    columns: int
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
 
     def on(self, device: torch.device) -> Tensor:
         """Return the frequencies in radians per position: fp32 [d/2]."""
-        columns = torch.arange(0, self.head_size, 2, device=device).float()
-        base, scaling = self.theta ** (columns / self.head_size), self.scaling
+        columns = torch.arange(0, self.columns, 2, device=device).float()
+        base, scaling = self.theta ** (columns / self.columns), self.scaling
         if scaling is None:
             return 1.0 / base
         if scaling.type == "linear":

@@ -8,15 +8,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
-from models.context_parallel.attention import tiles_of
 from models.context_parallel.division import divide
-from models.kernels.attention import (
-    attend,
-    attend_backward,
-    document_attention,
-    merge,
-    varlen_kernel,
+from models.context_parallel.tiles import (
+    Merged,
+    add_gradients_of_others,
+    assemble,
+    attend_to_others,
+    attend_to_own,
+    pieces,
+    tiles_of,
+    write_gradients_of_own,
 )
+from models.kernels.attention import document_attention, varlen_kernel
+from models.kernels.attention_parts import Limits, sink_gradient
 from models.kernels.compile import as_written, compiled
 from models.kernels.elementwise import look_up
 from models.parallel.collectives import TensorAxis
@@ -42,6 +46,7 @@ ROUNDED = 0.02  # of the largest value, of results in 16 bits
 ROUNDED_ONCE = 2**-8  # likewise, of results that are rounded to bf16 once
 EXACT = 1e-4  # likewise, of results in fp32
 LENGTHS = (1, 2, 4, 30, 63, 150, 6), (256,)  # of the documents of two sequences
+WINDOW = 40  # of tokens, shorter than the longest document
 REPEATS = 1024, 16384  # of a token
 PARTS_OF_LOSS = 4
 LOSS_SCALE = 2.0**10
@@ -187,51 +192,112 @@ def slices_in_fp32(device: torch.device) -> float:
     return slices_error(device, torch.float32)
 
 
-def slices_error(device: torch.device, dtype: torch.dtype) -> float:
+def windowed_slices(device: torch.device) -> float:
+    """Return the error of windows with sinks over context ranks in bf16."""
+    return slices_error(device, torch.bfloat16, limits=Limits(WINDOW), sinks=True)
+
+
+def slices_error(
+    device: torch.device, dtype: torch.dtype, *, limits: Limits | None = None, sinks: bool = False
+) -> float:
     """Return the largest error of attention over two context ranks and of its gradients.
 
     Both ranks are computed here, one after the other, without communication. Most tiles have
     lengths that no block size of a kernel divides.
     """
+    *inputs, logits = drawn_inputs(device, dtype)
+    q, k, v = inputs
+    out, grad = torch.empty_like(q), weights_like(q)
+    grads = [torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v)]
+    grad_sinks = torch.zeros_like(logits, dtype=torch.float32)
+    for rank in range(2):
+        division = divide(q.shape[2], rank, 2, LENGTHS)
+        here = torch.cat([torch.arange(each.start, each.stop) for each in division.slices])
+        own_q, own_k, own_v, own_grad = (each[:, :, here] for each in (q, k, v, grad))
+        tiles = tiles_of(division.slices, LENGTHS, limits)
+        others = list(pieces(tiles, division.whole))
+        parts = attend_to_own(own_q, own_k, own_v, tiles)
+        attend_to_others(parts, own_q, k, v, others)
+        whole = assemble(own_q, tiles, parts, logits if sinks else None)
+        out[:, :, here] = whole[0]
+        merged = Merged(own_q, own_grad, *whole)
+        own = [torch.zeros_like(each, dtype=torch.float32) for each in (own_q, own_k, own_v)]
+        write_gradients_of_own(own, merged, own_k, own_v, tiles)
+        add_gradients_of_others((own[0], *grads[1:]), merged, k, v, others)
+        for total, part in zip(grads, own, strict=True):
+            total[:, :, here] += part
+        grad_sinks += sink_gradient(own_grad, whole, logits)
+    found = [out, *grads, grad_sinks] if sinks else [out, *grads]
+    return error_of_attention(found, [*inputs, logits] if sinks else inputs, limits)
+
+
+def windows_at_once(device: torch.device) -> float:
+    """Return the error of windows over documents by the kernel that takes all of them."""
+    return limited_error(device, torch.bfloat16, Limits(WINDOW), sinks=False)
+
+
+def windows_and_sinks_at_once(device: torch.device) -> float:
+    """Return the error of windows with sinks over documents in bf16."""
+    return limited_error(device, torch.bfloat16, Limits(WINDOW), sinks=True)
+
+
+def sinks_in_fp32(device: torch.device) -> float:
+    """Return the error of sinks without a window in fp32."""
+    return limited_error(device, torch.float32, None, sinks=True)
+
+
+def windows_and_caps_in_fp32(device: torch.device) -> float:
+    """Return the error of windows with a soft cap and sinks in fp32."""
+    return limited_error(device, torch.float32, Limits(WINDOW, soft_cap=2.0), sinks=True)
+
+
+def limited_error(
+    device: torch.device, dtype: torch.dtype, limits: Limits | None, *, sinks: bool
+) -> float:
+    """Return the largest error of attention over documents within limits, and of its gradients."""
+    inputs = drawn_inputs(device, dtype)[: 4 if sinks else 3]
+    capped = limits is not None and limits.soft_cap is not None
+    varlen = None if capped else varlen_kernel(device, dtype, inputs[0].shape[-1])
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None = None) -> Tensor:
+        return document_attention(q, k, v, LENGTHS, varlen=varlen, limits=limits, sinks=logits)
+
+    return error_of_attention(with_gradients(attended, inputs), inputs, limits)
+
+
+def drawn_inputs(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Return queries, keys and values of some documents, and sinks."""
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, d = 4, 2, 64
     b, s = len(LENGTHS), sum(LENGTHS[0])
-    drawn = (torch.randn(b, n, s, d, generator=generator) for n in (heads, kv_heads, kv_heads))
-    q, k, v = (each.to(device, dtype) for each in drawn)
-    out, logsumexp = torch.empty_like(q), torch.empty(b, heads, s, device=device)
-    grad = weights_like(out)
-    grads = [torch.zeros_like(each, dtype=torch.float32) for each in (q, k, v)]
-    for rank in range(2):
-        slices = divide(s, rank, 2, LENGTHS).slices
-        here = torch.cat([torch.arange(each.start, each.stop, device=device) for each in slices])
-        own_q, own_k, own_v, own_grad = (each[:, :, here] for each in (q, k, v, grad))
-        tiles = tiles_of(slices, LENGTHS)
-        own_out, own_logsumexp = own_q.clone(), logsumexp[:, :, here]
-        for tile in tiles:
-            part = attend(own_q[tile.own], own_k[tile.own], own_v[tile.own], causal=True)
-            if tile.before:
-                others = attend(own_q[tile.own], k[tile.others], v[tile.others], causal=False)
-                part = merge(part, others)
-            own_out[tile.own], own_logsumexp[tile.own] = part
-        out[:, :, here] = own_out
-        for tile in tiles:
-            own, whole = tile.own, (own_out[tile.own], own_logsumexp[tile.own])
-            rows = here[tile.rows]
-            parts = [(rows, own_k[own], own_v[own], True)]
-            if tile.before:
-                keys = torch.arange(tile.before.start, tile.before.stop, device=device)
-                parts.append((keys, k[tile.others], v[tile.others], False))
-            for keys, key, value, causal in parts:
-                found = attend_backward(own_grad[own], own_q[own], key, value, whole, causal=causal)
-                for total, places, each in zip(grads, (rows, keys, keys), found, strict=True):
-                    total[tile.sequences, :, places] += each
+    shapes = [(b, heads, s, d), (b, kv_heads, s, d), (b, kv_heads, s, d), (heads,)]
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def error_of_attention(
+    found: Sequence[Tensor], inputs: Sequence[Tensor], limits: Limits | None
+) -> float:
+    """Return the largest error of an output and its gradients, compared with all probabilities."""
+    window = limits.window if limits is not None else None
+    cap = limits.soft_cap if limits is not None else None
     number = torch.stack([torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in LENGTHS])
-    mask = (number.unsqueeze(1) == number.unsqueeze(2)).tril().unsqueeze(1).to(device)  # [b,1,s,s]
-    expected = with_gradients(
-        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
-        [each.double() for each in (q, k, v)],
-    )
-    return largest_error([out, *grads], expected)
+    mask = (number.unsqueeze(1) == number.unsqueeze(2)).tril().unsqueeze(1)  # [b, 1, s, s]
+    if window is not None:
+        mask = mask.triu(1 - window)
+    hidden = ~mask.to(inputs[0].device)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor, logits: Tensor | None = None) -> Tensor:
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if logits is not None:
+            of_sinks = logits.view(-1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, of_sinks], dim=-1)
+        return scores.softmax(dim=-1)[..., : q.shape[2]] @ v
+
+    return largest_error(found, with_gradients(attended, [each.double() for each in inputs]))
 
 
 COMPARISONS = {  # name -> function that returns an error, its limit
@@ -239,6 +305,11 @@ COMPARISONS = {  # name -> function that returns an error, its limit
     "attention over documents one by one, bf16": (documents_one_by_one, ROUNDED),
     "attention over two context ranks, bf16": (slices_in_16_bits, ROUNDED),
     "attention over two context ranks, fp32": (slices_in_fp32, EXACT),
+    "windows and sinks over two context ranks, bf16": (windowed_slices, ROUNDED),
+    "windows over documents at once, bf16": (windows_at_once, ROUNDED),
+    "windows and sinks over documents at once, bf16": (windows_and_sinks_at_once, ROUNDED),
+    "sinks, fp32": (sinks_in_fp32, EXACT),
+    "windows, sinks and soft cap, fp32": (windows_and_caps_in_fp32, EXACT),
     f"loss in {PARTS_OF_LOSS} parts, fp16": (loss_in_parts, ROUNDED),
     "embedding of repeated tokens, bf16": (repeated_tokens, ROUNDED_ONCE),
 }

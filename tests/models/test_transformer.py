@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models import cost
-from models.config import ModelConfig
+from models.config import ModelConfig, RopeScaling, Window
 from models.hugging_face.config import hugging_face_config
 from models.hugging_face.weights import counterparts, from_hugging_face, to_hugging_face
-from models.initialization import NormalRows, initialize
+from models.initialization import NormalRows, initialize, query_multiplier
+from models.kernels.rotary import Frequencies
 from models.layer_specs import (
     SequentialModel,
     layer_specs,
@@ -28,7 +29,7 @@ from models.layer_specs import (
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
 from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
-from models.transformer import ModelAxes
+from models.transformer import Attention, ModelAxes, rotary_frequencies
 from tests.ranks import run_ranks
 
 LLAMA = ModelConfig(
@@ -100,10 +101,34 @@ def variants(shape: str) -> tuple[str, ...]:
 
 WITH_DROPOUT = replace(SHAPES["gpt2"], dropout=0.3, attention_dropout=0.2)
 GROUPED_WITH_DROPOUT = replace(LLAMA, dropout=0.3, attention_dropout=0.2)
+WINDOWED = replace(
+    LLAMA,
+    attention_pattern=("window", "nope", "full"),
+    window=Window(size=5, rope_theta=500.0),
+    attention_sinks=True,
+    attention_scale=0.5,
+    partial_rotary_factor=0.5,
+)
+CAPPED = replace(
+    LLAMA,
+    attention_pattern=("window", "full"),
+    window=Window(size=11),
+    attention_soft_cap=1.5,
+    parametrization="mup",
+    base_hidden_size=24,
+    base_head_size=4,
+)
+WINDOWED_WITH_DROPOUT = replace(WINDOWED, attention_soft_cap=2.0, attention_dropout=0.2)
 KEY = MaskKey(seed=7, samples=range(40, 42))
 DOCUMENTS = Documents(((9, 15), (4, 1, 7, 12)))
 PLAIN, DROPPING = MicroBatchInfo(), MicroBatchInfo(dropout=KEY)
 SEPARATE = MicroBatchInfo(documents=DOCUMENTS)
+SPECIAL = {  # name -> model whose attention differs between layers, information
+    "windows and sinks": (WINDOWED, PLAIN),
+    "windows and sinks, documents": (WINDOWED, SEPARATE),
+    "soft cap": (CAPPED, SEPARATE),
+    "windows and sinks, dropout": (WINDOWED_WITH_DROPOUT, MicroBatchInfo(KEY, DOCUMENTS)),
+}
 MUTANTS = {  # seeded fault -> a shape on which it must show
     "copy without its all-reduce": "llama",
     "reduce without its all-reduce": "llama",
@@ -175,6 +200,10 @@ def two_rank_worker() -> dict[Any, Outcome]:
         for variant, (recompute, split) in VARIANTS.items():
             axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, split)
             outcomes[config, variant] = run_model(config, axis, recompute, DROPPING)
+    for name, (config, info) in SPECIAL.items():
+        for variant, (recompute, split) in VARIANTS.items():
+            axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, split)
+            outcomes[name, variant] = run_model(config, axis, recompute, info)
     for fault, shape in MUTANTS.items():
         with seeded_fault(fault):
             axis = TensorAxis(dist.group.WORLD, dist.get_rank(), 2, "gather" in fault)
@@ -334,6 +363,41 @@ def test_two_ranks_drop_what_one_rank_drops(
     config: ModelConfig, variant: str, two_ranks: dict[Any, Outcome]
 ) -> None:
     assert largest_difference(two_ranks[config, variant], run_model(config, info=DROPPING)) < 1e-5
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_two_ranks_agree_on_attention_that_differs_between_layers(
+    name: str, two_ranks: dict[Any, Outcome]
+) -> None:
+    config, info = SPECIAL[name]
+    expected = run_model(config, info=info)
+    assert expected[2]["blocks.0.attention.qkv.weight"].any()
+    for variant in VARIANTS:
+        assert largest_difference(two_ranks[name, variant], expected) < 1e-5, variant
+
+
+def test_each_kind_of_attention_has_its_rotary_frequencies() -> None:
+    scaling = RopeScaling(type="linear", factor=8.0)
+    config = replace(WINDOWED, rope_scaling=scaling, rope_theta=1e6)
+    full = Frequencies(4, 1e6, scaling)  # half of the columns of a head
+    assert rotary_frequencies(config, "nope") is None
+    assert rotary_frequencies(config, "full") == full
+    assert rotary_frequencies(config, "window") == Frequencies(4, 500.0, scaling)
+    unscaled = replace(config, window=Window(size=5, rope_scaled=False))
+    assert rotary_frequencies(unscaled, "window") == Frequencies(4, 1e6)
+    blocks = [Attention(config, ModelAxes(), name="", kind=kind) for kind in ("window", "full")]
+    assert [block.has_table_of_its_own for block in blocks] == [True, False]
+
+
+def test_the_scale_of_the_scores_replaces_that_of_the_head_size() -> None:
+    assert query_multiplier(WINDOWED) * 8**-0.5 == pytest.approx(0.5)
+    mup = replace(CAPPED, attention_scale=0.25)  # whose base model has heads of four columns
+    assert query_multiplier(mup) * 8**-0.5 == pytest.approx(0.25 * (4 / 8) ** 0.5)
+    for config in (WINDOWED, CAPPED):
+        assert (
+            largest_difference(run_model(replace(config, attention_scale=0.7)), run_model(config))
+            > 1e-3
+        )
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full", "full, two blocks at a time"])

@@ -22,9 +22,10 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from models.context_parallel.attention import tiles_of
+from models.context_parallel.tiles import Tile, tiles_of
 from models.errors import UserError
 from models.initialization import depth_ratio, query_multiplier, width_ratio
+from models.kernels.attention_parts import Limits, merge_sinks
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.layers import Deferral
@@ -96,6 +97,7 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
     for switch in (
         *("norm", "positions", "activation", "bias", "tie_embeddings", "qk_norm", "dropout"),
         *("attention_dropout", "rope_theta", "rope_scaling", "norm_epsilon"),
+        *("attention_sinks", "attention_soft_cap"),
     ):
         assert getattr(small, switch) == getattr(model, switch), switch
     assert (small.heads == small.kv_heads) == (model.heads == model.kv_heads)
@@ -104,6 +106,13 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
         for size in ("kv_heads", "ffn_hidden_size", "sequence_length"):
             valid = getattr(model, size) % tensor == 0
             assert (getattr(small, size) % tensor == 0) == valid, (size, tensor)
+    assert set(small.attention_pattern) == set(model.attention_pattern)
+    if model.window is not None and small.window is not None:
+        assert replace(small.window, size=model.window.size) == model.window
+        share = model.window.size / model.sequence_length
+        assert small.window.size / small.sequence_length == pytest.approx(share, rel=0.3)
+        assert (share < 1) == (small.window.size < small.sequence_length)
+    assert (small.rotary_columns < 8) == (model.partial_rotary_factor < 1)
     assert small.parametrization == model.parametrization
     if model.base_hidden_size is not None:
         assert width_ratio(small) == pytest.approx(width_ratio(model), rel=0.1)
@@ -307,18 +316,17 @@ def test_columns_without_rotation_of_a_key_bias_are_noise(corpus: Path) -> None:
     """Sinks and caps give the whole bias a gradient; layers without positions, no part of it."""
     rope = {"model__bias": True, "model__kv_heads": 4}  # 4 heads of 16 columns
     name = "blocks.{}.attention.qkv.bias"
-    with mock.patch("models.config.NOT_SUPPORTED_YET", ()):
-        model = recipe_of(corpus, rope | {"model__partial_rotary_factor": 0.5}).model
-        parts = compare_module.split_noise(name.format(0), model)
-        noise = [64 + 16 * head + column for head in range(4) for column in range(8, 16)]
-        assert parts[name.format(0) + compare_module.NOISE_SUFFIX] == noise
-        rows = torch.cat([torch.arange(3 * 64)[each] for each in parts.values()])
-        assert torch.equal(rows.sort().values, torch.arange(3 * 64))
-        model = recipe_of(corpus, rope | {"model__attention_pattern": ["full", "nope"]}).model
-        assert [len(compare_module.split_noise(name.format(n), model)) for n in (0, 1)] == [1, 3]
-        for change in ({"model__attention_sinks": True}, {"model__attention_soft_cap": 2.0}):
-            model = recipe_of(corpus, GPT_SWITCHES | change).model
-            assert len(compare_module.split_noise(name.format(0), model)) == 1
+    model = recipe_of(corpus, rope | {"model__partial_rotary_factor": 0.5}).model
+    parts = compare_module.split_noise(name.format(0), model)
+    noise = [64 + 16 * head + column for head in range(4) for column in range(8, 16)]
+    assert parts[name.format(0) + compare_module.NOISE_SUFFIX] == noise
+    rows = torch.cat([torch.arange(3 * 64)[each] for each in parts.values()])
+    assert torch.equal(rows.sort().values, torch.arange(3 * 64))
+    model = recipe_of(corpus, rope | {"model__attention_pattern": ["full", "nope"]}).model
+    assert [len(compare_module.split_noise(name.format(n), model)) for n in (0, 1)] == [1, 3]
+    for change in ({"model__attention_sinks": True}, {"model__attention_soft_cap": 2.0}):
+        model = recipe_of(corpus, GPT_SWITCHES | change).model
+        assert len(compare_module.split_noise(name.format(0), model)) == 1
 
 
 def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
@@ -362,6 +370,12 @@ EXPERTS = {
     },
     "model__layers": 2,
 }  # fmt: skip
+WINDOWS = {
+    "model__attention_pattern": ["window", "nope", "full"],
+    "model__window": {"size": 9, "rope_theta": 100.0},
+    "model__attention_sinks": True,
+    "model__layers": 3,
+}
 MUON = {"optimizer__kind": "muon"}
 MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     "the tied gradients are not added up": (GPT_SWITCHES, {"pipeline": 2}),
@@ -414,6 +428,9 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     "Muon takes q, k and v for one matrix": (MUON, {"zero": 2, "reduce_every": 1}),
     "Muon has the momentum of another rank": (MUON, {"zero": 2, "reduce_every": 1}),
     "Muon scales updates by the shape of a part": (MUON, {"tensor": 2}),
+    "windows of received keys end a key early": (WINDOWS, {"context": 2}),
+    "sinks are counted by both context ranks": (WINDOWS, {"context": 2}),
+    "windows have the rotary base of other layers": (WINDOWS, {"tensor": 2}),
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
@@ -436,7 +453,7 @@ DRIFTING = (  # faults that make replicas of one weight diverge
     "gradients are not summed over the shard groups",
 )
 AGGREGATE = PipelineEngine._aggregate_total_loss
-ADD_MOMENTUM = Muon._add_momentum
+ADD_MOMENTUM, PIECE = Muon._add_momentum, Tile.piece
 TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN, TAKE_SUM, FINISH_STEP = (
     Stage.take_micro_batch_infos,
     Deferral.take,
@@ -451,6 +468,12 @@ TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN, TAKE_SUM, FINISH_STEP = (
 def scaled(engine: Engine, name: str, factor: float) -> Engine:
     dict(engine.parameters())[name].register_hook(lambda gradient: gradient * factor)
     return engine
+
+
+def with_shorter_window(tile: Tile) -> Tile:
+    """Return a tile whose window has a key less."""
+    window = tile.limits and tile.limits.window
+    return replace(tile, limits=Limits(window - 1)) if window else tile
 
 
 def divided_by_group(self: ShardedReduction) -> list[torch.Tensor]:
@@ -602,7 +625,21 @@ def seeded_fault(fault: str) -> Iterator[None]:
         ),
         "other context ranks attend across documents": (
             "models.transformer.tiles_of",
-            lambda slices, lengths: tiles_of(slices, None),
+            lambda slices, lengths, limits: tiles_of(slices, None, limits),
+        ),
+        "windows of received keys end a key early": (
+            "models.context_parallel.tiles.Tile.piece",
+            lambda tile, *rest: PIECE(with_shorter_window(tile), *rest),
+        ),
+        "sinks are counted by both context ranks": (
+            "models.context_parallel.tiles.merge_sinks",
+            lambda part, sinks: merge_sinks(merge_sinks(part, sinks), sinks),
+        ),
+        "windows have the rotary base of other layers": (
+            "models.transformer.rotary_table_of_windows",
+            lambda slices, frequencies, *rest: rotary_table(
+                slices, replace(frequencies, theta=10_000.0), *rest
+            ),
         ),
         "gradients of experts are divided by the ranks with the same experts": (
             "threefold.pipeline.gradients.ShardedReduction.finish",

@@ -95,7 +95,7 @@ def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
     sizes["initial_std"] = model.initial_std * spread
     if model.head_size is not None:  # the recipe sets the head size separately
         sizes |= {"head_size": HEAD_SIZE, "hidden_size": heads * HEAD_SIZE + 8}
-    sizes |= small_base(model, sizes)
+    sizes |= small_base(model, sizes) | small_attention(model, sizes)
     if model.experts is not None:
         sizes["experts"] = small_experts(model.experts, ranks, sizes["layers"])
     return sizes
@@ -114,6 +114,32 @@ def small_base(model: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
         for key, base in given.items()
         if base is not None
     }
+
+
+def small_attention(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of attention that depend on sizes.
+
+    Each kind of layer stays, a window keeps its ratio to the sequence, and the scores keep their
+    size.
+    """
+    pattern = model.attention_pattern
+    if len(pattern) > sizes["layers"]:
+        kinds = tuple(dict.fromkeys(pattern))
+        pattern = (*kinds, *pattern)[: sizes["layers"]]
+    small: dict[str, Any] = {"attention_pattern": pattern}
+    if model.window is not None:
+        length = sizes["sequence_length"]
+        size = max(2, round(model.window.size * length / model.sequence_length))
+        if model.window.size < model.sequence_length:
+            size = min(size, length - 1)
+        small["window"] = asdict(model.window) | {"size": size}
+    if model.partial_rotary_factor != 1:
+        columns = max(2, round(model.partial_rotary_factor * HEAD_SIZE / 2) * 2)
+        small["partial_rotary_factor"] = columns / HEAD_SIZE
+    if model.attention_scale is not None:
+        ratio = math.sqrt(model.attention_head_size / HEAD_SIZE)
+        small["attention_scale"] = model.attention_scale * ratio
+    return small
 
 
 def small_experts(experts: Experts, ranks: int, layers: int) -> dict[str, Any]:

@@ -30,11 +30,12 @@ from torch.utils._pytree import tree_map_only
 from models import cost, initialization
 from models.experts import routing
 from models.experts.overlap import Turns
-from models.kernels import attention, compile, norms
+from models.kernels import attention, attention_parts, compile, norms
 from models.kernels.attention import cumulative_lengths
+from models.kernels.attention_parts import CPU_FLASH
 from models.parallel.micro_batch_info import positions_in, token_positions
 from models.sharding import Sharding, sharding_of
-from models.transformer import rotary_table
+from models.transformer import rotary_table, rotary_table_of_windows
 from threefold.checkpoint.state import Fragment, PartitionedState, TrainingState
 from threefold.engine import muon_exchange
 from threefold.engine.muon_exchange import Shard
@@ -140,7 +141,13 @@ def empty_tables() -> Iterator[None]:
 
     A cached table would be missing from the trace, and a fake one would break later passes.
     """
-    tables = (rotary_table, positions_in, token_positions, cumulative_lengths)
+    tables = (
+        rotary_table,
+        rotary_table_of_windows,
+        positions_in,
+        token_positions,
+        cumulative_lengths,
+    )
     for table in tables:
         table.cache_clear()
     try:
@@ -181,6 +188,7 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     fuse = one_kernel if compiled else compile.as_written
     with (
         replaced(attention, "MAX_KEPT_LENGTH", 0),
+        replaced(attention_parts, "limited_kernel", lambda q, limits: CPU_FLASH),
         replaced(norms, "sums_in_16_bits", lambda x: False),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
         replaced(compile.Fusing, "fuse", staticmethod(fuse)),

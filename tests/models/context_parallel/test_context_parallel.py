@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,12 +15,20 @@ import torch
 import torch.distributed as dist
 
 from models import transformer
-from models.context_parallel.attention import tiles_of
+from models.context_parallel.attention import ring_attention, windowed_attention
 from models.context_parallel.collectives import ContextAxis, from_rank_order, to_rank_order
-from models.context_parallel.division import Lengths, divide, rank_work, slice_work
+from models.context_parallel.division import (
+    Lengths,
+    divide,
+    rank_work,
+    reached_keys,
+    received_keys,
+    slice_work,
+)
+from models.context_parallel.tiles import Piece, Tile, pieces, tiles_of
 from models.initialization import initialize
-from models.kernels import attention as attention_module
-from models.kernels.attention import attend, attend_backward, merge
+from models.kernels import attention_parts
+from models.kernels.attention_parts import Limits, attend, attend_backward, merge, merge_sinks
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel import micro_batch_info
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
@@ -31,6 +40,7 @@ from tests.models.test_transformer import (
     LLAMA,
     RECOMPUTE,
     SHAPES,
+    SPECIAL,
     WITH_DROPOUT,
     Outcome,
     example_tokens,
@@ -51,6 +61,8 @@ CASES: dict[str, tuple[Any, MicroBatchInfo, str]] = {  # model, information, rec
     "dropout, documents": (GROUPED_WITH_DROPOUT, MicroBatchInfo(KEY, DOCUMENTS), "none"),
     "selective": (LLAMA, MicroBatchInfo(documents=DOCUMENTS), "selective"),
     "full": (LLAMA, MicroBatchInfo(), "full"),
+    **{name: (config, info, "none") for name, (config, info) in SPECIAL.items()},
+    "windows and sinks, selective": (*SPECIAL["windows and sinks"], "selective"),
     "full, dropout": (WITH_DROPOUT, MicroBatchInfo(dropout=KEY), "full"),
 }
 FAULTS = {  # seeded fault -> a case on which it must show
@@ -60,13 +72,27 @@ FAULTS = {  # seeded fault -> a case on which it must show
     "parts merged without rescaling": "llama",
     "documents that leak across ranks": "documents",
     "dropout by local position": "dropout",
+    "windows of received keys that end a key early": "windows and sinks",
+    "keys that windows do not send": "windows and sinks, documents",
+    "sinks counted by both context ranks": "windows and sinks",
+    "windows with the rotary base of other layers": "windows and sinks",
 }
 ROTARY_TABLE, STREAM_ROWS = transformer.rotary_table, micro_batch_info.stream_rows
+PIECE = Tile.piece
 SIZES = (2, 4)
+LENGTH, WINDOWS, BYTES_OF_A_KEY = 64, (33, 9, 1, 5), 2 * 8 * 4  # a key and its value of a head
 ATTENTIONS = ("gather", "ring", "ulysses")
 QUICK = {  # number of ranks -> cases
-    2: ("qwen3", "documents", "gpt2, documents", "selective", "full, dropout"),
-    4: ("llama", "all heads", "dropout, documents"),
+    2: (
+        "qwen3",
+        "documents",
+        "gpt2, documents",
+        "selective",
+        "full, dropout",
+        "windows and sinks, documents",
+        "windows and sinks, dropout",
+    ),
+    4: ("llama", "all heads", "dropout, documents", "windows and sinks, selective", "soft cap"),
 }
 OF_A_WORLD = [(size, case) for size in SIZES for case in CASES]
 QUICK_OF_A_WORLD = [(size, case) for size in SIZES for case in QUICK[size]]
@@ -107,14 +133,33 @@ def run_on_context_ranks(case: str, attention: str) -> Outcome:
     return whole[..., : config.vocab_size], mean / size, gradients
 
 
+def received_bytes(window: int | None) -> int:
+    """Return the bytes that all ranks receive in ring attention, forward and backward."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    axis, division = ContextAxis(dist.group.WORLD, rank, size, "ring"), divide(LENGTH, rank, size)
+    tiles = tiles_of(division.slices, None, Limits(window) if window else None)
+    function = windowed_attention if window else ring_attention
+    q, k, v = (torch.randn(1, 1, LENGTH // size, 8, requires_grad=True) for _ in range(3))
+    exchange, received = dist.all_to_all_single, torch.zeros(1, dtype=torch.long)
+
+    def counted(output: torch.Tensor, *rest: Any, **settings: Any) -> Any:
+        received.add_(output.nbytes)
+        return exchange(output, *rest, **settings)
+
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        function(q, k, v, axis, division, tiles).sum().backward()
+    dist.all_reduce(received)
+    return int(received)
+
+
 def is_valid(case: str, attention: str, size: int) -> bool:
     return attention != "ulysses" or CASES[case][0].kv_heads % size == 0
 
 
-def worker(cases: list[str], faults: list[str]) -> dict[Any, Outcome]:
+def worker(cases: list[str], faults: list[str]) -> dict[Any, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    outcomes: dict[Any, Outcome] = {}
+    outcomes: dict[Any, Any] = {}
     size = dist.get_world_size()
     for attention in ATTENTIONS:
         for case in cases:
@@ -123,8 +168,15 @@ def worker(cases: list[str], faults: list[str]) -> dict[Any, Outcome]:
     for fault in faults:
         with seeded_fault(fault):
             outcomes["fault", fault] = run_on_context_ranks(FAULTS[fault], "gather")
+    outcomes["received"] = {window: received_bytes(window) for window in (None, *WINDOWS)}
     dist.barrier()
     return outcomes if os.environ["RANK"] == "0" else {}
+
+
+def shorter_piece(tile: Tile, number: int, keys: range, first_key: int) -> Piece:
+    """Return a piece whose windows have a key less."""
+    limits = tile.limits and replace(tile.limits, window=(tile.limits.window or 2) - 1)
+    return PIECE(replace(tile, limits=limits), number, keys, first_key)
 
 
 @contextlib.contextmanager
@@ -148,16 +200,36 @@ def seeded_fault(fault: str) -> Iterator[None]:
             )
         },
         "parts merged without rescaling": {
-            "models.context_parallel.attention.merge": lambda one, other: (
+            "models.context_parallel.tiles.merge": lambda one, other: (
                 (one[0] + other[0]) / 2, merge(one, other)[1]
             )
         },
         "documents that leak across ranks": {
-            "models.transformer.tiles_of": lambda slices, lengths: tiles(slices, None)
+            "models.transformer.tiles_of": (
+                lambda slices, lengths, limits: tiles(slices, None, limits)
+            )
         },
         "dropout by local position": {
             "models.transformer.stream_rows": lambda y, **rest: STREAM_ROWS(
                 y, **(rest | {"slices": None})
+            )
+        },
+        "windows of received keys that end a key early": {
+            "models.context_parallel.tiles.Tile.piece": shorter_piece
+        },
+        "keys that windows do not send": {
+            "models.context_parallel.collectives.reached_keys": (
+                lambda division, window: reached_keys(division, window - 1)
+            )
+        },
+        "sinks counted by both context ranks": {
+            "models.context_parallel.tiles.merge_sinks": (
+                lambda part, sinks: merge_sinks(merge_sinks(part, sinks), sinks)
+            )
+        },
+        "windows with the rotary base of other layers": {
+            "models.transformer.rotary_table_of_windows": lambda slices, frequencies, *rest: (
+                ROTARY_TABLE(slices, replace(frequencies, theta=10_000.0), *rest)
             )
         },
     }  # fmt: skip
@@ -285,11 +357,66 @@ def test_tiles_cover_each_visible_pair_once(
                 assert torch.equal(seen[sequence, query], wanted)
 
 
-@pytest.mark.parametrize("kernel", [attention_module.CPU_FLASH, attention_module.REFERENCE])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-def test_merged_parts_are_the_whole(
-    kernel: attention_module.Kernel, heads: tuple[int, int]
+@pytest.mark.parametrize("lengths", [None, ((24,), (24,)), ((9, 15), (4, 1, 7, 12))])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_pieces_cover_each_pair_in_a_window_once(
+    size: int, lengths: tuple[tuple[int, ...], ...] | None
 ) -> None:
+    """A rank's own keys and those that it receives are all that its windows reach, and no more."""
+    starts = [
+        torch.cat([torch.full((n,), sum(each[:i])) for i, n in enumerate(each)])
+        for each in lengths or ((24,), (24,))
+    ]
+    for rank, window in itertools.product(range(size), (1, 2, 3, 5, 12, 23)):
+        division = divide(24, rank, size, lengths)
+        positions = [p for each in division.slices for p in each]
+        received = tuple(itertools.chain(*reached_keys(division, window)))
+        seen = torch.zeros(2, 24, 24, dtype=torch.long)  # sequence, query, key
+        tiles = tiles_of(division.slices, lengths, Limits(window))
+        for tile in tiles:
+            for query, key in itertools.product(positions[tile.rows], repeat=2):
+                seen[tile.sequences, query, key] += 0 <= query - key < window
+        for held in (division.slices, received):
+            places = [p for each in held for p in each]
+            for piece in pieces(tiles, held):
+                queries, keys = positions[piece.queries[2]], places[piece.keys[2]]
+                cut = piece.limits.window if piece.limits else None
+                for query, key in itertools.product(queries, keys):
+                    seen[piece.queries[0], query, key] += cut is None or query - key < cut
+                if piece.limits:
+                    assert piece.limits.distance == queries[0] - keys[0]
+                assert queries[-1] - keys[-1] < window  # each query sees a key
+        for sequence, first in enumerate(starts):
+            for query in range(24):
+                keys = range(max(int(first[query]), query - window + 1), query + 1)
+                wanted = torch.tensor([key in keys for key in range(24)])
+                wanted &= torch.tensor(query in positions)
+                assert torch.equal(seen[sequence, query], wanted.long())
+
+
+def test_a_rank_receives_the_keys_that_its_windows_reach() -> None:
+    assert received_keys(32, 2, 3) == (2, 2)  # slices 0 and 3, 1 and 2: rank 1 holds slice 1
+    assert received_keys(4096, 4, 257) == (256, 512, 512, 256)
+    assert received_keys(4096, 4, 4096) == (3072, 2560, 2048, 1536)  # all earlier keys
+    assert received_keys(4096, 2, 1) == (0, 0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_exchanged_bytes_are_those_of_the_window(
+    size: int, outcomes: dict[int, dict[Any, Any]]
+) -> None:
+    measured = outcomes[size]["received"]
+    for window in WINDOWS:
+        keys = sum(received_keys(LENGTH, size, window))
+        assert measured[window] == 3 * keys * BYTES_OF_A_KEY  # forward, backward, gradients
+    ring = (3 * size - 2) * LENGTH * BYTES_OF_A_KEY  # passes of all keys
+    assert measured[None] == ring
+    assert 3 * measured[WINDOWS[-1]] < ring
+
+
+@pytest.mark.parametrize("kernel", [attention_parts.CPU_FLASH, attention_parts.REFERENCE])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_merged_parts_are_the_whole(kernel: attention_parts.Kernel, heads: tuple[int, int]) -> None:
     torch.manual_seed(0)
     a, g = heads
     q, grad = torch.randn(2, 2, a, 6, 8)
@@ -300,7 +427,7 @@ def test_merged_parts_are_the_whole(
         *inputs, attn_mask=mask, enable_gqa=True
     )
     expected.backward(grad.double())
-    with mock.patch.object(attention_module, "kernel_for", lambda q: kernel):
+    with mock.patch.object(attention_parts, "kernel_for", lambda q, limits: kernel):
         own, before = (k[:, :, 4:], v[:, :, 4:]), (k[:, :, :4], v[:, :, :4])
         whole = merge(attend(q, *own, causal=True), attend(q, *before, causal=False))
         first = attend_backward(grad, q, *own, whole, causal=True)
@@ -316,12 +443,12 @@ def test_merged_parts_are_the_whole(
 
 @pytest.mark.parametrize(
     ("dtype", "kernel"),
-    [(torch.float32, attention_module.EFFICIENT), (torch.bfloat16, attention_module.FLASH)],
+    [(torch.float32, attention_parts.EFFICIENT), (torch.bfloat16, attention_parts.FLASH)],
 )
 def test_kernels_of_a_gpu_take_these_arguments(
-    dtype: torch.dtype, kernel: attention_module.Kernel
+    dtype: torch.dtype, kernel: attention_parts.Kernel
 ) -> None:
-    with mock.patch.object(attention_module, "kernel_for", lambda q: kernel):
+    with mock.patch.object(attention_parts, "kernel_for", lambda q, limits: kernel):
         q, grad = (torch.empty(2, 4, 6, 16, device="meta", dtype=dtype) for _ in range(2))
         k, v = (torch.empty(2, 2, 6, 16, device="meta", dtype=dtype) for _ in range(2))
         whole = attend(q, k, v, causal=True)
@@ -331,18 +458,18 @@ def test_kernels_of_a_gpu_take_these_arguments(
 
 
 def test_the_kernel_fits_the_device() -> None:
-    def chosen(device: str, dtype: torch.dtype, head_size: int = 64) -> attention_module.Kernel:
+    def chosen(device: str, dtype: torch.dtype, head_size: int = 64) -> attention_parts.Kernel:
         q = mock.Mock(device=torch.device(device), dtype=dtype, shape=(1, 1, 1, head_size))
-        with mock.patch.object(attention_module, "has_flash_attention", lambda device: recent):
-            return attention_module.kernel_for(q)
+        with mock.patch.object(attention_parts, "has_flash_attention", lambda device: recent):
+            return attention_parts.kernel_for(q)
 
     recent = True
 
-    assert chosen("cpu", torch.bfloat16) == attention_module.CPU_FLASH
-    assert chosen("cuda", torch.bfloat16) == attention_module.FLASH
-    assert chosen("cuda", torch.float32) == attention_module.EFFICIENT
-    assert chosen("cuda", torch.bfloat16, head_size=12) == attention_module.REFERENCE
-    assert chosen("cpu", torch.float64) == attention_module.REFERENCE
+    assert chosen("cpu", torch.bfloat16) == attention_parts.CPU_FLASH
+    assert chosen("cuda", torch.bfloat16) == attention_parts.FLASH
+    assert chosen("cuda", torch.float32) == attention_parts.EFFICIENT
+    assert chosen("cuda", torch.bfloat16, head_size=12) == attention_parts.REFERENCE
+    assert chosen("cpu", torch.float64) == attention_parts.REFERENCE
     recent = False
-    assert chosen("cuda", torch.bfloat16) == attention_module.REFERENCE
-    assert chosen("cuda", torch.float32) == attention_module.EFFICIENT
+    assert chosen("cuda", torch.bfloat16) == attention_parts.REFERENCE
+    assert chosen("cuda", torch.float32) == attention_parts.EFFICIENT

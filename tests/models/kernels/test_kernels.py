@@ -31,7 +31,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from models.parallel.query_key_norm import _QueryKeyNorm
 from models.transformer import rotary_table
-from tests.models.test_transformer import KEY, SHAPES, WITH_DROPOUT
+from tests.models.test_transformer import KEY, SHAPES, SPECIAL, WITH_DROPOUT
 from threefold.runtime.processes import compiler, has_compiler, should_compile
 from threefold.trace.counters import AllocationCounter
 from threefold.trace.fake_cluster import one_kernel
@@ -76,13 +76,18 @@ def heads_first(qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Te
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
     if rotation:
         turn = torch.complex(*rotation)
-        q, k = (turn * torch.complex(*x.chunk(2, dim=-1)) for x in (q, k))
-        q, k = (torch.cat([x.real, x.imag], dim=-1) for x in (q, k))
+        columns = 2 * turn.shape[-1]
+        rest = [x[..., columns:] for x in (q, k)]
+        q, k = (turn * torch.complex(*x[..., :columns].chunk(2, dim=-1)) for x in (q, k))
+        q, k = (
+            torch.cat([x.real, x.imag, others], dim=-1)
+            for x, others in zip((q, k), rest, strict=True)
+        )
     return tuple(x.permute(1, 2, 0, 3) for x in (q, k, v))
 
 
-def rotation() -> tuple[Tensor, Tensor]:
-    return rotary_table((range(6),), Frequencies(D, 100.0), torch.device("cpu"), None)
+def rotation(columns: int = D) -> tuple[Tensor, Tensor]:
+    return rotary_table((range(6),), Frequencies(columns, 100.0), torch.device("cpu"), None)
 
 
 STREAM = (5, 3, 16)
@@ -196,6 +201,13 @@ KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
         lambda x: heads_first(x, rotation()),
         [QKV],
     ),
+    "partly rotated heads": (
+        lambda x: elementwise.heads_first(
+            x, rotation(4), heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
+        ),
+        lambda x: heads_first(x, rotation(4)),
+        [QKV],
+    ),
     "heads": (
         lambda x: elementwise.heads_first(
             x, None, heads=HEADS, kv_heads=KV_HEADS, order="basd", fuse=as_written
@@ -260,14 +272,14 @@ def test_long_sequences_keep_no_probabilities() -> None:
 
 
 def test_the_kernel_of_a_document_depends_on_its_sequence() -> None:
-    for dtype, length, window, blocked in (
+    for dtype, length, sequence, blocked in (
         (torch.float32, 64, 0, False),
         (torch.float32, 65, 0, True),
         (torch.float32, 16, 65, True),
         (torch.bfloat16, 16, 0, True),
     ):
         x = torch.randn(1, 1, length, 8, dtype=dtype, requires_grad=True)
-        y = attention.causal_attention(x, x, x, window=window)
+        y = attention.causal_attention(x, x, x, sequence=sequence)
         assert ("Blocked" in type(y.grad_fn).__name__) == blocked
 
 
@@ -400,6 +412,7 @@ COMPILED = {
     "variant": (VARIANT, MicroBatchInfo()),
     "clamped": (replace(VARIANT, activation="clamped_swiglu", bias=True), MicroBatchInfo()),
     "squared": (replace(SHAPES["gpt2"], activation="squared_relu"), MicroBatchInfo()),
+    "windows and sinks, dropout": SPECIAL["windows and sinks, dropout"],
 }
 
 
