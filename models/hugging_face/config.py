@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import SCALING_KEYS, Experts, ModelConfig, RopeScaling
+from models.config import SCALING_KEYS, AttentionKind, Experts, ModelConfig, RopeScaling, Window
 from models.errors import UserError
+from models.hugging_face.families import BY_NAME, Family, family_of
 
 # Conversion between our scaling of rotary positions and transformers' `rope_parameters`.
 
@@ -16,21 +17,31 @@ THEIR_ROPE_KEYS = {  # our key -> that of transformers, where they differ
 }
 
 
-def rope_parameters(config: ModelConfig) -> dict[str, Any]:
+FULL, SLIDING = "full_attention", "sliding_attention"  # transformers' kinds of attention
+
+
+def rope_parameters(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Return transformers' `rope_parameters`."""
-    scaling = config.rope_scaling
+    window = config.window
+    usual = _rope_parameters(config.rope_theta, config.rope_scaling)
+    if family.values("partial_rotary_factor") != (1.0,):
+        usual["partial_rotary_factor"] = config.partial_rotary_factor
+    if not family.rope_per_kind:
+        return usual
+    if window is None:
+        return {FULL: usual, SLIDING: usual}
+    scaling = config.rope_scaling if window.rope_scaled else None
+    return {FULL: usual, SLIDING: _rope_parameters(window.rope_theta or config.rope_theta, scaling)}
+
+
+def _rope_parameters(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling is None:
-        return {"rope_type": "default", "rope_theta": config.rope_theta}
+        return {"rope_type": "default", "rope_theta": theta}
     values = {
         THEIR_ROPE_KEYS.get(key, key): getattr(scaling, key) for key in SCALING_KEYS[scaling.type]
     }
     given = {key: value for key, value in values.items() if value is not None}
-    return {
-        "rope_type": scaling.type,
-        "rope_theta": config.rope_theta,
-        "factor": scaling.factor,
-        **given,
-    }
+    return {"rope_type": scaling.type, "rope_theta": theta, "factor": scaling.factor, **given}
 
 
 def rope_scaling_in(theirs: Mapping[str, Any], positions: int) -> RopeScaling | None:
@@ -40,11 +51,16 @@ def rope_scaling_in(theirs: Mapping[str, Any], positions: int) -> RopeScaling | 
         YaRN
 
     Raises:
-        UserError: a value is missing or not valid.
+        UserError: a value is missing or not valid, or the type of scaling is not supported.
     """
-    kind = theirs.get("rope_type")
-    if kind not in SCALING_KEYS:
+    kind: Any = theirs.get("rope_type") or "default"
+    if kind == "default":
         return None
+    if kind not in SCALING_KEYS:
+        raise UserError(
+            f"rope_type = {kind!r} is not supported; use a model with one of "
+            f"{', '.join(('default', *SCALING_KEYS))}"
+        )
     factor, original = theirs.get("factor"), theirs.get("original_max_position_embeddings")
     if factor is None and kind == "yarn" and original:
         factor = positions / original
@@ -73,145 +89,124 @@ def _attention_factor(theirs: Mapping[str, Any], factor: float) -> float | None:
     return (over * logarithm + 1.0) / (under * logarithm + 1.0)
 
 
-# The class of transformers that has the architecture of a model.
+# Conversion between our other settings and the attributes of transformers' config classes.
 
-LLAMA_LIKE = ("llama", "qwen3", "mixtral", "qwen3_moe", "dots1")
-WITH_EXPERTS = ("mixtral", "qwen3_moe", "dots1")
-WITH_QK_NORM = ("qwen3", "qwen3_moe", "dots1")
-
-BlockDesign = tuple[str, str, str]  # model.norm, model.positions and model.activation
-LLAMA_DESIGN: BlockDesign = ("rmsnorm", "rope", "swiglu")
-GPT2_DESIGN: BlockDesign = ("layernorm", "learned", "gelu")
-# transformers' name -> ours
-OUR_GELU = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}
-
-
-def family_of(config: ModelConfig) -> str:
-    """Return the `model_type` of the class.
-
-    Raises:
-        UserError: transformers has no model class with this architecture.
-    """
-    design = (config.norm, config.positions, config.activation)
-    if config.experts is not None:
-        return _family_with_experts(config, config.experts)
-    name, problems = "", dict[str, str]()  # setting that the class lacks -> setting that it has
-    if design == LLAMA_DESIGN:
-        if not config.bias:
-            return "qwen3" if config.qk_norm else "llama"
-        problems["model.bias = true"] = "model.bias = false"
-        name = "Llama"
-    elif design in (GPT2_DESIGN, (*GPT2_DESIGN[:2], "gelu_erf")):
-        if config.kv_heads != config.heads:
-            problems[f"model.kv_heads = {config.kv_heads}"] = f"model.kv_heads = {config.heads}"
-        if config.head_size is not None:
-            problems[f"model.head_size = {config.head_size}"] = "no model.head_size"
-        if config.qk_norm:
-            problems["model.qk_norm = true"] = "model.qk_norm = false"
-        if not problems:
-            return "gpt2"
-        name = "GPT-2"
-    llama, gpt2 = f"{_described(LLAMA_DESIGN)}, model.bias = false (Llama)", _described(GPT2_DESIGN)
-    remedy = f"{llama}, or {gpt2} (GPT-2)"
-    if problems:
-        remedy = f"{' and '.join(problems.values())} ({name})"
-    raise UserError(
-        f"transformers has no model class with {', '.join([_described(design), *problems])}; use "
-        f"{remedy}"
-    )
+# Our activation -> transformers' names, the one that an export has first.
+ACTIVATIONS = {
+    "swiglu": ("silu",),
+    "geglu": ("gelu_pytorch_tanh",),
+    "clamped_swiglu": ("silu",),  # the class of GPT-OSS does not read it
+    "gelu": ("gelu_new", "gelu_pytorch_tanh"),
+    "gelu_erf": ("gelu",),
+    "squared_relu": ("relu2",),
+}
+SIZES = {  # our key -> attribute of all classes but GPT-2
+    "layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "sequence_length": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+}
+GPT2_SIZES = {
+    "layers": "n_layer",
+    "hidden_size": "n_embd",
+    "heads": "n_head",
+    "ffn_hidden_size": "n_inner",
+    "vocab_size": "vocab_size",
+    "sequence_length": "n_positions",
+    "tie_embeddings": "tie_word_embeddings",
+    "norm_epsilon": "layer_norm_epsilon",
+}
 
 
-def _described(design: BlockDesign) -> str:
-    norm, positions, activation = design
-    return (
-        f'model.norm = "{norm}", model.positions = "{positions}", model.activation = "{activation}"'
-    )
-
-
-def _family_with_experts(config: ModelConfig, experts: Experts) -> str:
-    design = (config.norm, config.positions, config.activation)
-    if design != LLAMA_DESIGN:
-        problem = _described(design)
-    elif experts.router == "sigmoid":
-        if config.qk_norm and experts.shared:
-            return "dots1"
-        missing = "model.qk_norm" if experts.shared else "shared experts"
-        problem = f'model.experts.router = "sigmoid" without {missing}'
-    elif experts.shared:
-        problem = f"model.experts.shared = {experts.shared} without a sigmoid router"
-    elif experts.output_scale != 1.0:
-        problem = f"model.experts.output_scale = {experts.output_scale} without a sigmoid router"
-    elif config.qk_norm:
-        return "qwen3_moe"
-    elif experts.dense_layers:
-        problem = f"model.experts.dense_layers = {experts.dense_layers} without model.qk_norm"
-    elif not experts.weights_sum_to_one:
-        problem = "model.experts.normalize = false without model.qk_norm"
-    else:
-        return "mixtral"
-    raise UserError(
-        f"transformers has no model class with model.experts and {problem}; use the settings of "
-        f"recipes/tiny-moe.toml (Mixtral), recipes/qwen3/30b-a3b.toml (Qwen3-MoE) or "
-        f"recipes/dots/llm1.toml (Dots1)"
-    )
-
-
-def require(theirs: Mapping[str, Any], known: dict[str, tuple[Any, ...]]) -> None:
-    """Check that attributes of transformers' config have values that our model supports.
-
-    Args:
-        known: the supported values of some of them
-
-    Raises:
-        UserError: an attribute has another value.
-    """
-    for name, values in known.items():
-        if theirs.get(name) not in values:
-            raise UserError(
-                f"{name} = {theirs.get(name)!r} is not supported; use a model with {values[0]!r}"
-            )
-
-
-def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
+def hugging_face_config(config: ModelConfig, family: Family | None = None) -> dict[str, Any]:
     """Return the keyword arguments of transformers' config class, including `model_type`.
 
+    Args:
+        family: the class; None: the first one with this architecture
+
     Raises:
         UserError: transformers has no model class with this architecture.
     """
-    shared = {
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.initial_std,
-    }
-    if family_of(config) == "gpt2":
-        return shared | {
-            "model_type": "gpt2",
-            "n_positions": config.sequence_length,
-            "n_embd": config.hidden_size,
-            "n_layer": config.layers,
-            "n_head": config.heads,
-            "n_inner": config.ffn_hidden_size,
-            "layer_norm_epsilon": config.norm_epsilon,
-            "activation_function": "gelu" if config.activation == "gelu_erf" else "gelu_new",
+    family = family or family_of(config)
+    sizes = GPT2_SIZES if family.name == "gpt2" else SIZES
+    settings = {theirs: getattr(config, ours) for ours, theirs in sizes.items()}
+    settings |= {"model_type": family.name, "initializer_range": config.initial_std}
+    settings |= family.constants
+    activation = ACTIVATIONS[config.activation][0]
+    if family.name == "gpt2":
+        return settings | {
+            "activation_function": activation,
             "resid_pdrop": config.dropout,
             "embd_pdrop": config.dropout,
             "attn_pdrop": config.attention_dropout,
         }
-    return shared | {
-        "model_type": family_of(config),
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        **expert_settings(config),
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.attention_head_size,
-        "max_position_embeddings": config.sequence_length,
-        "rope_parameters": rope_parameters(config),
-        "rms_norm_eps": config.norm_epsilon,
-        "hidden_act": "silu",
-        "attention_dropout": config.attention_dropout,
+    biases = {"qkv": config.has_qkv_bias, "output": config.has_attention_output_bias}
+    biases["mlp"] = config.bias
+    settings |= {
+        attribute: all(biases[part] for part in parts)
+        for attribute, parts in family.bias_attributes.items()
     }
+    if family.values("qk_norm") == ("none", "head"):
+        settings["use_qk_norm"] = config.qk_norm
+    if family.values("logit_soft_cap") != (None,):
+        settings["final_logit_softcapping"] = config.logit_soft_cap
+    if family.values("attention_scale") != (None,):
+        d = config.attention_head_size  # the multiplier of "mup" belongs to the scale
+        scale = config.attention_scale or d**-0.5
+        scale *= math.sqrt((config.base_head_size or d) / d)
+        scalar = round(scale**-2)
+        if not math.isclose(scale**-2, scalar, rel_tol=1e-6):
+            raise UserError(
+                f"{family.class_name} has no model.attention_scale = {scale}, only "
+                f"n^-0.5 with a whole number n; use {(scalar or 1) ** -0.5}"
+            )
+        settings["query_pre_attn_scalar"] = scalar
+    if family.values("head_size") != (None,):
+        settings["head_dim"] = config.attention_head_size
+    return settings | {
+        family.activation_attribute: activation,
+        "rope_parameters": rope_parameters(config, family),
+        "attention_dropout": config.attention_dropout,
+        **_window_attributes(config, family),
+        **_expert_attributes(config, family),
+    }
+
+
+def _window_attributes(config: ModelConfig, family: Family) -> dict[str, Any]:
+    """Return the attributes about the attention of each layer."""
+    kinds = [config.attention_kind(layer) for layer in range(config.layers)]
+    size = config.window.size if config.window is not None else None
+    if family.windows == "no_rope_layers":  # 1 for a layer with rotary positions
+        return {"no_rope_layers": [int(kind != "nope") for kind in kinds]}
+    if family.windows == "sliding_window":
+        return {"sliding_window": size}
+    if family.values("attention_pattern") == ("full",):
+        return {}
+    settings: dict[str, Any] = {
+        "layer_types": [SLIDING if kind == "window" else FULL for kind in kinds]
+    }
+    if size is not None:
+        settings["sliding_window"] = size
+        if family.windows == "use_sliding_window":
+            settings["use_sliding_window"] = True
+    return settings
+
+
+def _expert_attributes(config: ModelConfig, family: Family) -> dict[str, Any]:
+    experts = config.experts
+    if experts is None:
+        return {}
+    settings = {theirs: getattr(experts, ours) for ours, theirs in family.experts.items()}
+    if "normalize" in family.experts:
+        settings[family.experts["normalize"]] = experts.weights_sum_to_one
+    if family.experts.get("dense_layers") == "mlp_only_layers":
+        settings["mlp_only_layers"] = list(range(experts.dense_layers))
+    return settings
 
 
 def export_problem(config: ModelConfig) -> str:
@@ -226,155 +221,180 @@ def export_problem(config: ModelConfig) -> str:
 def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of our ModelConfig, given all attributes of transformers' config.
 
+    `unsupported_attributes` finds the attributes that these settings do not reflect.
+
     Raises:
         UserError: our model does not support the architecture; the message names the attribute.
     """
-    family = theirs["model_type"]
-    if family == "gpt2":
+    family = BY_NAME.get(theirs["model_type"])
+    if family is None:
+        raise UserError(
+            f"model_type = {theirs['model_type']!r} is not supported; use {', '.join(BY_NAME)}"
+        )
+    if family.name == "gpt2":
         return _gpt2_settings(theirs)
-    if family not in LLAMA_LIKE:
-        raise UserError(
-            f"model_type = {family!r} is not supported; use {', '.join(LLAMA_LIKE)} or gpt2"
-        )
-    rope = theirs.get("rope_parameters") or {}
-    require(
-        theirs,
-        {"hidden_act": ("silu",), "attention_bias": (False, None), "mlp_bias": (False, None),
-         "use_sliding_window": (False, None)},
-    )  # fmt: skip
-    kinds = ("default", *SCALING_KEYS)
-    if (rope.get("rope_type") or "default") not in kinds:
-        raise UserError(
-            f"rope_type = {rope['rope_type']!r} is not supported; use a model with one of "
-            f"{', '.join(kinds)}"
-        )
-    require(rope, {"partial_rotary_factor": (1.0, None)})
     head_size = theirs["hidden_size"] // theirs["num_attention_heads"]
     their_head_size = theirs.get("head_dim") or head_size
-    return {
-        "layers": theirs["num_hidden_layers"],
-        "hidden_size": theirs["hidden_size"],
-        "heads": theirs["num_attention_heads"],
-        "kv_heads": theirs["num_key_value_heads"],
-        "ffn_hidden_size": theirs["intermediate_size"],
-        "vocab_size": theirs["vocab_size"],
-        "sequence_length": theirs["max_position_embeddings"],
+    biases = family.implied_biases.union(
+        *(parts for attribute, parts in family.bias_attributes.items() if theirs[attribute])
+    )
+    bias = "mlp" in biases
+    qk_norm = next(value for value in family.values("qk_norm")[::-1])
+    if theirs.get("use_qk_norm") is False:
+        qk_norm = "none"
+    settings = {ours: theirs[attribute] for ours, attribute in SIZES.items()}
+    settings |= {
         "norm": "rmsnorm",
         "positions": "rope",
-        "activation": "swiglu",
-        "bias": False,
-        "tie_embeddings": theirs["tie_word_embeddings"],
-        "qk_norm": family in WITH_QK_NORM,
+        "activation": family.values("activation")[0],
+        "norm_placement": family.values("norm_placement")[0],
+        "bias": bias,
+        "qkv_bias": None if ("qkv" in biases) == bias else not bias,
+        "attention_output_bias": None if ("output" in biases) == bias else not bias,
+        "qk_norm": qk_norm != "none",
+        "qk_norm_over": qk_norm if qk_norm != "none" else "head",
         "head_size": their_head_size if their_head_size != head_size else None,
-        "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        "rope_scaling": rope_scaling_in(rope, theirs["max_position_embeddings"]),
-        "experts": experts_in(theirs),
-        "norm_epsilon": theirs["rms_norm_eps"],
+        "attention_sinks": family.values("attention_sinks")[0],
+        "logit_soft_cap": theirs.get("final_logit_softcapping"),
+        "experts": _experts_in(theirs, family),
+        **_attention_in(theirs, family),
     }
+    if scalar := theirs.get("query_pre_attn_scalar"):
+        settings["attention_scale"] = None if scalar == their_head_size else scalar**-0.5
+    if family.values("embedding_multiplier") != (1.0,):
+        settings["embedding_multiplier"] = theirs["hidden_size"] ** 0.5
+    return settings
 
 
-def expert_settings(config: ModelConfig) -> dict[str, Any]:
-    """Return the keyword arguments of transformers' config class for experts."""
-    experts = config.experts
-    if experts is None:
-        return {}
-    family = family_of(config)
-    settings: dict[str, Any] = {
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.per_token,
+def _attention_in(theirs: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the settings of windows and positions."""
+    layers, size = theirs["num_hidden_layers"], theirs.get("sliding_window")
+    kinds: list[AttentionKind] = ["full"] * layers
+    if family.windows == "no_rope_layers":
+        kinds = ["full" if has_rope else "nope" for has_rope in theirs["no_rope_layers"]]
+    elif family.windows == "sliding_window":
+        kinds = ["window" if size else "full"] * layers
+    elif types := theirs.get("layer_types"):
+        kinds = ["window" if kind == SLIDING else "full" for kind in types]
+    rope = window_rope = theirs.get("rope_parameters") or {}
+    if family.rope_per_kind:
+        rope, window_rope = (theirs["rope_parameters"][kind] for kind in (FULL, SLIDING))
+    rotated = rope.get("partial_rotary_factor") or 1.0
+    if rotated != 1 and family.values("partial_rotary_factor") == (1.0,):
+        raise UserError(
+            f"partial_rotary_factor = {rotated} is not supported for {family.class_name}; use a "
+            f"model with 1.0"
+        )
+    positions = theirs["max_position_embeddings"]
+    theta = float(rope.get("rope_theta", 10000.0))
+    scaling = rope_scaling_in(rope, positions)
+    settings = {
+        "attention_pattern": _shortest(kinds),
+        "window": None,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "partial_rotary_factor": rotated,
     }
-    if family != "dots1":
-        settings["router_aux_loss_coef"] = experts.balance_loss
-    if family == "mixtral":
-        return settings | {"intermediate_size": experts.ffn_hidden_size, "sliding_window": None}
-    settings |= {
-        "moe_intermediate_size": experts.ffn_hidden_size,
-        "norm_topk_prob": experts.weights_sum_to_one,
-    }
-    if family == "dots1":
-        return settings | {
-            "n_shared_experts": experts.shared,
-            "first_k_dense_replace": experts.dense_layers,
-            "routed_scaling_factor": experts.output_scale,
-            "n_group": 1,
-            "topk_group": 1,
-            "sliding_window": None,
-        }
-    return settings | {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(range(experts.dense_layers)),
-    }
+    if "window" in kinds:
+        own_theta = float(window_rope.get("rope_theta", 10000.0))
+        own_scaling = rope_scaling_in(window_rope, positions)
+        if own_scaling not in (None, scaling):
+            raise UserError(
+                f"rope_parameters: the scaling of {SLIDING} differs from that of {FULL}, which is "
+                f"not supported; use a model in which it is the same or none"
+            )
+        settings["window"] = Window(
+            size=size or 0,
+            rope_theta=None if own_theta == theta else own_theta,
+            rope_scaled=own_scaling == scaling,
+        )
+    return settings
 
 
-def experts_in(theirs: Mapping[str, Any]) -> Experts | None:
-    """Return the experts in transformers' config; None if the model is dense.
+def _shortest(kinds: list[AttentionKind]) -> tuple[AttentionKind, ...]:
+    """Return the shortest pattern whose repetition begins with the kinds of all layers."""
+    period = next(
+        n
+        for n in range(1, len(kinds) + 1)
+        if all(kind == kinds[layer % n] for layer, kind in enumerate(kinds))
+    )
+    return tuple(kinds[:period])
 
-    Raises:
-        UserError: our model does not support the architecture; the message names the attribute.
-    """
-    family = theirs["model_type"]
-    if family not in WITH_EXPERTS:
+
+def _experts_in(theirs: Mapping[str, Any], family: Family) -> Experts | None:
+    """Return the experts in transformers' config; None if the model is dense."""
+    if not family.experts:
         return None
-    if family == "dots1":
-        return _experts_of_dots1(theirs)
-    settings: dict[str, Any] = {
-        "count": theirs["num_local_experts"],
-        "per_token": theirs["num_experts_per_tok"],
-        "balance_loss": float(theirs["router_aux_loss_coef"]),
-    }
-    if family == "mixtral":
-        require(theirs, {"sliding_window": (None,)})
-        ffn = theirs["intermediate_size"]
-        return Experts(**settings, ffn_hidden_size=ffn, router="softmax-after-topk")
-    dense = theirs.get("mlp_only_layers") or []
-    require(
-        theirs, {"decoder_sparse_step": (1,), "mlp_only_layers": (list(range(len(dense))), None)}
-    )
-    return Experts(
-        **settings,
-        ffn_hidden_size=theirs["moe_intermediate_size"],
-        dense_layers=len(dense),
-        normalize=theirs["norm_topk_prob"],
-    )
-
-
-def _experts_of_dots1(theirs: Mapping[str, Any]) -> Experts:
-    """Return the experts in a config of Dots1, which has DeepSeek-V3's router."""
-    for name in ("n_routed_experts", "num_experts_per_tok"):
-        if theirs[name] is None:
+    given = {ours: theirs[attribute] for ours, attribute in family.experts.items()}
+    for ours in ("count", "per_token"):
+        if given[ours] is None:
+            name = family.experts[ours]
             raise UserError(f"{name} = None is not supported; use a model with {name} = 8")
-    full = (["full_attention"] * theirs["num_hidden_layers"], None)
-    require(theirs, {"n_group": (1, None), "topk_group": (1, None), "layer_types": full})
-    return Experts(
-        count=theirs["n_routed_experts"],
-        per_token=theirs["num_experts_per_tok"],
-        ffn_hidden_size=theirs["moe_intermediate_size"],
-        shared=theirs["n_shared_experts"] or 0,
-        dense_layers=theirs["first_k_dense_replace"] or 0,
-        router="sigmoid",
-        normalize=bool(theirs["norm_topk_prob"]),
-        output_scale=float(theirs["routed_scaling_factor"]),
-    )
+    if family.experts.get("dense_layers") == "mlp_only_layers":
+        given["dense_layers"] = len(given["dense_layers"] or [])
+    (router, *_) = family.values("experts.router")
+    if router == "softmax, normalized":
+        router = "softmax-after-topk"
+    values: dict[str, Any] = {key: value or 0 for key, value in given.items()}
+    if "normalize" in values:
+        values["normalize"] = bool(values["normalize"])
+    for key in {"balance_loss", "output_scale"} & values.keys():
+        values[key] = float(values[key])
+    return Experts(router=router, **values)
 
 
 def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    require(
-        theirs,
-        {"activation_function": tuple(OUR_GELU), "scale_attn_weights": (True,),
-         "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,)},
-    )  # fmt: skip
-    return {
-        "layers": theirs["n_layer"],
-        "hidden_size": theirs["n_embd"],
-        "heads": theirs["n_head"],
+    activation = theirs["activation_function"]
+    ours = {name: ours for ours in ("gelu", "gelu_erf") for name in ACTIVATIONS[ours]}
+    if activation not in ours:
+        raise UserError(
+            f"activation_function = {activation!r} is not supported; use a model with "
+            f"{' or '.join(ours)}"
+        )
+    settings = {key: theirs[attribute] for key, attribute in GPT2_SIZES.items()}
+    return settings | {
         "kv_heads": theirs["n_head"],
         "ffn_hidden_size": theirs["n_inner"] or 4 * theirs["n_embd"],
-        "vocab_size": theirs["vocab_size"],
-        "sequence_length": theirs["n_positions"],
         "norm": "layernorm",
         "positions": "learned",
-        "activation": OUR_GELU[theirs["activation_function"]],
+        "activation": ours[activation],
         "bias": True,
-        "tie_embeddings": theirs["tie_word_embeddings"],
-        "norm_epsilon": theirs["layer_norm_epsilon"],
+    }
+
+
+# Attributes that do not change what a class computes in training, that a run sets anew, or of which
+# `model_settings` itself rejects what is not supported.
+FREE_ATTRIBUTES = frozenset({
+    "activation_function", "architectures", "attention_dropout", "attn_logit_softcapping",
+    "attn_pdrop", "bos_token_id", "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id",
+    "head_dim", "id2label", "initializer_range", "is_encoder_decoder", "label2id",
+    "max_window_layers", "n_ctx", "n_inner", "no_rope_layer_interval", "num_mtp_layers",
+    "num_nextn_predict_layers", "original_max_position_embeddings", "output_attentions",
+    "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp",
+    "problem_type", "reorder_and_upcast_attn", "resid_pdrop", "return_dict", "rope_parameters",
+    "router_aux_loss_coef", "router_jitter_noise", "sep_token_id", "sliding_window",
+    "task_specific_params", "transformers_version", "use_cache", "use_sliding_window",
+})  # fmt: skip
+IGNORED_PREFIXES = ("_", "summary_")
+
+
+def unsupported_attributes(
+    theirs: Mapping[str, Any], exported: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the attributes of a config that the settings of `model_settings` do not reflect.
+
+    Args:
+        theirs: all attributes of transformers' config
+        exported: those of a config of the same class that has the `hugging_face_config` of the
+            imported model
+
+    Returns:
+        attribute -> (value, value that our model has)
+    """
+    return {
+        name: (theirs.get(name), value)
+        for name, value in exported.items()
+        if name not in FREE_ATTRIBUTES
+        and not name.startswith(IGNORED_PREFIXES)
+        and theirs.get(name) != value
     }

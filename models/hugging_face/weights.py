@@ -1,12 +1,12 @@
 """Conversion between our parameters and those of transformers' classes.
 
-The classes are Llama, Qwen3, Mixtral, Qwen3-MoE, Dots1 and GPT-2. Names of tensors are those of
-files: transformers joins the experts of a layer when it loads them.
+`families.py` lists the classes. Names of tensors are those of files: transformers joins the experts
+of a layer when it loads them.
 
 Those classes have no multipliers of "mup" and "completep", so weights are multiplied by them: the
 output multiplier is in the final norm, because the head may be tied to the embedding, the residual
-multiplier in the matrices that write into the residual stream and in their biases, and that of the
-queries in their norm, or without one in the rows of the queries.
+multiplier in the matrices that write into the residual stream and in their biases, or in the norm
+after them, and that of the queries in their norm, or without one in the rows of the queries.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models.config import ModelConfig
-from models.hugging_face.config import family_of
+from models.config import GATED, ModelConfig
+from models.hugging_face.families import Family, family_of
 from models.initialization import (
     output_multiplier,
     query_multiplier,
@@ -31,12 +31,15 @@ class Counterpart:
 
     names: names in transformers, in the order in which our tensor joins them along dimension 0
     sizes: their sizes along dimension 0
-    transposed: True for GPT-2's Conv1D, which stores weights as [in, out]; ours are [out, in]
+    transposed: True if they store a matrix as [in, out], such as GPT-2's Conv1D; ours are [out, in]
     multiplier: factor of ours in theirs
     multiplied_rows: number of rows of our tensor, from the first one, that have the factor; None:
         all rows
+    offset: number that is subtracted from ours in theirs, because their class adds it
     zero_bias: name of a bias that exists only in transformers and is written as zeros; empty if
         there is none
+    alternating: the rows of the two halves of ours (gate and up) alternate in theirs
+    expert: (number, count) if ours is one of the entries of a joined tensor [count, ...]
     """
 
     names: tuple[str, ...]
@@ -44,10 +47,13 @@ class Counterpart:
     transposed: bool = False
     multiplier: float = 1.0
     multiplied_rows: int | None = None
+    offset: float = 0.0
     zero_bias: str = ""
+    alternating: bool = False
+    expert: tuple[int, int] | None = None
 
     def shapes(self, ours: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return their shapes by name, given the shape of our tensor."""
+        """Return their shapes by name, given the shape of our tensor; of one entry if joined."""
         rows = self.sizes or (ours[0],)
         shapes = [(size, *ours[1:]) for size in rows]
         theirs = [shape[::-1] if self.transposed else shape for shape in shapes]
@@ -55,10 +61,14 @@ class Counterpart:
         return dict(zip(self.names, theirs, strict=True)) | bias
 
     def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield their names and tensors, given our tensor."""
+        """Yield their names and tensors, given our tensor; one entry if joined."""
         if self.multiplier != 1:
             ours = ours.clone()
             ours[: self.multiplied_rows].mul_(self.multiplier)
+        if self.offset:
+            ours = ours - self.offset
+        if self.alternating:
+            ours = ours.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
         parts = ours.split(self.sizes) if self.sizes else (ours,)
         for name, part in zip(self.names, parts, strict=True):
             yield name, part.t().contiguous() if self.transposed else part
@@ -66,9 +76,13 @@ class Counterpart:
             yield self.zero_bias, ours.new_zeros(len(ours))
 
     def join(self, theirs: Iterable[Tensor]) -> Tensor:
-        """Return our tensor, given their tensors in the order of `names`."""
+        """Return our tensor, given their tensors in the order of `names`; one entry if joined."""
         parts = [part.t() if self.transposed else part for part in theirs]
         ours = (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
+        if self.alternating:
+            ours = ours.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+        if self.offset:
+            ours = ours + self.offset
         if self.multiplier != 1:
             ours = ours.clone()
             ours[: self.multiplied_rows].div_(self.multiplier)
@@ -82,28 +96,41 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[
     """
     theirs: dict[str, Tensor] = {}
     for name, counterpart in counterparts(config).items():
-        theirs |= dict(counterpart.split(tensors[name]))
+        for their_name, tensor in counterpart.split(tensors[name]):
+            if counterpart.expert is None:
+                theirs[their_name] = tensor
+            else:
+                number, count = counterpart.expert
+                joined = theirs.setdefault(their_name, tensor.new_empty(count, *tensor.shape))
+                joined[number] = tensor
     return theirs
 
 
 def from_hugging_face(config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Join and rename transformers' tensors into our logical tensors."""
     return {
-        name: counterpart.join(theirs[part] for part in counterpart.names)
+        name: counterpart.join(
+            theirs[part] if counterpart.expert is None else theirs[part][counterpart.expert[0]]
+            for part in counterpart.names
+        )
         for name, counterpart in counterparts(config).items()
     }
 
 
 def counterparts(config: ModelConfig) -> dict[str, Counterpart]:
     """Return the counterpart of every parameter by our logical name."""
-    table = _gpt2(config) if family_of(config) == "gpt2" else _llama(config)
+    family = family_of(config)
+    table = _gpt2(config) if family.name == "gpt2" else _usual(config, family)
     queries = "attention.q_norm." if config.qk_norm else "attention.qkv."
+    has_output_norms = config.norm_placement != "before"
     for name, counterpart in table.items():
+        if name.endswith("norm.weight") and family.norm_offset:
+            table[name] = counterpart = replace(counterpart, offset=family.norm_offset)
         if name.startswith("final_norm."):
             table[name] = replace(counterpart, multiplier=output_multiplier(config))
-        elif writes_residual(name):
+        elif "_output_norm." in name if has_output_norms else writes_residual(name):
             table[name] = replace(counterpart, multiplier=residual_multiplier(config))
-        elif queries in name:
+        elif queries in name and "attention_scale" not in family.features:
             table[name] = replace(
                 counterpart,
                 multiplier=query_multiplier(config),
@@ -112,9 +139,25 @@ def counterparts(config: ModelConfig) -> dict[str, Counterpart]:
     return table
 
 
-def _llama(config: ModelConfig) -> dict[str, Counterpart]:
-    d, f = config.attention_head_size, config.ffn_hidden_size
-    qkv_sizes = (config.heads * d, config.kv_heads * d, config.kv_heads * d)
+# Our norms of a block -> names in transformers, for each placement of the norms.
+NORMS = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    },
+}
+
+
+def _usual(config: ModelConfig, family: Family) -> dict[str, Counterpart]:
+    """Return the counterparts of a class other than GPT-2."""
+    f = config.ffn_hidden_size
     table = {
         "embedding.weight": Counterpart(("model.embed_tokens.weight",)),
         "final_norm.weight": Counterpart(("model.norm.weight",)),
@@ -123,51 +166,95 @@ def _llama(config: ModelConfig) -> dict[str, Counterpart]:
         table["head.weight"] = Counterpart(("lm_head.weight",))
     for index in range(config.layers):
         ours, theirs = f"blocks.{index}.", f"model.layers.{index}."
-        attention = theirs + "self_attn."
-        qkv = tuple(f"{attention}{part}_proj.weight" for part in "qkv")
-        gate_up = tuple(f"{theirs}mlp.{part}_proj.weight" for part in ("gate", "up"))
-        table |= {
-            ours + "attention_norm.weight": Counterpart((theirs + "input_layernorm.weight",)),
-            ours + "attention.qkv.weight": Counterpart(qkv, qkv_sizes),
-            ours + "attention.output.weight": Counterpart((attention + "o_proj.weight",)),
-            ours + "mlp_norm.weight": Counterpart((theirs + "post_attention_layernorm.weight",)),
-        }
+        for name, their_name in NORMS[config.norm_placement].items():
+            table[f"{ours}{name}.weight"] = Counterpart((f"{theirs}{their_name}.weight",))
+        table |= _attention_tensors(config, family, f"{ours}attention.", f"{theirs}self_attn.")
         if config.has_experts(index):
-            table |= _expert_tensors(config, ours, theirs)
+            table |= _expert_tensors(config, family, ours + "mlp.", theirs)
         else:
-            table |= {
-                ours + "mlp.up.weight": Counterpart(gate_up, (f, f)),
-                ours + "mlp.down.weight": Counterpart((theirs + "mlp.down_proj.weight",)),
-            }
-        if config.qk_norm:
-            for part in "qk":
-                name = f"{part}_norm.weight"
-                table[f"{ours}attention.{name}"] = Counterpart((attention + name,))
+            table |= _mlp_tensors(config, family, ours + "mlp.", theirs + "mlp.", f)
     return table
 
 
-def _expert_tensors(config: ModelConfig, ours: str, theirs: str) -> dict[str, Counterpart]:
+def _attention_tensors(
+    config: ModelConfig, family: Family, ours: str, theirs: str
+) -> dict[str, Counterpart]:
+    """Return the counterparts of a layer's attention, given the prefixes of the names."""
+    sizes = (config.query_size, config.key_value_size, config.key_value_size)
+    table: dict[str, Counterpart] = {}
+    for kind, has_bias in {"weight": True, "bias": config.has_qkv_bias}.items():
+        qkv = tuple(f"{theirs}{part}_proj.{kind}" for part in "qkv")
+        if has_bias:
+            table[f"{ours}qkv.{kind}"] = Counterpart(qkv, sizes)
+        if has_bias and family.joined:
+            table[f"{ours}qkv.{kind}"] = Counterpart((f"{theirs}qkv_proj.{kind}",))
+    table[f"{ours}output.weight"] = Counterpart((f"{theirs}o_proj.weight",))
+    if config.has_attention_output_bias:
+        table[f"{ours}output.bias"] = Counterpart((f"{theirs}o_proj.bias",))
+    if config.qk_norm:
+        for part in "qk":
+            table[f"{ours}{part}_norm.weight"] = Counterpart((f"{theirs}{part}_norm.weight",))
+    if config.attention_sinks:
+        table[f"{ours}sinks"] = Counterpart((f"{theirs}sinks",))
+    return table
+
+
+def _mlp_tensors(
+    config: ModelConfig, family: Family, ours: str, theirs: str, size: int
+) -> dict[str, Counterpart]:
+    """Return the counterparts of an MLP whose activations have `size` columns."""
+    table: dict[str, Counterpart] = {}
+    parts = ("gate", "up") if config.activation in GATED else ("up",)
+    for kind in ("weight", "bias") if config.bias else ("weight",):
+        names = tuple(f"{theirs}{part}_proj.{kind}" for part in parts)
+        table[f"{ours}up.{kind}"] = Counterpart(names, (size,) * len(parts))
+        if family.joined:
+            table[f"{ours}up.{kind}"] = Counterpart((f"{theirs}gate_up_proj.{kind}",))
+        table[f"{ours}down.{kind}"] = Counterpart((f"{theirs}down_proj.{kind}",))
+    return table
+
+
+def _expert_tensors(
+    config: ModelConfig, family: Family, ours: str, theirs: str
+) -> dict[str, Counterpart]:
     """Return the counterparts of a layer's router and experts, given the prefixes of the names."""
-    assert config.experts is not None
-    if family_of(config) == "mixtral":
-        theirs, gate, up, down = theirs + "block_sparse_moe.", "w1", "w3", "w2"
-    else:
-        theirs, gate, up, down = theirs + "mlp.", "gate_proj", "up_proj", "down_proj"
-    f = config.experts.ffn_hidden_size
-    table = {ours + "mlp.router.weight": Counterpart((theirs + "gate.weight",))}
-    if config.experts.has_bias:
-        bias = theirs + "gate.e_score_correction_bias"
-        table[ours + "mlp.router.bias"] = Counterpart((bias,))
-    if config.experts.shared:
-        width, shared = config.experts.shared_ffn_hidden_size, theirs + "shared_experts."
-        parts = tuple(f"{shared}{part}_proj.weight" for part in ("gate", "up"))
-        table[ours + "mlp.shared.up.weight"] = Counterpart(parts, (width, width))
-        table[ours + "mlp.shared.down.weight"] = Counterpart((shared + "down_proj.weight",))
-    for number in range(config.experts.count):
-        expert = f"{theirs}experts.{number}."
+    experts = config.experts
+    assert experts is not None
+    f, router = experts.ffn_hidden_size, theirs + family.router
+    table = {f"{ours}router.weight": Counterpart((f"{router}.weight",))}
+    if experts.has_bias:
+        table[f"{ours}router.bias"] = Counterpart((f"{router}.e_score_correction_bias",))
+    elif config.bias:
+        table[f"{ours}router.bias"] = Counterpart((f"{router}.bias",))
+    prefix, gate, up, down = family.expert_names
+    if experts.shared:
+        shared = f"{theirs}{prefix}shared_experts."
+        size = experts.shared_ffn_hidden_size
+        table |= _mlp_tensors(config, family, f"{ours}shared.", shared, size)
+    if not gate:
+        return table | _joined_experts(config, f"{ours}experts.", theirs + prefix)
+    for number in range(experts.count):
+        expert = f"{theirs}{prefix}experts.{number}."
         gate_up = tuple(f"{expert}{part}.weight" for part in (gate, up))
-        table[f"{ours}mlp.experts.up_{number}"] = Counterpart(gate_up, (f, f))
-        table[f"{ours}mlp.experts.down_{number}"] = Counterpart((f"{expert}{down}.weight",))
+        table[f"{ours}experts.up_{number}"] = Counterpart(gate_up, (f, f))
+        table[f"{ours}experts.down_{number}"] = Counterpart((f"{expert}{down}.weight",))
+    return table
+
+
+def _joined_experts(config: ModelConfig, ours: str, theirs: str) -> dict[str, Counterpart]:
+    """Return the counterparts of experts that are one tensor [count, in, out] in transformers."""
+    assert config.experts is not None
+    count = config.experts.count
+    table: dict[str, Counterpart] = {}
+    for part, name in {"up": "gate_up_proj", "down": "down_proj"}.items():
+        for suffix in ("", "_bias"):
+            for number in range(count):
+                table[f"{ours}{part}_{number}{suffix}"] = Counterpart(
+                    (f"{theirs}{name}{suffix}",),
+                    transposed=not suffix,
+                    alternating=part == "up",
+                    expert=(number, count),
+                )
     return table
 
 

@@ -483,13 +483,11 @@ def test_an_invalid_reshape_is_rejected(
 @pytest.mark.parametrize(
     ("family", "settings", "named"),
     [
-        ("llama", {"attention_bias": True}, "attention_bias = True is not supported"),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ("llama", {"attention_bias": True}, r"self_attn\.q_proj\.bias is in none of"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': not supported; .* 'silu'"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
-        ("llama", {"model_type": "mistral"}, "model_type = 'mistral' is not supported"),
-        ("mixtral", {"sliding_window": 16}, "sliding_window = 16 is not supported"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not supported"),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] is not supported"),
+        ("llama", {"model_type": "gemma"}, "model_type = 'gemma' is not supported"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]: not supported"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},

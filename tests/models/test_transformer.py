@@ -292,6 +292,7 @@ def gradients_from_hugging_face(
     """Return gradients under our names: where their weight is m times ours, m times theirs."""
     gradients = from_hugging_face(config, theirs)  # divided by m, like weights
     for name, each in counterparts(config).items():
+        gradients[name] = gradients[name] - each.offset / each.multiplier
         gradients[name][: each.multiplied_rows] *= each.multiplier**2
     return gradients
 

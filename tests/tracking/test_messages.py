@@ -87,17 +87,17 @@ def test_a_run_prints_its_nodes_and_ranks(
         (GPT_SWITCHES | {"model__bias": False}, None),
         (
             GPT_SWITCHES | {"model__kv_heads": 2},
-            "kv_heads = 2; use model.kv_heads = 4 (GPT-2)",
+            "kv_heads = 2; use model.kv_heads = 4 (GPT2LMHeadModel)",
         ),
         (
             GPT_SWITCHES | {"model__qk_norm": True},
-            "model.qk_norm = true; use model.qk_norm = false (GPT-2)",
+            "model.qk_norm = true; use model.qk_norm = false (GPT2LMHeadModel)",
         ),
-        ({"model__bias": True}, "model.bias = true; use model.bias = false (Llama)"),
-        ({"model__activation": "gelu"}, 'model.activation = "gelu"; use model.norm = "rmsnorm"'),
+        ({"model__bias": True}, None),
+        ({"model__activation": "gelu"}, 'model.activation = "gelu"; use model.activation = "swi'),
         (
             {"model__experts": {"count": 4, "per_token": 2, "ffn_hidden_size": 48, "shared": 1}},
-            "model.experts.shared = 1 without a sigmoid router; use",
+            'router = "softmax"; use model.experts.router = "sigmoid"',
         ),
     ],
 )

@@ -16,7 +16,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,9 +86,16 @@ class TensorFileWriter:
         Raises:
             OSError: the file cannot be written.
         """
+        self.write_parts(name, [data])
+
+    def write_parts(self, name: str, parts: Iterable[memoryview]) -> None:
+        """Write the elements of the next tensor in several parts."""
         expected, size = self._waiting.pop()
-        assert (name, data.nbytes) == (expected, size), (name, data.nbytes, expected, size)
-        self._put(data)
+        start = self._bytes
+        for data in parts:
+            self._put(data)
+        written = self._bytes - start
+        assert (name, written) == (expected, size), (name, written, expected, size)
 
     @property
     def record(self) -> FileRecord:

@@ -1,9 +1,11 @@
 """Convert weights of transformers to a checkpoint from which a run in any layout can start."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,7 +14,12 @@ from transformers import AutoConfig
 
 from models.config import ModelConfig
 from models.errors import UserError, a_few, counted, reason_of
-from models.hugging_face.config import model_settings
+from models.hugging_face.config import (
+    hugging_face_config,
+    model_settings,
+    unsupported_attributes,
+)
+from models.hugging_face.families import BY_NAME, described, differences, family_of
 from models.hugging_face.weights import Counterpart, counterparts
 from models.layer_specs import logical_shapes
 from threefold.checkpoint.format import Manifest
@@ -97,8 +104,13 @@ class TheirFiles:
             for start in range(0, rows, BLOCK_ROWS):
                 yield file.get_slice(name)[start : min(start + BLOCK_ROWS, rows)]
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(
+        self, name: str, shape: tuple[int, ...], expert: tuple[int, int] | None = None
+    ) -> Tensor:
         """Read a tensor as fp32.
+
+        Args:
+            expert: (number, count) to read only one of the entries of a joined tensor
 
         Raises:
             UserError: The tensor is missing, or has another shape or an unsupported precision.
@@ -106,7 +118,11 @@ class TheirFiles:
         found = self.find(name)
         try:
             with safe_open(self.folder / self.files[found], framework="pt") as file:
-                tensor = file.get_tensor(found)
+                their_shape = tuple(file.get_slice(found).get_shape())
+                if expert is not None and their_shape == (expert[1], *shape):
+                    tensor, their_shape = file.get_slice(found)[expert[0]], shape
+                else:
+                    tensor = file.get_tensor(found)
         except SafetensorError as error:  # for example, torch does not have its type
             raise UserError(
                 f"{self.folder / self.files[found]}: {found} cannot be read ({reason_of(error)}); "
@@ -117,10 +133,11 @@ class TheirFiles:
                 f"{self.folder / self.files[found]}: {found} is {tensor.dtype}, which is not "
                 f"supported; use a model in bf16, fp16 or fp32"
             )
-        if tuple(tensor.shape) != shape:
+        if their_shape != shape:
+            expected = shape if expert is None else (expert[1], *shape)
             raise UserError(
-                f"{self.folder / self.files[found]}: {found} has the shape {tuple(tensor.shape)} "
-                f"but config.json implies {shape}"
+                f"{self.folder / self.files[found]}: {found} has the shape {their_shape} but "
+                f"config.json implies {expected}"
             )
         return tensor.to(torch.float32)
 
@@ -146,9 +163,38 @@ def read_config(folder: Path) -> ModelConfig:
             f"as save_pretrained of transformers writes it"
         ) from None
     try:
-        return ModelConfig(**model_settings(theirs.to_dict()))
+        return imported_config(theirs.to_dict())
     except UserError as problem:
         raise UserError(f"{folder / 'config.json'}: {problem}") from None
+
+
+def imported_config(theirs: dict[str, Any]) -> ModelConfig:
+    """Return the architecture in transformers' config.
+
+    Raises:
+        UserError: it is not supported; the message lists all attributes that are not.
+    """
+    if theirs.get("quantization_config"):
+        raise UserError(
+            "quantization_config: quantized weights are not supported; load the model with "
+            "transformers, dequantize it, and save it in bf16"
+        )
+    model = ModelConfig(**model_settings(theirs))
+    family = BY_NAME[theirs["model_type"]]
+    if different := differences(model, family):
+        ours, others = described(different, model)
+        raise UserError(
+            f"{ours} is not supported for {family.class_name}; use a model with {others}"
+        )
+    exported = AutoConfig.for_model(**hugging_face_config(model, family)).to_dict()
+    unsupported = unsupported_attributes(theirs, exported)
+    if unsupported:
+        texts = (f"{name} = {value!r}" for name, (value, _) in unsupported.items())
+        remedies = (f"{name} = {value!r}" for name, (_, value) in unsupported.items())
+        raise UserError(
+            f"{', '.join(texts)}: not supported; use a model with {', '.join(remedies)}"
+        )
+    return model
 
 
 def _has_own_head(model: ModelConfig, theirs: TheirFiles) -> bool:
@@ -187,6 +233,8 @@ def import_model(folder: Path, output: Path) -> ModelConfig:
     unknown = {
         name for name in theirs.files.keys() - used - tied if not name.endswith(BUFFER_SUFFIXES)
     }
+    if unused := family_of(model).unused_tensors:
+        unknown = {name for name in unknown if not re.fullmatch(unused, name)}
     if unknown:
         raise UserError(
             f"{folder}: {counted(len(unknown), 'tensor')} without a place in a model with this "
@@ -195,7 +243,8 @@ def import_model(folder: Path, output: Path) -> ModelConfig:
 
     def joined(name: str) -> Tensor:
         parts = table[name].shapes(shapes[name]).items()
-        return table[name].join(theirs.read(part, shape) for part, shape in parts)
+        expert = table[name].expert
+        return table[name].join(theirs.read(part, shape, expert) for part, shape in parts)
 
     files, tensors = write_weights(output, shapes, joined)
     Manifest(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoConfig, GenerationConfig
 from models.cost import parameter_count
 from models.errors import UserError, counted
 from models.hugging_face.config import hugging_face_config
+from models.hugging_face.families import BY_NAME
 from models.hugging_face.weights import counterparts
 from models.layer_specs import logical_shapes
 from threefold.checkpoint.format import (
@@ -35,14 +37,6 @@ DTYPES = {  # name in the command -> name in safetensors files, torch's dtype
     "fp32": ("F32", torch.float32),
     "bf16": ("BF16", torch.bfloat16),
     "fp16": ("F16", torch.float16),
-}
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "dots1": "Dots1ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
 }
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -91,7 +85,7 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
         begin_texts_as_in_training(source, folder, name=f"--tokenizer {tokenizer}")
     special = special_tokens(tokenizer)
     config = AutoConfig.for_model(**settings, **special)
-    config.architectures = [CLASSES[settings["model_type"]]]
+    config.architectures = [BY_NAME[settings["model_type"]].class_name]
     config.dtype = DTYPES[dtype][1]
     config.save_pretrained(folder)
     GenerationConfig(**special, do_sample=True).save_pretrained(folder)
@@ -178,11 +172,16 @@ def _starts_of_corpora(source: CheckpointReader) -> list[list[int]] | None:
 
 
 def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
-    """Return the ids of the tokens that begin and end a text, for both configs."""
+    """Return the ids of the tokens that begin and end a text, for both configs.
+
+    There is no padding token: that of a class may be outside of the vocabulary, and transformers
+    does not train its embedding.
+    """
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if tokenizer is None:
-        return {"bos_token_id": None, "eos_token_id": None}
+        return ids
     loaded = load_tokenizer(tokenizer, f"--tokenizer {tokenizer}")
-    return {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
+    return ids | {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
 
 
 def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> dict[str, FileRecord]:
@@ -194,22 +193,47 @@ def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> dict
     model = model_of(source)
     table, shapes = counterparts(model), logical_shapes(model)
     kind, torch_dtype = DTYPES[dtype]
-    files = split_by_size({name: shapes[name] for name in table}, dtype=kind)
+    groups: dict[str, list[str]] = {}  # name of their first tensor -> names of ours
+    for name, counterpart in table.items():
+        groups.setdefault(counterpart.names[0], []).append(name)
+    shapes_of_groups = {
+        first: {
+            theirs: shape if (expert := table[names[0]].expert) is None else (expert[1], *shape)
+            for theirs, shape in table[names[0]].shapes(shapes[names[0]]).items()
+        }
+        for first, names in groups.items()
+    }
+    files = split_by_size(
+        {
+            first: (sum(torch.Size(shape).numel() for shape in theirs.values()),)
+            for first, theirs in shapes_of_groups.items()
+        },
+        dtype=kind,
+    )
     index: dict[str, str] = {}
     records: dict[str, FileRecord] = {}
     elements = 0
-    for number, names in enumerate(files, start=1):
+
+    def parts(name: str) -> Iterator[tuple[str, memoryview]]:
+        for theirs, tensor in table[name].split(source.tensor(WEIGHTS, name)):
+            yield theirs, _bytes(tensor.to(torch_dtype))
+
+    for number, firsts in enumerate(files, start=1):
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        theirs = {k: v for ours in names for k, v in table[ours].shapes(shapes[ours]).items()}
+        theirs = {k: v for first in firsts for k, v in shapes_of_groups[first].items()}
         index |= dict.fromkeys(theirs, name)
         elements += sum(torch.Size(shape).numel() for shape in theirs.values())
         metadata = {"format": "pt"}
         with TensorFileWriter(folder / name, theirs, dtype=kind, metadata=metadata) as writer:
-            for ours in names:
-                for part, tensor in table[ours].split(source.tensor(WEIGHTS, ours)):
-                    writer.write(part, _bytes(tensor.to(torch_dtype)))
+            for first in firsts:
+                if len(groups[first]) == 1:
+                    for part, data in parts(groups[first][0]):
+                        writer.write(part, data)
+                else:  # one joined tensor
+                    experts = groups[first]
+                    writer.write_parts(first, (data for ours in experts for _, data in parts(ours)))
         records[name] = writer.record
     if len(files) > 1:
         content = {"metadata": {"total_size": elements * BYTES[kind]}, "weight_map": index}

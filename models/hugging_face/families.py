@@ -1,0 +1,433 @@
+"""The classes of transformers that have the architecture of a model, one table entry each.
+
+To add a family, add an entry to FAMILIES. It lists how the class differs from Llama: the features
+that it has, and the names of its attributes and tensors.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from models.config import ModelConfig
+from models.errors import UserError
+
+ANY = object()  # every value of a feature
+NO_BIAS: frozenset[str] = frozenset()
+ATTENTION_BIAS = frozenset({"qkv", "output"})
+ALL_BIASES = ATTENTION_BIAS | {"mlp"}
+
+# Features of a model -> values that a class has, unless its entry says otherwise: those of Llama.
+LLAMA_FEATURES: dict[str, tuple[Any, ...]] = {
+    "norm": ("rmsnorm",),
+    "positions": ("rope",),
+    "activation": ("swiglu",),
+    "norm_placement": ("before",),
+    "biases": (NO_BIAS, ATTENTION_BIAS, frozenset({"mlp"}), ALL_BIASES),
+    "qk_norm": ("none",),
+    "attention_pattern": ("full",),
+    "rope of windows": ("as without windows",),
+    "partial_rotary_factor": (1.0,),
+    "attention_sinks": (False,),
+    "attention_scale": (None,),
+    "attention_soft_cap": (None,),
+    "logit_soft_cap": (None,),
+    "embedding_multiplier": (1.0,),
+    "kv_heads": (ANY,),
+    "head_size": (ANY,),
+    "experts.router": ("none",),
+    "experts.normalize": (False, True),
+    "experts.shared": (False,),
+    "experts.dense_layers": (False,),
+    "experts.output_scale": (1.0,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A class of transformers.
+
+    Attributes:
+        name: `model_type`
+        features: features that differ from LLAMA_FEATURES, with the values that the class has
+        bias_attributes: attribute -> parts of the model that have a bias if it is true
+        windows: attributes that say which layers have a window: "layer_types" with
+            `sliding_window`, "use_sliding_window" with both, only `sliding_window` for all layers
+            ("sliding_window"), or "no_rope_layers" for layers without positions
+        rope_per_kind: `rope_parameters` has a table for each kind of attention
+        experts: our key -> attribute
+        constants: attributes that our model cannot change, with their values
+        norm_offset: number that the class adds to the weights of its norms
+        joined: q, k and v are one tensor, and gate and up are another
+        expert_names: prefix of the experts, then gate, up and down; "" for joined experts, which
+            are one tensor for all experts
+        router: prefix of the router
+        unused_tensors: regular expression of tensors that the class does not load
+    """
+
+    name: str
+    class_name: str
+    features: Mapping[str, tuple[Any, ...]]
+    bias_attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    windows: str = "layer_types"
+    rope_per_kind: bool = False
+    experts: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    activation_attribute: str = "hidden_act"
+    norm_offset: float = 0.0
+    joined: bool = False
+    expert_names: tuple[str, str, str, str] = ("mlp.", "gate_proj", "up_proj", "down_proj")
+    router: str = "mlp.gate"
+    unused_tensors: str = ""
+
+    def values(self, feature: str) -> tuple[Any, ...]:
+        """Return the values of a feature that the class has."""
+        return self.features.get(feature, LLAMA_FEATURES[feature])
+
+    @property
+    def implied_biases(self) -> frozenset[str]:
+        """The parts of a model that have a bias whatever the attributes say."""
+        return frozenset.intersection(*self.values("biases"))
+
+
+MIXTRAL_EXPERTS = {
+    "count": "num_local_experts",
+    "per_token": "num_experts_per_tok",
+    "ffn_hidden_size": "intermediate_size",
+    "balance_loss": "router_aux_loss_coef",
+}
+QWEN3_EXPERTS = MIXTRAL_EXPERTS | {
+    "ffn_hidden_size": "moe_intermediate_size",
+    "normalize": "norm_topk_prob",
+    "dense_layers": "mlp_only_layers",
+}
+SHARED_EXPERTS = {
+    "count": "n_routed_experts",
+    "per_token": "num_experts_per_tok",
+    "ffn_hidden_size": "moe_intermediate_size",
+    "shared": "n_shared_experts",
+    "dense_layers": "first_k_dense_replace",
+    "normalize": "norm_topk_prob",
+    "output_scale": "routed_scaling_factor",
+}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+SIGMOID_ROUTER = {
+    "experts.router": ("sigmoid",),
+    "experts.shared": (True,),
+    "experts.dense_layers": (False, True),
+    "experts.output_scale": (ANY,),
+}
+OF_ATTENTION = {"attention_bias": ATTENTION_BIAS}
+HAS_ATTENTION_BIAS = (NO_BIAS, ATTENTION_BIAS)
+WITH_WINDOWS = ("full", "window", "full and window")
+OLMO_FEATURES = {
+    "norm_placement": ("after",),
+    "biases": HAS_ATTENTION_BIAS,
+    "qk_norm": ("projection",),
+    "head_size": (None,),
+}
+
+# The first class with all features of a model is the one that the model is exported to.
+FAMILIES = (
+    Family(
+        name="llama",
+        class_name="LlamaForCausalLM",
+        features={},
+        bias_attributes={**OF_ATTENTION, "mlp_bias": frozenset({"mlp"})},
+    ),
+    Family(
+        name="arcee",
+        class_name="ArceeForCausalLM",
+        features={"activation": ("squared_relu",)},
+        bias_attributes={**OF_ATTENTION, "mlp_bias": frozenset({"mlp"})},
+    ),
+    Family(
+        name="mistral",
+        class_name="MistralForCausalLM",
+        features={"biases": (NO_BIAS,), "attention_pattern": ("full", "window")},
+        windows="sliding_window",
+    ),
+    Family(
+        name="qwen2",
+        class_name="Qwen2ForCausalLM",
+        features={
+            "biases": (frozenset({"qkv"}),),
+            "attention_pattern": WITH_WINDOWS,
+            "head_size": (None,),
+        },
+        windows="use_sliding_window",
+    ),
+    Family(
+        name="qwen3",
+        class_name="Qwen3ForCausalLM",
+        features={
+            "biases": HAS_ATTENTION_BIAS,
+            "qk_norm": ("head",),
+            "attention_pattern": WITH_WINDOWS,
+        },
+        bias_attributes=OF_ATTENTION,
+        windows="use_sliding_window",
+    ),
+    Family(
+        name="olmo2",
+        class_name="Olmo2ForCausalLM",
+        features=OLMO_FEATURES,
+        bias_attributes=OF_ATTENTION,
+    ),
+    Family(
+        name="olmo3",
+        class_name="Olmo3ForCausalLM",
+        features={**OLMO_FEATURES, "attention_pattern": WITH_WINDOWS, "rope of windows": (ANY,)},
+        bias_attributes=OF_ATTENTION,
+        rope_per_kind=True,
+    ),
+    Family(
+        name="smollm3",
+        class_name="SmolLM3ForCausalLM",
+        features={"attention_pattern": ("full", "nope", "full and nope"), "head_size": (None,)},
+        bias_attributes={**OF_ATTENTION, "mlp_bias": frozenset({"mlp"})},
+        windows="no_rope_layers",
+        constants={"use_sliding_window": False},
+    ),
+    Family(
+        name="phi3",
+        class_name="Phi3ForCausalLM",
+        features={
+            "biases": (NO_BIAS,),
+            "attention_pattern": ("full", "window"),
+            "partial_rotary_factor": (ANY,),
+            "head_size": (None,),
+        },
+        windows="sliding_window",
+        constants={"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        joined=True,
+    ),
+    Family(
+        name="gemma3_text",
+        class_name="Gemma3ForCausalLM",
+        features={
+            "activation": ("geglu",),
+            "norm_placement": ("both",),
+            "biases": HAS_ATTENTION_BIAS,
+            "qk_norm": ("head",),
+            "attention_pattern": WITH_WINDOWS,
+            "rope of windows": (ANY,),
+            "attention_scale": (ANY,),
+            "logit_soft_cap": (ANY,),
+            "embedding_multiplier": ("sqrt(hidden_size)",),
+        },
+        bias_attributes=OF_ATTENTION,
+        rope_per_kind=True,
+        constants={"use_bidirectional_attention": False},
+        activation_attribute="hidden_activation",
+        norm_offset=1.0,
+    ),
+    Family(
+        name="mixtral",
+        class_name="MixtralForCausalLM",
+        features={
+            "biases": (NO_BIAS,),
+            "attention_pattern": ("full", "window"),
+            "experts.router": ("softmax, normalized",),
+        },
+        windows="sliding_window",
+        experts=MIXTRAL_EXPERTS,
+        expert_names=("block_sparse_moe.", "w1", "w3", "w2"),
+        router="block_sparse_moe.gate",
+    ),
+    Family(
+        name="qwen3_moe",
+        class_name="Qwen3MoeForCausalLM",
+        features={
+            "biases": HAS_ATTENTION_BIAS,
+            "qk_norm": ("head",),
+            "experts.router": ("softmax", "softmax, normalized"),
+            "experts.dense_layers": (False, True),
+        },
+        bias_attributes=OF_ATTENTION,
+        windows="sliding_window",
+        experts=QWEN3_EXPERTS,
+        constants={"decoder_sparse_step": 1, "use_sliding_window": False},
+    ),
+    Family(
+        name="gpt_oss",
+        class_name="GptOssForCausalLM",
+        features={
+            "activation": ("clamped_swiglu",),
+            "biases": (frozenset({"mlp"}), ALL_BIASES),
+            "attention_pattern": WITH_WINDOWS,
+            "attention_sinks": (True,),
+            "experts.router": ("softmax, normalized",),
+        },
+        bias_attributes=OF_ATTENTION,
+        experts=MIXTRAL_EXPERTS,
+        constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        expert_names=("mlp.experts.", "", "", ""),
+        router="mlp.router",
+    ),
+    Family(
+        name="dots1",
+        class_name="Dots1ForCausalLM",
+        features={
+            **SIGMOID_ROUTER,
+            "biases": HAS_ATTENTION_BIAS,
+            "qk_norm": ("head",),
+            "attention_pattern": WITH_WINDOWS,
+        },
+        bias_attributes=OF_ATTENTION,
+        experts=SHARED_EXPERTS,
+        constants=ONE_GROUP,
+    ),
+    Family(
+        name="glm4_moe",
+        class_name="Glm4MoeForCausalLM",
+        features={
+            **SIGMOID_ROUTER,
+            "biases": (NO_BIAS, frozenset({"qkv"})),
+            "qk_norm": ("none", "head"),
+            "partial_rotary_factor": (ANY,),
+        },
+        bias_attributes={"attention_bias": frozenset({"qkv"})},
+        experts=SHARED_EXPERTS,
+        constants=ONE_GROUP,
+        unused_tensors=r"model\.layers\.(46|92)\..*",  # of multi-token prediction
+    ),
+    Family(
+        name="gpt2",
+        class_name="GPT2LMHeadModel",
+        features={
+            "norm": ("layernorm",),
+            "positions": ("learned",),
+            "activation": ("gelu", "gelu_erf"),
+            "biases": (NO_BIAS, ALL_BIASES),
+            "kv_heads": ("heads",),
+            "head_size": (None,),
+        },
+        constants={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    ),
+)
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def features_of(config: ModelConfig) -> dict[str, Any]:
+    """Return the features of a model, as LLAMA_FEATURES names them."""
+    experts = config.experts
+    pattern = config.attention_pattern[: config.layers]
+    parts = {"qkv": config.has_qkv_bias, "output": config.has_attention_output_bias}
+    parts["mlp"] = config.bias
+    router = "none"
+    if experts is not None:
+        router = "sigmoid" if experts.router == "sigmoid" else "softmax"
+        router += ", normalized" * (router == "softmax" and experts.weights_sum_to_one)
+    window, own_rope = config.window, False
+    if window is not None:
+        has_own_base = window.rope_theta not in (None, config.rope_theta)
+        own_rope = has_own_base or (config.rope_scaling is not None and not window.rope_scaled)
+    multiplier = config.embedding_multiplier
+    is_root = math.isclose(multiplier, math.sqrt(config.hidden_size), rel_tol=1e-6)
+    return {
+        "norm": config.norm,
+        "positions": config.positions,
+        "activation": config.activation,
+        "norm_placement": config.norm_placement,
+        "biases": frozenset(part for part, has_bias in parts.items() if has_bias),
+        "qk_norm": config.qk_norm_over if config.qk_norm else "none",
+        "attention_pattern": " and ".join(sorted(set(pattern))),
+        "rope of windows": "of their own" if own_rope else "as without windows",
+        "partial_rotary_factor": config.partial_rotary_factor,
+        "attention_sinks": config.attention_sinks,
+        "attention_scale": config.attention_scale,
+        "attention_soft_cap": config.attention_soft_cap,
+        "logit_soft_cap": config.logit_soft_cap,
+        "embedding_multiplier": "sqrt(hidden_size)" if is_root else multiplier,
+        "kv_heads": "heads" if config.kv_heads == config.heads else config.kv_heads,
+        "head_size": config.head_size,
+        "experts.router": router,
+        "experts.normalize": experts is not None and experts.weights_sum_to_one,
+        "experts.shared": experts is not None and experts.shared > 0,
+        "experts.dense_layers": experts is not None and experts.dense_layers > 0,
+        "experts.output_scale": 1.0 if experts is None else experts.output_scale,
+    }
+
+
+def differences(config: ModelConfig, family: Family) -> dict[str, tuple[Any, Any]]:
+    """Return the features of a model that a class does not have.
+
+    Returns:
+        feature -> (its value in the model, a value that the class has)
+    """
+    return {
+        feature: (value, family.values(feature)[0])
+        for feature, value in features_of(config).items()
+        if not {value, ANY} & set(family.values(feature))
+    }
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Return the class that has the architecture of a model.
+
+    Raises:
+        UserError: transformers has no such class; the message lists what differs from the class
+            with the fewest differences.
+    """
+    different = {family.name: differences(config, family) for family in FAMILIES}
+    nearest = BY_NAME[min(different, key=lambda name: _distance(different[name]))]
+    if not different[nearest.name]:
+        return nearest
+    ours, theirs = described(different[nearest.name], config)
+    raise UserError(
+        f"transformers has no model class with {ours}; use {theirs} ({nearest.class_name})"
+    )
+
+
+def _distance(different: Mapping[str, tuple[Any, Any]]) -> int:
+    """Return the number of differences; one between a dense model and one with experts is large."""
+    return len(different) + len(FAMILIES) * ("none" in different.get("experts.router", ()))
+
+
+def described(different: Mapping[str, tuple[Any, Any]], config: ModelConfig) -> tuple[str, str]:
+    """Return the settings of a model that differ from those of a class, and the class's settings.
+
+    different: the result of `differences`
+    """
+    pairs = [
+        (_setting(feature, ours, config), _setting(feature, theirs, config))
+        for feature, (ours, theirs) in different.items()
+    ]
+    ours, theirs = zip(*pairs, strict=True)
+    return " and ".join(ours), " and ".join(theirs)
+
+
+def _setting(feature: str, value: Any, config: ModelConfig) -> str:
+    """Return the keys of a recipe that give a feature a value."""
+    if feature == "biases":
+        keys = {"qkv": "model.qkv_bias", "output": "model.attention_output_bias"}
+        others = {keys[part]: part in value for part in keys if (part in value) != ("mlp" in value)}
+        settings = {"model.bias": "mlp" in value, **others}
+        return ", ".join(f"{key} = {str(is_on).lower()}" for key, is_on in settings.items())
+    if feature == "qk_norm":
+        has_norm = f"model.qk_norm = {str(value != 'none').lower()}"
+        return has_norm + ', model.qk_norm_over = "projection"' * (value == "projection")
+    if feature == "attention_pattern":
+        return f"only {value} layers in model.attention_pattern"
+    if feature == "rope of windows":
+        return f"rotary positions of windows {value}"
+    if feature == "experts.router":
+        if value == "none":
+            return "no model.experts"
+        value = {"softmax, normalized": "softmax-after-topk"}.get(value, value)
+    elif value == "sqrt(hidden_size)":
+        value = math.sqrt(config.hidden_size)
+    elif value == "heads":
+        value = config.heads
+    elif feature in ("experts.shared", "experts.dense_layers"):
+        own = getattr(config.experts, feature.removeprefix("experts."), 0)
+        value = (own or 1) if value else 0
+    if value is None:
+        return f"no model.{feature}"
+    return f"model.{feature} = {json.dumps(value)}"

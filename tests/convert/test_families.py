@@ -1,0 +1,152 @@
+"""A step of an imported model against the class of transformers that it comes from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models.config import ModelConfig
+from models.hugging_face.weights import counterparts
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
+from models.parallel.collectives import TensorAxis
+from models.parallel.micro_batch_info import MicroBatchInfo
+from tests.conftest import VOCAB_SIZE
+from tests.convert.test_convert import stored
+from tests.models.test_transformer import gradients_from_hugging_face, relative
+from threefold.convert.files import open_checkpoint
+from threefold.convert.from_hugging_face import import_model
+from threefold.convert.to_hugging_face import export
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+FOUR_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+FAMILIES: dict[str, dict[str, Any]] = {  # model_type -> settings; windows of 16
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "arcee": {"mlp_bias": True},
+    "mistral": {"sliding_window": 16},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "qwen3": {
+        "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2,
+        "attention_bias": True, "head_dim": 24,
+    },
+    "olmo2": {"attention_bias": True},
+    "olmo3": {
+        "sliding_window": 16,
+        "rope_parameters": {
+            "full_attention": YARN | {"rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    },
+    "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "phi3": {
+        "sliding_window": 16,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+        },
+    },
+    "gemma3_text": {
+        "sliding_window": 16, "head_dim": 16, "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention",
+                        "sliding_attention"],
+        "final_logit_softcapping": 3.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "mixtral": FOUR_EXPERTS | {"sliding_window": 16},
+    "gpt_oss": FOUR_EXPERTS | {
+        "sliding_window": 16, "head_dim": 24,
+        "rope_parameters": YARN | {"rope_theta": 15e4, "truncate": False},
+    },
+    "glm4_moe": {
+        "head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": True,
+        "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 2.5, "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+        },
+    },
+}  # fmt: skip
+
+
+def their_model(family: str) -> Any:
+    """Return a model of transformers with random weights, of which every norm and bias counts."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=VOCAB_SIZE, **(SIZES | FAMILIES[family]))
+    config.bos_token_id = config.eos_token_id = 1
+    config.pad_token_id = None  # the embedding of a padding token has no gradient
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if "norm" in name:
+            tensor.data = torch.randn_like(tensor) * 0.2 + ("gemma" not in family)
+        elif "inv_freq" not in name and "embed_scale" not in name:
+            tensor.data = torch.randn_like(tensor) * (0.3 if tensor.dim() < 2 else 0.15)
+    return model.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_an_imported_model_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    theirs = their_model(family)
+    for folder in ("theirs", "ours", "back"):
+        (tmp_path / folder).mkdir()
+    theirs.save_pretrained(tmp_path / "theirs")
+    config = import_model(tmp_path / "theirs", tmp_path / "ours")
+    source = open_checkpoint(tmp_path / "ours")
+    tokens = torch.randint(VOCAB_SIZE, (2, 60), generator=torch.Generator().manual_seed(2))
+    labels = tokens.roll(-1, 1)
+    model = SequentialModel(layer_specs(config))
+    parameters = dict(logical_parameters(model, config))
+    for name, parameter in parameters.items():
+        parameter.data.copy_(
+            parameter.sharding.local_part(source.tensor("weights", name), TensorAxis())
+        )
+    loss = model(tokens, labels, MicroBatchInfo())
+    loss.backward()
+    logits = theirs(tokens).logits
+    with torch.no_grad():
+        ours = run_layers(model.layers, tokens, info=MicroBatchInfo())[..., :VOCAB_SIZE]
+        assert relative(ours.transpose(0, 1), logits.detach()) <= 1e-5
+    their_loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    their_loss.backward()
+    assert float(loss.detach()) == pytest.approx(float(their_loss.detach()), 1e-6)
+    found = {
+        name: parameter.sharding.logical_tensor([torch.as_tensor(parameter.grad)])
+        for name, parameter in parameters.items()
+    }
+    expected = gradients_of(theirs, config, tmp_path / "gradients")
+    assert found.keys() == expected.keys()
+    for name in found:
+        if not name.endswith("router.bias") or expected[name].any():
+            # A norm of queries or keys has a sum in which most terms cancel.
+            limit = 2e-5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1e-5
+            assert relative(found[name], expected[name]) <= limit, name
+    export(source, tmp_path / "back", dtype="fp32", tokenizer=None)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
+    assert type(back) is type(theirs)
+    with torch.no_grad():
+        assert relative(back(tokens).logits, logits.detach()) <= 1e-5
+
+
+def gradients_of(model: Any, config: ModelConfig, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the gradients of a model of transformers under our names.
+
+    transformers splits joined tensors when it writes a file, so the gradients are written as if
+    they were weights.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0 if parameter.grad is None else parameter.grad)
+    model.save_pretrained(folder)
+    theirs = stored(folder)
+    for name in counterparts(config):  # a bias that is a buffer has no gradient
+        for part in counterparts(config)[name].names:
+            if part.endswith("e_score_correction_bias"):
+                theirs[part] = torch.zeros_like(theirs[part])
+    return gradients_from_hugging_face(config, theirs)
