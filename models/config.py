@@ -150,6 +150,43 @@ class Window:
             raise UserError(f"rope_theta = {self.rope_theta} must be above 0; use 10000.0")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Queries, and keys and values, are projected from latent vectors with an RMSNorm each. A head of
+    queries and keys has `model.head_size` columns from the latents and `rotary_size` rotated ones;
+    those of the keys are the same for all heads.
+
+    Raises:
+        UserError: a value is not valid; the message gives one that works.
+    """
+
+    __pydantic_config__: ClassVar[dict] = STRICT_SECTION
+
+    query_rank: int | None = None
+    """Size of the latent of the queries, such as 1536 in DeepSeek-V3; leave it out to project
+    queries from the activations, as in DeepSeek-V2-Lite."""
+    key_value_rank: int
+    """Size of the latent of keys and values, such as 512."""
+    rotary_size: int
+    """Rotated columns of a head of queries, and of the keys of all heads, such as 64."""
+    value_size: int
+    """Columns of a head of values, such as 128."""
+
+    def __post_init__(self) -> None:
+        for key in ("query_rank", "key_value_rank", "rotary_size", "value_size"):
+            value = getattr(self, key)
+            if value is not None and not 1 <= value <= MAX_SIZE:
+                nearest = min(max(value, 1), MAX_SIZE)
+                raise UserError(f"{key} = {value} is not in 1 .. {MAX_SIZE}; use {key} = {nearest}")
+        if self.rotary_size % 2:
+            raise UserError(
+                f"rotary_size = {self.rotary_size} is odd and rotary positions turn pairs; use "
+                f"rotary_size = {self.rotary_size + 1}"
+            )
+
+
 # The experts of a mixture-of-experts model.
 
 MAX_EXPERTS = 2**14  # far beyond any model, so that a typing error is reported
@@ -186,6 +223,12 @@ class Experts:
     that counts for the choice of the experts, but not for the weights."""
     normalize: bool = False
     """Divide the weights of a token by their sum, as Qwen3 and DeepSeek-V3 do."""
+    groups: int = 1
+    """Groups into which the experts are divided; a divisor of `count`. The experts of a token are
+    chosen in its best `groups_per_token` groups, by the sum of a group's two highest preferences
+    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    groups_per_token: int = 1
+    """Groups in which the experts of a token may be."""
     output_scale: float = 1.0
     """Factor of the weights of the experts' outputs, such as 2.5 in DeepSeek-V3."""
     bias_update: float = 0.0
@@ -227,6 +270,7 @@ class Experts:
             raise UserError(
                 f"output_scale = {self.output_scale} is not above 0; use output_scale = 1.0"
             )
+        self._check_groups()
         if self.normalize and self.router == "softmax-after-topk":
             raise UserError(
                 f'normalize = true has no effect with router = "{self.router}", '
@@ -238,6 +282,32 @@ class Experts:
                 f'"{self.router}", which has no bias; leave bias_update out, or use '
                 f'router = "sigmoid"'
             )
+
+    def _check_groups(self) -> None:
+        groups, most = self.groups, self.groups_per_token
+        if not 1 <= groups <= self.count or self.count % groups:
+            raise UserError(
+                f"groups = {groups} does not divide count = {self.count}; use groups = "
+                f"{nearest_divisors(self.count, max(1, groups))}"
+            )
+        if not 1 <= most <= groups:
+            raise UserError(
+                f"groups_per_token = {most} is not in 1 .. groups = {groups}; use "
+                f"groups_per_token = {min(max(1, most), groups)}"
+            )
+        if most * (self.count // groups) < self.per_token:
+            raise UserError(
+                f"groups_per_token = {most} groups of {self.count // groups} experts have fewer "
+                f"than per_token = {self.per_token} experts; use groups_per_token = "
+                f"{-(-self.per_token * groups // self.count)}"
+            )
+        if groups > 1 and self.router != "sigmoid":
+            raise UserError(
+                f'groups = {groups} requires router = "sigmoid", not "{self.router}"; leave groups '
+                f"out"
+            )
+        if groups != 1:
+            raise UserError("groups is not supported yet; leave groups out")
 
     @property
     def has_bias(self) -> bool:
@@ -377,6 +447,8 @@ class ModelConfig:
     """Factor of the attention scores; by default head_size^-0.5."""
     attention_soft_cap: float | None = None
     """Limit c of the attention scores, which become c tanh(score / c), as in Gemma 2."""
+    latent: LatentAttention | None = None
+    """Multi-head latent attention in place of separate keys and values, as in DeepSeek-V3."""
     rope_theta: float = 10000.0
     """Base of the rotary position embeddings."""
     rope_scaling: RopeScaling | None = None
@@ -508,6 +580,8 @@ class ModelConfig:
                 f'qk_norm_over = "{self.qk_norm_over}" has no effect with qk_norm = false; use '
                 f"qk_norm = true"
             )
+        if self.latent is not None:
+            self._check_latent()
         for key in ("attention_scale", "attention_soft_cap", "logit_soft_cap"):
             if getattr(self, key) is not None and not getattr(self, key) > 0:
                 raise UserError(f"{key} = {getattr(self, key)} is not above 0; leave {key} out")
@@ -549,6 +623,25 @@ class ModelConfig:
                 f"the attention"
             )
 
+    def _check_latent(self) -> None:
+        """Check the keys that cannot be combined with latent attention."""
+        only = {
+            "positions": "rope", "kv_heads": self.heads, "attention_pattern": ("full",),
+            "qk_norm": False, "partial_rotary_factor": 1.0, "attention_sinks": False,
+            "attention_soft_cap": None, "attention_dropout": 0.0,
+        }  # fmt: skip
+        for key, value in only.items():
+            if getattr(self, key) != value:
+                remedy = f"leave {key} out" if value is None else f"use {key} = {value}"
+                raise UserError(
+                    f"{key} = {getattr(self, key)} is not possible with latent; {remedy}"
+                )
+        if self.head_size is None:
+            raise UserError("head_size is missing and required with latent; use head_size = 128")
+        if self.bias or self.has_qkv_bias or self.has_attention_output_bias:
+            raise UserError("biases are not possible with latent; use bias = false")
+        raise UserError("latent is not supported yet; leave latent out")
+
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "ModelConfig":
         """Return the configuration in a [model] section, such as that of a checkpoint.
@@ -556,7 +649,10 @@ class ModelConfig:
         Raises:
             UserError: sizes are inconsistent.
         """
-        sections = {"rope_scaling": RopeScaling, "experts": Experts, "window": Window}
+        sections = {
+            "rope_scaling": RopeScaling, "experts": Experts, "window": Window,
+            "latent": LatentAttention,
+        }  # fmt: skip
         given = {key: kind(**table[key]) for key, kind in sections.items() if table.get(key)}
         if "attention_pattern" in table:
             given["attention_pattern"] = tuple(table["attention_pattern"])
