@@ -38,26 +38,23 @@ from models.sharding import Place, place_of, sharding_of
 # m_N is the width ratio hidden_size / base_hidden_size, m_L the depth ratio layers / base_layers
 # (1 unless the parametrization is "completep"), d the head size, d_base that of the base model.
 #
-# | parameter or tensor           | factor                                      | value
-# | |-------------------------------|---------------------------------------------|----------------
-# ----| | hidden matrices               | initial standard deviation                  | m_N^-1/2
-# | |                               | learning rate, AdamW (weight decay inverse) | m_N^-1
-# | |                               | learning rate, Muon (weight decay inverse)  | m_N^-1/2
-# | | router                        | initial standard deviation                  | m_N^-1
-# | |                               | learning rate (weight decay inverse)        | m_N^-1
-# | |                               | AdamW's epsilon                             | m_L^-1
-# | | all of a layer except routers | AdamW's epsilon                             | m_N^-1 m_L^-1
-# | | embeddings, final norm, head  | AdamW's epsilon                             | m_N^-1
-# | | outputs of attention and MLP  | residual multiplier                         | m_L^-1
-# | | logits                        | output multiplier                           | m_N^-1
-# | | attention scores              | scale, instead of d^-1/2                    | d_base^1/2 d^-1
-# |
+# | parameter or tensor           | factor                                     | value            |
+# |-------------------------------|--------------------------------------------|------------------|
+# | hidden matrices               | initial standard deviation                 | m_N^-1/2         |
+# |                               | learning rate, AdamW (weight decay inverse)| m_N^-1           |
+# |                               | learning rate, Muon (weight decay inverse) | m_N^-1/2         |
+# | router                        | initial standard deviation                 | m_N^-1           |
+# |                               | learning rate (weight decay inverse)       | m_N^-1           |
+# |                               | AdamW's epsilon                            | m_L^-1           |
+# | all of a layer except routers | AdamW's epsilon                            | m_N^-1 m_L^-1    |
+# | embeddings, final norm, head  | AdamW's epsilon                            | m_N^-1           |
+# | outputs of attention and MLP  | residual multiplier                        | m_L^-1           |
+# | logits                        | output multiplier                          | m_N^-1           |
+# | attention scores              | scale, instead of d^-1/2                   | d_base^1/2 d^-1  |
 #
 # Width: Tensor Programs V (arXiv 2203.03466, table 8), in the form in which input and output
 # matrices may be tied: these matrices keep their initial scale and learning rate, and the logits
 # have a multiplier. Depth and epsilon: CompleteP (arXiv 2505.01618, table 1 with alpha = 1).
-#
-# This module needs no torch, so that the planner and the recipe can import it.
 
 Algorithm = Literal["adamw", "muon"]
 
