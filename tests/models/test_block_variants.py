@@ -6,6 +6,7 @@ Each variant of the block is compared with a plain model in fp64, on one rank an
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,14 +17,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
-from models.config import ModelConfig
-from models.initialization import output_multiplier, query_multiplier, residual_multiplier
-from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
+from models.config import Experts, ModelConfig
+from models.initialization import (
+    initialize,
+    output_multiplier,
+    query_multiplier,
+    residual_multiplier,
+)
+from models.layer_specs import (
+    SequentialModel,
+    TokenEmbedding,
+    layer_specs,
+    logical_parameters,
+    run_layers,
+)
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
 from models.sharding import sharding_of
 from models.transformer import Block, ModelAxes
+from tests.conftest import small_recipe
 from tests.models.test_transformer import (
     COMPLETEP,
     DROPPING,
@@ -37,6 +50,8 @@ from tests.models.test_transformer import (
     largest_difference,
 )
 from tests.ranks import run_ranks
+from threefold.config.loading import parse_recipe
+from threefold.engine.parameter_groups import rule_of
 
 SMALL = replace(LLAMA, layers=2, heads=8, kv_heads=4, head_size=6, sequence_length=16)
 VARIANTS: dict[str, ModelConfig] = {
@@ -293,3 +308,39 @@ def test_dropout_follows_the_norm_of_the_output() -> None:
     kept = dropped != 0
     assert 0.6 < float(kept.float().mean()) < 0.8
     assert torch.allclose(dropped[kept], whole[kept] / 0.7, atol=1e-5)
+
+
+def test_new_vectors_start_as_others_and_do_not_decay() -> None:
+    """Biases are 0 and norms 1; AdamW updates both without weight decay, also under Muon."""
+    experts = Experts(count=2, per_token=1, ffn_hidden_size=8)
+    config = replace(VARIANTS["gemma"], bias=True, qk_norm_over="projection", experts=experts)
+    parameters = dict(logical_parameters(SequentialModel(layer_specs(config)), config))
+    initialize(parameters.items(), config, seed=1)
+    optimizer = parse_recipe(small_recipe(Path("corpus")), "small").optimizer
+    vectors = {name: p for name, p in parameters.items() if p.dim() == 1}
+    assert {
+        "blocks.1.attention_output_norm.weight",
+        "blocks.1.attention.q_norm.weight",
+        "blocks.1.mlp.router.bias",
+        "blocks.1.mlp.experts.up_1_bias",
+        "blocks.1.mlp.experts.down_1_bias",
+        "blocks.1.mlp_output_norm.weight",
+    } <= vectors.keys()
+    for name, vector in vectors.items():
+        assert torch.equal(vector.detach(), torch.full_like(vector, "norm" in name)), name
+        for kind in ("adamw", "muon"):
+            settings = optimizer.model_copy(update={"kind": kind, "weight_decay": 0.1})
+            rule = rule_of(name, vector, config, settings)
+            assert (rule.algorithm, rule.weight_decay) == ("adamw", 0), name
+
+
+def test_the_embedding_multiplier_scales_the_input_only() -> None:
+    plain = replace(SMALL, tie_embeddings=True)
+    tokens = example_tokens(plain)
+    embeddings = []
+    for config in (plain, replace(plain, embedding_multiplier=3.0)):
+        table = TokenEmbedding(config, TensorAxis())
+        table.weight.data = random_weight("embedding.weight", tuple(table.weight.shape))
+        embeddings.append((table(tokens, PLAIN), table.predict(torch.ones(1, 1, 48))))
+    (x, logits), (scaled, same) = embeddings
+    assert torch.equal(scaled, 3 * x) and torch.equal(same, logits)

@@ -411,7 +411,7 @@ COMPILED = {
     "gpt2 with dropout": (WITH_DROPOUT, MicroBatchInfo(dropout=KEY)),
     "variant": (VARIANT, MicroBatchInfo()),
     "clamped": (replace(VARIANT, activation="clamped_swiglu", bias=True), MicroBatchInfo()),
-    "squared": (replace(SHAPES["gpt2"], activation="squared_relu"), MicroBatchInfo()),
+    "squared": (replace(VARIANT, activation="squared_relu"), MicroBatchInfo()),
     "windows and sinks, dropout": SPECIAL["windows and sinks, dropout"],
 }
 
