@@ -331,7 +331,15 @@ def test_columns_without_rotation_of_a_key_bias_are_noise(corpus: Path) -> None:
 
 def test_a_key_bias_has_no_gradient_of_its_own(corpus: Path) -> None:
     """It is left out because its gradient in fp64 is below 1e-12, unlike all others."""
-    for changes, noise in ((GPT_SWITCHES, True), ({"model__bias": True}, False)):
+    partly = {"model__positions": "rope", "model__partial_rotary_factor": 0.5}
+    for changes, noise in (
+        (GPT_SWITCHES, True),
+        (GPT_SWITCHES | partly, True),
+        (GPT_SWITCHES | {"model__positions": "rope"}, False),
+        (GPT_SWITCHES | {"model__attention_sinks": True}, False),
+        (GPT_SWITCHES | {"model__attention_soft_cap": 2.0}, False),
+        ({"model__bias": True}, False),
+    ):
         config = recipe_of(corpus, changes).model
         torch.manual_seed(0)
         model = SequentialModel(layer_specs(config))
