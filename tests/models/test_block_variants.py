@@ -29,9 +29,8 @@ from models.layer_specs import (
     TokenEmbedding,
     layer_specs,
     logical_parameters,
-    run_layers,
 )
-from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
+from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
 from models.sharding import sharding_of
@@ -42,12 +41,11 @@ from tests.models.test_transformer import (
     DROPPING,
     LLAMA,
     PLAIN,
-    RECOMPUTE,
     Outcome,
     example_tokens,
-    gathered,
     labels_of,
     largest_difference,
+    run_model,
 )
 from tests.ranks import run_ranks
 from threefold.config.loading import parse_recipe
@@ -110,34 +108,7 @@ def random_weight(name: str, shape: tuple[int, ...]) -> Tensor:
     return 1 + values if name.endswith("norm.weight") else values
 
 
-def run_variant(
-    config: ModelConfig,
-    axis: TensorAxis | None = None,
-    recompute: str = "none",
-    info: MicroBatchInfo = PLAIN,
-) -> Outcome:
-    """Run a forward and a backward pass; return results gathered from the tensor ranks."""
-    axis = axis or TensorAxis()
-    cores, interval = RECOMPUTE[recompute]
-    model = SequentialModel(
-        layer_specs(config, ModelAxes(tensor=axis), recompute_core=cores),
-        recompute_interval=interval,
-    )
-    parameters = dict(logical_parameters(model, config))
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            sharding = sharding_of(parameter)
-            parameter.copy_(sharding.local_part(random_weight(name, sharding.shape), axis))
-    tokens = example_tokens(config)
-    loss = model(tokens, labels_of(tokens), info)
-    loss.backward()
-    with torch.no_grad():
-        logits = run_layers(model.layers, tokens, info=info)
-    whole = gather_from_tensor_axis(logits, axis)[..., : config.vocab_size]
-    gradients = {
-        name: gathered(p.grad, sharding_of(p), axis).float() for name, p in parameters.items()
-    }
-    return whole.transpose(0, 1), loss.detach(), gradients
+run_variant = functools.partial(run_model, weight=random_weight)
 
 
 # The plain model, on logical weights by name, in fp64.

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -146,8 +146,13 @@ def run_model(
     axis: TensorAxis | None = None,
     recompute: str = "none",
     info: MicroBatchInfo = PLAIN,
+    *,
+    weight: Callable[[str, tuple[int, ...]], Tensor] | None = None,
 ) -> Outcome:
-    """Run a forward and a backward pass; return results gathered from the tensor ranks."""
+    """Run a forward and a backward pass; return results gathered from the tensor ranks.
+
+    weight: returns the logical tensor of a name and a shape; None: the usual initial weights
+    """
     axis = axis or TensorAxis()
     cores, interval = RECOMPUTE[recompute]
     model = SequentialModel(
@@ -155,7 +160,11 @@ def run_model(
         recompute_interval=interval,
     )
     parameters = dict(logical_parameters(model, config))
-    initialize(parameters.items(), config, seed=3, tensor=axis)
+    if weight is None:
+        initialize(parameters.items(), config, seed=3, tensor=axis)
+    else:
+        for name, p in parameters.items():
+            p.data.copy_(p.sharding.local_part(weight(name, p.sharding.shape), axis))
     tokens = example_tokens(config)
     loss = model(tokens, labels_of(tokens), info)
     loss.backward()
