@@ -58,6 +58,16 @@ EXPERTS = {
     },
     "model__initial_std": 0.1,  # so that the tokens of a sequence use different experts
 }  # fmt: skip
+BIASES = EXPERTS | {
+    "model__bias": True,
+    "model__experts": EXPERTS["model__experts"]
+    | {"router": "softmax-after-topk", "normalize": False},
+}
+NORMS_AFTER = {
+    "model__norm_placement": "after", "model__qk_norm": True, "model__qk_norm_over": "projection",
+    "model__logit_soft_cap": 2.0, "model__z_loss": 0.01, "model__embedding_multiplier": 3.0,
+    "model__tie_embeddings": True, "model__activation": "geglu",
+}  # fmt: skip
 EXPERT2 = {"layout__expert": 2}
 OVERLAP = {"layout__expert_overlap": True, "batch__micro_sequences": 1}
 COLUMNS2 = TENSOR2 | {"layout__expert_tensor_parallel": True}
@@ -135,6 +145,11 @@ MORE_LAYOUTS = {  # (world size, name) -> changes; all are long
     (4, "context 2, expert 4"): EXPERTS | CONTEXT2 | {"layout__expert": 4},
     (4, "context 2, expert 2, expert tensor 2"): EXPERTS | COLUMNS2 | EXPERT2 | CONTEXT2
     | {"layout__recompute": "full"},
+    (2, "norms after, zero3"): NORMS_AFTER | ZERO3 | TENSOR2 | FULL,
+    (4, "norms after, zb-v"): NORMS_AFTER | ZB_V | TENSOR2 | SEQUENCE,
+    (2, "biases, zb-h1"): BIASES | ZB_H1,
+    (4, "biases, expert 2, expert tensor 2"): BIASES | ZERO2 | COLUMNS2 | EXPERT2,
+    (2, "biases, zero3, expert tensor 2"): BIASES | ZERO3 | COLUMNS2 | SEQUENCE,
 }  # fmt: skip
 STEPS, SAVED_AFTER = 2, 1
 Row = dict[str, str]  # column -> value

@@ -97,7 +97,8 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
     for switch in (
         *("norm", "positions", "activation", "bias", "tie_embeddings", "qk_norm", "dropout"),
         *("attention_dropout", "rope_theta", "rope_scaling", "norm_epsilon"),
-        *("attention_sinks", "attention_soft_cap"),
+        *("attention_sinks", "attention_soft_cap", "norm_placement", "qk_norm_over", "qkv_bias"),
+        *("attention_output_bias", "embedding_multiplier", "logit_soft_cap", "z_loss"),
     ):
         assert getattr(small, switch) == getattr(model, switch), switch
     assert (small.heads == small.kv_heads) == (model.heads == model.kv_heads)
