@@ -43,9 +43,10 @@ GPUS = ("V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X")
 STEPS = 2
 VOCAB_SIZE = 192  # of the corpus: the smallest vocabulary that shrinking makes
 COPIES = (  # recipes that have all features of the catalogue
-    "completep-gpt-125m", "dots-llm1", "gpt-350m", "llama-1b", "llama-8b", "llama-8b-128k",
-    "llama-405b", "megatron-1.7b", "mixtral-8x7b", "olmoe-1b-7b", "qwen3-0.6b", "qwen3-4b-128k",
-    "qwen3-32b",
+    "completep-gpt-125m", "dots-llm1", "gemma3-27b", "glm-4.5-air", "gpt-350m", "gpt-oss-20b",
+    "llama-1b", "llama-8b", "llama-8b-128k", "llama-405b", "megatron-1.7b", "mistral-7b",
+    "mixtral-8x7b", "olmo3-7b", "olmoe-1b-7b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b-128k",
+    "qwen3-32b", "smollm3-3b",
 )  # fmt: skip
 
 
@@ -153,6 +154,20 @@ MIXTURES = {
     "dots-llm1": Published(62, 4096, 32, 32, 10944, 142_774_381_696, 11.2e12),
     "olmoe-1b-7b": Published(16, 2048, 16, 16, 1024, 6_919_161_856 - 61_440, 5.1e12),
 }
+# `test_released_models.py` compares these with transformers' classes. Tokens: the Qwen2.5 report's
+# section 3; the blog post on SmolLM3; the OLMo 3 report; the Gemma 3 report's section 2.2; the
+# GLM-4.5 report's section 2; our own for Mistral and GPT-OSS.
+VARIANTS = {
+    "mistral-7b": Published(32, 4096, 32, 8, 14336, 7_241_732_096, 2e12),
+    "qwen2.5-7b": Published(28, 3584, 28, 4, 18944, 7_615_616_512, 18e12),
+    "smollm3-3b": Published(36, 2048, 16, 4, 11008, 3_075_098_624, 11.2e12),
+    "olmo3-7b": Published(32, 4096, 32, 32, 11008, 7_298_011_136, 5.93e12),
+    "olmo3-32b": Published(64, 5120, 40, 8, 27648, 32_233_522_176, 5.5e12),
+    "gemma3-27b": Published(62, 5376, 32, 16, 21504, 27_009_346_304, 14e12),
+    "gpt-oss-20b": Published(24, 2880, 64, 8, 2880, 20_914_757_184, 4e12),
+    "gpt-oss-120b": Published(36, 2880, 64, 8, 2880, 116_829_156_672, 8e12),
+    "glm-4.5-air": Published(46, 4096, 96, 8, 10944, 106_852_251_264, 22e12),
+}
 PUBLISHED = (
     GPT3
     | COMPLETEP
@@ -162,6 +177,7 @@ PUBLISHED = (
     }
     | RELEASED
     | MIXTURES
+    | VARIANTS
 )
 # Touvron et al. 2023, table 1; Dubey et al. 2024, table 3.
 LLAMA_RATES = {"7b": 3e-4, "13b": 3e-4, "8b": 3e-4, "70b": 1.5e-4, "405b": 8e-5}
@@ -337,6 +353,8 @@ def features(name: str) -> tuple[object, ...]:
         model.norm, model.positions, model.activation, model.tie_embeddings, model.qk_norm,
         model.parametrization, scaling and scaling.type,
         experts and (experts.router, experts.shared > 0, experts.dense_layers > 0),
+        frozenset(model.attention_pattern), model.attention_sinks, model.norm_placement,
+        model.has_qkv_bias, model.qk_norm_over, model.partial_rotary_factor != 1,
         recipe.layout.recompute,
     )  # fmt: skip
 
@@ -356,7 +374,8 @@ def test_a_small_copy_trains(names: Sequence[str], tmp_path: Path) -> None:
     for name, training in trained.items():
         assert len(training.losses) == STEPS + 1 and len(training.grad_norms) == STEPS, name
         # Wide models are drawn wider when made small, and begin further above a uniform guess.
-        assert all(-0.5 < loss - math.log(VOCAB_SIZE) < 2 for loss in training.losses), name
+        # Gemma's tied embeddings are large, and predict the token that they stand for.
+        assert all(-0.5 < loss - math.log(VOCAB_SIZE) < 2.5 for loss in training.losses), name
         assert all(0 < norm < math.inf for norm in training.grad_norms), name
         assert training.untouched == [], name
 

@@ -93,6 +93,8 @@ def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
     # as in the recipe.
     spread = math.sqrt(model.hidden_size / sizes["hidden_size"])
     sizes["initial_std"] = model.initial_std * spread
+    if model.embedding_multiplier != 1:  # the multiplied embeddings keep theirs, too
+        sizes["embedding_multiplier"] = model.embedding_multiplier / spread
     if model.head_size is not None:  # the recipe sets the head size separately
         sizes |= {"head_size": HEAD_SIZE, "hidden_size": heads * HEAD_SIZE + 8}
     sizes |= small_base(model, sizes) | small_attention(model, sizes)

@@ -1,0 +1,103 @@
+"""Recipes of released models: the architecture and the parameters of transformers' classes."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from models.config import ModelConfig
+from models.cost import active_parameter_count, parameter_count
+from models.hugging_face.config import model_settings
+from threefold.config.loading import REPOSITORY, load_recipe
+
+# The class of each model, and the attributes of its config.json that are not the class's defaults.
+OLMO3 = {
+    "vocab_size": 100278, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192,
+}  # fmt: skip
+RELEASED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "mistral/7b": ("Mistral", {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768}),
+    "qwen2.5/7b": (
+        "Qwen2",
+        {
+            "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+    ),
+    "smollm3/3b": ("SmolLM3", {}),
+    "olmo3/7b": ("Olmo3", OLMO3),
+    "olmo3/32b": (
+        "Olmo3",
+        OLMO3
+        | {
+            "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+            "num_attention_heads": 40, "num_key_value_heads": 8,
+        },
+    ),
+    "gpt-oss/20b": ("GptOss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "gpt-oss/120b": ("GptOss", {}),
+    "gemma3/27b": (
+        "Gemma3Text",
+        {
+            "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
+            "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+            "query_pre_attn_scalar": 168, "sliding_window": 1024,
+        },
+    ),
+    "glm/4.5-air": (
+        "Glm4Moe",
+        {
+            "attention_bias": True, "head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+}  # fmt: skip
+# Parameters that are not an element of transformers' `parameters`: biases for the choice of experts
+BUFFERS = {"glm/4.5-air": 45 * 128}
+# Keys that a recipe of an earlier stage of the training has, and keys of the training itself.
+FREE = ("sequence_length", "rope_scaling", "rope_theta", "initial_std", "z_loss")
+TRAINING_OF_EXPERTS = ("bias_update", "balance_loss", "z_loss")
+
+
+def model_of(name: str) -> ModelConfig:
+    return load_recipe(REPOSITORY / "recipes" / f"{name}.toml").model
+
+
+def released(name: str) -> Any:
+    kind, attributes = RELEASED[name]
+    return getattr(transformers, f"{kind}Config")(**attributes)
+
+
+def test_recipes_have_the_parameters_of_transformers() -> None:
+    for name in RELEASED:
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(released(name))
+        count = sum(parameter.numel() for parameter in theirs.parameters())
+        assert parameter_count(model_of(name)) == count + BUFFERS.get(name, 0), name
+
+
+def test_recipes_have_the_architecture_of_the_released_models() -> None:
+    for name in RELEASED:
+        ours = model_of(name)
+        theirs = ModelConfig(**model_settings(released(name).to_dict()))
+        without = {key: getattr(theirs, key) for key in FREE}
+        if ours.window and theirs.window and theirs.rope_scaling is None:  # nothing is scaled
+            without["window"] = replace(ours.window, rope_scaled=theirs.window.rope_scaled)
+        if ours.experts is not None:
+            training = {key: getattr(theirs.experts, key) for key in TRAINING_OF_EXPERTS}
+            without["experts"] = replace(ours.experts, **training)
+        assert replace(ours, **without) == theirs, name
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-oss/20b", 3.61), ("gpt-oss/120b", 5.13)])
+def test_the_active_parameters_of_gpt_oss_are_published_without_its_embedding(
+    name: str, billions: float
+) -> None:
+    model = model_of(name)
+    active = active_parameter_count(model) - model.vocab_size * model.hidden_size
+    assert active / 1e9 == pytest.approx(billions, abs=0.005)
