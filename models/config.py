@@ -669,6 +669,11 @@ class ModelConfig:
         return self.window.size
 
     @property
+    def has_rotary_layers(self) -> bool:
+        """True if a layer has rotary positions."""
+        return self.positions == "rope" and set(self.attention_pattern) != {"nope"}
+
+    @property
     def rotary_columns(self) -> int:
         """Columns of a head that rotary positions turn, the first ones."""
         return int(self.attention_head_size * self.partial_rotary_factor)

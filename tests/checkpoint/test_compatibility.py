@@ -1,5 +1,6 @@
 """Checkpoints from which a run may resume, and checkpoints of other experiments."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,11 @@ import pytest
 
 from models.errors import UserError
 from tests.conftest import changed, small_recipe
-from threefold.checkpoint.compatibility import check_same_model, check_same_run
+from threefold.checkpoint.compatibility import (
+    changed_positions,
+    check_same_model,
+    check_same_run,
+)
 from threefold.checkpoint.format import Manifest
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
@@ -121,6 +126,72 @@ def test_an_older_checkpoint_has_the_defaults_of_later_keys(corpus: Path) -> Non
         check_same_run(HERE, before, other, fingerprint(other))
     with pytest.raises(UserError, match=r"model\.qk_norm = false \(here true\)"):
         check_same_model("training.initial_weights", before, other)
+
+
+WINDOWS = {"model__attention_pattern": ["window", "full"], "model__window": {"size": 16}}
+SCALED = {"model__rope_scaling": {"type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "described"),
+    [
+        (WINDOWS | {"model__layers": 2, "model__z_loss": 1e-5}, ""),
+        (WINDOWS | {"model__attention_pattern": ["window", "full"]}, ""),
+        (
+            {**WINDOWS, "model__window": {"size": 16, "rope_theta": 5e4}},
+            "model.window.rope_theta = not set (here 50000.0)",
+        ),
+        (
+            {**WINDOWS, **SCALED, "model__window": {"size": 16, "rope_scaled": False}},
+            "model.window.rope_scaled = true (here false)",
+        ),
+        # Without scaling, the key has no effect.
+        ({**WINDOWS, "model__window": {"size": 16, "rope_scaled": False}}, ""),
+    ],
+)
+def test_rotary_positions_of_windows_may_change(
+    changes: dict[str, Any], described: str, corpus: Path
+) -> None:
+    saved = manifest_of(recipe_of(corpus, **WINDOWS))
+    now = recipe_of(corpus, **changes)
+    check_same_model("training.initial_weights", saved, now)
+    found = changed_positions(saved, now)
+    assert described in found and bool(described) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({**WINDOWS, "model__window": {"size": 8}}, "model.window.size = 16 (here 8)"),
+        (
+            WINDOWS | {"model__attention_pattern": ["full", "window"]},
+            'model.attention_pattern = ["window", "full"] (here ["full", "window"])',
+        ),
+        ({}, 'model.attention_pattern = ["window", "full"] (here ["full"])'),
+        (
+            WINDOWS | {"model__partial_rotary_factor": 0.5},
+            "model.partial_rotary_factor = 1.0 (here 0.5)",
+        ),
+        (WINDOWS | {"model__attention_sinks": True}, "model.attention_sinks = false (here true)"),
+        (WINDOWS | {"model__qkv_bias": True}, "model.qkv_bias = false (here true)"),
+    ],
+)
+def test_other_attention_is_another_model(
+    changes: dict[str, Any], named: str, corpus: Path
+) -> None:
+    saved = manifest_of(recipe_of(corpus, **WINDOWS))
+    now = recipe_of(corpus, **changes)
+    with pytest.raises(UserError, match=re.escape(named)):
+        check_same_model("training.initial_weights", saved, now)
+    with pytest.raises(UserError, match=re.escape(named)):
+        check_same_run(HERE, saved, now, fingerprint(now))
+
+
+def test_equal_patterns_are_the_same_model(corpus: Path) -> None:
+    saved = manifest_of(recipe_of(corpus, **{**WINDOWS, "model__layers": 4}))
+    longer = {"model__attention_pattern": ["window", "full", "window", "full"], "model__layers": 4}
+    now = recipe_of(corpus, **{**WINDOWS, **longer, "model__qkv_bias": False})
+    check_same_run(HERE, saved, now, fingerprint(now))
 
 
 def test_a_checkpoint_without_a_parametrization_is_of_the_standard_one(corpus: Path) -> None:

@@ -31,6 +31,10 @@ SMALL = [  # a model of a few blocks as large as those of the large recipes
 EXPERTS = [
     "model.experts.count=8", "model.experts.per_token=2", "model.experts.ffn_hidden_size=4096",
 ]  # fmt: skip
+WINDOWS = [
+    'model.attention_pattern=["window", "nope"]', "model.window={size=512}",
+    "model.partial_rotary_factor=0.5",
+]  # fmt: skip
 MUON = ['optimizer.kind="muon"']
 VARIANTS = {
     "tensor": ["layout.tensor=4", "layout.pipeline=1"],
@@ -197,12 +201,53 @@ VARIANTS = {
     "muon, one data rank": [*MUON, "layout.tensor=4", "layout.pipeline=2"],
     "muon, experts": [*MUON, *EXPERTS, "layout.expert=4", "layout.pipeline=2"],
     "qk-norm": ["model.qk_norm=true", "layout.tensor=2", "layout.pipeline=1"],
+    "norms of outputs": [
+        "model.norm_placement=after", "model.qk_norm=true", "model.qk_norm_over=projection",
+        "layout.tensor=2", "layout.pipeline=2",
+    ],
+    "norms of both": [
+        "model.norm_placement=both", "model.activation=geglu", "layout.tensor=2",
+        "layout.pipeline=1", "layout.sequence_parallel=true",
+    ],
+    "norms of both, gpt": [
+        *GPT, "model.norm_placement=both", "model.activation=squared_relu", "layout.pipeline=1",
+    ],
+    "norms of both, zb-h1": [
+        "model.norm_placement=both", "model.bias=true", "layout.tensor=2", "layout.pipeline=2",
+        "layout.schedule=zb-h1",
+    ],
+    "soft caps": [
+        "model.logit_soft_cap=30.0", "model.z_loss=1e-5", "model.attention_soft_cap=50.0",
+        "layout.pipeline=1",
+    ],
+    "experts, biases": [
+        *EXPERTS, "model.bias=true", "model.activation=clamped_swiglu", "layout.expert=4",
+        "layout.pipeline=2",
+    ],
+    "windows": [*WINDOWS, "layout.tensor=2", "layout.pipeline=2"],
+    "windows, sinks, two sequences": [
+        *WINDOWS, "model.attention_sinks=true", "batch.micro_sequences=2", "layout.pipeline=1",
+        "model.layers=2",
+    ],
+    "windows, fp32": [*WINDOWS, "deepspeed=ds_configs/zero1_fp32.json", "layout.pipeline=1"],
+    "windows, ring": [
+        *WINDOWS, "layout.context=4", "layout.context_attention=ring", "layout.pipeline=1",
+    ],
+    "windows, ulysses": [
+        *WINDOWS, "layout.context=4", "layout.context_attention=ulysses", "layout.pipeline=1",
+    ],
+    "sinks, attention dropout": [
+        "model.attention_sinks=true", "model.attention_dropout=0.1", "layout.pipeline=1",
+    ],
 }  # fmt: skip
 
-QUICK = ("tensor, stages", "fp16", "zero-2", "zero-3, one micro-batch")
+QUICK = (
+    "tensor, stages", "fp16", "zero-2", "zero-3, one micro-batch", "windows, sinks, two sequences",
+)  # fmt: skip
 LONG = (  # the other layouts are exhaustive tests
     "sequence parallel, stages", "full by 2", "interleaved", "zb-v, tensor", "zero-2, stages",
-    "context, tensor, stages", "experts, columns", "muon, experts",
+    "context, tensor, stages", "experts, columns", "muon, experts", "norms of outputs",
+    "windows, ring",
 )  # fmt: skip
 assert set(QUICK + LONG) <= set(VARIANTS)
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}

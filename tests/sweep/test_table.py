@@ -9,7 +9,11 @@ import pytest
 
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from threefold.config.loading import parse_recipe
-from threefold.plan.calibration.runs_table import REQUIRED_COLUMNS, read_table
+from threefold.plan.calibration.runs_table import (
+    REQUIRED_COLUMNS,
+    SWITCH_COLUMNS,
+    read_table,
+)
 from threefold.plan.report import rates
 from threefold.sweep.table import (
     COLUMNS,
@@ -18,7 +22,13 @@ from threefold.sweep.table import (
     row_of_trial,
     table_text,
 )
-from threefold.sweep.trial import Rejection, Result, Trial
+from threefold.sweep.trial import (
+    LATER_MODEL_KEYS,
+    Rejection,
+    Result,
+    Trial,
+    without_later_keys,
+)
 
 SHAPES = {
     "llama": {},
@@ -43,6 +53,17 @@ SHAPES = {
         },
     },
     "ZeRO-3": {"deepspeed": "ds_configs/zero3_bf16.json"},
+    "erf": {**GPT_SWITCHES, "model__activation": "gelu_erf", "model__bias": False},
+    "windows": {
+        "model__attention_pattern": ["window", "full"],
+        "model__window": {"size": 16},
+        "model__attention_sinks": True,
+        "model__qkv_bias": True,
+        "model__norm_placement": "both",
+        "model__qk_norm": True,
+        "model__qk_norm_over": "projection",
+        "model__activation": "geglu",
+    },
 }
 
 
@@ -67,10 +88,8 @@ def test_the_planner_reads_back_the_job(shape: str, tmp_path: Path) -> None:
     for name in ("tensor", "pipeline", "virtual_stages", "data", "zero_stage", "sequence_parallel",
                  "recompute", "micro_sequences", "expert"):  # fmt: skip
         assert getattr(read.job.layout, name) == getattr(ours.layout, name), name
-    assert read.job.model.layers == ours.model.layers
-    assert read.job.model.experts == ours.model.experts
-    assert read.job.model.kv_heads == ours.model.kv_heads
-    assert read.job.model.activation == ours.model.activation
+    for name in ("layers", "kv_heads", "experts", *SWITCH_COLUMNS):
+        assert getattr(read.job.model, name) == getattr(ours.model, name), name
     assert read.job.machine.gpus == ours.machine.gpus
     assert read.job.machine.gpu.name == ours.machine.gpu.name
     assert read.job.precision == ours.precision
@@ -133,3 +152,15 @@ def test_the_fastest_rows_come_first() -> None:
     ]
     ordered = [cells["trial"] for cells in csv.DictReader(io.StringIO(table_text(rows)))]
     assert ordered == ["3", "2", "1"]
+
+
+def test_a_key_that_older_versions_lacked_counts_only_if_it_is_set() -> None:
+    """The results of an older sweep folder are found again."""
+    trial = trial_of()
+    table = trial.recipe.model_dump(mode="json")["model"]
+    older = without_later_keys(trial.recipe.model, table)
+    assert set(table) - set(older) == set(LATER_MODEL_KEYS)
+    other = trial_of(model__attention_sinks=True)
+    newer = without_later_keys(other.recipe.model, other.recipe.model_dump(mode="json")["model"])
+    assert set(newer) - set(older) == {"attention_sinks"}
+    assert trial.identity != other.identity

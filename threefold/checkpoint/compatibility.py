@@ -240,12 +240,16 @@ def changed_positions(manifest: Manifest, recipe: Recipe) -> str:
         return ""
     ours = recipe.model_dump(mode="json")["model"]
     theirs = table_at(manifest.recipe, manifest.step)["model"]
-    before, now = (_positions(table) for table in (theirs, ours))
+    is_scaled = any(table.get("rope_scaling") for table in (theirs, ours))
+    before, now = (_positions(table, is_scaled=is_scaled) for table in (theirs, ours))
     return _sentence(differences(before, now), "model.")
 
 
-def _positions(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary keys of a [model] section that have an effect."""
+def _positions(model: dict[str, Any], *, is_scaled: bool) -> dict[str, Any]:
+    """Return the rotary keys of a [model] section that have an effect.
+
+    is_scaled: the positions of one of the compared models are scaled
+    """
     sections = {"": model, "window": model.get("window") or {}}
     rotary = {}
     for name in ROTARY_KEYS:
@@ -254,7 +258,7 @@ def _positions(model: dict[str, Any]) -> dict[str, Any]:
     if scaling := rotary["rope_scaling"]:
         keys = ("type", "factor", *SCALING_KEYS[scaling["type"]])
         rotary["rope_scaling"] = {key: scaling.get(key) for key in keys}
-    else:
+    if not is_scaled:
         del rotary["window.rope_scaled"]
     return rotary
 

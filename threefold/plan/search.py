@@ -278,7 +278,7 @@ def with_context_attention(job: Job, sizes: PlannedLayout) -> PlannedLayout:
         return replace(sizes, context_attention="gather")
     kinds = [kind for kind in CONTEXT_ATTENTIONS if context_attention_is_valid(job, sizes, kind)]
     layouts = [replace(sizes, context_attention=kind) for kind in kinds]
-    return min(layouts, key=lambda layout: sum(context_seconds(job.with_layout(layout))))
+    return min(layouts, key=lambda layout: context_seconds(job.with_layout(layout)))
 
 
 def context_attention_is_valid(job: Job, sizes: PlannedLayout, kind: str) -> bool:
@@ -435,15 +435,18 @@ class Member:
 def relatives(recipe: Recipe, warn: Warn = ignored) -> dict[Path, Recipe]:
     """Return the repository's recipes of a recipe's family, without the recipe itself.
 
-    The family is named by the part of a recipe's name before the first hyphen, such as "llama".
-    Recipes that continue from trained weights do not belong to it.
+    The family is the folder with whose name and a hyphen the recipe's name begins, such as "llama";
+    of several, that with the longest name ("gpt-oss", not "gpt"). Recipes that continue from
+    trained weights do not belong to it.
 
     warn: called with one line about each recipe that is not valid
     """
-    kind = recipe.name.partition("-")[0]
-    recipes, problems = load_recipes(
-        path for path in recipes_in_repository() if path.parent.name == kind
+    paths = list(recipes_in_repository())
+    folders = {path.parent.name for path in paths}
+    family = max(
+        (name for name in folders if f"{recipe.name}-".startswith(f"{name}-")), key=len, default=""
     )
+    recipes, problems = load_recipes(path for path in paths if path.parent.name == family)
     for problem in problems:
         warn(problem)
     return {

@@ -6,6 +6,7 @@ from itertools import islice
 from typing import Any
 
 from models.config import ModelConfig
+from models.context_parallel.division import received_keys
 from models.cost import (
     block_parameters,
     hidden_matrices,
@@ -174,6 +175,24 @@ def load_factor(layout: PlannedLayout, imbalance: float) -> float:
 def tokens_per_micro_batch(model: ModelConfig, layout: PlannedLayout) -> int:
     """Return the tokens of a micro-batch on one rank."""
     return layout.micro_sequences * model.sequence_length // layout.context
+
+
+def reached_keys_of(model: ModelConfig, layout: PlannedLayout) -> int | None:
+    """Return the keys on other context ranks that the windows of the busiest rank reach.
+
+    They are those of one sequence in the last block. None: the rank gets the keys of all other
+    ranks, or whole sequences.
+    """
+    window = model.window_size(model.layers - 1)
+    is_windowed = window is not None and window < model.sequence_length
+    if not is_windowed or layout.context_attention == "ulysses" or model.attention_dropout:
+        return None
+    return _most_received(model.sequence_length, layout.context, window)
+
+
+@lru_cache(maxsize=1024)
+def _most_received(length: int, ranks: int, window: int) -> int:
+    return max(received_keys(length, ranks, window))
 
 
 # The matrices that Muon orthogonalizes in a job, and the ranks that share this work.

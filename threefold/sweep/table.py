@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from models.config import ModelConfig
-from threefold.plan.calibration.runs_table import EXPERT_COLUMNS
+from threefold.plan.calibration.runs_table import EXPERT_COLUMNS, SWITCH_COLUMNS, switch_cells
 from threefold.plan.job import PlannedLayout
 from threefold.plan.report import rates
 from threefold.sweep.trial import (
@@ -20,6 +20,7 @@ from threefold.sweep.trial import (
 )
 
 FRAMEWORK = "Threefold"
+ALWAYS_STATED = ("tie_embeddings", "qk_norm")  # also where they are those of the architecture
 COLUMNS = (
     "row_id", "framework", "arch", "layers", "hidden", "heads", "kv_heads", "head_size", "ffn",
     "vocab", "seq", "tie_embeddings", "qk_norm", "gpu", "gpus", "gpus_per_node", "precision",
@@ -28,6 +29,7 @@ COLUMNS = (
     "zero_stage", "seq_parallel", "recompute", "mbs", "gbs", "step_time_s", "mem_gb", "oom",
     "usable_for_time", "schedule", "recompute_interval", "layers_per_stage", "outcome", "reason",
     "planned_step_s", "planned_mem_gb", "mfu_pct", "tokens_s_gpu", "steps", "trial", "recipe",
+    *(name for name in SWITCH_COLUMNS if name not in ALWAYS_STATED),
     *(f"{part}_s" for part in PARTS), "instrumented_step_s",
     *(f"planned_{part}_s" for part in PLANNED_PARTS),
 )  # fmt: skip
@@ -38,11 +40,12 @@ Row = dict[str, Any]
 def row_of_trial(trial: Trial) -> Row:
     """Return the columns that describe a trial and its plan."""
     job, model, cluster = trial.job, trial.job.model, trial.cluster
-    layout = job.layout
+    layout, arch = job.layout, "llama" if model.norm == "rmsnorm" else "gpt"
     return {
+        **switch_cells(model, arch),
         "row_id": f"{trial.recipe.name}-{trial.key[:8]}",
         "framework": FRAMEWORK,
-        "arch": "llama" if model.norm == "rmsnorm" else "gpt",
+        "arch": arch,
         "layers": model.layers,
         "hidden": model.hidden_size,
         "heads": model.heads,
@@ -51,8 +54,7 @@ def row_of_trial(trial: Trial) -> Row:
         "ffn": model.ffn_hidden_size,
         "vocab": model.vocab_size,
         "seq": model.sequence_length,
-        "tie_embeddings": int(model.tie_embeddings),
-        "qk_norm": int(model.qk_norm),
+        **{name: int(getattr(model, name)) for name in ALWAYS_STATED},
         "gpu": cluster.gpu,
         "gpus": trial.workers.size,
         "gpus_per_node": cluster.gpus_per_node,

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import TypeAdapter
 
-from models.config import ModelConfig
+from models.config import Experts, ModelConfig
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.layout import Cluster
 from threefold.config.phases import RENAMED
@@ -103,9 +103,10 @@ KEY_DIGITS = 16
 # identity, so that results in older folders count.
 LATER_MODEL_KEYS = (
     "attention_output_bias", "attention_pattern", "attention_scale", "attention_sinks",
-    "attention_soft_cap", "embedding_multiplier", "logit_soft_cap", "norm_placement",
+    "attention_soft_cap", "embedding_multiplier", "latent", "logit_soft_cap", "norm_placement",
     "partial_rotary_factor", "qk_norm_over", "qkv_bias", "window", "z_loss",
 )  # fmt: skip
+LATER_EXPERT_KEYS = ("groups", "groups_per_token")  # of [model.experts]
 
 
 class WorkerKind(NamedTuple):
@@ -381,13 +382,22 @@ def data_in(corpus: Callable[[int, int], Path], recipe: Recipe) -> dict[str, Any
 
 
 def without_later_keys(model: ModelConfig, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the [model] section of a recipe without LATER_MODEL_KEYS that have the default.
+    """Return the [model] section of a recipe without later keys that have the default.
 
     Args:
         table: the section in the form of JSON
     """
-    fields = ModelConfig.__dataclass_fields__
-    unset = {key for key in LATER_MODEL_KEYS if getattr(model, key) == fields[key].default}
+    kept = _without_defaults(model, table, LATER_MODEL_KEYS)
+    if model.experts is not None:
+        kept["experts"] = _without_defaults(model.experts, table["experts"], LATER_EXPERT_KEYS)
+    return kept
+
+
+def _without_defaults(
+    section: ModelConfig | Experts, table: Mapping[str, Any], keys: Iterable[str]
+) -> dict[str, Any]:
+    fields = type(section).__dataclass_fields__
+    unset = {key for key in keys if getattr(section, key) == fields[key].default}
     return {key: value for key, value in table.items() if key not in unset}
 
 

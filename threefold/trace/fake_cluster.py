@@ -23,11 +23,12 @@ from deepspeed.utils import groups
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from models import cost, initialization
+from models import cost, initialization, transformer
 from models.experts import routing
 from models.experts.overlap import Turns
 from models.kernels import attention, attention_parts, compile, norms
@@ -182,12 +183,14 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     """Let autograd keep the tensors that it keeps on a GPU, which differ from those on a CPU.
 
     On a GPU attention is fused at any length, LayerNorm needs no fp32 copies, and the loss computes
-    more logits at a time. A sent tensor is freed once its transfer is complete, and not only when
-    the send is waited for, as with gloo.
+    more logits at a time. In 16 bits one kernel computes windows and sinks of all sequences. A sent
+    tensor is freed once its transfer is complete, and not only when the send is waited for, as with
+    gloo.
     """
     fuse = one_kernel if compiled else compile.as_written
     with (
         replaced(attention, "MAX_KEPT_LENGTH", 0),
+        replaced(transformer, "varlen_kernel", varlen_in_16_bits),
         replaced(attention_parts, "limited_kernel", lambda q, limits: CPU_FLASH),
         replaced(norms, "sums_in_16_bits", lambda x: False),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
@@ -195,6 +198,13 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
         replaced(dist.Work, "is_completed", lambda self: True),
     ):
         yield
+
+
+def varlen_in_16_bits(
+    device: torch.device, dtype: torch.dtype, head_size: int
+) -> Callable[..., Any] | None:
+    """Return torch's attention over documents, which runs on fake tensors of any device."""
+    return varlen_attn if dtype in (torch.bfloat16, torch.float16) else None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models import cost
-from models.config import Experts, ModelConfig
+from models.config import Experts, ModelConfig, Window
 from models.cost import (
     active_parameter_count,
     block_parameters,
@@ -59,6 +59,22 @@ SHAPES = {
     ),
     "router with biases": replace(SMALL, experts=replace(EXPERTS, router="sigmoid")),
     "no experts": replace(SMALL, experts=None),
+    "experts with biases": replace(SMALL, bias=True, activation="clamped_swiglu"),
+    "biases without shared experts": replace(
+        SMALL, bias=True, activation="squared_relu", experts=replace(EXPERTS, shared=0)
+    ),
+    "biases of queries": replace(SMALL, qkv_bias=True, activation="geglu"),
+    "windows and sinks": replace(
+        SMALL,
+        attention_pattern=("window", "nope", "full"),
+        window=Window(size=4),
+        attention_sinks=True,
+        partial_rotary_factor=0.5,
+    ),
+    "bias of attention": replace(SMALL, attention_output_bias=True, norm_placement="after"),
+    "all norms": replace(
+        SMALL, norm_placement="both", qk_norm=True, qk_norm_over="projection", head_size=16
+    ),
 }
 
 

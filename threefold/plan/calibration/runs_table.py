@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from models.config import Experts, ModelConfig
+from models.config import AttentionKind, Experts, ModelConfig, Window
 from models.cost import flops_per_token
 from models.errors import UserError, reason_of
 from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
@@ -45,6 +45,13 @@ EXPERT_COLUMNS = {  # column -> field of Experts
     "shared_experts": "shared",
     "dense_layers": "dense_layers",
 }
+# Columns with the names of fields of ModelConfig, with which a model differs from its architecture:
+# 0 or 1, one of a few words, and others.
+YES_OR_NO_COLUMNS = (
+    "tie_embeddings", "qk_norm", "bias", "qkv_bias", "attention_output_bias", "attention_sinks",
+)  # fmt: skip
+WORD_COLUMNS = ("activation", "norm_placement", "qk_norm_over")
+SWITCH_COLUMNS = (*YES_OR_NO_COLUMNS, *WORD_COLUMNS, "attention_pattern", "window")
 RECOMPUTATIONS = ("none", "selective", "full")  # from least to most
 YES, NO = ("1", "1.0", "yes", "true"), ("", "0", "0.0", "no", "false")
 NUMBER = r"(\d{1,3}(?:,\d{3})+|\d*\.?\d+(?:[eE][+-]?\d+)?)"  # 1,024 and 1e3 too
@@ -60,6 +67,31 @@ def architecture_switches(arch: str) -> Mapping[str, Any]:
         if arch.startswith(prefix):
             return switches
     raise UserError(f"arch {arch} is not modelled")
+
+
+@cache
+def words_of(key: str) -> tuple[str, ...]:
+    """Return the words that a field of ModelConfig may have; empty for other fields."""
+    if key == "attention_pattern":
+        return get_args(AttentionKind)
+    return get_args(get_type_hints(ModelConfig)[key]) if key in WORD_COLUMNS else ()
+
+
+def switch_cells(model: ModelConfig, arch: str) -> dict[str, Any]:
+    """Return the cells of SWITCH_COLUMNS in which a model differs from an architecture."""
+    usual = architecture_switches(arch)
+    cells: dict[str, Any] = {}
+    for key in SWITCH_COLUMNS:
+        value, default = getattr(model, key), ModelConfig.__dataclass_fields__[key].default
+        if value == usual.get(key, default):
+            continue
+        if isinstance(value, Window):
+            cells[key] = value.size
+        elif isinstance(value, tuple):
+            cells[key] = " ".join(value)
+        else:
+            cells[key] = int(value) if key in YES_OR_NO_COLUMNS else value
+    return cells
 
 
 def number(cell: str | None) -> float | None:
@@ -246,11 +278,21 @@ class RowReader:
 
     def model_switches(self) -> dict[str, Any]:
         """Return the switches of the model that the row states in columns of their own."""
-        stated = {key: self.cell(key) for key in ("tie_embeddings", "qk_norm") if self.cell(key)}
+        switches: dict[str, Any] = {}
+        stated = {key: self.cell(key) for key in SWITCH_COLUMNS if self.cell(key)}
         for key, text in stated.items():
-            if not (is_yes(text) or is_no(text)):
+            words, allowed = tuple(text.split()), words_of(key)
+            if key in YES_OR_NO_COLUMNS and (is_yes(text) or is_no(text)):
+                switches[key] = is_yes(text)
+            elif key in WORD_COLUMNS and text in allowed:
+                switches[key] = text
+            elif key == "attention_pattern" and set(words) <= set(allowed):
+                switches[key] = words
+            elif key == "window":
+                switches[key] = Window(size=self.whole(key))
+            else:
                 raise UserError(f"{key} is {text}")
-        return {key: is_yes(text) for key, text in stated.items()}
+        return switches
 
     def layout(self, model: ModelConfig, count: int) -> PlannedLayout:
         """Return the layout, without recomputation."""
@@ -403,7 +445,10 @@ class RowReader:
 #     framework            begins with a `framework` of `software.py`, such as "Megatron-DeepSpeed"
 #     [arch]               begins with "gpt" (GPT-2's switches) or "llama"
 #     layers hidden heads [kv_heads] [head_size] ffn [vocab] seq
-#     [tie_embeddings] [qk_norm]  0 or 1
+#     [tie_embeddings] [qk_norm] [bias] [qkv_bias] [attention_output_bias] [attention_sinks]
+#                          0 or 1
+#     [activation] [norm_placement] [qk_norm_over]  as in a recipe
+#     [attention_pattern] [window]  "window full"; keys that a query of a window sees
 #     [params_b]           billions of parameters, only to label pictures
 #     gpu [gpu_mem_gb]     contains a name of `gpus/`, such as "A100"; memory selects the variant
 #     gpus [gpus_per_node]

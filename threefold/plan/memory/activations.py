@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import mul
 
-from models.config import ModelConfig
+from models.config import GATED, ModelConfig
 from models.cost import kinds_of_layers
 from threefold.plan.job import Job, PlannedLayout, once_per_job
 from threefold.plan.software import Footprint
@@ -193,14 +193,22 @@ def block_bytes(
         norms = 2 * (2 * size) * h + 2 * 8
     else:  # `footprint.norm` covers an fp32 copy of the input, if there is one
         norms = 2 * footprint.norm * h + 2 * 4
+    # The norms of outputs keep their inputs, too. Without norms of inputs, the inputs of the linear
+    # layers take the place of the outputs of these norms.
+    if model.norm_placement == "both":
+        norms += norms - 2 * size * h
     whole = norms + (2 * h if footprint.dropout or model.dropout else 0)
     split = size * (q + 2 * k) + size * q
-    if model.positions == "rope" and not footprint.separate_qkv:
+    if model.has_rotary_layers and not footprint.separate_qkv:
         split += size * (q + k)
     if model.qk_norm:
         more = size * (q + 2 * k) if footprint.separate_qkv else (footprint.norm - size) * (q + k)
-        split += more + 4 * (model.heads + model.kv_heads)
-    split += size * (footprint.swiglu_tensors if model.activation == "swiglu" else 2) * f
+        if model.qk_norm_over == "head":
+            more += 4 * (model.heads + model.kv_heads)
+        else:  # a statistic of all queries and one of all keys, on each tensor rank
+            more += 2 * 4 * t
+        split += more
+    split += size * (footprint.swiglu_tensors if model.activation in GATED else 2) * f
     split += core_bytes(model, layout, footprint, fused_attention)
     split += routed_bytes(model, layout, footprint, imbalance)
     return tokens * (whole / layout.sequence_ranks + split / t)
@@ -253,17 +261,31 @@ def core_bytes(
 ) -> float:
     """Return the bytes that the attention core keeps per token.
 
-    Fused attention keeps a statistic per head, and with "ulysses" its output as well, which the
-    exchange copies. Otherwise scores, softmax and dropout mask are kept, and the keys and values
-    that were gathered from other context ranks.
+    Fused attention keeps a statistic per head, and its output as well if that is copied: by the
+    exchange with "ulysses", and for the next linear layer if the kernel of windows and sinks
+    computes several sequences. Otherwise scores, softmax and dropout mask are kept, and the keys
+    and values that were gathered from other context ranks.
     """
     if fused_attention:
-        copied = layout.context_attention == "ulysses"
+        copied = layout.context_attention == "ulysses" or (
+            is_packed(model, footprint) and layout.context == 1 and layout.micro_sequences > 1
+        )
         return 4 * model.heads + (footprint.weight * model.query_size if copied else 0)
     scores = (2 * footprint.weight + 1) * model.heads * model.sequence_length
     if layout.context > 1 and layout.context_attention != "ulysses":
         return scores + footprint.weight * 2 * model.key_value_size * layout.context
     return scores
+
+
+def is_packed(model: ModelConfig, footprint: Footprint) -> bool:
+    """Return True if one kernel computes all sequences of a micro-batch, laid end to end.
+
+    It is that of separate documents, in 16 bits; windows and sinks need it, too.
+    """
+    if footprint.weight > 2 or model.attention_soft_cap is not None:
+        return False
+    window = model.window_size(model.layers - 1)
+    return model.attention_sinks or (window is not None and window < model.sequence_length)
 
 
 def deferred_bytes(model: ModelConfig, layout: PlannedLayout, footprint: Footprint) -> float:

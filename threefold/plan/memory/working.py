@@ -9,7 +9,12 @@ t tensor ranks; bytes.
 from functools import lru_cache
 from math import ceil
 
-from models.cost import MUON_BATCH_ELEMENTS, MUON_ROUND_ELEMENTS, tokens_at_a_time
+from models.cost import (
+    MUON_BATCH_ELEMENTS,
+    MUON_ROUND_ELEMENTS,
+    kinds_of_layers,
+    tokens_at_a_time,
+)
 from threefold.config.deepspeed_json import BYTES
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job, once_per_job
@@ -22,6 +27,7 @@ from threefold.plan.stage_contents import (
     last_stage,
     matrices_of_layers,
     ranks_of_exchange,
+    reached_keys_of,
     routed_rows,
     table_parameters,
     tokens_per_micro_batch,
@@ -44,18 +50,31 @@ def context_bytes(job: Job, *, backward: bool) -> float:
     sequence; backward also their fp32 gradients, twice while they are put into the order of the
     ranks. "ring": keys and values of two ranks; backward also the fp32 gradients of three. Both
     also have an fp32 output of this rank's queries. "ulysses": queries, keys and values before and
-    after the exchange.
+    after the exchange. With windows, the keys and values that they reach, twice, and backward
+    their fp32 gradients, twice, and those of the rank's own keys.
     """
-    model, layout, size = job.model, job.layout, job.footprint.weight
-    if layout.context == 1:
+    if job.layout.context == 1:
         return 0.0
+    return max(
+        _context_bytes_of_block(job.with_model(kind), backward=backward)
+        for kind in kinds_of_layers(job.model)
+    )
+
+
+def _context_bytes_of_block(job: Job, *, backward: bool) -> float:
+    model, layout, size = job.model, job.layout, job.footprint.weight
     tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
     keys = tokens * 2 * model.key_value_size / t
     queries = tokens * model.query_size / t
     wide = BYTES["fp32"]
     if layout.context_attention == "ulysses":
         return 2 * size * (queries + keys)
-    if layout.context_attention == "ring":
+    reached = reached_keys_of(model, layout)
+    if reached is not None:
+        others = reached * layout.micro_sequences * 2 * model.key_value_size / t
+        gradients = (2 * others + keys) * wide if backward else 0
+        held = 2 * size * others + gradients
+    elif layout.context_attention == "ring":
         held = keys * (2 * size + (3 * wide if backward else 0))
     else:
         whole = keys * layout.context

@@ -9,13 +9,21 @@ from functools import lru_cache, partial
 from math import ceil, log2
 from typing import NamedTuple
 
-from models.cost import block_parameters, tokens_at_a_time
+from models.config import ModelConfig
+from models.cost import (
+    block_parameters,
+    columns_of_window,
+    kinds_of_layers,
+    norms_per_block,
+    tokens_at_a_time,
+)
 from threefold.config.deepspeed_json import BYTES
 from threefold.gpus.datasheet import Gpu
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job, Machine, PlannedLayout
 from threefold.plan.stage_contents import (
     exchanged_rows,
+    reached_keys_of,
     routed_rows,
     tokens_per_micro_batch,
 )
@@ -210,6 +218,10 @@ COMPUTED_MOVES = 4
 # outputs added (1).
 GATHERED_MOVES = 2
 ELEMENTWISE_KERNELS = 8  # launches in a block's forward pass
+# Reads and writes of an attention's output, in 16 bits, to multiply it by the share of the keys in
+# fp32: converted (3), multiplied (4), converted back (3).
+SINK_MOVES = 10
+ATTENTION_BLOCK = 128  # keys of a block of flash attention with heads of up to 128 columns
 
 
 @dataclass(frozen=True)
@@ -412,40 +424,57 @@ def _attention(job: Job) -> tuple[float, float]:
     model, layout, software, gpu = job.model, job.layout, job.software, job.machine.gpu
     s, d = model.sequence_length, model.attention_head_size
     batch = layout.micro_sequences * model.heads // layout.tensor
-    if not job.writes_scores:
+    if not (job.writes_scores or model.attention_soft_cap):
         # Half of the scores are masked, and the context ranks share the other half.
-        flops = 4 * s * s * d * batch / 2 / layout.context
+        flops = 4 * s * computed_columns(model) * d * batch / 2 / layout.context
         fused = fused_attention_seconds(gpu, job.precision, flops=flops)
         fused /= software.attention
         # The backward pass has five matmuls instead of two (Dao 2023, arXiv 2307.08691, section
         # 4.1).
         return fused, 2.5 * fused * BACKWARD_SLOWER
-    rows = s // layout.context
-    scores = matmul_seconds(gpu, job.precision, rows=rows, columns=s, inner=d, batch=batch)
-    values = matmul_seconds(gpu, job.precision, rows=rows, columns=d, inner=s, batch=batch)
+    rows, columns = s // layout.context, s
+    if not job.writes_scores:  # capped scores are computed again, in blocks without masked ones
+        columns = ceil(computed_columns(model) / 2)
+    scores = matmul_seconds(gpu, job.precision, rows=rows, columns=columns, inner=d, batch=batch)
+    values = matmul_seconds(gpu, job.precision, rows=rows, columns=d, inner=columns, batch=batch)
     size = BYTES[job.precision]
     drops = software.attention_dropout or model.attention_dropout > 0
     dropout = 2 * size + 1 if drops else 0
-    softmax = memory_seconds(gpu, batch * rows * s * (2 * size + dropout))
-    softmax_backward = memory_seconds(gpu, batch * rows * s * (3 * size + dropout))
+    softmax = memory_seconds(gpu, batch * rows * columns * (2 * size + dropout))
+    softmax_backward = memory_seconds(gpu, batch * rows * columns * (3 * size + dropout))
+    again = 0.0 if job.writes_scores else scores
     return (
         scores + values + softmax + 3 * gpu.kernel_seconds,
-        scores + 3 * values + softmax_backward + 3 * gpu.kernel_seconds,
+        again + scores + 3 * values + softmax_backward + 3 * gpu.kernel_seconds,
     )
+
+
+def computed_columns(model: ModelConfig) -> float:
+    """Return the keys per query that the last block's attention computes, twice as in full.
+
+    `cost.attention_columns` counts the keys within the window. A fused kernel also computes the
+    other keys of the blocks at both ends of the window of a block of queries.
+    """
+    window = model.window_size(model.layers - 1)
+    return columns_of_window(model.sequence_length, window and window + ATTENTION_BLOCK)
 
 
 def _elementwise(job: Job) -> tuple[float, float]:
     """Return the forward and backward times of element-wise operations, by the bytes they move.
 
-    Reads and writes of [s, b, h] in the forward pass: two norms (2 each) and two residual additions
-    with bias and dropout (3 each), which only sequence parallelism shards. Sharded over the tensor
-    ranks: the preparation of queries, keys and values (2 each), the attention's output (2), and the
-    MLP's activation (2 of its columns, 3 with a gate). Each row of an expert is also copied to its
-    place before and after the exchanges. The backward pass moves 1.5 times as much.
+    Reads and writes of [s, b, h] in the forward pass: two norms, or four with norms of inputs and
+    outputs (2 each), and two residual additions with bias and dropout (3 each), which only sequence
+    parallelism shards. Sharded over the tensor ranks: the preparation of queries, keys and values
+    (2 each), the attention's output (2, more with sinks), and the MLP's activation (2 of its
+    columns, 3 with a gate). Each row of an expert is also copied to its place before and after the
+    exchanges. The backward pass moves 1.5 times as much.
     """
     model, layout, gpu = job.model, job.layout, job.machine.gpu
-    whole = (2 * 2 + 2 * 3) * model.hidden_size / layout.sequence_ranks
-    heads = 4 * (model.query_size + model.key_value_size) / layout.tensor
+    whole = (norms_per_block(model) * 2 + 2 * 3) * model.hidden_size / layout.sequence_ranks
+    of_heads = 4 * (model.query_size + model.key_value_size)
+    if model.attention_sinks:
+        of_heads += SINK_MOVES * model.query_size
+    heads = of_heads / layout.tensor
     activation = (model.gate_and_up_size + model.mlp_size) / layout.tensor
     columns = (whole + heads + activation) * job.software.elementwise
     moved = tokens_per_micro_batch(model, layout) * columns
@@ -467,7 +496,8 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
     With sequence parallelism, reduce-scatters and all-gathers move the same number of bytes, and
     the backward pass gathers both inputs again (Korthikanti et al. 2022, arXiv 2205.05198, section
     4.2.2). Experts need none, but without sequence parallelism an all-gather of their outputs, half
-    of an all-reduce; the shared experts have the collectives of an MLP.
+    of an all-reduce; the shared experts have the collectives of an MLP. Norms of queries and keys
+    over all heads sum two fp32 statistics per token, forward and backward.
     """
     layout, software, model = job.layout, job.software, job.model
     row = tokens_per_micro_batch(model, layout) * model.hidden_size * BYTES[job.precision]
@@ -477,6 +507,10 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
         halves += 0.5
     forward = once * (1 if software.parallel_block else halves)
     backward = forward * (1.5 if layout.sequence_parallel else 1.0)
+    if model.qk_norm and model.qk_norm_over == "projection":
+        statistics = tokens_per_micro_batch(model, layout) * 2 * BYTES["fp32"]
+        summed = all_reduce_seconds(job.machine, statistics, ranks=layout.tensor, stride=1)
+        forward, backward = forward + summed, backward + summed
     return (
         forward * (1 - software.tensor_overlap),
         backward * (1 - software.tensor_overlap_backward),
@@ -525,11 +559,15 @@ def _column_collectives(job: Job) -> float:
     return 2 * gather_seconds(job.machine, moved, ranks=ranks, stride=1)
 
 
-def context_seconds(job: Job) -> tuple[float, float]:
-    """Return the exposed times of a block's communication on the context axis, in both passes."""
-    core, core_backward = _attention(job)
-    efficiency = job.software.kernel_efficiency
-    return _context_collectives(job, core / efficiency, core_backward / efficiency)
+def context_seconds(job: Job) -> float:
+    """Return the exposed time of all blocks' communication on the context axis, in both passes."""
+    total, efficiency = 0.0, job.software.kernel_efficiency
+    for kind, blocks in kinds_of_layers(job.model).items():
+        of_kind = job.with_model(kind)
+        core, core_backward = _attention(of_kind)
+        both = _context_collectives(of_kind, core / efficiency, core_backward / efficiency)
+        total += blocks * sum(both)
+    return total
 
 
 def _context_collectives(job: Job, core: float, core_backward: float) -> tuple[float, float]:
@@ -543,6 +581,7 @@ def _context_collectives(job: Job, core: float, core_backward: float) -> tuple[f
     hides the gather, and the keys are kept for the backward pass.
     "ulysses": two all-to-alls in each pass, which nothing hides (Jacobs et al. 2023, arXiv
     2309.14509, section 3.2).
+    Except with "ulysses", windows reach the keys of few other ranks (`_window_exchanges`).
     """
     layout, model, machine = job.layout, job.model, job.machine
     ranks, stride, size, wide = layout.context, layout.tensor, BYTES[job.precision], BYTES["fp32"]
@@ -563,6 +602,8 @@ def _context_collectives(job: Job, core: float, core_backward: float) -> tuple[f
     )
     if model.attention_dropout:
         return gathered, summed
+    if reached_keys_of(model, layout) is not None:
+        return _window_exchanges(job, core, core_backward)
     if layout.context_attention == "ring":
         forward, backward, last = (
             pass_seconds(machine, keys * width, ranks=ranks, stride=stride)
@@ -572,6 +613,29 @@ def _context_collectives(job: Job, core: float, core_backward: float) -> tuple[f
         return max(0.0, (ranks - 1) * forward - core), exposed_backward
     exposed_backward = max(0.0, gathered - core_backward / (2 * ranks))
     return max(0.0, gathered - core / (2 * ranks)), exposed_backward + summed
+
+
+def _window_exchanges(job: Job, core: float, core_backward: float) -> tuple[float, float]:
+    """Return the exposed times of exchanging the keys that windows reach, forward and backward.
+
+    Keys and values travel once, during attention to a rank's own slices. The backward pass also
+    returns their fp32 gradients, which nothing hides. The keys come from the ranks with the slices
+    before, so that the slowest link decides, as in a ring.
+    """
+    model, layout = job.model, job.layout
+    reached = reached_keys_of(model, layout)
+    window = model.window_size(model.layers - 1)
+    assert reached is not None
+    elements = reached * layout.micro_sequences * 2 * model.key_value_size / layout.tensor
+    exchanged, returned = (
+        pass_seconds(
+            job.machine, elements * BYTES[precision], ranks=layout.context, stride=layout.tensor
+        )
+        for precision in (job.precision, "fp32")
+    )
+    of_slice = columns_of_window(model.sequence_length // (2 * layout.context), window)
+    own = of_slice / columns_of_window(model.sequence_length, window)  # share of the scores
+    return max(0.0, exchanged - own * core), max(0.0, exchanged - own * core_backward) + returned
 
 
 def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, PassTime]:
