@@ -35,6 +35,7 @@ from models.kernels.attention_parts import (
     has_flash_attention,
     hide_earlier,
     hide_later,
+    logsumexp_of,
     merge_sinks,
     scaled_scores,
     sink_gradient,
@@ -334,69 +335,67 @@ class _LimitedAttention(torch.autograd.Function):
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Keeps each block's probabilities: a s (s + ROWS) / 2 of them, or a s (window + ROWS).
+    """Keeps each block's probabilities: a s (s + ROWS) / 2 of them, or a s (window + WINDOW_ROWS).
 
-    The heads that share a key and a value are rows of one matmul, [b * g, a/g * ROWS, d]. With
-    sinks, the probabilities have one more column, the last one.
+    The heads that share a key and a value are rows of one matmul, [b * g, a/g * ROWS, d]. The
+    results of a block are freed before the next one begins, which then finds their memory in cache.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, limits):
         b, a, s, d = q.shape
         keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [b * g, s, d]
-        out, kept = q.new_empty(s, b, a, d).permute(1, 2, 0, 3), []  # as the next matmul reads it
-        for block in _blocks(s, limits):
+        out, kept, totals = q.new_empty(s, b, a, d).permute(1, 2, 0, 3), [], []
+        for block in _blocks(s, limits):  # `out` is in the order in which the next matmul reads it
             first, last, low, _ = block
             scores = scaled_scores(grouped_rows(q, k, first, last), keys[:, low:last])
             hide_later(scores, block)
             if limits is not None:
                 hide_earlier(scores, block, limits)
-            if sinks is not None:
-                scores = torch.cat([scores, _columns(sinks, k, last - first)], dim=-1)
             kept.append(scores.softmax(dim=-1))
-            probabilities = kept[-1] if sinks is None else kept[-1][..., :-1]
-            outputs = torch.bmm(probabilities, values[:, low:last])
+            if sinks is not None:
+                totals.append(_add_sinks(kept[-1], scores, sinks, b))
+            del scores
+            outputs = torch.bmm(kept[-1], values[:, low:last])
             out[:, :, first:last] = outputs.view(b, a, last - first, d)
-        ctx.save_for_backward(q, k, v, sinks, *kept)
-        ctx.limits = limits
+            del outputs
+        with_sinks = [] if sinks is None else [sinks, out, torch.cat(totals, dim=-1)]
+        ctx.save_for_backward(q, k, v, *with_sinks, *kept)
+        ctx.limits, ctx.has_sinks = limits, sinks is not None
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, sinks, *kept = ctx.saved_tensors
-        scale = q.shape[-1] ** -0.5
+        q, k, v, *kept = ctx.saved_tensors
+        scale, grad_sinks = q.shape[-1] ** -0.5, None
+        if ctx.has_sinks:
+            sinks, out, logsumexp, *kept = kept
+            grad_sinks = sink_gradient(grad, (out, logsumexp), sinks)
         keys, values = k.flatten(0, 1), v.flatten(0, 1)
         grad_q = torch.empty_like(q)
         # A single block overwrites the gradients of keys and values, several are added up.
         several = len(kept) > 1
         create = torch.zeros_like if several else torch.empty_like
         grad_keys, grad_values = create(keys), create(values)
-        grad_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
-        for (first, last, low, _), probabilities in zip(
-            _blocks(q.shape[2], ctx.limits), kept, strict=True
-        ):
+        blocks = _blocks(q.shape[2], ctx.limits)
+        for (first, last, low, _), probabilities in zip(blocks, kept, strict=True):
             queries, rows = grouped_rows(q, k, first, last), grouped_rows(grad, k, first, last)
-            if grad_sinks is not None:
-                probabilities, of_sinks = probabilities[..., :-1], probabilities[..., -1]
-            grad_values[:, low:last].baddbmm_(probabilities.transpose(1, 2), rows, beta=several)
             grad_scores = torch.bmm(rows, values[:, low:last].transpose(1, 2))
-            if grad_sinks is not None:
-                products = of_sinks * (grad_scores * probabilities).sum(dim=-1)
-                grad_sinks -= products.view(len(q), len(grad_sinks), -1).float().sum(dim=(0, 2))
-            grad_scores = torch._softmax_backward_data(
-                grad_scores, probabilities, -1, probabilities.dtype
+            # This reads the probabilities in order; the matmuls then find them in cache.
+            torch._softmax_backward_data(
+                grad_scores, probabilities, -1, probabilities.dtype, grad_input=grad_scores
             )
-            block = torch.bmm(grad_scores, keys[:, low:last]).mul_(scale)
-            block = block.view(q[:, :, first:last].shape)
+            grad_values[:, low:last].baddbmm_(probabilities.transpose(1, 2), rows, beta=several)
+            grad_rows = torch.bmm(grad_scores, keys[:, low:last]).mul_(scale)
+            grad_rows = grad_rows.view(q[:, :, first:last].shape)
             if several:
-                grad_q[:, :, first:last] = block
+                grad_q[:, :, first:last] = grad_rows
             else:
-                grad_q = block
+                grad_q = grad_rows
             grad_keys[:, low:last].baddbmm_(
                 grad_scores.transpose(1, 2), queries, beta=several, alpha=scale
             )
-        if grad_sinks is not None:
-            grad_sinks = grad_sinks.to(sinks.dtype)
+            del grad_scores, grad_rows
         return grad_q, grad_keys.view(k.shape), grad_values.view(v.shape), grad_sinks, None
 
 
@@ -405,7 +404,14 @@ def _blocks(length: int, limits: Limits | None) -> Iterator[Block]:
     return blocks_of(length, length, limits, causal=True, rows=rows)
 
 
-def _columns(sinks: Tensor, k: Tensor, rows: int) -> Tensor:
-    """Return the logits of the sinks for a block of queries: [b * g, a/g * rows, 1]."""
-    b, g = k.shape[:2]
-    return sinks.view(1, g, -1, 1).expand(b, g, -1, rows).reshape(b * g, -1, 1)
+def _add_sinks(probabilities: Tensor, scores: Tensor, sinks: Tensor, b: int) -> Tensor:
+    """Multiply probabilities [b * g, a/g * rows, keys] by the share of the keys, in place.
+
+    Returns:
+        the logsumexp of scores and sinks, fp32 [b, a, rows]
+    """
+    logsumexp = logsumexp_of(scores, probabilities).view(b, len(sinks), -1)
+    total = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
+    shares = (logsumexp - total).exp().to(probabilities.dtype)
+    probabilities.mul_(shares.view(len(probabilities), -1, 1))
+    return total

@@ -326,9 +326,7 @@ def _blocked_forward(limits: Limits, q: Tensor, k: Tensor, v: Tensor, causal: bo
         queries = grouped_rows(q, k, first, last)
         scores, _ = _limited_scores(queries, keys[:, low:high], block, limits, causal)
         probabilities = scores.softmax(dim=-1)
-        # The largest probability is the reciprocal of the sum of exp(score - largest score).
-        part = scores.amax(dim=-1) - probabilities.amax(dim=-1).log()
-        logsumexp[:, :, first:last] = part.view(b, a, -1)
+        logsumexp[:, :, first:last] = logsumexp_of(scores, probabilities).view(b, a, -1)
         outputs = torch.bmm(probabilities.to(q.dtype), values[:, low:high])
         out[:, :, first:last] = outputs.view(b, a, -1, d)
     return out, logsumexp
@@ -407,6 +405,15 @@ def scaled_scores(queries: Tensor, keys: Tensor) -> Tensor:
     """Return scores [b * g, a/g * rows, keys], scaled before they are rounded."""
     scale = queries.shape[-1] ** -0.5
     return torch.baddbmm(queries.new_empty(1), queries, keys.transpose(1, 2), beta=0, alpha=scale)
+
+
+def logsumexp_of(scores: Tensor, probabilities: Tensor) -> Tensor:
+    """Return the logsumexp of scores along the last dimension, in fp32.
+
+    The largest probability is the reciprocal of the sum of exp(score - largest score).
+    """
+    largest, probability = scores.amax(dim=-1), probabilities.amax(dim=-1)
+    return largest.to(_wide(scores)) - probability.to(_wide(scores)).log()
 
 
 def hide_later(scores: Tensor, block: Block) -> None:

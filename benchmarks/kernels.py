@@ -1,8 +1,10 @@
-"""Measure the cost of masks that do not depend on the layout, relative to torch's own dropout.
+"""Measure masks that do not depend on the layout, and sliding windows, relative to other kernels.
 
-Forward and backward, the two alternating in one process; prints the ratio of the medians.
+Dropout is compared with torch's, and attention within a window with full attention. Forward and
+backward, the two alternating in one process on one core; prints the ratios of the medians.
 
-    python benchmarks/dropout.py
+    python benchmarks/kernels.py
+    python benchmarks/kernels.py --only windows --json
 """
 
 import sys
@@ -21,37 +23,67 @@ import torch
 from torch.nn import functional as F
 
 from models.config import ModelConfig
+from models.kernels.attention import causal_attention
+from models.kernels.attention_parts import Limits
 from models.kernels.compile import as_written
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from models.transformer import Attention, ModelAxes
 from threefold.runtime.output import stdout_for_json
+from threefold.runtime.processes import keep_memory
 
 ROUNDS = 15
+WINDOWS = (  # window, sequence, query heads, key-value heads, head size
+    (256, 2048, 8, 2, 128),
+    (256, 2048, 8, 8, 64),
+    (256, 1024, 8, 2, 128),
+    (128, 512, 8, 2, 128),
+)
 
 
 def main() -> None:
     """Measure the ratios and print them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=("dropout", "windows"), help="default: both")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_memory()  # as in a run
+    ratios: dict[str, float] = {}
     with stdout_for_json(options.json):
-        ratios = {
-            **{
-                f"residual stream {shape}": residual(*shape)
-                for shape in ((256, 4, 192), (512, 8, 512))
-            },
-            **{
-                f"attention core {shape}": attention(*shape)
-                for shape in ((256, 4, 192), (512, 2, 512))
-            },
-        }
+        if options.only != "windows":
+            for shape in ((256, 4, 192), (512, 8, 512)):
+                ratios[f"dropout of residual stream {shape} (s, b, h), of torch's"] = residual(
+                    *shape
+                )
+            for shape in ((256, 4, 192), (512, 2, 512)):
+                ratios[f"dropout in attention core {shape} (s, b, h), of torch's"] = attention(
+                    *shape
+                )
+        if options.only != "dropout":
+            for window, *shape in WINDOWS:
+                for sinks in (False, True):
+                    extra = " with sinks" if sinks else ""
+                    name = (
+                        f"window {window}{extra} in {tuple(shape)} (s, a, g, d), of full attention"
+                    )
+                    ratios[name] = windowed(window, *shape, sinks=sinks)
     if options.json:
         print(json.dumps(ratios))
         return
     for name, ratio in ratios.items():
-        print(f"{name} (s, b, h): {ratio:.2f} of torch's time")
+        print(f"{name}: {ratio:.2f}")
+
+
+def windowed(window: int, s: int, heads: int, kv_heads: int, d: int, *, sinks: bool) -> float:
+    """Return the time of attention within a window divided by that of full attention, in fp32."""
+    q, k, v = (torch.randn(1, n, s, d, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+    logits = torch.zeros(heads, requires_grad=True) if sinks else None
+    grad, limits = torch.randn(1, heads, s, d), Limits(window)
+    return compare(
+        lambda: causal_attention(q, k, v, limits=limits, sinks=logits).backward(grad),
+        lambda: causal_attention(q, k, v).backward(grad),
+    )
 
 
 def residual(s: int, b: int, h: int) -> float:
@@ -85,17 +117,11 @@ def attention(s: int, b: int, h: int) -> float:
         attention_dropout=0.1,
     )
     core = Attention(config, ModelAxes(), name="blocks.0.attention.core", recompute_core=False)
-    q, k, v = (torch.randn(s, b, heads, 64, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(b, heads, s, 64, requires_grad=True) for _ in range(3))
     info = MicroBatchInfo(dropout=MaskKey(seed=0, samples=range(b)))
 
     def theirs() -> None:
-        y = F.scaled_dot_product_attention(
-            q.permute(1, 2, 0, 3),
-            k.permute(1, 2, 0, 3),
-            v.permute(1, 2, 0, 3),
-            dropout_p=0.1,
-            is_causal=True,
-        )
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
         y.sum().backward()
 
     return compare(lambda: core._core(q, k, v, info=info).sum().backward(), theirs)
