@@ -319,8 +319,10 @@ class _LimitedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, limits):
         part = attend(q, k, v, causal=True, limits=limits)
-        out, logsumexp = part if sinks is None else merge_sinks(part, sinks)
-        out = out.to(q.dtype)
+        merged, logsumexp = part if sinks is None else merge_sinks(part, sinks)
+        b, a, s, d = q.shape
+        out = q.new_empty(s, b, a, d).permute(1, 2, 0, 3)  # as the next matmul reads it
+        out.copy_(merged)
         ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
         ctx.limits = limits
         return out
