@@ -9,6 +9,7 @@ b micro-batch, a query heads, g key-value heads, s sequence, c context ranks, d 
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from models.context_parallel.tiles import (
     pieces,
     write_gradients_of_own,
 )
-from models.kernels.attention_parts import Limits, sink_gradient
+from models.kernels.attention_parts import Limits, Part, sink_gradient
 from models.kernels.compile import Function
 from models.kernels.dropout import drop_out
 from models.parallel.collectives import wait_for
@@ -95,16 +96,13 @@ class _GatheredAttention(torch.autograd.Function):
         keys, values = gathered()
         del gathered  # and the tensor in the order of ranks
         attend_to_others(parts, q, keys, values, pieces(tiles, division.whole))
-        out, logsumexp = assemble(q, tiles, parts, sinks)
-        ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
-        ctx.axis, ctx.division, ctx.tiles = axis, division, tiles
-        return out
+        ctx.where = axis, division, tiles
+        return _assembled(ctx, q, k, v, sinks, parts)
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, logsumexp, sinks = ctx.saved_tensors
-        axis, division, tiles = ctx.axis, ctx.division, ctx.tiles
-        merged = Merged(q, grad, out, logsumexp)
+        (axis, division, tiles), (k, v, sinks, merged) = ctx.where, _saved(ctx, grad)
+        q = merged.q
         gathered = begin_gather(torch.stack([k, v]), axis, division.order)
         grad_q, *own = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
         write_gradients_of_own((grad_q, *own), merged, k, v, tiles)
@@ -118,6 +116,22 @@ class _GatheredAttention(torch.autograd.Function):
             (one + other).to(k.dtype) for one, other in zip(own, received, strict=True)
         )
         return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None, None, None
+
+
+def _assembled(
+    ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, parts: Sequence[Part]
+) -> Tensor:
+    """Return the output of all tiles, and save what the backward pass needs."""
+    _, _, tiles = ctx.where
+    out, logsumexp = assemble(q, tiles, parts, sinks)
+    ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
+    return out
+
+
+def _saved(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Merged]:
+    """Return keys, values, sinks and the merged attention."""
+    q, k, v, out, logsumexp, sinks = ctx.saved_tensors
+    return k, v, sinks, Merged(q, grad, out, logsumexp)
 
 
 def _of_sinks(merged: Merged, sinks: Tensor | None) -> Tensor | None:
@@ -162,16 +176,13 @@ class _WindowedAttention(torch.autograd.Function):
         attend_to_others(parts, q, k, v, pieces(tiles, division.slices))
         (keys, values), received = exchanged()
         attend_to_others(parts, q, keys, values, pieces(tiles, received))
-        out, logsumexp = assemble(q, tiles, parts, sinks)
-        ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
-        ctx.axis, ctx.division, ctx.tiles = axis, division, tiles
-        return out
+        ctx.where = axis, division, tiles
+        return _assembled(ctx, q, k, v, sinks, parts)
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, logsumexp, sinks = ctx.saved_tensors
-        axis, division, tiles = ctx.axis, ctx.division, ctx.tiles
-        merged = Merged(q, grad, out, logsumexp)
+        (axis, division, tiles), (k, v, sinks, merged) = ctx.where, _saved(ctx, grad)
+        q = merged.q
         exchanged = begin_exchange(torch.stack([k, v]), axis, division, _window(tiles))
         grad_q = torch.empty_like(q, dtype=torch.float32)
         own = torch.empty((2, *k.shape), dtype=torch.float32, device=k.device)
@@ -253,16 +264,13 @@ class _RingAttention(torch.autograd.Function):
             attend_to_others(parts, q, keys, values, others)
             if passed is not None:
                 held = passed()
-        out, logsumexp = assemble(q, tiles, parts, sinks)
-        ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
-        ctx.axis, ctx.division, ctx.tiles = axis, division, tiles
-        return out
+        ctx.where = axis, division, tiles
+        return _assembled(ctx, q, k, v, sinks, parts)
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, logsumexp, sinks = ctx.saved_tensors
-        axis, division, tiles = ctx.axis, ctx.division, ctx.tiles
-        merged = Merged(q, grad, out, logsumexp)
+        (axis, division, tiles), (k, v, sinks, merged) = ctx.where, _saved(ctx, grad)
+        q = merged.q
         held = torch.stack([k, v])
         grad_q = torch.empty_like(q, dtype=torch.float32)
         arriving: Callable[[], Tensor] | None = None

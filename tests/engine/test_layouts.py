@@ -68,6 +68,10 @@ NORMS_AFTER = {
     "model__logit_soft_cap": 2.0, "model__z_loss": 0.01, "model__embedding_multiplier": 3.0,
     "model__tie_embeddings": True, "model__activation": "geglu",
 }  # fmt: skip
+WINDOWS = {
+    "model__attention_pattern": ["window", "nope", "full"], "model__window": {"size": 5},
+    "model__attention_sinks": True, "model__partial_rotary_factor": 0.5,
+}  # fmt: skip
 EXPERT2 = {"layout__expert": 2}
 OVERLAP = {"layout__expert_overlap": True, "batch__micro_sequences": 1}
 COLUMNS2 = TENSOR2 | {"layout__expert_tensor_parallel": True}
@@ -150,6 +154,10 @@ MORE_LAYOUTS = {  # (world size, name) -> changes; all are long
     (2, "biases, zb-h1"): BIASES | ZB_H1,
     (4, "biases, expert 2, expert tensor 2"): BIASES | ZERO2 | COLUMNS2 | EXPERT2,
     (2, "biases, zero3, expert tensor 2"): BIASES | ZERO3 | COLUMNS2 | SEQUENCE,
+    (2, "windows, zero3, tensor 2"): WINDOWS | ZERO3 | TENSOR2 | FULL,
+    (4, "windows, zb-v, context 2"): WINDOWS | ZB_V | CONTEXT2 | DOCUMENTS,
+    (4, "windows, tensor 2, context 2"): WINDOWS | TENSOR2 | SEQUENCE | CONTEXT2
+    | {"layout__context_attention": "ring", "layout__recompute": "selective"},
 }  # fmt: skip
 STEPS, SAVED_AFTER = 2, 1
 Row = dict[str, str]  # column -> value
