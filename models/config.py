@@ -224,9 +224,10 @@ class Experts:
     normalize: bool = False
     """Divide the weights of a token by their sum, as Qwen3 and DeepSeek-V3 do."""
     groups: int = 1
-    """Groups into which the experts are divided; a divisor of `count`. The experts of a token are
-    chosen in its best `groups_per_token` groups, by the sum of a group's two highest preferences
-    (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Groups of adjacent experts into which the experts are divided; a divisor of `count`. The
+    experts of a token are chosen in its best `groups_per_token` groups, by the sum of a group's two
+    highest preferences (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). More than 1 requires
+    `router = "sigmoid"`."""
     groups_per_token: int = 1
     """Groups in which the experts of a token may be."""
     output_scale: float = 1.0
@@ -285,10 +286,11 @@ class Experts:
 
     def _check_groups(self) -> None:
         groups, most = self.groups, self.groups_per_token
-        if not 1 <= groups <= self.count or self.count % groups:
+        if not 1 <= groups <= self.count // 2 or self.count % groups:
+            valid = [n for n in range(1, self.count // 2 + 1) if self.count % n == 0]
             raise UserError(
-                f"groups = {groups} does not divide count = {self.count}; use groups = "
-                f"{nearest_divisors(self.count, max(1, groups))}"
+                f"groups = {groups} does not divide count = {self.count} into groups of at least 2 "
+                f"experts; use groups = {min(valid, key=lambda n: abs(n - groups))}"
             )
         if not 1 <= most <= groups:
             raise UserError(
@@ -306,8 +308,6 @@ class Experts:
                 f'groups = {groups} requires router = "sigmoid", not "{self.router}"; leave groups '
                 f"out"
             )
-        if groups != 1:
-            raise UserError("groups is not supported yet; leave groups out")
 
     @property
     def has_bias(self) -> bool:

@@ -21,6 +21,7 @@ from models.experts.routing import (
     count_tokens,
     probabilities_of,
     smallest_margin,
+    smallest_margin_of_groups,
 )
 
 
@@ -33,8 +34,9 @@ class RouterStatistics:
     counts: number of tokens of each expert, int64 [E]; None before the first micro-batch
     balance: sum of the balance losses of the micro-batches
     z: sum of the z-losses of the micro-batches
-    margin: smallest difference between the preferences of a chosen and an unchosen expert; None
-        before the first micro-batch. Validation is included.
+    margin: smallest difference between the preferences of a chosen and an unchosen expert, or half
+        of that between the scores of a chosen and an unchosen group; None before the first
+        micro-batch. Validation is included.
     computed: number of rows that this rank's experts, or shares of experts, computed
     """
 
@@ -83,6 +85,9 @@ def with_router_losses(
     """
     chosen = routing.chosen
     margin = smallest_margin(routing.preferences.flatten(0, 1), chosen.flatten(0, 1))
+    if routing.group_scores is not None:
+        of_groups = smallest_margin_of_groups(routing.group_scores, settings.groups_per_token)
+        margin = torch.minimum(margin, of_groups)
     if not torch.is_grad_enabled():
         statistics.note_margin(margin)
         return gates

@@ -21,6 +21,7 @@ from models.experts.routing import (
     Routing,
     choose_experts,
     gates_of,
+    limit_to_groups,
     plan_routes,
     scores_of,
 )
@@ -103,6 +104,11 @@ class MixtureOfExperts(nn.Module):
         tensor, settings = self.tensor, self.settings
         own = x if tensor.sequence_parallel else scatter_to_tensor_axis(x, tensor)  # [s/t, b, h]
         logits, scores, preferences = self.router(own)  # fp32 [s/t, b, E]
+        group_scores = None
+        if settings.groups_per_token < settings.groups:
+            preferences, group_scores = limit_to_groups(
+                preferences, settings.groups, settings.groups_per_token
+            )  # [s/t, b, E], [s/t, b, G]
         chosen = choose_experts(preferences.flatten(0, 1), settings.per_token)  # [n, k]
         gates = gates_of(
             scores.flatten(0, 1),
@@ -118,7 +124,7 @@ class MixtureOfExperts(nn.Module):
         inner = x if self.shared is None else self.shared.activated(x)
         gates = with_router_losses(
             gates,
-            Routing(logits, scores, preferences, chosen.view(*logits.shape[:2], -1)),
+            Routing(logits, scores, preferences, chosen.view(*logits.shape[:2], -1), group_scores),
             settings=settings,
             axis=self.expert,
             gradient_scale=self.gradient_scale,

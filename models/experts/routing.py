@@ -1,7 +1,7 @@
 """The router, the routes of tokens to experts and back, and the axis of the experts.
 
-n tokens of this rank, E experts, k experts per token. Everything here is in fp32, because rounding
-would change the choice of experts.
+n tokens of this rank, E experts in G groups, k experts per token. Everything here is in fp32,
+because rounding would change the choice of experts.
 """
 
 from collections.abc import Sequence
@@ -28,12 +28,15 @@ class Routing:
         scores: the result of `scores_of`, fp32 [s, b, E]
         preferences: the numbers by which the experts were chosen, fp32 [s, b, E]
         chosen: numbers of the chosen experts, int64 [s, b, k]
+        group_scores: the numbers by which the groups were chosen, fp32 [s, b, G]; None: a token may
+            use the experts of all groups
     """
 
     logits: Tensor
     scores: Tensor
     preferences: Tensor
     chosen: Tensor
+    group_scores: Tensor | None = None
 
 
 def scores_of(logits: Tensor, router: Router) -> Tensor:
@@ -67,6 +70,28 @@ def choose_experts(preferences: Tensor, k: int) -> Tensor:
     return ranked[:, :k].contiguous()  # a view would keep all E numbers for the backward pass
 
 
+def limit_to_groups(preferences: Tensor, groups: int, k: int) -> tuple[Tensor, Tensor]:
+    """Exclude the experts outside of each token's k best groups (DeepSeek-V3, arXiv 2412.19437).
+
+    The score of a group is the sum of its two largest preferences, as in `DeepseekV3TopkRouter` of
+    transformers. Of equal scores, the group with the smaller number comes first.
+
+    Args:
+        preferences: the scores plus the biases, [..., E]
+        groups: G, the number of groups of adjacent experts
+
+    Returns:
+        The preferences, with minus infinity for excluded experts: [..., E]. The scores of the
+        groups: [..., G].
+    """
+    by_group = preferences.unflatten(-1, (groups, -1))  # [..., G, E/G]
+    group_scores = by_group.topk(2).values.sum(-1)  # [..., G]
+    ranked = torch.sort(group_scores, dim=-1, descending=True, stable=True).indices
+    is_excluded = torch.zeros_like(group_scores, dtype=torch.bool)
+    is_excluded.scatter_(-1, ranked[..., k:], True)
+    return by_group.masked_fill(is_excluded[..., None], -torch.inf).flatten(-2), group_scores
+
+
 def gates_of(scores: Tensor, chosen: Tensor, *, sum_is_one: bool, scale: float = 1.0) -> Tensor:
     """Return the weights of the chosen experts' outputs: fp32 [n, k].
 
@@ -98,6 +123,21 @@ def smallest_margin(preferences: Tensor, chosen: Tensor) -> Tensor:
     last = preferences.gather(1, chosen[:, -1:])
     others = preferences.scatter(1, chosen, -torch.inf)
     return (last - others).min()
+
+
+def smallest_margin_of_groups(group_scores: Tensor, k: int) -> Tensor:
+    """Return half of the smallest difference between a last chosen and a first unchosen group: [].
+
+    A group's score is the sum of two preferences. The choice of groups therefore stays the same as
+    long as no preference changes by more than half of the returned number, as for
+    `smallest_margin`.
+
+    Args:
+        group_scores: [..., G], the second result of `limit_to_groups`
+        k: groups per token, less than G
+    """
+    ranked = group_scores.sort(dim=-1, descending=True).values
+    return (ranked[..., k - 1] - ranked[..., k]).min() / 2
 
 
 # The expert axis: ranks that hold different experts of the same layers.

@@ -110,8 +110,9 @@ SHARED_EXPERTS = {
     "dense_layers": "first_k_dense_replace",
     "normalize": "norm_topk_prob",
     "output_scale": "routed_scaling_factor",
+    "groups": "n_group",
+    "groups_per_token": "topk_group",
 }
-ONE_GROUP = {"n_group": 1, "topk_group": 1}
 SIGMOID_ROUTER = {
     "experts.router": ("sigmoid",),
     "experts.shared": (True,),
@@ -277,7 +278,6 @@ FAMILIES = (
         },
         bias_attributes=OF_ATTENTION,
         experts=SHARED_EXPERTS,
-        constants=ONE_GROUP,
     ),
     Family(
         name="glm4_moe",
@@ -290,7 +290,6 @@ FAMILIES = (
         },
         bias_attributes={"attention_bias": frozenset({"qkv"})},
         experts=SHARED_EXPERTS,
-        constants=ONE_GROUP,
         unused_tensors=r"model\.layers\.(46|92)\..*",  # of multi-token prediction
     ),
     Family(

@@ -133,6 +133,25 @@ def test_the_larger_micro_batch_is_possible(micro: int, small: int, corpus: Path
         assert sequences % small == 0 and 8 <= sequences <= 120
 
 
+@pytest.mark.parametrize(
+    ("count", "groups", "most", "per_token"), [(256, 8, 4, 8), (96, 6, 1, 8), (16, 8, 3, 2)]
+)
+def test_shrinking_keeps_groups_of_experts(
+    count: int, groups: int, most: int, per_token: int, corpus: Path
+) -> None:
+    experts = {
+        "count": count, "per_token": per_token, "ffn_hidden_size": 64, "router": "sigmoid",
+        "groups": groups, "groups_per_token": most,
+    }  # fmt: skip
+    recipe = recipe_of(corpus, {"model__experts": experts})
+    for ranks in (1, 2, 4, 8):
+        small = made_small(recipe, corpus, ranks=ranks).model.experts
+        assert small is not None and small.count <= 24
+        assert (small.groups, small.groups_per_token) == (groups, most)
+        assert small.per_token < small.count // groups * most or small.per_token == per_token == 1
+        assert all((small.count % n == 0) == (count % n == 0) for n in range(1, ranks + 1))
+
+
 def test_a_large_common_multiple_is_made_small(corpus: Path) -> None:
     sizes = {"batch__global_sequences": 1680, "model__ffn_hidden_size": 16800}
     small = made_small(recipe_of(corpus, sizes | {"model__sequence_length": 1680}), corpus, ranks=8)

@@ -84,7 +84,8 @@ def expert_report(
 def smallest_margin(layers: Sequence[MixtureOfExperts], device: torch.device) -> float:
     """Return the smallest margin of any token's choice since the last step began; collective.
 
-    It is the difference of the preferences for the last chosen and the first unchosen expert.
+    It is the difference of the preferences for the last chosen and the first unchosen expert, or
+    half of that of the scores of the last chosen and the first unchosen group.
     """
     margins = [torch.tensor(math.inf), *(layer.statistics.margin for layer in layers)]
     smallest = torch.stack([margin.to(device) for margin in margins if margin is not None]).min()

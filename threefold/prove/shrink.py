@@ -146,11 +146,18 @@ def small_attention(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, A
 
 def small_experts(experts: Experts, ranks: int, layers: int) -> dict[str, Any]:
     """Return the settings of the small model's experts: few and narrow ones."""
-    count = _same_divisors(experts.count, ranks, at_least=min(experts.count, MIN_EXPERTS))
+    groups = experts.groups
+    count = _same_divisors(
+        experts.count,
+        ranks,
+        at_least=max(min(experts.count, MIN_EXPERTS), 2 * groups),
+        multiple_of=groups,
+    )
+    choice = count // groups * experts.groups_per_token  # experts of a token's groups
     width = _same_divisors(experts.ffn_hidden_size, ranks, at_least=HEAD_SIZE)
     return asdict(experts) | {
         "count": count,
-        "per_token": min(experts.per_token, max(1, count // 2)),
+        "per_token": min(experts.per_token, max(1, choice // 2)),
         "ffn_hidden_size": width,
         "dense_layers": min(experts.dense_layers, layers // 2),
     }
@@ -164,17 +171,21 @@ def larger_micro_batch(recipe: Recipe) -> int:
     return next((p for p in (2, 3, 5, 7) if recipe.batch.micro_sequences % p == 0), 2)
 
 
-def _same_divisors(size: int, ranks: int, at_least: int = 1) -> int:
+def _same_divisors(size: int, ranks: int, at_least: int = 1, *, multiple_of: int = 1) -> int:
     """Return the smallest number with the same divisors among 1 .. ranks as `size`.
 
     If that number would be large, the divisors agree only up to a number below `ranks`.
+
+    Args:
+        multiple_of: a divisor of `size` and of the returned number
     """
     multiples = [math.lcm(*range(1, most + 1)) for most in range(ranks, 0, -1)]
     multiple = next(m for m in multiples if math.gcd(size, m) <= MAX_COMMON_MULTIPLE)
     common = math.gcd(size, multiple)
-    number = -(-at_least // common) * common
+    step = math.lcm(common, multiple_of)
+    number = -(-at_least // step) * step
     while math.gcd(number, multiple) != common:
-        number += common
+        number += step
     return number
 
 

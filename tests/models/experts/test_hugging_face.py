@@ -58,6 +58,9 @@ MODELS = {
         head_size=16,
         experts=replace(DOTS, dense_layers=1, normalize=True, output_scale=2.5),
     ),
+    "Dots1, in groups": replace(
+        LLAMA, qk_norm=True, experts=replace(DOTS, groups=4, groups_per_token=2)
+    ),
 }
 
 WITH_MULTIPLIERS = {
@@ -321,7 +324,6 @@ def test_a_seeded_fault_is_noticed(fault: str, tmp_path: Path) -> None:
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]: .* = \[0\]"),
         ("qwen3_moe", {"mlp_only_layers": [0, 2]}, r"mlp_only_layers = \[0, 2\]: .* = \[0, 1\]"),
         ("qwen3_moe", {"sliding_window": 8}, "only window layers in model.attention_pattern is"),
-        ("dots1", {"n_group": 4, "topk_group": 2}, "n_group = 4, topk_group = 2: not supported"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
     ],
 )

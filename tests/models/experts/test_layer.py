@@ -55,6 +55,13 @@ MODELS = {
             output_scale=2.5, balance_loss=0.3,
         ),
     ),
+    "sigmoid, in groups": replace(
+        LLAMA,
+        experts=Experts(
+            count=8, per_token=2, ffn_hidden_size=24, router="sigmoid", normalize=True, groups=4,
+            groups_per_token=2, balance_loss=0.3,
+        ),
+    ),
     "gelu, tied": replace(
         LLAMA, activation="gelu", norm="layernorm", positions="learned", tie_embeddings=True,
         experts=Experts(count=4, per_token=2, ffn_hidden_size=16, shared=2, z_loss=0.05),
@@ -583,7 +590,14 @@ def run_layer_plainly(layer: MixtureOfExperts, config: ModelConfig, x: Tensor) -
         scores = logits.sigmoid() if experts.router == "sigmoid" else logits.softmax(1)
         probabilities = scores / scores.sum(1, keepdim=True)
         bias = layer.router.bias if experts.has_bias else torch.zeros(experts.count)
-        chosen = choose_experts((scores + bias).detach(), experts.per_token)
+        preferences = (scores + bias).detach()
+        if experts.groups > 1:
+            two_best = preferences.view(len(x), experts.groups, -1).sort().values[..., -2:]
+            best = two_best.sum(-1).argsort(descending=True)[:, : experts.groups_per_token]
+            group_of = torch.arange(experts.count) // (experts.count // experts.groups)
+            is_allowed = (best[..., None] == group_of).any(1)
+            preferences = preferences.where(is_allowed, -torch.inf)
+        chosen = choose_experts(preferences, experts.per_token)
         for place, token in enumerate(x[:, sequence]):
             gates = scores[place, chosen[place]]
             if experts.weights_sum_to_one:

@@ -8,14 +8,18 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from transformers import DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from models.experts import routing
 from models.experts.routing import (
     choose_experts,
     gates_of,
+    limit_to_groups,
     probabilities_of,
     scores_of,
     smallest_margin,
+    smallest_margin_of_groups,
 )
 
 TIES = {
@@ -212,3 +216,86 @@ def test_the_margin_of_a_tie_is_zero_and_without_a_choice_infinite() -> None:
 def test_another_margin_is_noticed(fault: Callable[..., Tensor]) -> None:
     with mock.patch.object(routing, "smallest_margin", fault):
         assert not margin_is_exact(2)
+
+
+# Choices that are limited to the best groups of a token.
+
+GROUPED = {  # experts, groups, groups per token, experts per token
+    "DeepSeek-V3": (256, 8, 4, 8),
+    "groups of two": (16, 8, 3, 4),
+    "one group per token": (24, 3, 1, 5),
+    "all experts of the groups": (12, 4, 2, 6),
+    "all groups but one": (9, 3, 2, 2),
+}
+
+
+def groups_by_hand(row: list[float], groups: int, most: int) -> list[int]:
+    """Return the best groups: by the sum of their two largest numbers, then by their number."""
+    size = len(row) // groups
+    sums = [sum(sorted(row[g * size : (g + 1) * size])[-2:]) for g in range(groups)]
+    return ranked(sums)[:most]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_experts_and_weights_are_those_of_transformers(name: str) -> None:
+    """Preferences are negative for many experts, because their biases are."""
+    experts, groups, most, k = GROUPED[name]
+    torch.manual_seed(3)
+    router = DeepseekV3TopkRouter(
+        DeepseekV3Config(
+            n_routed_experts=experts, n_group=groups, topk_group=most, num_experts_per_tok=k,
+            hidden_size=16, norm_topk_prob=True, routed_scaling_factor=2.5,
+        )
+    )  # fmt: skip
+    torch.nn.init.normal_(router.weight)
+    router.e_score_correction_bias.uniform_(-1, 0)
+    logits, weights, numbers = router(torch.randn(400, 16))
+    scores = scores_of(logits, "sigmoid")
+    preferences = scores + router.e_score_correction_bias
+    chosen = choose_experts(limit_to_groups(preferences, groups, most)[0], k)
+    found = gates_of(scores, chosen, sum_is_one=True, scale=2.5)
+    theirs, ours = numbers.sort(1), chosen.sort(1)
+    assert torch.equal(ours.values, theirs.values)
+    assert torch.allclose(found.gather(1, ours.indices), weights.gather(1, theirs.indices))
+    unlimited = choose_experts(preferences, k).sort(1).values
+    assert int((unlimited != ours.values).any(1).sum()) >= 40  # tokens
+
+
+def test_ties_of_groups_are_broken_by_the_smaller_number() -> None:
+    """Sums of multiples of 1/4 are exact, so plain Python has the same ties."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(-2, 3, (200, 24), generator=generator) / 4
+    ties = 0
+    for groups, most in ((4, 1), (4, 2), (8, 3), (12, 11)):
+        limited, scores = limit_to_groups(rows, groups, most)
+        size = rows.shape[1] // groups
+        for row, allowed, of_groups in zip(rows, limited, scores.tolist(), strict=True):
+            best = groups_by_hand(row.tolist(), groups, most)
+            ties += sum(score == of_groups[best[-1]] for score in of_groups) > 1
+            of_group = allowed.view(groups, size)
+            expected = torch.full_like(of_group, -torch.inf)
+            expected[best] = row.view(groups, size)[best]
+            assert torch.equal(of_group, expected)
+    assert ties > 100
+
+
+def test_leading_dimensions_do_not_matter() -> None:
+    x = example_logits(12, 8)
+    flat = limit_to_groups(x, 4, 2)
+    for one, other in zip(limit_to_groups(x.view(3, 4, 8), 4, 2), flat, strict=True):
+        assert torch.equal(one.flatten(0, 1), other)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_the_margin_of_groups_is_the_smallest_change_of_their_choice(most: int) -> None:
+    """Two preferences of each group change by half of the margin, in the worst direction."""
+    preferences = example_logits(64, 16).double()
+    limited, scores = limit_to_groups(preferences, 4, most)
+    margin = smallest_margin_of_groups(scores, most)
+    signs = torch.where(limited.isinf(), 1.0, -1.0)  # against every chosen group
+
+    def moved(share: float) -> bool:
+        others, _ = limit_to_groups(preferences + share * margin / 2 * signs, 4, most)
+        return not torch.equal(others.isinf(), limited.isinf())
+
+    assert not moved(0.999) and moved(1.001)

@@ -106,6 +106,32 @@ BAD: list[tuple[Changes, int, str, str, Changes]] = [
         "model.hidden_size = 193 is not divisible by layout.tensor = 2", "layout.tensor = 1",
         {"layout__tensor": 1},
     ),
+    (
+        {E + "groups": 3, E + "router": "sigmoid"}, 2,
+        "model.experts.groups = 3 ", "groups = 2", {E + "groups": 2, E + "router": "sigmoid"},
+    ),
+    (
+        {E + "groups": 8, E + "router": "sigmoid"}, 2,
+        "model.experts.groups = 8 ", "groups = 4",
+        {E + "groups": 4, E + "router": "sigmoid"},
+    ),
+    (
+        {E + "groups": 0, E + "router": "sigmoid"}, 2,
+        "model.experts.groups = 0 ", "groups = 1", {E + "groups": 1},
+    ),
+    (
+        {E + "groups": 4, E + "groups_per_token": 5, E + "router": "sigmoid"}, 2,
+        "model.experts.groups_per_token = 5 ", "groups_per_token = 4",
+        {E + "groups": 4, E + "groups_per_token": 4, E + "router": "sigmoid"},
+    ),
+    (
+        {E + "groups": 4, E + "per_token": 3, E + "router": "sigmoid"}, 2,
+        "model.experts.groups_per_token = 1 ", "groups_per_token = 2",
+        {E + "groups": 4, E + "groups_per_token": 2, E + "per_token": 3, E + "router": "sigmoid"},
+    ),
+    (
+        {E + "groups": 4}, 2, "model.experts.groups = 4 ", "groups out", {E + "groups": None},
+    ),
     # the layout
     ({"layout__expert": 0}, 2, "layout.expert = 0", "expert = 1", {"layout__expert": 1}),
     ({"layout__expert": "two"}, 2, 'layout.expert = "two"', "expert = 1", {"layout__expert": 1}),
@@ -251,6 +277,7 @@ def test_the_unmodified_recipes_are_valid() -> None:
         {E + "dense_layers": 3},
         {E + "balance_loss": 0.0, E + "z_loss": 0.0},
         {E + "router": "sigmoid", E + "bias_update": 0.001, E + "output_scale": 2.5},
+        {E + "router": "sigmoid", E + "groups": 4, E + "groups_per_token": 4, E + "per_token": 8},
         {"layout__expert": 1},
         {"deepspeed": "ds_configs/zero2_fp32.json"},
     ],

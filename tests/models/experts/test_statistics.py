@@ -26,6 +26,7 @@ from models.experts.routing import (
     Routing,
     choose_experts,
     count_tokens,
+    limit_to_groups,
     scores_of,
     smallest_margin,
 )
@@ -361,6 +362,37 @@ def test_gates_and_their_gradients_pass_unchanged() -> None:
     attached.backward(grad)
     assert torch.equal(attached, gates)
     assert gates.grad is not None and torch.equal(gates.grad, grad)
+
+
+def test_the_noted_margin_is_that_of_experts_or_half_of_that_of_groups() -> None:
+    logits, _ = example()
+    settings = Experts(
+        count=EXPERTS, per_token=PER_TOKEN, ffn_hidden_size=8, router="sigmoid", groups=4,
+        groups_per_token=2,
+    )  # fmt: skip
+    noted, expected = [], []
+    for tokens in logits[:, :, None]:  # [b, 1, E]
+        found, scores = RouterStatistics(), scores_of(tokens, "sigmoid")
+        preferences, group_scores = limit_to_groups(scores, 4, 2)
+        chosen = choose_experts(preferences.flatten(0, 1), PER_TOKEN)
+        routing = Routing(tokens, scores, preferences, chosen[:, None], group_scores)
+        with torch.no_grad():
+            with_router_losses(
+                torch.ones(chosen.shape),
+                routing,
+                settings=settings,
+                axis=ExpertAxis(),
+                gradient_scale=lambda: 1.0,
+                statistics=found,
+            )
+        assert found.margin is not None
+        noted.append(float(found.margin))
+        of_experts = float(smallest_margin(preferences.flatten(0, 1), chosen))
+        ranked = group_scores.sort(descending=True).values
+        of_groups = float((ranked[..., 1] - ranked[..., 2]).min()) / 2
+        expected.append((of_experts, of_groups))
+    assert noted == [min(pair) for pair in expected]
+    assert len({pair.index(min(pair)) for pair in expected}) == 2  # both kinds are smallest
 
 
 def noted_counts(run: Callable[[RouterStatistics], None]) -> int | None:
