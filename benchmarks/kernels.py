@@ -61,13 +61,13 @@ def main() -> None:
                     *shape
                 )
         if options.only != "dropout":
-            for window, *shape in WINDOWS:
+            for window, *sizes in WINDOWS:
                 for sinks in (False, True):
                     extra = " with sinks" if sinks else ""
                     name = (
-                        f"window {window}{extra} in {tuple(shape)} (s, a, g, d), of full attention"
+                        f"window {window}{extra} in {tuple(sizes)} (s, a, g, d), of full attention"
                     )
-                    ratios[name] = windowed(window, *shape, sinks=sinks)
+                    ratios[name] = windowed(window, *sizes, sinks=sinks)
     if options.json:
         print(json.dumps(ratios))
         return
