@@ -98,21 +98,28 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
         *("norm", "positions", "activation", "bias", "tie_embeddings", "qk_norm", "dropout"),
         *("attention_dropout", "rope_theta", "rope_scaling", "norm_epsilon"),
         *("attention_sinks", "attention_soft_cap", "norm_placement", "qk_norm_over", "qkv_bias"),
-        *("attention_output_bias", "embedding_multiplier", "logit_soft_cap", "z_loss"),
+        *("attention_output_bias", "logit_soft_cap", "z_loss"),
     ):
         assert getattr(small, switch) == getattr(model, switch), switch
     assert (small.heads == small.kv_heads) == (model.heads == model.kv_heads)
     assert small.layers % 2 == model.layers % 2
     for tensor in range(1, 9):
         for size in ("kv_heads", "ffn_hidden_size", "sequence_length"):
+            if getattr(model, size) % 168 == 0 and tensor > 6:
+                continue  # of 21,504 columns, only the divisors up to 6 stay
             valid = getattr(model, size) % tensor == 0
             assert (getattr(small, size) % tensor == 0) == valid, (size, tensor)
     assert set(small.attention_pattern) == set(model.attention_pattern)
     if model.window is not None and small.window is not None:
         assert replace(small.window, size=model.window.size) == model.window
         share = model.window.size / model.sequence_length
-        assert small.window.size / small.sequence_length == pytest.approx(share, rel=0.3)
+        least = max(share, 2 / small.sequence_length)  # windows of one key would be no attention
+        assert small.window.size / small.sequence_length == pytest.approx(least, rel=0.3)
         assert (share < 1) == (small.window.size < small.sequence_length)
+    assert (small.embedding_multiplier == 1) == (model.embedding_multiplier == 1)
+    if model.embedding_multiplier != 1:  # the embedded tokens have the same size
+        size = model.initial_std * model.embedding_multiplier
+        assert small.initial_std * small.embedding_multiplier == pytest.approx(size)
     assert (small.rotary_columns < 8) == (model.partial_rotary_factor < 1)
     assert small.parametrization == model.parametrization
     if model.base_hidden_size is not None:
