@@ -1,7 +1,7 @@
 """The architecture of a model, with every switch spelled out: sizes, positions, experts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
@@ -778,11 +778,10 @@ def _uniform(model: ModelConfig, has_experts: bool, attention: AttentionKind) ->
     )
 
 
-def shortest_pattern(model: ModelConfig) -> list[AttentionKind]:
-    """Return the shortest `attention_pattern` with which the layers have the same attention."""
-    kinds = [model.attention_kind(layer) for layer in range(model.layers)]
-    periods = range(1, model.layers + 1)
-    return next(kinds[:n] for n in periods if kinds[n:] == kinds[:-n])
+def shortest_pattern(kinds: Sequence[AttentionKind]) -> tuple[AttentionKind, ...]:
+    """Return the shortest `attention_pattern` that gives the layers these kinds of attention."""
+    layers = tuple(kinds)
+    return next(layers[:n] for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n])
 
 
 def nearest_multiples(value: int, divisor: int, *, most: int = MAX_SIZE) -> str:

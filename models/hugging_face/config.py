@@ -4,7 +4,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.config import SCALING_KEYS, AttentionKind, Experts, ModelConfig, RopeScaling, Window
+from models.config import (
+    SCALING_KEYS,
+    AttentionKind,
+    Experts,
+    ModelConfig,
+    RopeScaling,
+    Window,
+    shortest_pattern,
+)
 from models.errors import UserError
 from models.hugging_face.families import BY_NAME, Family, family_of
 
@@ -289,7 +297,7 @@ def _attention_in(theirs: Mapping[str, Any], family: Family) -> dict[str, Any]:
     theta = float(rope.get("rope_theta", 10000.0))
     scaling = rope_scaling_in(rope, positions)
     settings = {
-        "attention_pattern": _shortest(kinds),
+        "attention_pattern": shortest_pattern(kinds),
         "window": None,
         "rope_theta": theta,
         "rope_scaling": scaling,
@@ -309,16 +317,6 @@ def _attention_in(theirs: Mapping[str, Any], family: Family) -> dict[str, Any]:
             rope_scaled=own_scaling == scaling,
         )
     return settings
-
-
-def _shortest(kinds: list[AttentionKind]) -> tuple[AttentionKind, ...]:
-    """Return the shortest pattern whose repetition begins with the kinds of all layers."""
-    period = next(
-        n
-        for n in range(1, len(kinds) + 1)
-        if all(kind == kinds[layer % n] for layer, kind in enumerate(kinds))
-    )
-    return tuple(kinds[:period])
 
 
 def _experts_in(theirs: Mapping[str, Any], family: Family) -> Experts | None:

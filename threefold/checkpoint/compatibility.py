@@ -276,11 +276,12 @@ def spelled_out(model: dict[str, Any]) -> dict[str, Any]:
     Checkpoints of older versions lack the keys that have been added since: they have the defaults.
     """
     config = ModelConfig.from_table(model)
+    kinds = [config.attention_kind(layer) for layer in range(config.layers)]
     filled = {
         "head_size": config.attention_head_size,
         "qkv_bias": config.has_qkv_bias,
         "attention_output_bias": config.has_attention_output_bias,
-        "attention_pattern": shortest_pattern(config),
+        "attention_pattern": list(shortest_pattern(kinds)),
     }
     if config.parametrization != "standard":
         filled["base_head_size"] = config.base_head_size or config.attention_head_size
