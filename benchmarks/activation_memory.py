@@ -26,11 +26,12 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from models.attention import ModelAxes
 from models.config import ModelConfig
 from models.layer_specs import run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
-from models.transformer import Block, ModelAxes
+from models.transformer import Block
 from threefold.runtime.output import stdout_for_json
 from threefold.trace.counters import AllocationCounter
 from threefold.trace.fake_cluster import empty_tables

@@ -172,7 +172,7 @@ class LatentAttention:
     rotary_size: int
     """Rotated columns of a head of queries, and of the keys of all heads, such as 64."""
     value_size: int
-    """Columns of a head of values, such as 128."""
+    """Columns of a head of values, such as 128; at most `head_size` + `rotary_size`."""
 
     def __post_init__(self) -> None:
         for key in ("query_rank", "key_value_rank", "rotary_size", "value_size"):
@@ -433,7 +433,8 @@ class ModelConfig:
     """Apply the RMSNorm of `qk_norm` to each head, as in Qwen3, or to all heads together, as in
     OLMo 2."""
     head_size: int | None = None
-    """Columns of one attention head; by default hidden_size / heads."""
+    """Columns of one attention head; by default hidden_size / heads. With `latent`, those of a
+    query or key that are not rotated."""
     attention_pattern: tuple[AttentionKind, ...] = ("full",)
     """Attention of the layers, repeated from the first layer on: "full"; "window", a sliding
     window; or "nope", full without positions (arXiv 2305.19466). For example, OLMo 3 has
@@ -444,7 +445,8 @@ class ModelConfig:
     """Give each head a learned logit that takes part in the softmax without a value, as in GPT-OSS
     (arXiv 2309.17453)."""
     attention_scale: float | None = None
-    """Factor of the attention scores; by default head_size^-0.5."""
+    """Factor of the attention scores; by default head_size^-0.5, with `latent`
+    (head_size + rotary_size)^-0.5."""
     attention_soft_cap: float | None = None
     """Limit c of the attention scores, which become c tanh(score / c), as in Gemma 2."""
     latent: LatentAttention | None = None
@@ -531,7 +533,7 @@ class ModelConfig:
                 "base_head_size": self.attention_head_size,
             },
         )
-        if self.positions == "rope" and self.attention_head_size % 2:
+        if self.positions == "rope" and self.latent is None and self.attention_head_size % 2:
             raise UserError(
                 f"head_size = {self.attention_head_size} is odd and rotary positions turn pairs; "
                 f"use head_size = {self.attention_head_size + 1}"
@@ -628,7 +630,7 @@ class ModelConfig:
         only = {
             "positions": "rope", "kv_heads": self.heads, "attention_pattern": ("full",),
             "qk_norm": False, "partial_rotary_factor": 1.0, "attention_sinks": False,
-            "attention_soft_cap": None, "attention_dropout": 0.0,
+            "attention_soft_cap": None, "parametrization": "standard",
         }  # fmt: skip
         for key, value in only.items():
             if getattr(self, key) != value:
@@ -640,7 +642,13 @@ class ModelConfig:
             raise UserError("head_size is missing and required with latent; use head_size = 128")
         if self.bias or self.has_qkv_bias or self.has_attention_output_bias:
             raise UserError("biases are not possible with latent; use bias = false")
-        raise UserError("latent is not supported yet; leave latent out")
+        assert self.latent is not None
+        if self.latent.value_size > self.score_size:
+            raise UserError(
+                f"latent.value_size = {self.latent.value_size} is above head_size + "
+                f"latent.rotary_size = {self.score_size}, the columns of a key; use "
+                f"latent.value_size = {self.score_size}"
+            )
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "ModelConfig":
@@ -675,7 +683,9 @@ class ModelConfig:
 
     @property
     def rotary_columns(self) -> int:
-        """Columns of a head that rotary positions turn, the first ones."""
+        """Columns of a head that rotary positions turn: the first ones, with `latent` the last."""
+        if self.latent is not None:
+            return self.latent.rotary_size
         return int(self.attention_head_size * self.partial_rotary_factor)
 
     @property
@@ -708,13 +718,33 @@ class ModelConfig:
         return self.head_size or self.hidden_size // self.heads
 
     @property
+    def score_size(self) -> int:
+        """Columns of a head of queries or keys, whose products are the attention scores."""
+        return self.attention_head_size + (self.latent.rotary_size if self.latent else 0)
+
+    @property
+    def value_head_size(self) -> int:
+        """Columns of a head of values."""
+        return self.latent.value_size if self.latent else self.attention_head_size
+
+    @property
     def query_size(self) -> int:
         """Columns of all queries."""
-        return self.heads * self.attention_head_size
+        return self.heads * self.score_size
+
+    @property
+    def attention_output_size(self) -> int:
+        """Columns of the attention of all heads, before its output projection."""
+        return self.heads * self.value_head_size
+
+    @property
+    def latent_columns(self) -> int:
+        """Columns from which keys and values are computed: their latent and the rotated key."""
+        return self.latent.key_value_rank + self.latent.rotary_size if self.latent else 0
 
     @property
     def key_value_size(self) -> int:
-        """Columns of all keys, and of all values."""
+        """Columns of all keys, and of all values; without latents, whose sizes differ."""
         return self.kv_heads * self.attention_head_size
 
     @property

@@ -78,12 +78,17 @@ def routed_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> 
 
 def _common_parameters(config: ModelConfig, tensor: int) -> int:
     """Return the parameters of one block on each tensor rank, without router and experts."""
-    h = config.hidden_size
-    qkv, mlp = config.query_size + 2 * config.key_value_size, config.gate_and_up_size
-    rows = config.query_size + config.mlp_size
-    split = h * (qkv + mlp) + rows * h
-    split += qkv * config.has_qkv_bias + mlp * config.bias
+    h, mlp = config.hidden_size, config.gate_and_up_size
+    matrices = attention_matrices(config)
+    split = sum(rows * columns for name, (rows, columns) in matrices.items() if name not in DOWN)
+    split += h * (mlp + config.mlp_size) + mlp * config.bias
+    if config.has_qkv_bias:
+        split += config.query_size + 2 * config.key_value_size
     held_by_all = norms_per_block(config) * norm_parameters(config)
+    for name, (rows, columns) in matrices.items():
+        held_by_all += rows * columns if name in DOWN else 0
+    if config.latent is not None:  # the norms of the latents
+        held_by_all += config.latent.key_value_rank + (config.latent.query_rank or 0)
     held_by_all += h * config.has_attention_output_bias
     held_by_all += h * (config.bias and config.mlp_size > 0)
     if config.attention_sinks:
@@ -93,6 +98,44 @@ def _common_parameters(config: ModelConfig, tensor: int) -> int:
     elif config.qk_norm:
         held_by_all += 2 * config.attention_head_size
     return split // tensor + held_by_all
+
+
+DOWN = ("q_down", "kv_down")  # the matrices of the attention that all tensor ranks hold
+
+
+def attention_matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return the matrices of a layer's attention: rows and columns by name."""
+    h, latent = config.hidden_size, config.latent
+    output = (h, config.attention_output_size)
+    if latent is None:
+        key = (config.key_value_size, h)
+        return {"q": (config.query_size, h), "k": key, "v": key, "output": output}
+    queries = {"q": (config.query_size, h)}
+    if latent.query_rank is not None:
+        queries = {
+            "q_down": (latent.query_rank, h),
+            "q_up": (config.query_size, latent.query_rank),
+        }
+    rows = config.heads * (config.attention_head_size + latent.value_size)
+    return queries | {
+        "kv_down": (config.latent_columns, h),
+        "kv_up": (rows, latent.key_value_rank),
+        "output": output,
+    }
+
+
+def sends_latents(config: ModelConfig, tensor: int, *, shares: int = 1) -> bool:
+    """Return True if context ranks exchange latents; False: keys and values.
+
+    A rank receives keys and values of its heads only, but the latents serve all heads. Keys and
+    values are sent in one tensor, so that values have as many columns as keys.
+
+    Args:
+        tensor: number of tensor ranks
+        shares: number of context ranks that divide the heads, with Ulysses; otherwise 1
+    """
+    keys_and_values = 2 * config.query_size // (tensor * shares)
+    return config.latent is not None and config.latent_columns < keys_and_values
 
 
 def norms_per_block(config: ModelConfig) -> int:
@@ -106,12 +149,11 @@ def hidden_matrices(config: ModelConfig) -> dict[tuple[int, int], int]:
     These are the matrices that Muon updates: q, k, v, gate and up count separately; embeddings,
     output layer and routers do not count.
     """
-    h, query, key = config.hidden_size, config.query_size, config.key_value_size
+    h = config.hidden_size
     inputs = config.activation_columns(1)  # gate and up, or only up
     counts: Counter[tuple[int, int]] = Counter()
-    counts[query, h] += config.layers
-    counts[key, h] += 2 * config.layers
-    counts[h, query] += config.layers
+    for shape in attention_matrices(config).values():
+        counts[shape] += config.layers
     for model in config.uniform_models:
         mlps = {model.mlp_size: 1} if model.mlp_size else {}
         if model.experts is not None:
@@ -162,13 +204,16 @@ def recomputed_flops_per_token(config: ModelConfig, recompute: str) -> float:
     """Return the FLOPs that are recomputed for a token's backward pass.
 
     "full": the forward pass of all blocks (Narayanan et al. 2021, equation 3); "selective": that of
-    the attention core (Korthikanti et al. 2022, arXiv 2205.05198, appendix A).
+    the attention core (Korthikanti et al. 2022, arXiv 2205.05198, appendix A), which begins at the
+    latents if the model has them.
     """
     if recompute == "full":
         return flops_per_token(config) / 3 - 2 * config.hidden_size * config.vocab_size
     if recompute != "selective":
         return 0
-    return 2 * sum(attention_multiply_adds(m) * n for m, n in kinds_of_layers(config).items())
+    up = math.prod(attention_matrices(config).get("kv_up", (0,)))
+    cores = {m: attention_multiply_adds(m) + up for m in kinds_of_layers(config)}
+    return 2 * sum(cores[m] * n for m, n in kinds_of_layers(config).items())
 
 
 def block_multiply_adds(config: ModelConfig) -> float:
@@ -176,9 +221,9 @@ def block_multiply_adds(config: ModelConfig) -> float:
 
     For other blocks, `config` is that of their kind (`kinds_of_layers`).
     """
-    projections = 2 * config.query_size + 2 * config.key_value_size
-    projections += config.gate_and_up_size + config.mlp_size
-    total = config.hidden_size * projections + attention_multiply_adds(config)
+    mlp = config.gate_and_up_size + config.mlp_size
+    projections = sum(math.prod(shape) for shape in attention_matrices(config).values())
+    total = config.hidden_size * mlp + projections + attention_multiply_adds(config)
     if config.experts is not None:
         total += config.hidden_size * config.experts.count  # the router
         total += config.experts.per_token * expert_weights(config)
@@ -192,7 +237,7 @@ def head_multiply_adds(config: ModelConfig) -> int:
 
 def attention_multiply_adds(config: ModelConfig) -> float:
     """Return the multiply-adds of a token's attention scores and values in the last block."""
-    return 2 * attention_columns(config) * config.query_size
+    return attention_columns(config) * (config.query_size + config.attention_output_size)
 
 
 def attention_columns(config: ModelConfig) -> float:

@@ -143,7 +143,7 @@ def query_multiplier(model: ModelConfig) -> float:
 
     The scale of the scores is then sqrt(d_base) / d, or `attention_scale` sqrt(d_base / d).
     """
-    d = model.attention_head_size
+    d = model.score_size
     factor = math.sqrt((model.base_head_size or d) / d)
     return (
         factor if model.attention_scale is None else factor * model.attention_scale * math.sqrt(d)

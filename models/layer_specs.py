@@ -23,6 +23,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
+from models.attention import ModelAxes, recomputed
 from models.config import ModelConfig
 from models.initialization import output_multiplier
 from models.kernels.compile import Fusing
@@ -32,7 +33,7 @@ from models.parallel.cross_entropy import soft_capped, vocab_parallel_loss
 from models.parallel.layers import NORMS, VocabParallelEmbedding
 from models.parallel.micro_batch_info import MicroBatchInfo, dropout, positions_in, rows_in
 from models.sharding import Role, Sharding, declared_parameter, sharding_of
-from models.transformer import Block, ModelAxes, recomputed
+from models.transformer import Block
 
 TIED_KEY = "embedding"
 

@@ -1,71 +1,24 @@
-"""Attention, MLP and block. With one tensor rank (t = 1) this is the plain transformer.
+"""MLP and block. With one tensor rank (t = 1) this is the plain transformer.
 
-s sequence, b micro-batch, h hidden, t tensor ranks, a/t query heads and g/t key-value heads on
-this rank, d head size. Under sequence parallelism the residual stream is [s/t, b, h].
+s sequence, b micro-batch, h hidden, f MLP hidden, t tensor ranks. Under sequence parallelism the
+residual stream is [s/t, b, h].
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 
-import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from models.config import GATED, AttentionKind, ModelConfig
-from models.context_parallel.attention import (
-    attention_with_dropout,
-    gather_keys,
-    gathered_attention,
-    ring_attention,
-    windowed_attention,
-    with_whole_sequences,
-)
-from models.context_parallel.collectives import ContextAxis
-from models.context_parallel.division import Slices
-from models.context_parallel.tiles import tiles_of
+from models.attention import Attention, ModelAxes
+from models.config import GATED, ModelConfig
 from models.experts.layer import MixtureOfExperts
-from models.experts.routing import ExpertAxis
-from models.initialization import query_multiplier, residual_multiplier
-from models.kernels.attention import (
-    causal_attention,
-    document_attention,
-    in_blocks,
-    varlen_kernel,
-)
-from models.kernels.attention_parts import Limits
+from models.initialization import residual_multiplier
 from models.kernels.compile import Fusing
-from models.kernels.elementwise import ACTIVATIONS, Order, gelu, heads_first
+from models.kernels.elementwise import ACTIVATIONS, gelu
 from models.kernels.norms import Branch, add
-from models.kernels.rotary import Frequencies
+from models.latent_attention import LatentAttention
 from models.parallel.collectives import TensorAxis
-from models.parallel.layers import (
-    NORMS,
-    ColumnParallelLinear,
-    RMSNorm,
-    RowParallelLinear,
-)
-from models.parallel.micro_batch_info import (
-    Documents,
-    MicroBatchInfo,
-    positions_in,
-    stream_rows,
-    token_positions,
-)
-from models.parallel.query_key_norm import SplitRMSNorm, norm_queries_and_keys
-from models.sharding import Sharding, declared_parameter
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelAxes:
-    """The parallel axes over which layers communicate, from the perspective of one rank.
-
-    The default is one rank that has everything.
-    """
-
-    tensor: TensorAxis = field(default_factory=TensorAxis)
-    context: ContextAxis = field(default_factory=ContextAxis)
-    expert: ExpertAxis = field(default_factory=ExpertAxis)
+from models.parallel.layers import NORMS, ColumnParallelLinear, RowParallelLinear
+from models.parallel.micro_batch_info import MicroBatchInfo, stream_rows
 
 
 class Block(Fusing):
@@ -102,7 +55,8 @@ class Block(Fusing):
         # Modules are in the order of the forward pass, in which gradients are put into buckets.
         if before:
             self.attention_norm = norm()
-        self.attention = Attention(
+        kind_of_attention = Attention if config.latent is None else LatentAttention
+        self.attention = kind_of_attention(
             config,
             axes,
             name=f"{self.name}.attention.core",
@@ -169,192 +123,6 @@ class Block(Fusing):
         return Branch(y, bias, rows, self.dropout, self.multiplier)
 
 
-class Attention(Fusing):
-    """Causal self-attention over this rank's heads, within each document; without the output bias.
-
-    Communication: that of its column-parallel linear layer, of attention over context ranks, and of
-    its row-parallel linear layer.
-
-    kind: "full", "window", or "nope", which is full attention without positions
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        axes: ModelAxes,
-        *,
-        name: str,
-        kind: AttentionKind = "full",
-        recompute_core: bool = False,
-    ):
-        super().__init__()
-        self.config, self.name = config, name
-        self.tensor, self.context = axes.tensor, axes.context
-        tensor = self.tensor
-        self.recompute_core = recompute_core
-        self.heads = config.heads // tensor.size  # a/t
-        self.kv_heads = config.kv_heads // tensor.size  # g/t
-        d = config.attention_head_size
-        blocks = (config.heads * d, config.kv_heads * d, config.kv_heads * d)  # q|k|v
-        self.qkv = ColumnParallelLinear(
-            config.hidden_size, blocks, bias=config.has_qkv_bias, tensor=tensor
-        )
-        self.output = RowParallelLinear(
-            config.heads * d,
-            config.hidden_size,
-            bias=config.has_attention_output_bias,
-            tensor=tensor,
-        )
-        self.query_multiplier = query_multiplier(config)
-        self.frequencies = rotary_frequencies(config, kind)
-        self.has_table_of_its_own = self.frequencies not in (None, rotary_frequencies(config))
-        window = config.window.size if kind == "window" and config.window else None
-        self.limits: Limits | None = None
-        if window is not None or config.attention_soft_cap is not None:
-            self.limits = Limits(window, config.attention_soft_cap)
-        self.sinks: nn.Parameter | None = None
-        if config.attention_sinks:
-            sharding = Sharding((config.heads,), dimension=0, blocks=(config.heads,))
-            self.sinks = declared_parameter(sharding, tensor)  # [a/t]
-        self.qk_norm_over = config.qk_norm_over if config.qk_norm else None
-        self.q_norm: RMSNorm
-        self.k_norm: RMSNorm
-        if self.qk_norm_over == "head":
-            self.q_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, tensor=tensor)
-            self.k_norm = RMSNorm(d, config.norm_epsilon, input_is_split=True, tensor=tensor)
-        elif self.qk_norm_over == "projection":
-            self.q_norm = SplitRMSNorm(blocks[0], config.norm_epsilon, tensor=tensor)
-            self.k_norm = SplitRMSNorm(blocks[1], config.norm_epsilon, tensor=tensor)
-
-    def forward(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
-        """[s, b, h] to [s, b, h]."""
-        d = self.config.attention_head_size
-        qkv = self.qkv(x)  # [s, b, (a + 2g)/t * d]
-        if self.qk_norm_over == "projection":
-            qkv = norm_queries_and_keys(qkv, self.q_norm, self.k_norm)
-        qkv = qkv.unflatten(-1, (-1, d))  # [s, b, a/t + 2g/t, d]
-        if self.qk_norm_over == "head":
-            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-            qkv = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=2)
-        rotation = None
-        if self.frequencies is not None:
-            slices = info.slices or (range(len(qkv)),)
-            table = rotary_table_of_windows if self.has_table_of_its_own else rotary_table
-            rotation = table(slices, self.frequencies, qkv.device, info.documents)
-        q, k, v = heads_first(
-            qkv,
-            rotation,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            order=self._order(qkv, info),
-            fuse=self.fuse,
-        )
-        if self.query_multiplier != 1:
-            q = q * self.query_multiplier
-        core = partial(self._core, info=info)
-        inputs = (q, k, v) if self.sinks is None else (q, k, v, self.sinks)
-        y = recomputed(core, *inputs) if self.recompute_core else core(*inputs)
-        return self.output(y)
-
-    def _core(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, *, info: MicroBatchInfo
-    ) -> Tensor:
-        """q [b, a/t, s, d] and k, v [b, g/t, s, d] to [s, b, a/t * d]."""
-        context, division = self.context, info.division
-        if division is None:
-            y = self._attend(q, k, v, sinks, info=info)
-        elif context.attention == "ulysses":
-            share = self.heads // context.size
-            whole, head = replace(info, division=None), context.rank * share
-            of_share = None if sinks is None else sinks[head : head + share]
-            attend = partial(self._attend, sinks=of_share, info=whole, head=head)
-            y = with_whole_sequences(attend, q, k, v, context, division.order)
-        elif self._drops(info):
-            y = self._attend(q, *gather_keys(k, v, context, division.order), sinks, info=info)
-        else:
-            lengths = info.documents.lengths if info.documents else None
-            limits = self.limits and self.limits.for_part(division.length, 0)
-            tiles = tiles_of(division.slices, lengths, limits)
-            if limits is not None and limits.window is not None:
-                y = windowed_attention(q, k, v, context, division, tiles, sinks)
-            elif context.attention == "ring":
-                y = ring_attention(q, k, v, context, division, tiles, sinks)
-            else:
-                y = gathered_attention(q, k, v, context, division, tiles, sinks)
-        return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None = None,
-        *,
-        info: MicroBatchInfo,
-        head: int = 0,
-    ) -> Tensor:
-        """Return the attention of q [b, a/t, s, d] to k and v of whole sequences: [b, a/t, s, d].
-
-        Args:
-            sinks: of the heads in q, [a/t]; None: none
-            head: number of the first head among this tensor rank's heads
-        """
-        if self._drops(info):
-            return attention_with_dropout(
-                q,
-                k,
-                v,
-                probability=self.config.attention_dropout,
-                info=info,
-                layer=self.name,
-                first_head=self.tensor.rank * self.heads + head,
-                fuse=self.fuse,
-                limits=self.limits,
-                sinks=sinks,
-            )
-        if self.limits is not None or sinks is not None:
-            return self._attend_specially(q, k, v, sinks, info)
-        if info.documents is not None:
-            varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
-            return document_attention(q, k, v, info.documents.lengths, varlen=varlen)
-        return causal_attention(q, k, v)
-
-    def _attend_specially(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, info: MicroBatchInfo
-    ) -> Tensor:
-        """Return the attention with a window, sinks or a soft cap, as `_attend` does."""
-        varlen, lengths = None, info.documents.lengths if info.documents else None
-        if self.limits is None or self.limits.soft_cap is None:
-            varlen = varlen_kernel(q.device, q.dtype, q.shape[-1])
-        if varlen is not None and lengths is None:
-            lengths = ((q.shape[2],),) * len(q)  # each sequence is one document
-        if lengths is None:
-            return causal_attention(q, k, v, limits=self.limits, sinks=sinks)
-        return document_attention(q, k, v, lengths, varlen=varlen, limits=self.limits, sinks=sinks)
-
-    def _drops(self, info: MicroBatchInfo) -> bool:
-        """Return True if attention probabilities are dropped."""
-        return info.dropout is not None and self.config.attention_dropout > 0
-
-    def _order(self, qkv: Tensor, info: MicroBatchInfo) -> Order:
-        """Return the memory order of the heads in which the attention core needs no copies.
-
-        The order is contiguous if attention runs in blocks or keys are exchanged with other context
-        ranks, and one sequence after the other if one call computes all documents. Otherwise it is
-        [s, b, a, d]: torch's kernel then writes its output in the same order, which the next matmul
-        needs.
-        """
-        if info.division is not None or in_blocks(qkv, len(qkv)):
-            return "basd"
-        is_special = self.limits is not None or self.sinks is not None
-        if info.documents is not None or is_special:
-            if varlen_kernel(qkv.device, qkv.dtype, qkv.shape[-1]):
-                return "bsad"
-            if is_special:
-                return "basd"
-        return "sbad"
-
-
 class MLP(Fusing):
     """activation(x U) D, without the output bias; a gated activation reads x G and x U.
 
@@ -393,50 +161,3 @@ class MLP(Fusing):
 def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """Return y + bias: [s, b, h]."""
     return y if bias is None else y + bias
-
-
-def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Return function(*inputs), whose intermediate results the backward pass recomputes.
-
-    No random state has to be restored, because dropout masks are functions of their key.
-    """
-    if not torch.is_grad_enabled():
-        return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
-def rotary_frequencies(config: ModelConfig, kind: AttentionKind = "full") -> Frequencies | None:
-    """Return the frequencies of the rotary positions of a kind of attention; None: it has none."""
-    if config.positions != "rope" or kind == "nope":
-        return None
-    theta, scaling = config.rope_theta, config.rope_scaling
-    if kind == "window" and config.window is not None:
-        theta = config.window.rope_theta or theta
-        scaling = scaling if config.window.rope_scaled else None
-    return Frequencies(config.rotary_columns, theta, scaling)
-
-
-@lru_cache(maxsize=2)  # shared by all layers, for a micro-batch and for a recomputed one
-def rotary_table(
-    slices: Slices, frequencies: Frequencies, device: torch.device, documents: Documents | None
-) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the rotary angles, each [s, b, 1, d/2], in fp32 (arXiv 2104.09864).
-
-    d are the rotated columns of a head.
-    Both are multiplied by YaRN's attention factor. Without documents all sequences share the given
-    positions, [s, 1, 1, d/2]. Attention depends only on differences of positions. They restart in
-    each document so that the numbers of a document do not depend on its offset in the sequence. The
-    tables are cached here instead of in a buffer of the model, because DeepSpeed would cast a
-    buffer to bf16.
-    """
-    if documents is None:
-        places = token_positions(slices, device)[:, None]  # [s, 1]
-    else:
-        places = positions_in(documents, device, slices)  # [s, b]
-    per_position = frequencies.on(device)
-    angles = (places[..., None].float() * per_position).unsqueeze(2)  # [s, b, 1, d/2]
-    return angles.cos() * frequencies.amplitude, angles.sin() * frequencies.amplitude
-
-
-# A second cache, for layers with other frequencies.
-rotary_table_of_windows = lru_cache(maxsize=2)(rotary_table.__wrapped__)

@@ -260,7 +260,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(axis.size):
             passed = begin_pass(held, axis) if step < axis.size - 1 else None
             keys, values = held
-            others = pieces(tiles, _slices_at(step, axis, division))
+            others = pieces(tiles, slices_at(step, axis, division))
             attend_to_others(parts, q, keys, values, others)
             if passed is not None:
                 held = passed()
@@ -280,7 +280,7 @@ class _RingAttention(torch.autograd.Function):
             if step == 0:
                 write_gradients_of_own((grad_q, *total), merged, k, v, tiles)
             keys, values = held
-            others = pieces(tiles, _slices_at(step, axis, division))
+            others = pieces(tiles, slices_at(step, axis, division))
             add_gradients_of_others((grad_q, *total), merged, keys, values, others)
             if arriving is not None:  # what earlier ranks have added for the same keys
                 total += arriving()
@@ -292,7 +292,7 @@ class _RingAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None, None, None
 
 
-def _slices_at(step: int, axis: ContextAxis, division: Division) -> Slices:
+def slices_at(step: int, axis: ContextAxis, division: Division) -> Slices:
     """Return the positions of the keys that this rank holds after `step` passes."""
     return division.slices_of((axis.rank - step) % axis.size)
 
@@ -367,7 +367,7 @@ def attention_with_dropout(
     (b, a, n, d), (g, s) = q.shape, k.shape[1:3]
     assert info.dropout is not None
     q = q.reshape(b * g, (a // g) * n, d)  # each group's heads under its key and value
-    k, v = k.reshape(b * g, s, d), v.reshape(b * g, s, d)
+    k, v = k.reshape(b * g, s, d), v.reshape(b * g, s, -1)
     # The scores are scaled before they are rounded, because fp16 ends at 65504.
     scores = torch.baddbmm(q.new_empty(1), q, k.transpose(1, 2), beta=0, alpha=d**-0.5)
     scores = scores.view(b, a, n, s)
@@ -396,4 +396,4 @@ def attention_with_dropout(
         slices=info.slices,
     )
     probabilities = drop_out(probabilities, rows, probability, fuse)
-    return torch.bmm(probabilities.view(b * g, -1, s), v).view(b, a, n, d)
+    return torch.bmm(probabilities.view(b * g, -1, s), v).view(b, a, n, -1)

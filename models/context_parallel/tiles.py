@@ -189,7 +189,7 @@ def assemble(
         parts: the attention of each tile to all of its keys
         sinks: merged into each part; None: none
     """
-    b, a, n, d = q.shape
+    (b, a, n, _), d = q.shape, parts[0][0].shape[-1]  # of the values
     out = q.new_empty((n, b, a, d)).permute(1, 2, 0, 3)
     logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for tile, part in zip(tiles, parts, strict=True):

@@ -8,7 +8,8 @@ On a GPU one call of flash attention computes all documents of a micro-batch; el
 call per document (arXiv 2402.13991). The work is the sum of the squared lengths, and no mask is
 needed, which would be [b, s, s] and rule out fused kernels.
 
-b micro-batch, a query heads, g key-value heads, s sequence, d head size.
+b micro-batch, a query heads, g key-value heads, s sequence, d head size. Values may have fewer
+columns than keys, as in latent attention; so has the output then.
 """
 
 import importlib
@@ -39,6 +40,7 @@ from models.kernels.attention_parts import (
     merge_sinks,
     scaled_scores,
     sink_gradient,
+    widened,
 )
 
 ROWS = 128  # number of queries of a block
@@ -81,6 +83,9 @@ def causal_attention(
     if in_blocks(q, q.shape[2], sequence):
         return _BlockedAttention.apply(q, k, v, None, None)
     grouped = q.shape[1] != k.shape[1]
+    if v.shape[-1] != q.shape[-1] and q.device.type == "cpu":  # else torch keeps all probabilities
+        y = F.scaled_dot_product_attention(q, k, widened(v, q), is_causal=True, enable_gqa=grouped)
+        return y[..., : v.shape[-1]]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
@@ -207,6 +212,9 @@ def _packed_attention(
     (`elementwise.heads_first` arranges it).
     """
     b, a, s, d = q.shape
+    columns = v.shape[-1]
+    if columns != d:
+        v = widened(v, q)
     packed = (x.transpose(1, 2).reshape(b * s, -1, d) for x in (q, k, v))
     ends = cumulative_lengths(lengths, q.device)
     longest = max(map(max, lengths))
@@ -224,7 +232,8 @@ def _packed_attention(
             window_size=(left, 0),
             enable_gqa=a != k.shape[1],
         )
-    return y.view(b, s, a, d).transpose(1, 2)
+    y = y.view(b, s, a, d).transpose(1, 2)
+    return y if columns == d else y[..., :columns]
 
 
 @lru_cache(maxsize=4096)  # for all layers and all micro-batches of a step; each has a few KB
@@ -345,7 +354,7 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, limits):
-        b, a, s, d = q.shape
+        (b, a, s, _), d = q.shape, v.shape[-1]
         keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [b * g, s, d]
         out, kept, totals = q.new_empty(s, b, a, d).permute(1, 2, 0, 3), [], []
         for block in _blocks(s, limits):  # `out` is in the order in which the next matmul reads it

@@ -8,7 +8,8 @@ other part (FlashAttention, arXiv 2205.14135; ring attention, arXiv 2310.01889).
 An attention sink is a part, too: a learned logit for each query head, without a value (arXiv
 2309.17453). It is merged after all other parts, once.
 
-b sequences, a query heads, g key-value heads, n queries, m keys, d head size.
+b sequences, a query heads, g key-value heads, n queries, m keys, d head size. Values may have fewer
+columns than keys, as in latent attention; so have the output and its gradient then.
 """
 
 from collections.abc import Callable, Iterator
@@ -70,8 +71,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, limits: Limits | No
     kernel = kernel_for(q, limits)
     if not kernel.grouped:
         k, v = (_for_each_query_head(x, q) for x in (k, v))
-    out, logsumexp = kernel.forward(q, k, v, causal)
+    if v.shape[-1] == q.shape[-1] or kernel.any_value_size:
+        out, logsumexp = kernel.forward(q, k, v, causal)
+    else:
+        out, logsumexp = kernel.forward(q, k, widened(v, q), causal)
+        out = out[..., : v.shape[-1]]
     return out.float(), logsumexp.float()
+
+
+def widened(x: Tensor, like: Tensor) -> Tensor:
+    """Return x with columns of zeros appended, as many columns as another tensor has."""
+    return F.pad(x, (0, like.shape[-1] - x.shape[-1]))
 
 
 def attend_backward(
@@ -93,8 +103,13 @@ def attend_backward(
     kernel, groups, (out, logsumexp) = kernel_for(q, limits), k.shape[1], whole
     if not kernel.grouped:
         k, v = (_for_each_query_head(x, q) for x in (k, v))
+    columns = v.shape[-1]
+    if columns != q.shape[-1] and not kernel.any_value_size:
+        grad, v, out = (widened(x, q) for x in (grad, v, out))
     grads = kernel.backward(grad, q, k, v, (out.to(q.dtype), logsumexp), causal)
     grad_q, grad_k, grad_v = (x.float() for x in grads)
+    if columns != grad_v.shape[-1]:
+        grad_v = grad_v[..., :columns]
     if not kernel.grouped:
         grad_k, grad_v = (x.unflatten(1, (groups, -1)).sum(dim=2) for x in (grad_k, grad_v))
     return grad_q, grad_k, grad_v
@@ -135,11 +150,13 @@ class Kernel:
         forward: function of q, k, v and causal
         backward: function of the gradient, q, k, v, the merged part and causal
         grouped: several query heads may share a key and a value
+        any_value_size: values need not have as many columns as keys
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], Part]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Part, bool], Gradients]
     grouped: bool
+    any_value_size: bool = False
 
 
 def kernel_for(q: Tensor, limits: Limits | None = None) -> Kernel:
@@ -169,7 +186,12 @@ def limited_kernel(q: Tensor, limits: Limits) -> Kernel:
         forward, backward = _flash_window_forward, _flash_window_backward
     else:
         forward, backward = _blocked_forward, _blocked_backward
-    return Kernel(partial(forward, limits), partial(backward, limits), grouped=True)
+    return Kernel(
+        partial(forward, limits),
+        partial(backward, limits),
+        grouped=True,
+        any_value_size=forward is _blocked_forward,
+    )
 
 
 @lru_cache(maxsize=8)
@@ -317,7 +339,7 @@ def grouped_rows(x: Tensor, k: Tensor, first: int, last: int) -> Tensor:
 
 
 def _blocked_forward(limits: Limits, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
-    b, a, n, d = q.shape
+    (b, a, n, _), d = q.shape, v.shape[-1]
     keys, values = k.flatten(0, 1), v.flatten(0, 1)  # [b * g, m, d]
     out = q.new_empty(n, b, a, d).permute(1, 2, 0, 3)  # as the next matmul reads it
     logsumexp = torch.empty((b, a, n), dtype=_wide(q), device=q.device)
@@ -436,8 +458,8 @@ def hide_earlier(scores: Tensor, block: Block, limits: Limits) -> None:
 
 
 REFERENCE = Kernel(
-    _reference_forward, _reference_backward, grouped=False
+    _reference_forward, _reference_backward, grouped=False, any_value_size=True
 )  # materialises the scores
 CPU_FLASH = Kernel(_cpu_forward, _cpu_backward, grouped=True)
 FLASH = Kernel(_flash_forward, _flash_backward, grouped=True)
-EFFICIENT = Kernel(_efficient_forward, _efficient_backward, grouped=False)
+EFFICIENT = Kernel(_efficient_forward, _efficient_backward, grouped=False, any_value_size=True)

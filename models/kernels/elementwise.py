@@ -103,6 +103,56 @@ def heads_first(
     return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, order), fuse)
 
 
+def rotated_last(
+    x: Tensor, rotation: tuple[Tensor, Tensor], *, order: Order, fuse: Function
+) -> Tensor:
+    """Rotate the last columns of each head: [s, b, a, d] to [b, a, s, d].
+
+    Args:
+        rotation: cos and sin [s, b or 1, 1, r/2] for the last r columns, as in `heads_first`
+        order: order of the dimensions in memory
+    """
+    return _RotatedLast.apply(x, *rotation, order, fuse)
+
+
+def keys_and_values(
+    heads: Tensor, rotated: Tensor, *, key_size: int, order: Order, fuse: Function
+) -> tuple[Tensor, Tensor]:
+    """Return the keys [b, a, s, d + r] and the values [b, a, s, v] of latent attention.
+
+    Args:
+        heads: d columns of a key and v columns of a value of each head, [b, s, a, d + v]
+        rotated: rotated columns of the keys of all heads, [b, s, r]
+        key_size: d
+        order: order of the dimensions in memory
+    """
+    return _KeysAndValues.apply(heads, rotated, key_size, order, fuse)
+
+
+class _RotatedLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin, order, fuse):
+        ctx.fuse = fuse
+        ctx.save_for_backward(cos, sin)
+        return fuse(_rotated_last)(x, cos, sin, order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.fuse(_rotated_last_backward)(grad, *ctx.saved_tensors), None, None, None, None
+
+
+class _KeysAndValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, heads, rotated, key_size, order, fuse):
+        ctx.key_size, ctx.fuse = key_size, fuse
+        return fuse(_keys_and_values)(heads, rotated, key_size, order)
+
+    @staticmethod
+    def backward(ctx, grad_k, grad_v):
+        grads = ctx.fuse(keys_and_values_backward)(grad_k, grad_v, ctx.key_size)
+        return *grads, None, None, None
+
+
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, function, gradient):
@@ -247,6 +297,43 @@ def _heads_first_backward(
         return torch.cat([q, k, v], dim=2)
     q, k = _rotate(q, cos, -sin), _rotate(k, cos, -sin)
     return torch.cat([q, k, v], dim=2)
+
+
+def _rotated_last(x: Tensor, cos: Tensor, sin: Tensor, order: Order) -> Tensor:
+    there, back = PERMUTATIONS[order]
+    return _rotate_last(x, cos, sin).permute(there).contiguous().permute(back)
+
+
+def _rotated_last_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the gradient of the heads, [s, b, a, d]."""
+    return _rotate_last(grad.permute(2, 0, 1, 3), cos, -sin)
+
+
+def _rotate_last(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first = x.shape[-1] - 2 * cos.shape[-1]
+    return torch.cat([x[..., :first], _rotate(x[..., first:], cos, sin)], dim=-1)
+
+
+def _keys_and_values(
+    heads: Tensor, rotated: Tensor, key_size: int, order: Order
+) -> tuple[Tensor, Tensor]:
+    own, v = heads[..., :key_size], heads[..., key_size:]
+    shared = rotated[:, :, None].expand(*own.shape[:3], -1)
+    there, back = PERMUTATIONS[order]
+    k, v = (
+        x.transpose(0, 1).permute(there).contiguous().permute(back)
+        for x in (torch.cat([own, shared], dim=-1), v)
+    )
+    return k, v
+
+
+def keys_and_values_backward(
+    grad_k: Tensor, grad_v: Tensor, key_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `heads` and `rotated` in `keys_and_values`."""
+    k, v = grad_k.transpose(1, 2), grad_v.transpose(1, 2)  # [b, s, a, ...]
+    shared = k[..., key_size:].sum(2, dtype=torch.promote_types(k.dtype, torch.float32))
+    return torch.cat([k[..., :key_size], v], dim=-1), shared.to(k.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

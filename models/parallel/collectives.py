@@ -11,9 +11,10 @@ parallelism g-bar, arXiv 2205.05198). s sequence, b micro-batch, h hidden, t ten
 | scatter_to_tensor_axis  | this rank's part       | all-gather     |
 | gather_from_tensor_axis | all-gather             | this rank's part |
 | reduce_scatter_sequence | reduce-scatter         | all-gather     |
+| gather_sequence         | all-gather             | reduce-scatter |
 
-The conjugate of the last one, all-gather forward and reduce-scatter backward, is part of the
-column-parallel matmul (`layers.py`), which keeps a part of its input instead of the whole.
+The last one is also part of the column-parallel matmul (`layers.py`), which keeps a part of its
+input instead of the whole.
 """
 
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def copy_to_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
     """Forward: identity; backward: all-reduce. Enters a region in which each rank does a part."""
     if axis.size == 1:
         return x
-    return conjugate(x, lambda x, axis: x.view_as(x), _sum_of_copies, axis)
+    return conjugate(x, lambda x, axis: x.view_as(x), sum_of_copies, axis)
 
 
 def reduce_from_tensor_axis(x: Tensor, axis: TensorAxis) -> Tensor:
@@ -78,6 +79,16 @@ def gather_from_tensor_axis(x: Tensor, axis: TensorAxis, dimension: int = -1) ->
 def reduce_scatter_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
     """Forward: reduce-scatter, [s, b, h] to [s/t, b, h]; backward: all-gather."""
     return x if axis.size == 1 else conjugate(x, reduce_scatter, all_gather, axis)
+
+
+def gather_sequence(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Forward: all-gather, [s/t, b, h] to [s, b, h]; backward: reduce-scatter, in fp32."""
+    return x if axis.size == 1 else conjugate(x, all_gather, _part_of_sum, axis)
+
+
+def enter_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
+    """Apply gather_sequence or copy_to_tensor_axis before each rank computes a part."""
+    return gather_sequence(x, axis) if axis.sequence_parallel else copy_to_tensor_axis(x, axis)
 
 
 def leave_tensor_region(x: Tensor, axis: TensorAxis) -> Tensor:
@@ -156,13 +167,19 @@ def _part(x: Tensor, axis: TensorAxis, dimension: int) -> Tensor:
     return x.chunk(axis.size, dim=dimension)[axis.rank].contiguous()
 
 
-def _sum_of_copies(grad: Tensor, axis: TensorAxis) -> Tensor:
+def sum_of_copies(grad: Tensor, axis: TensorAxis) -> Tensor:
+    """Return the sum of the ranks' gradients of a replicated tensor."""
     # Copy, because other operations may also hold `grad`. All-reduce in fp32, because every
     # addition in 16 bits would round the sum.
     dtype = torch.promote_types(grad.dtype, torch.float32)
     total = grad.to(dtype, memory_format=torch.contiguous_format, copy=True)
     dist.all_reduce(total, group=axis.group)
     return total.to(grad.dtype)
+
+
+def _part_of_sum(grad: Tensor, axis: TensorAxis) -> Tensor:
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    return reduce_scatter(wide, axis).to(grad.dtype)
 
 
 class _Conjugate(torch.autograd.Function):

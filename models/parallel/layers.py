@@ -21,6 +21,7 @@ from models.parallel.collectives import (
     begin_sum_of_copies,
     copy_to_tensor_axis,
     leave_tensor_region,
+    sum_of_copies,
 )
 from models.sharding import Role, Sharding, declared_parameter
 
@@ -129,6 +130,39 @@ class RowParallelLinear(Deferring):
         return copy_to_tensor_axis(self.bias, self.tensor)
 
 
+class ReplicatedLinear(Deferring):
+    """y = x W^T with all of W on every tensor rank.
+
+    Forward: no communication. Backward: under sequence parallelism, where each rank has other
+    positions, an all-reduce of the weight gradient.
+    """
+
+    def __init__(self, in_size: int, out_size: int, *, tensor: TensorAxis):
+        super().__init__()
+        self.tensor = tensor
+        self.weight = declared_parameter(Sharding((out_size, in_size), role="hidden"), tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, in] to [s, b, out] (both s/t under sequence parallelism)."""
+        tensor, deferral = self.tensor, self.deferral
+        if not tensor.sequence_parallel or tensor.size == 1:
+            return matmul(x, self.weight, None, deferral)
+        if deferral is None:
+            return F.linear(x, copy_to_tensor_axis(self.weight, tensor))
+        return matmul(x, self.weight, None, _SumOfCopies(deferral, tensor))
+
+
+class _SumOfCopies(Deferral):
+    """Defers weight gradients that are summed over the tensor ranks when they are computed."""
+
+    def __init__(self, deferral: Deferral, tensor: TensorAxis):
+        super().__init__()
+        self.deferral, self.tensor = deferral, tensor
+
+    def put(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
+        self.deferral.put(weight, lambda: sum_of_copies(gradient(), self.tensor))
+
+
 def column_parallel_matmul(
     x: Tensor,
     weight: nn.Parameter,
@@ -143,9 +177,7 @@ def column_parallel_matmul(
     return matmul(x, weight, bias, deferral)
 
 
-def matmul(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, deferral: Deferral | None
-) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | None) -> Tensor:
     """Return x W^T + bias without communication: [s, b, in] to [s, b, out]."""
     if deferral is None:
         return F.linear(x, weight, bias)

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from models.attention import ModelAxes
 from models.errors import UserError
 from models.layer_specs import (
     SequentialModel,
@@ -30,7 +31,6 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.transformer import ModelAxes
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
 from tests.ranks import join_world, run_ranks, start_ranks

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import chain
 
 import pytest
+import torch
 
 from models.parallel.collectives import TensorAxis
 from models.sharding import Sharding
@@ -127,3 +128,22 @@ def test_the_work_of_512_ranks_is_balanced() -> None:
         mean, most = sum(load) / ranks, max(matrix.cost for matrix in matrices)
         assert max(load) <= mean + most
         assert ranks == 512 or max(load) < 1.1 * mean
+
+
+def test_copies_of_a_matrix_get_the_same_update() -> None:
+    """Two tensor ranks hold the whole matrix each, divided among two data ranks."""
+    sharding = Sharding((6, 4), role="hidden")
+    shards = [
+        [Shard(Fragment("kv_down", elements, 0, 0), sharding, tensor_rank)]
+        for elements in (range(13), range(13, 24))
+        for tensor_rank in range(2)
+    ]
+    (matrix,) = matrices_of(shards, 2)
+    values = torch.arange(24.0)
+    places = {id(p): values[p.start : p.start + p.length].clone() for p in matrix.pieces}
+    whole = muon_exchange._assembled(matrix, places, values)
+    assert torch.equal(whole, values.view(6, 4))
+    muon_exchange._take_apart(matrix, -whole, places)
+    assert len(matrix.pieces) == 4
+    for piece in matrix.pieces:
+        assert torch.equal(places[id(piece)], -values[piece.start : piece.start + piece.length])

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from models import initialization
+from models.attention import ModelAxes
 from models.initialization import NormalRows, initial_std, initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.sharding import place_of, sharding_of
-from models.transformer import ModelAxes
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config

@@ -53,6 +53,7 @@ RECIPES = {  # name -> (file in recipes/, ranks, changes)
                      'model.activation="squared_relu"')),
     "experts with biases": ("tiny-moe-bias.toml", 2, (PRECISION.format("bf16"),)),
     "partial rotation": ("tiny-window.toml", 2, (PRECISION.format("bf16"),)),
+    "latent attention": ("tiny-mla.toml", 2, (PRECISION.format("bf16"),)),
     "mup": ("tiny-mup-64.toml", 1, ()),
 }  # fmt: skip
 H100 = SimpleNamespace(  # as torch.cuda.get_device_properties describes it

@@ -30,7 +30,7 @@ def test_recomputation_that_keeps_everything_is_noticed() -> None:
     with (
         mock.patch("benchmarks.activation_memory.FORMULAS", recomputing),
         mock.patch("models.layer_specs.recomputed", lambda function, *inputs: function(*inputs)),
-        mock.patch("models.transformer.recomputed", lambda function, *inputs: function(*inputs)),
+        mock.patch("models.attention.recomputed", lambda function, *inputs: function(*inputs)),
     ):
         ratios = [row["counted_over_formula"] for row in rows()]
     assert min(ratios) > 1.5

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
+from models.attention import ModelAxes
 from models.config import Experts, ModelConfig
 from models.initialization import (
     initialize,
@@ -34,7 +35,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
 from models.sharding import sharding_of
-from models.transformer import Block, ModelAxes
+from models.transformer import Block
 from tests.conftest import small_recipe
 from tests.models.test_transformer import (
     COMPLETEP,

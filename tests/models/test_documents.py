@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from models import transformer
+from models.attention import rotary_table
 from models.config import ModelConfig
 from models.initialization import initialize
 from models.kernels import attention
@@ -24,7 +24,6 @@ from models.kernels.elementwise import heads_first
 from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo, positions_in
-from models.transformer import rotary_table
 from tests.models.test_transformer import GROUPED_WITH_DROPOUT, KEY, LLAMA, SHAPES, WITH_DROPOUT
 
 SHAPES_WITH_DROPOUT = {"llama": GROUPED_WITH_DROPOUT, "gpt2": WITH_DROPOUT}
@@ -209,7 +208,7 @@ def test_documents_in_one_call_do_not_see_each_other(shape: str) -> None:
     place = {"row": 0, "where": slice(0, 24)}
     expected = run(config, rows, lengths, **place)
     with (
-        mock.patch.object(transformer, "varlen_kernel", return_value=plain_varlen),
+        mock.patch("models.attention.varlen_kernel", return_value=plain_varlen),
         mock.patch.object(attention, "MAX_KEPT_LENGTH", 0),  # else heads would have the CPU's order
     ):
         found = run(config, rows, lengths, **place)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models import transformer
+from models import attention
 from models.config import ModelConfig, RopeScaling
 from models.errors import UserError
 from models.hugging_face.config import hugging_face_config, model_settings
@@ -64,12 +64,12 @@ def largest_difference(config: ModelConfig, positions: range) -> float:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(config.vocab_size, (1, len(positions)), generator=generator)
     labels = tokens.roll(-1, dims=1)
-    table = transformer.rotary_table
+    table = attention.rotary_table
 
     def moved(_: Any, *rest: Any) -> tuple[Tensor, Tensor]:
         return table((positions,), *rest)
 
-    with mock.patch.object(transformer, "rotary_table", moved):
+    with mock.patch.object(attention, "rotary_table", moved):
         loss = ours(tokens, labels, MicroBatchInfo())
         loss.backward()
         found = run_layers(ours.layers, tokens, info=MicroBatchInfo()).detach()
@@ -124,13 +124,13 @@ def test_positions_around_130_000_agree_with_transformers(name: str) -> None:
 def test_a_wrong_frequency_is_noticed(name: str, fault: dict[str, Any]) -> None:
     config = config_of(SCALINGS[name], sequence_length=2**17)
     with mock.patch.multiple(rotary, **fault):
-        transformer.rotary_table.cache_clear()
+        attention.rotary_table.cache_clear()
         assert largest_difference(config, range(130_000, 130_048)) > 1e-3
-    transformer.rotary_table.cache_clear()
+    attention.rotary_table.cache_clear()
 
 
 def test_positions_up_to_a_million_are_exact() -> None:
-    table = transformer.rotary_table((range(2**20 - 2, 2**20),), Frequencies(2), CPU, None)
+    table = attention.rotary_table((range(2**20 - 2, 2**20),), Frequencies(2), CPU, None)
     expected = torch.arange(2**20 - 2, 2**20, dtype=torch.float64)  # the first pair turns by 1
     assert torch.allclose(table[0].flatten(), expected.cos().float(), atol=1e-6)
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.attention import ModelAxes, rotary_table
 from models.initialization import initialize
 from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.transformer import ModelAxes, rotary_table
 from tests.models.test_transformer import SHAPES, example_tokens, gathered, labels_of
 from tests.ranks import join_world, run_ranks
 

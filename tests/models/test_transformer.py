@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models import cost
+from models.attention import Attention, ModelAxes, rotary_frequencies
 from models.config import ModelConfig, RopeScaling, Window
 from models.hugging_face.config import hugging_face_config
 from models.hugging_face.weights import counterparts, from_hugging_face, to_hugging_face
@@ -29,7 +30,6 @@ from models.layer_specs import (
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
 from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
-from models.transformer import Attention, ModelAxes, rotary_frequencies
 from tests.ranks import run_ranks
 
 LLAMA = ModelConfig(

@@ -22,6 +22,7 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from models.attention import rotary_table
 from models.context_parallel.tiles import Tile, tiles_of
 from models.errors import UserError
 from models.initialization import depth_ratio, query_multiplier, width_ratio
@@ -31,7 +32,6 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.layers import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
 from models.sharding import MatrixPart, Sharding
-from models.transformer import rotary_table
 from tests.conftest import GPT_SWITCHES, changed, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
 from threefold.commands import prove
@@ -120,7 +120,12 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
     if model.embedding_multiplier != 1:  # the embedded tokens have the same size
         size = model.initial_std * model.embedding_multiplier
         assert small.initial_std * small.embedding_multiplier == pytest.approx(size)
-    assert (small.rotary_columns < 8) == (model.partial_rotary_factor < 1)
+    if model.latent is None:
+        assert small.latent is None
+        assert (small.rotary_columns < 8) == (model.partial_rotary_factor < 1)
+    else:
+        assert small.latent is not None and small.score_size == 12
+        assert (small.latent.query_rank is None) == (model.latent.query_rank is None)
     assert small.parametrization == model.parametrization
     if model.base_hidden_size is not None:
         assert width_ratio(small) == pytest.approx(width_ratio(model), rel=0.1)
@@ -651,7 +656,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             loss_of_one_rank,
         ),
         "context ranks count positions from 0": (
-            "models.transformer.rotary_table",
+            "models.attention.rotary_table",
             lambda slices, *rest: rotary_table((range(sum(map(len, slices))),), *rest),
         ),
         "keys get no gradient from other context ranks": (
@@ -659,7 +664,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda x, axis, order: torch.zeros_like(x.chunk(axis.size, dim=-2)[0]),
         ),
         "other context ranks attend across documents": (
-            "models.transformer.tiles_of",
+            "models.attention.tiles_of",
             lambda slices, lengths, limits: tiles_of(slices, None, limits),
         ),
         "windows of received keys end a key early": (
@@ -671,7 +676,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda part, sinks: merge_sinks(merge_sinks(part, sinks), sinks),
         ),
         "windows have the rotary base of other layers": (
-            "models.transformer.rotary_table_of_windows",
+            "models.attention.rotary_table_of_windows",
             lambda slices, frequencies, *rest: rotary_table(
                 slices, replace(frequencies, theta=10_000.0), *rest
             ),

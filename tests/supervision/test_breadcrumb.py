@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
+from models.attention import ModelAxes
 from models.config import ModelConfig
 from models.layer_specs import VocabularyTable
 from models.parallel.collectives import TensorAxis
-from models.transformer import ModelAxes
 from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine
 from threefold.supervision.hang_report import Breadcrumb
 

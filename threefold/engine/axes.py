@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
 
+from models.attention import ModelAxes
 from models.context_parallel.collectives import ContextAxis
 from models.experts.routing import ExpertAxis
 from models.parallel.collectives import TensorAxis
 from models.parallel.process_groups import NcclSettings, create_groups
-from models.transformer import ModelAxes
 from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 

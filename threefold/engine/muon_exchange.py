@@ -45,6 +45,7 @@ class Piece:
         flat: index of the rank's flat tensor that contains the piece
         offset: index of the first element in the flat tensor
         part: the tensor rank's part of the matrix
+        copy: number of the copy of the matrix; tensor ranks may hold a copy each
         start: index of the first element within the part
     """
 
@@ -54,6 +55,7 @@ class Piece:
     part: MatrixPart
     start: int
     length: int
+    copy: int = 0
 
 
 @dataclass
@@ -121,7 +123,7 @@ def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Mat
             tensor = TensorAxis(rank=shard.tensor_rank, size=tensor_size)
             parts = shard.sharding.matrix_parts(tensor)
             for number, part in enumerate(parts):
-                piece = _piece(rank, shard.fragment, part)
+                piece = _piece(rank, shard, part)
                 if piece.length <= 0:
                     continue
                 key = shard.fragment.name, number
@@ -130,11 +132,13 @@ def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Mat
                 matrix.pieces.append(piece)
     for (name, number), matrix in matrices.items():
         held = sum(piece.length for piece in matrix.pieces)
-        assert held == matrix.elements, f"{held} of {matrix.elements} elements: {name}, {number}"
+        expected = matrix.elements * len({piece.copy for piece in matrix.pieces})
+        assert held == expected, f"{held} of {expected} elements: {name}, {number}"
     return [matrices[key] for key in sorted(matrices, key=lambda key: (matrices[key].flat, *key))]
 
 
-def _piece(rank: int, fragment: Fragment, part: MatrixPart) -> Piece:
+def _piece(rank: int, shard: Shard, part: MatrixPart) -> Piece:
+    fragment = shard.fragment
     first = max(fragment.elements.start, part.elements.start)
     last = min(fragment.elements.stop, part.elements.stop)
     return Piece(
@@ -144,6 +148,7 @@ def _piece(rank: int, fragment: Fragment, part: MatrixPart) -> Piece:
         part=part,
         start=first - part.elements.start,
         length=last - first,
+        copy=shard.tensor_rank if shard.sharding.replicated else 0,
     )
 
 
@@ -330,7 +335,10 @@ def _batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
 
 
 def _assembled(matrix: Matrix, places: Mapping[int, Tensor], like: Tensor) -> Tensor:
-    """Return a matrix from its pieces, given the values of each piece by its `id`."""
+    """Return a matrix from its pieces, given the values of each piece by its `id`.
+
+    Copies of the matrix on several tensor ranks are equal. All of them get the same result.
+    """
     whole = like.new_empty(matrix.shape)
     for pieces in _by_part(matrix):
         part = pieces[0].part
@@ -363,11 +371,13 @@ def _in_place(
 
 
 def _by_part(matrix: Matrix) -> Iterator[list[Piece]]:
-    """Yield the pieces of each tensor rank's part, in the order of its elements."""
-    ordered = sorted(
-        matrix.pieces, key=lambda p: (p.part.rows.start, p.part.columns.start, p.start)
-    )
-    for _, pieces in groupby(ordered, lambda p: (p.part.rows.start, p.part.columns.start)):
+    """Yield the pieces of each tensor rank's part or copy, in the order of its elements."""
+
+    def place(piece: Piece) -> tuple[int, int, int]:
+        return piece.copy, piece.part.rows.start, piece.part.columns.start
+
+    ordered = sorted(matrix.pieces, key=lambda piece: (*place(piece), piece.start))
+    for _, pieces in groupby(ordered, place):
         yield list(pieces)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from models.config import Experts, ModelConfig
+from models.config import Experts, LatentAttention, ModelConfig
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.data.token_file import write_token_file
 
+SMALL_ROTARY_SIZE, SMALL_KEY_VALUE_RANK, SMALL_QUERY_RANK = 4, 10, 12
 HEAD_SIZE = 8
 MAX_HEADS_PER_GROUP = 3  # query heads per key-value head
 MIN_SEQUENCE_LENGTH = 16
@@ -138,10 +139,24 @@ def small_attention(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, A
     if model.partial_rotary_factor != 1:
         columns = max(2, round(model.partial_rotary_factor * HEAD_SIZE / 2) * 2)
         small["partial_rotary_factor"] = columns / HEAD_SIZE
+    if model.latent is not None:
+        small["latent"] = small_latent(model.latent)
     if model.attention_scale is not None:
-        ratio = math.sqrt(model.attention_head_size / HEAD_SIZE)
+        columns = HEAD_SIZE + (SMALL_ROTARY_SIZE if model.latent else 0)
+        ratio = math.sqrt(model.score_size / columns)
         small["attention_scale"] = model.attention_scale * ratio
     return small
+
+
+def small_latent(latent: LatentAttention) -> dict[str, int | None]:
+    """Return small sizes of latent attention that differ from one another."""
+    value_size = HEAD_SIZE if latent.value_size > latent.rotary_size else SMALL_ROTARY_SIZE
+    return {
+        "query_rank": None if latent.query_rank is None else SMALL_QUERY_RANK,
+        "key_value_rank": SMALL_KEY_VALUE_RANK,
+        "rotary_size": SMALL_ROTARY_SIZE,
+        "value_size": value_size,
+    }
 
 
 def small_experts(experts: Experts, ranks: int, layers: int) -> dict[str, Any]:

@@ -28,7 +28,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from models import cost, initialization, transformer
+from models import attention as model_attention
+from models import cost, initialization
+from models.attention import rotary_table, rotary_table_of_windows
 from models.experts import routing
 from models.experts.overlap import Turns
 from models.kernels import attention, attention_parts, compile, norms
@@ -36,7 +38,6 @@ from models.kernels.attention import cumulative_lengths
 from models.kernels.attention_parts import CPU_FLASH
 from models.parallel.micro_batch_info import positions_in, token_positions
 from models.sharding import Sharding, sharding_of
-from models.transformer import rotary_table, rotary_table_of_windows
 from threefold.checkpoint.state import Fragment, PartitionedState, TrainingState
 from threefold.engine import muon_exchange
 from threefold.engine.muon_exchange import Shard
@@ -190,7 +191,7 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     fuse = one_kernel if compiled else compile.as_written
     with (
         replaced(attention, "MAX_KEPT_LENGTH", 0),
-        replaced(transformer, "varlen_kernel", varlen_in_16_bits),
+        replaced(model_attention, "varlen_kernel", varlen_in_16_bits),
         replaced(attention_parts, "limited_kernel", lambda q, limits: CPU_FLASH),
         replaced(norms, "sums_in_16_bits", lambda x: False),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models import transformer
+from models.attention import ModelAxes, rotary_table
 from models.context_parallel.attention import ring_attention, windowed_attention
 from models.context_parallel.collectives import ContextAxis, from_rank_order, to_rank_order
 from models.context_parallel.division import (
@@ -32,7 +32,6 @@ from models.kernels.attention_parts import Limits, attend, attend_backward, merg
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel import micro_batch_info
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
-from models.transformer import ModelAxes
 from tests.conftest import quick_and_long, selected
 from tests.models.test_transformer import (
     DOCUMENTS,
@@ -77,7 +76,7 @@ FAULTS = {  # seeded fault -> a case on which it must show
     "sinks counted by both context ranks": "windows and sinks",
     "windows with the rotary base of other layers": "windows and sinks",
 }
-ROTARY_TABLE, STREAM_ROWS = transformer.rotary_table, micro_batch_info.stream_rows
+ROTARY_TABLE, STREAM_ROWS = rotary_table, micro_batch_info.stream_rows
 PIECE = Tile.piece
 SIZES = (2, 4)
 LENGTH, WINDOWS, BYTES_OF_A_KEY = 64, (33, 9, 1, 5), 2 * 8 * 4  # a key and its value of a head
@@ -185,7 +184,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
     tiles = tiles_of
     faults: dict[str, dict[str, Any]] = {
         "positions from the start of the slice": {
-            "models.transformer.rotary_table": lambda slices, *rest: ROTARY_TABLE(
+            "models.attention.rotary_table": lambda slices, *rest: ROTARY_TABLE(
                 (range(sum(map(len, slices))),), *rest
             )
         },
@@ -205,7 +204,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             )
         },
         "documents that leak across ranks": {
-            "models.transformer.tiles_of": (
+            "models.attention.tiles_of": (
                 lambda slices, lengths, limits: tiles(slices, None, limits)
             )
         },
@@ -228,7 +227,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             )
         },
         "windows with the rotary base of other layers": {
-            "models.transformer.rotary_table_of_windows": lambda slices, frequencies, *rest: (
+            "models.attention.rotary_table_of_windows": lambda slices, frequencies, *rest: (
                 ROTARY_TABLE(slices, replace(frequencies, theta=10_000.0), *rest)
             )
         },

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from models import cost
+from models.attention import ModelAxes
 from models.config import Experts, ModelConfig, Window
 from models.cost import (
     active_parameter_count,
@@ -20,7 +21,6 @@ from models.cost import (
 from models.experts.routing import ExpertAxis
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, logical_shapes
 from models.parallel.collectives import TensorAxis
-from models.transformer import ModelAxes
 from threefold.config.loading import REPOSITORY, load_recipe
 
 PUBLISHED = {  # recipe -> parameters, parameters that compute a token

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.attention import ModelAxes
 from models.config import Experts, ModelConfig
 from models.context_parallel.collectives import ContextAxis
 from models.context_parallel.division import divide
@@ -27,7 +28,7 @@ from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import create_groups
 from models.sharding import Sharding, sharding_of
-from models.transformer import MLP, ModelAxes
+from models.transformer import MLP
 from tests.conftest import quick_and_long, selected
 from tests.models.test_transformer import LLAMA, RECOMPUTE, labels_of, relative
 from tests.ranks import run_ranks

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.attention import recomputed
 from models.config import Experts, Router
 from models.experts import balance as balance_module
 from models.experts.balance import (
@@ -31,7 +32,6 @@ from models.experts.routing import (
     smallest_margin,
 )
 from models.parallel.collectives import TensorAxis
-from models.transformer import recomputed
 from tests.ranks import run_ranks
 
 TOKENS, SEQUENCES, EXPERTS, PER_TOKEN = 16, 4, 8, 2  # of the global batch

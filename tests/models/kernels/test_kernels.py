@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
+from models.attention import rotary_table
 from models.config import ModelConfig
 from models.kernels import attention, elementwise, norms
 from models.kernels import dropout as dropout_module
@@ -30,7 +31,6 @@ from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from models.parallel.query_key_norm import _QueryKeyNorm
-from models.transformer import rotary_table
 from tests.models.test_transformer import KEY, SHAPES, SPECIAL, WITH_DROPOUT
 from threefold.runtime.processes import compiler, has_compiler, should_compile
 from threefold.trace.counters import AllocationCounter

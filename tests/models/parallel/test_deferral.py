@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from models.attention import ModelAxes, recomputed
 from models.layer_specs import SequentialModel, layer_specs
 from models.parallel.collectives import TensorAxis
 from models.parallel.layers import (
@@ -17,7 +18,6 @@ from models.parallel.layers import (
     defer_weights,
 )
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.transformer import ModelAxes, recomputed
 from tests.models.test_transformer import SHAPES
 from tests.ranks import join_world, run_ranks
 
