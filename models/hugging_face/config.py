@@ -8,6 +8,7 @@ from models.config import (
     SCALING_KEYS,
     AttentionKind,
     Experts,
+    LatentAttention,
     ModelConfig,
     RopeScaling,
     Window,
@@ -32,6 +33,8 @@ def rope_parameters(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Return transformers' `rope_parameters`."""
     window = config.window
     usual = _rope_parameters(config.rope_theta, config.rope_scaling)
+    if config.latent is not None and config.attention_scale is not None:
+        usual |= _scales_of_yarn(config, config.latent)
     if family.values("partial_rotary_factor") != (1.0,):
         usual["partial_rotary_factor"] = config.partial_rotary_factor
     if not family.rope_per_kind:
@@ -50,6 +53,20 @@ def _rope_parameters(theta: float, scaling: RopeScaling | None) -> dict[str, Any
     }
     given = {key: value for key, value in values.items() if value is not None}
     return {"rope_type": scaling.type, "rope_theta": theta, "factor": scaling.factor, **given}
+
+
+def _scales_of_yarn(config: ModelConfig, latent: LatentAttention) -> dict[str, Any]:
+    """Return DeepSeek's `mscale` and `mscale_all_dim`, which also scale the attention scores.
+
+    The scores are multiplied by the square of 0.1 mscale_all_dim ln(factor) + 1.
+    """
+    scaling, size = config.rope_scaling, config.attention_head_size + latent.rotary_size
+    assert scaling is not None and config.attention_scale is not None
+    under = math.sqrt(config.attention_scale * math.sqrt(size))
+    logarithm = 0.1 * math.log(scaling.factor)
+    values = {"mscale": under * scaling.amplitude, "mscale_all_dim": under}
+    exported = {key: round((value - 1) / logarithm, 9) for key, value in values.items()}
+    return {**exported, "attention_factor": None}
 
 
 def rope_scaling_in(theirs: Mapping[str, Any], positions: int) -> RopeScaling | None:
@@ -131,6 +148,14 @@ GPT2_SIZES = {
 }
 
 
+LATENT_SIZES = {  # our key in [model.latent] -> attribute
+    "query_rank": "q_lora_rank",
+    "key_value_rank": "kv_lora_rank",
+    "rotary_size": "qk_rope_head_dim",
+    "value_size": "v_head_dim",
+}
+
+
 def hugging_face_config(config: ModelConfig, family: Family | None = None) -> dict[str, Any]:
     """Return the keyword arguments of transformers' config class, including `model_type`.
 
@@ -163,7 +188,12 @@ def hugging_face_config(config: ModelConfig, family: Family | None = None) -> di
         settings["use_qk_norm"] = config.qk_norm
     if family.values("logit_soft_cap") != (None,):
         settings["final_logit_softcapping"] = config.logit_soft_cap
-    if family.values("attention_scale") != (None,):
+    if config.latent is not None:
+        settings |= {
+            attribute: getattr(config.latent, key) for key, attribute in LATENT_SIZES.items()
+        }
+        settings["qk_nope_head_dim"] = config.attention_head_size
+    elif family.values("attention_scale") != (None,):
         d = config.attention_head_size  # the multiplier of "mup" belongs to the scale
         scale = config.attention_scale or d**-0.5
         scale *= math.sqrt((config.base_head_size or d) / d)
@@ -174,7 +204,7 @@ def hugging_face_config(config: ModelConfig, family: Family | None = None) -> di
                 f"n^-0.5 with a whole number n; use {(scalar or 1) ** -0.5}"
             )
         settings["query_pre_attn_scalar"] = scalar
-    if family.values("head_size") != (None,):
+    if family.values("head_size") != (None,) and config.latent is None:
         settings["head_dim"] = config.attention_head_size
     return settings | {
         family.activation_attribute: activation,
@@ -267,10 +297,24 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         "experts": _experts_in(theirs, family),
         **_attention_in(theirs, family),
     }
+    if family.values("latent") == (True,):
+        settings |= _latent_in(theirs)
     if scalar := theirs.get("query_pre_attn_scalar"):
         settings["attention_scale"] = None if scalar == their_head_size else scalar**-0.5
     if family.values("embedding_multiplier") != (1.0,):
         settings["embedding_multiplier"] = theirs["hidden_size"] ** 0.5
+    return settings
+
+
+def _latent_in(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of latent attention."""
+    latent = LatentAttention(**{key: theirs[name] for key, name in LATENT_SIZES.items()})
+    settings: dict[str, Any] = {"latent": latent, "head_size": theirs["qk_nope_head_dim"]}
+    rope = theirs.get("rope_parameters") or {}
+    under, factor = rope.get("mscale_all_dim"), rope.get("factor")
+    if (rope.get("rope_type") or "default") != "default" and under and factor and factor > 1:
+        size = settings["head_size"] + latent.rotary_size
+        settings["attention_scale"] = size**-0.5 * (0.1 * under * math.log(factor) + 1.0) ** 2
     return settings
 
 
@@ -334,6 +378,7 @@ def _experts_in(theirs: Mapping[str, Any], family: Family) -> Experts | None:
     if router == "softmax, normalized":
         router = "softmax-after-topk"
     values: dict[str, Any] = {key: value or 0 for key, value in given.items()}
+    values |= {key: values[key] or 1 for key in ("groups", "groups_per_token") if key in values}
     if "normalize" in values:
         values["normalize"] = bool(values["normalize"])
     for key in {"balance_loss", "output_scale"} & values.keys():

@@ -36,6 +36,8 @@ LLAMA_FEATURES: dict[str, tuple[Any, ...]] = {
     "embedding_multiplier": (1.0,),
     "kv_heads": (ANY,),
     "head_size": (ANY,),
+    "latent": (False,),
+    "norm_epsilon": (ANY,),
     "experts.router": ("none",),
     "experts.normalize": (False, True),
     "experts.shared": (False,),
@@ -121,6 +123,13 @@ SIGMOID_ROUTER = {
 }
 OF_ATTENTION = {"attention_bias": ATTENTION_BIAS}
 HAS_ATTENTION_BIAS = (NO_BIAS, ATTENTION_BIAS)
+LATENT_FEATURES = {
+    "biases": (NO_BIAS,),
+    "kv_heads": ("heads",),
+    "latent": (True,),
+    "norm_epsilon": (1e-6,),  # the norms of the latents have no other
+    "attention_scale": (None, "of YaRN"),
+}
 WITH_WINDOWS = ("full", "window", "full and window")
 OLMO_FEATURES = {
     "norm_placement": ("after",),
@@ -293,6 +302,25 @@ FAMILIES = (
         unused_tensors=r"model\.layers\.(46|92)\..*",  # of multi-token prediction
     ),
     Family(
+        name="deepseek_v2",
+        class_name="DeepseekV2ForCausalLM",
+        features={
+            **SIGMOID_ROUTER,
+            **LATENT_FEATURES,
+            "experts.router": ("softmax",),
+        },
+        experts={key: name for key, name in SHARED_EXPERTS.items() if not key.startswith("groups")},
+        constants={"topk_method": "greedy", "norm_topk_prob": False},
+    ),
+    Family(
+        name="deepseek_v3",
+        class_name="DeepseekV3ForCausalLM",
+        features={**SIGMOID_ROUTER, **LATENT_FEATURES},
+        experts=SHARED_EXPERTS,
+        constants={"rope_interleave": True},
+        unused_tensors=r"model\.layers\.61\..*",  # of multi-token prediction
+    ),
+    Family(
         name="gpt2",
         class_name="GPT2LMHeadModel",
         features={
@@ -323,6 +351,9 @@ def features_of(config: ModelConfig) -> dict[str, Any]:
     if experts is not None:
         router = "sigmoid" if experts.router == "sigmoid" else "softmax"
         router += ", normalized" * (router == "softmax" and experts.weights_sum_to_one)
+    scale: float | str | None = config.attention_scale
+    if config.latent and config.rope_scaling and config.rope_scaling.type == "yarn":
+        scale = scale and "of YaRN"
     window, own_rope = config.window, False
     if window is not None:
         has_own_base = window.rope_theta not in (None, config.rope_theta)
@@ -340,12 +371,14 @@ def features_of(config: ModelConfig) -> dict[str, Any]:
         "rope of windows": "of their own" if own_rope else "as without windows",
         "partial_rotary_factor": config.partial_rotary_factor,
         "attention_sinks": config.attention_sinks,
-        "attention_scale": config.attention_scale,
+        "attention_scale": scale,
         "attention_soft_cap": config.attention_soft_cap,
         "logit_soft_cap": config.logit_soft_cap,
         "embedding_multiplier": "sqrt(hidden_size)" if is_root else multiplier,
         "kv_heads": "heads" if config.kv_heads == config.heads else config.kv_heads,
         "head_size": config.head_size,
+        "latent": config.latent is not None,
+        "norm_epsilon": config.norm_epsilon,
         "experts.router": router,
         "experts.normalize": experts is not None and experts.weights_sum_to_one,
         "experts.shared": experts is not None and experts.shared > 0,
@@ -427,6 +460,8 @@ def _setting(feature: str, value: Any, config: ModelConfig) -> str:
     elif feature in ("experts.shared", "experts.dense_layers"):
         own = getattr(config.experts, feature.removeprefix("experts."), 0)
         value = (own or 1) if value else 0
-    if value is None:
+    if value is None or (feature == "latent" and not value):
         return f"no model.{feature}"
+    if feature == "latent":
+        return "model.latent"
     return f"model.{feature} = {json.dumps(value)}"

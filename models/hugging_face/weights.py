@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models.config import GATED, ModelConfig
+from models.config import GATED, LatentAttention, ModelConfig
 from models.hugging_face.families import Family, family_of
 from models.initialization import (
     output_multiplier,
@@ -38,7 +38,8 @@ class Counterpart:
     offset: number that is subtracted from ours in theirs, because their class adds it
     zero_bias: name of a bias that exists only in transformers and is written as zeros; empty if
         there is none
-    alternating: the rows of the two halves of ours (gate and up) alternate in theirs
+    alternating: (rows of a unit, number of its last rows): in these, the rows of the two halves of
+        ours alternate in theirs; a unit is a head, or gate and up of an expert
     expert: (number, count) if ours is one of the entries of a joined tensor [count, ...]
     """
 
@@ -49,7 +50,7 @@ class Counterpart:
     multiplied_rows: int | None = None
     offset: float = 0.0
     zero_bias: str = ""
-    alternating: bool = False
+    alternating: tuple[int, int] | None = None
     expert: tuple[int, int] | None = None
 
     def shapes(self, ours: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -68,7 +69,7 @@ class Counterpart:
         if self.offset:
             ours = ours - self.offset
         if self.alternating:
-            ours = ours.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
+            ours = _rearranged(ours, *self.alternating, halves=(2, -1))
         parts = ours.split(self.sizes) if self.sizes else (ours,)
         for name, part in zip(self.names, parts, strict=True):
             yield name, part.t().contiguous() if self.transposed else part
@@ -80,13 +81,23 @@ class Counterpart:
         parts = [part.t() if self.transposed else part for part in theirs]
         ours = (torch.cat(parts) if len(parts) > 1 else parts[0]).contiguous()
         if self.alternating:
-            ours = ours.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1)
+            ours = _rearranged(ours, *self.alternating, halves=(-1, 2))
         if self.offset:
             ours = ours + self.offset
         if self.multiplier != 1:
             ours = ours.clone()
             ours[: self.multiplied_rows].div_(self.multiplier)
         return ours
+
+
+def _rearranged(x: Tensor, unit: int, last: int, *, halves: tuple[int, int]) -> Tensor:
+    """Return x with the last rows of each unit in another order.
+
+    halves: (2, -1) lets the rows of two halves alternate, (-1, 2) reverses it
+    """
+    kept, moved = x.unflatten(0, (-1, unit)).split([unit - last, last], dim=1)
+    moved = moved.unflatten(1, halves).transpose(1, 2).flatten(1, 2)
+    return torch.cat([kept, moved], dim=1).flatten(0, 1)
 
 
 def to_hugging_face(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -168,7 +179,11 @@ def _usual(config: ModelConfig, family: Family) -> dict[str, Counterpart]:
         ours, theirs = f"blocks.{index}.", f"model.layers.{index}."
         for name, their_name in NORMS[config.norm_placement].items():
             table[f"{ours}{name}.weight"] = Counterpart((f"{theirs}{their_name}.weight",))
-        table |= _attention_tensors(config, family, f"{ours}attention.", f"{theirs}self_attn.")
+        attention = f"{ours}attention.", f"{theirs}self_attn."
+        if config.latent is not None:
+            table |= _latent_tensors(config, config.latent, *attention)
+        else:
+            table |= _attention_tensors(config, family, *attention)
         if config.has_experts(index):
             table |= _expert_tensors(config, family, ours + "mlp.", theirs)
         else:
@@ -197,6 +212,31 @@ def _attention_tensors(
     if config.attention_sinks:
         table[f"{ours}sinks"] = Counterpart((f"{theirs}sinks",))
     return table
+
+
+def _latent_tensors(
+    config: ModelConfig, latent: LatentAttention, ours: str, theirs: str
+) -> dict[str, Counterpart]:
+    """Return the counterparts of a layer's latent attention, given the prefixes of the names.
+
+    DeepSeek rotates the pairs (2 i, 2 i + 1), ours are (i, i + r/2) of r rotated columns.
+    """
+    r = latent.rotary_size
+    names = {
+        "q_down": "q_a_proj", "q_latent_norm": "q_a_layernorm", "q_up": "q_b_proj",
+        "kv_down": "kv_a_proj_with_mqa", "kv_latent_norm": "kv_a_layernorm", "kv_up": "kv_b_proj",
+        "output": "o_proj",
+    }  # fmt: skip
+    if latent.query_rank is None:
+        names = {"q": "q_proj"} | {key: names[key] for key in names if not key.startswith("q_")}
+    head = config.attention_head_size + r
+    rotated = {"q": (head, r), "q_up": (head, r), "kv_down": (latent.key_value_rank + r, r)}
+    return {
+        f"{ours}{name}.weight": Counterpart(
+            (f"{theirs}{their_name}.weight",), alternating=rotated.get(name)
+        )
+        for name, their_name in names.items()
+    }
 
 
 def _mlp_tensors(
@@ -244,7 +284,7 @@ def _expert_tensors(
 def _joined_experts(config: ModelConfig, ours: str, theirs: str) -> dict[str, Counterpart]:
     """Return the counterparts of experts that are one tensor [count, in, out] in transformers."""
     assert config.experts is not None
-    count = config.experts.count
+    count, f = config.experts.count, config.experts.ffn_hidden_size
     table: dict[str, Counterpart] = {}
     for part, name in {"up": "gate_up_proj", "down": "down_proj"}.items():
         for suffix in ("", "_bias"):
@@ -252,7 +292,7 @@ def _joined_experts(config: ModelConfig, ours: str, theirs: str) -> dict[str, Co
                 table[f"{ours}{part}_{number}{suffix}"] = Counterpart(
                     (f"{theirs}{name}{suffix}",),
                     transposed=not suffix,
-                    alternating=part == "up",
+                    alternating=(2 * f, 2 * f) if part == "up" else None,
                     expert=(number, count),
                 )
     return table

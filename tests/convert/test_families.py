@@ -65,6 +65,18 @@ FAMILIES: dict[str, dict[str, Any]] = {  # model_type -> settings; windows of 16
         "sliding_window": 16, "head_dim": 24,
         "rope_parameters": YARN | {"rope_theta": 15e4, "truncate": False},
     },
+    "deepseek_v2": {
+        "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
+        "moe_intermediate_size": 48, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    },
+    "deepseek_v3": {
+        "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+        "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
+        "moe_intermediate_size": 48, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+        "n_group": 4, "topk_group": 2,
+        "rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.0},
+    },
     "glm4_moe": {
         "head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": True,
         "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 1,
