@@ -29,7 +29,7 @@ from models.context_parallel.tiles import (
     write_gradients_of_own,
 )
 from models.kernels.compile import Function
-from models.kernels.elementwise import keys_and_values, keys_and_values_backward
+from models.kernels.elementwise import keys_and_values, keys_and_values_gradients
 from models.parallel.layers import Deferral, weight_gradient
 
 
@@ -62,7 +62,9 @@ class Expansion:
         grads: of keys and values, fp32 [b, a, s, k] and [b, a, s, v]
         """
         shared, _ = _split(latent, weight)
-        of_heads, rotated = self.fuse(keys_and_values_backward)(*grads, self.key_size)
+        of_heads, rotated = keys_and_values_gradients(
+            *grads, key_size=self.key_size, fuse=self.fuse
+        )
         of_heads = of_heads.flatten(2).to(weight.dtype)
         grad_latent = torch.cat([(of_heads @ weight).float(), rotated.float()], dim=-1)
         return grad_latent.unsqueeze(1), weight_gradient(of_heads, shared)

@@ -129,6 +129,13 @@ def keys_and_values(
     return _KeysAndValues.apply(heads, rotated, key_size, order, fuse)
 
 
+def keys_and_values_gradients(
+    grad_k: Tensor, grad_v: Tensor, *, key_size: int, fuse: Function
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `heads` and `rotated` in `keys_and_values`."""
+    return fuse(_keys_and_values_backward)(grad_k, grad_v, key_size)
+
+
 class _RotatedLast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin, order, fuse):
@@ -149,7 +156,7 @@ class _KeysAndValues(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_k, grad_v):
-        grads = ctx.fuse(keys_and_values_backward)(grad_k, grad_v, ctx.key_size)
+        grads = keys_and_values_gradients(grad_k, grad_v, key_size=ctx.key_size, fuse=ctx.fuse)
         return *grads, None, None, None
 
 
@@ -327,10 +334,10 @@ def _keys_and_values(
     return k, v
 
 
-def keys_and_values_backward(
+def _keys_and_values_backward(
     grad_k: Tensor, grad_v: Tensor, key_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `heads` and `rotated` in `keys_and_values`."""
+    """Return the gradients [b, s, a, d + v] and [b, s, r]."""
     k, v = grad_k.transpose(1, 2), grad_v.transpose(1, 2)  # [b, s, a, ...]
     shared = k[..., key_size:].sum(2, dtype=torch.promote_types(k.dtype, torch.float32))
     return torch.cat([k[..., :key_size], v], dim=-1), shared.to(k.dtype)
