@@ -138,6 +138,19 @@ def sends_latents(config: ModelConfig, tensor: int, *, shares: int = 1) -> bool:
     return config.latent is not None and config.latent_columns < keys_and_values
 
 
+def context_columns(config: ModelConfig, tensor: int, *, shares: int = 1) -> float:
+    """Return the columns that context ranks exchange for a token: keys and values, or latents.
+
+    Args:
+        tensor: number of tensor ranks
+        shares: as in `sends_latents`
+    """
+    if sends_latents(config, tensor, shares=shares):
+        return config.latent_columns
+    keys = config.key_value_size if config.latent is None else config.query_size
+    return 2 * keys / tensor
+
+
 def norms_per_block(config: ModelConfig) -> int:
     """Return the number of norms over the hidden size in a block."""
     return 4 if config.norm_placement == "both" else 2

@@ -83,10 +83,19 @@ def causal_attention(
     if in_blocks(q, q.shape[2], sequence):
         return _BlockedAttention.apply(q, k, v, None, None)
     grouped = q.shape[1] != k.shape[1]
-    if v.shape[-1] != q.shape[-1] and q.device.type == "cpu":  # else torch keeps all probabilities
-        y = F.scaled_dot_product_attention(q, k, widened(v, q), is_causal=True, enable_gqa=grouped)
-        return y[..., : v.shape[-1]]
+    if v.shape[-1] != q.shape[-1] and q.device.type == "cpu":
+        return padded_attention(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def padded_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention to values with fewer columns than keys, on a CPU.
+
+    Without the padding, torch keeps all probabilities.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    y = F.scaled_dot_product_attention(q, k, widened(v, q), is_causal=True, enable_gqa=grouped)
+    return y[..., : v.shape[-1]]
 
 
 def document_attention(

@@ -35,6 +35,10 @@ WINDOWS = [
     'model.attention_pattern=["window", "nope"]', "model.window={size=512}",
     "model.partial_rotary_factor=0.5",
 ]  # fmt: skip
+LATENT = [
+    "model.kv_heads=32", "model.head_size=128",
+    "model.latent={query_rank=1536, key_value_rank=512, rotary_size=64, value_size=128}",
+]  # fmt: skip
 MUON = ['optimizer.kind="muon"']
 VARIANTS = {
     "tensor": ["layout.tensor=4", "layout.pipeline=1"],
@@ -193,6 +197,18 @@ VARIANTS = {
     "attention dropout, full": [
         *GPT, "model.attention_dropout=0.1", "layout.pipeline=1", "layout.recompute=full",
     ],
+    "latent, sequence parallel": [
+        *LATENT, "layout.tensor=4", "layout.pipeline=2", "layout.sequence_parallel=true",
+    ],
+    "latent, selective": [*LATENT, "layout.pipeline=2", "layout.recompute=selective"],
+    "latent, zb-h1": [
+        *LATENT, "layout.tensor=2", "layout.pipeline=2", "layout.schedule=zb-h1",
+        "layout.sequence_parallel=true",
+    ],
+    "latent, gather": [*LATENT, "layout.context=2", "layout.pipeline=1"],
+    "latent, ulysses": [
+        *LATENT, "layout.context=4", "layout.context_attention=ulysses", "layout.pipeline=1",
+    ],
     "muon": [*MUON, "layout.tensor=2", "layout.pipeline=2"],
     "muon, zero-2": [*MUON, "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1"],
     "muon, zero-3": [
@@ -247,7 +263,7 @@ QUICK = (
 LONG = (  # the other layouts are exhaustive tests
     "sequence parallel, stages", "full by 2", "interleaved", "zb-v, tensor", "zero-2, stages",
     "context, tensor, stages", "experts, columns", "muon, experts", "norms of outputs",
-    "windows, ring",
+    "windows, ring", "latent, sequence parallel",
 )  # fmt: skip
 assert set(QUICK + LONG) <= set(VARIANTS)
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}

@@ -193,12 +193,28 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
         replaced(attention, "MAX_KEPT_LENGTH", 0),
         replaced(model_attention, "varlen_kernel", varlen_in_16_bits),
         replaced(attention_parts, "limited_kernel", lambda q, limits: CPU_FLASH),
+        replaced(attention, "padded_attention", _EfficientAttention.apply),
         replaced(norms, "sums_in_16_bits", lambda x: False),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
         replaced(compile.Fusing, "fuse", staticmethod(fuse)),
         replaced(dist.Work, "is_completed", lambda self: True),
     ):
         yield
+
+
+class _EfficientAttention(torch.autograd.Function):
+    """The memory of torch's memory-efficient attention, which a GPU uses for unequal head sizes."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        b, a, s, _ = q.shape
+        out = v.new_empty((s, b, a, v.shape[-1])).permute(1, 2, 0, 3)
+        ctx.save_for_backward(q, k, v, out, q.new_empty((b, a, s), dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
 def varlen_in_16_bits(

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import mul
 
-from models.config import GATED, ModelConfig
-from models.cost import kinds_of_layers
+from models.config import GATED, LatentAttention, ModelConfig
+from models.cost import context_columns, kinds_of_layers
 from threefold.plan.job import Job, PlannedLayout, once_per_job
 from threefold.plan.software import Footprint
 from threefold.plan.stage_contents import (
@@ -188,7 +188,6 @@ def block_bytes(
     tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
     size = footprint.weight
     h, f = model.hidden_size, model.mlp_size
-    q, k = model.query_size, model.key_value_size
     if model.norm == "layernorm":  # input, output and statistics
         norms = 2 * (2 * size) * h + 2 * 8
     else:  # `footprint.norm` covers an fp32 copy of the input, if there is one
@@ -198,7 +197,24 @@ def block_bytes(
     if model.norm_placement == "both":
         norms += norms - 2 * size * h
     whole = norms + (2 * h if footprint.dropout or model.dropout else 0)
-    split = size * (q + 2 * k) + size * q
+    split = query_key_value_bytes(model, layout, footprint) + size * model.attention_output_size
+    if model.latent is not None:
+        of_sequence, everywhere = latent_bytes(model.latent, footprint)
+        whole += of_sequence
+        split += everywhere * t
+    split += size * (footprint.swiglu_tensors if model.activation in GATED else 2) * f
+    split += core_bytes(model, layout, footprint, fused_attention)
+    split += routed_bytes(model, layout, footprint, imbalance)
+    return tokens * (whole / layout.sequence_ranks + split / t)
+
+
+def query_key_value_bytes(model: ModelConfig, layout: PlannedLayout, footprint: Footprint) -> float:
+    """Return the bytes of queries, keys and values per token, before division by tensor ranks."""
+    size, q = footprint.weight, model.query_size
+    if model.latent is not None:
+        return size * (2 * q + model.attention_output_size)
+    k = model.key_value_size
+    split = size * (q + 2 * k)
     if model.has_rotary_layers and not footprint.separate_qkv:
         split += size * (q + k)
     if model.qk_norm:
@@ -206,12 +222,23 @@ def block_bytes(
         if model.qk_norm_over == "head":
             more += 4 * (model.heads + model.kv_heads)
         else:  # a statistic of all queries and one of all keys, on each tensor rank
-            more += 2 * 4 * t
+            more += 2 * 4 * layout.tensor
         split += more
-    split += size * (footprint.swiglu_tensors if model.activation in GATED else 2) * f
-    split += core_bytes(model, layout, footprint, fused_attention)
-    split += routed_bytes(model, layout, footprint, imbalance)
-    return tokens * (whole / layout.sequence_ranks + split / t)
+    return split
+
+
+def latent_bytes(latent: LatentAttention, footprint: Footprint) -> tuple[float, float]:
+    """Return the bytes that latent attention keeps for its latents per token.
+
+    Returns:
+        the inputs of their norms and the normed latent of queries, which sequence parallelism
+        divides; and the rotated latents of keys and values, which every tensor rank has
+    """
+    columns = latent.key_value_rank + latent.rotary_size
+    of_sequence = footprint.weight * columns + 4
+    if latent.query_rank is not None:
+        of_sequence += footprint.norm * latent.query_rank + 4
+    return of_sequence, footprint.weight * columns
 
 
 def routed_bytes(
@@ -253,6 +280,9 @@ def activation_bytes(
     if footprint.selective is not None:
         return kept * footprint.selective
     core = core_bytes(model, layout, footprint, fused_attention) / layout.tensor
+    if model.latent is not None:  # keys and values are computed again, too
+        columns = model.query_size + model.attention_output_size
+        core += footprint.weight * columns / layout.tensor
     return kept - tokens_per_micro_batch(model, layout) * core
 
 
@@ -270,10 +300,12 @@ def core_bytes(
         copied = layout.context_attention == "ulysses" or (
             is_packed(model, footprint) and layout.context == 1 and layout.micro_sequences > 1
         )
-        return 4 * model.heads + (footprint.weight * model.query_size if copied else 0)
+        output = footprint.weight * model.attention_output_size
+        return 4 * model.heads + (output if copied else 0)
     scores = (2 * footprint.weight + 1) * model.heads * model.sequence_length
     if layout.context > 1 and layout.context_attention != "ulysses":
-        return scores + footprint.weight * 2 * model.key_value_size * layout.context
+        columns = context_columns(model, layout.tensor) * layout.tensor
+        return scores + footprint.weight * columns * layout.context
     return scores
 
 
@@ -296,8 +328,15 @@ def deferred_bytes(model: ModelConfig, layout: PlannedLayout, footprint: Footpri
     gradients of the outputs of the second and fourth are not sharded.
     """
     t, h, f = layout.tensor, model.hidden_size, model.mlp_size
-    inputs = 2 * h / layout.sequence_ranks + (model.query_size + f) / t
-    gradients = (model.query_size + 2 * model.key_value_size + model.gate_and_up_size) / t + 2 * h
+    inputs = 2 * h / layout.sequence_ranks + (model.attention_output_size + f) / t
+    gradients = (model.query_size + model.gate_and_up_size) / t + 2 * h
+    if model.latent is None:
+        gradients += 2 * model.key_value_size / t
+    else:
+        latent, columns = model.latent, model.latent_columns + (model.latent.query_rank or 0)
+        inputs += (latent.query_rank or 0) / layout.sequence_ranks + latent.key_value_rank
+        of_heads = model.heads * (model.attention_head_size + latent.value_size)
+        gradients += columns / layout.sequence_ranks + of_heads / t
     if model.experts is not None:
         f = model.experts.ffn_hidden_size
         row = 2 * h * layout.expert_tensor + model.activation_columns(f) + f

@@ -3,9 +3,11 @@
 The model states are weights, gradients and optimizer state.
 """
 
+import math
 from typing import NamedTuple
 
 from models.config import ModelConfig
+from models.cost import DOWN, attention_matrices
 from threefold.plan.job import Job, PlannedLayout, once_per_job
 from threefold.plan.software import RUNNING_BUCKETS, Footprint
 from threefold.plan.stage_contents import last_stage, stage_parameters, table_parameters
@@ -129,12 +131,17 @@ def running_elements(job: Job) -> float:
 def bucket_sizes(model: ModelConfig, layout: PlannedLayout, elements: float) -> list[float]:
     """Return the elements of the buckets of a few blocks' matrices, in the order of the layers."""
     h, t = model.hidden_size, layout.tensor
-    matrices = [
-        h * (model.query_size + 2 * model.key_value_size) / t,
-        h * model.query_size / t,
-        h * model.gate_and_up_size / t,
-        h * model.mlp_size / t,
-    ]
+    if model.latent is None:
+        matrices = [
+            h * (model.query_size + 2 * model.key_value_size) / t,
+            h * model.query_size / t,
+        ]
+    else:
+        matrices = [
+            math.prod(shape) / (1 if name in DOWN else t)
+            for name, shape in attention_matrices(model).items()
+        ]
+    matrices += [h * model.gate_and_up_size / t, h * model.mlp_size / t]
     if model.experts is not None:
         per_matrix = model.experts.count / (t * layout.expert) * model.experts.ffn_hidden_size * h
         columns = model.activation_columns(model.experts.ffn_hidden_size)

@@ -12,6 +12,7 @@ from math import ceil
 from models.cost import (
     MUON_BATCH_ELEMENTS,
     MUON_ROUND_ELEMENTS,
+    context_columns,
     kinds_of_layers,
     tokens_at_a_time,
 )
@@ -64,14 +65,14 @@ def context_bytes(job: Job, *, backward: bool) -> float:
 def _context_bytes_of_block(job: Job, *, backward: bool) -> float:
     model, layout, size = job.model, job.layout, job.footprint.weight
     tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
-    keys = tokens * 2 * model.key_value_size / t
+    keys = tokens * context_columns(model, t)
     queries = tokens * model.query_size / t
     wide = BYTES["fp32"]
     if layout.context_attention == "ulysses":
         return 2 * size * (queries + keys)
     reached = reached_keys_of(model, layout)
     if reached is not None:
-        others = reached * layout.micro_sequences * 2 * model.key_value_size / t
+        others = reached * layout.micro_sequences * context_columns(model, t)
         gradients = (2 * others + keys) * wide if backward else 0
         held = 2 * size * others + gradients
     elif layout.context_attention == "ring":

@@ -11,10 +11,14 @@ from typing import NamedTuple
 
 from models.config import ModelConfig
 from models.cost import (
+    DOWN,
+    attention_matrices,
     block_parameters,
     columns_of_window,
+    context_columns,
     kinds_of_layers,
     norms_per_block,
+    sends_latents,
     tokens_at_a_time,
 )
 from threefold.config.deepspeed_json import BYTES
@@ -368,10 +372,13 @@ def _matmuls(job: Job) -> MatmulTime:
     """
     model, t = job.model, job.layout.tensor
     tokens, h = tokens_per_micro_batch(model, job.layout), model.hidden_size
-    shapes = [
-        (tokens, h, (model.query_size + 2 * model.key_value_size) // t, 1),
-        (tokens, model.query_size // t, h, 1),
-    ]
+    if model.latent is None:
+        shapes = [
+            (tokens, h, (model.query_size + 2 * model.key_value_size) // t, 1),
+            (tokens, model.query_size // t, h, 1),
+        ]
+    else:
+        shapes = _latent_shapes(job)
     if model.mlp_size:
         shapes += _mlp_shapes(job)
     if model.experts is not None:
@@ -381,6 +388,21 @@ def _matmuls(job: Job) -> MatmulTime:
 
 
 MatmulShape = tuple[int, int, int, int]  # rows, inner, columns, number of equal matmuls
+
+
+def _latent_shapes(job: Job) -> list[MatmulShape]:
+    """Return the matmuls of latent attention; sequence parallelism divides those into latents."""
+    model, layout = job.model, job.layout
+    tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
+    shapes: list[MatmulShape] = []
+    for name, (columns, inner) in attention_matrices(model).items():
+        if name in DOWN:
+            shapes.append((tokens // layout.sequence_ranks, inner, columns, 1))
+        elif name == "output":
+            shapes.append((tokens, inner // t, columns, 1))
+        else:
+            shapes.append((tokens, inner, columns // t, 1))
+    return shapes
 
 
 def _mlp_shapes(job: Job) -> list[MatmulShape]:
@@ -422,11 +444,11 @@ def padded(tokens: int) -> int:
 def _attention(job: Job) -> tuple[float, float]:
     """Return the forward and backward times of the attention core, fused or with written scores."""
     model, layout, software, gpu = job.model, job.layout, job.software, job.machine.gpu
-    s, d = model.sequence_length, model.attention_head_size
+    s, d, value = model.sequence_length, model.score_size, model.value_head_size
     batch = layout.micro_sequences * model.heads // layout.tensor
     if not (job.writes_scores or model.attention_soft_cap):
         # Half of the scores are masked, and the context ranks share the other half.
-        flops = 4 * s * computed_columns(model) * d * batch / 2 / layout.context
+        flops = 2 * s * computed_columns(model) * (d + value) * batch / 2 / layout.context
         fused = fused_attention_seconds(gpu, job.precision, flops=flops)
         fused /= software.attention
         # The backward pass has five matmuls instead of two (Dao 2023, arXiv 2307.08691, section
@@ -436,7 +458,9 @@ def _attention(job: Job) -> tuple[float, float]:
     if not job.writes_scores:  # capped scores are computed again, in blocks without masked ones
         columns = ceil(computed_columns(model) / 2)
     scores = matmul_seconds(gpu, job.precision, rows=rows, columns=columns, inner=d, batch=batch)
-    values = matmul_seconds(gpu, job.precision, rows=rows, columns=d, inner=columns, batch=batch)
+    values = matmul_seconds(
+        gpu, job.precision, rows=rows, columns=value, inner=columns, batch=batch
+    )
     size = BYTES[job.precision]
     drops = software.attention_dropout or model.attention_dropout > 0
     dropout = 2 * size + 1 if drops else 0
@@ -471,7 +495,12 @@ def _elementwise(job: Job) -> tuple[float, float]:
     """
     model, layout, gpu = job.model, job.layout, job.machine.gpu
     whole = (norms_per_block(model) * 2 + 2 * 3) * model.hidden_size / layout.sequence_ranks
-    of_heads = 4 * (model.query_size + model.key_value_size)
+    if model.latent is None:
+        of_heads = 4 * (model.query_size + model.key_value_size)
+    else:  # keys have as many columns as queries, and values as the output
+        of_heads = 4 * (model.query_size + model.attention_output_size)
+        latents = model.latent_columns + (model.latent.query_rank or 0)
+        whole += 4 * latents / layout.sequence_ranks  # their norms and their rotation
     if model.attention_sinks:
         of_heads += SINK_MOVES * model.query_size
     heads = of_heads / layout.tensor
@@ -588,13 +617,19 @@ def _context_collectives(job: Job, core: float, core_backward: float) -> tuple[f
     if ranks == 1:
         return 0.0, 0.0
     tokens = tokens_per_micro_batch(model, layout)
-    keys = tokens * 2 * model.key_value_size / layout.tensor  # elements of a rank
+    shares = layout.context if layout.context_attention == "ulysses" else 1
+    keys = tokens * context_columns(model, layout.tensor, shares=shares)  # elements of a rank
     if layout.context_attention == "ulysses":
         queries = tokens * model.query_size / layout.tensor
+        outputs = tokens * model.attention_output_size / layout.tensor
+        sent, whole = queries + keys, 0.0
+        if sends_latents(model, layout.tensor, shares=shares):  # gathered, and not exchanged
+            sent, whole = queries, ranks * keys * size
         both = sum(
             all_to_all_seconds(machine, elements * size, ranks=ranks, stride=stride)
-            for elements in (queries + keys, queries)
+            for elements in (sent, outputs)
         )
+        both += gather_seconds(machine, whole, ranks=ranks, stride=stride) if whole else 0.0
         return both, both
     gathered, summed = (
         gather_seconds(machine, ranks * keys * width, ranks=ranks, stride=stride)
@@ -626,7 +661,7 @@ def _window_exchanges(job: Job, core: float, core_backward: float) -> tuple[floa
     reached = reached_keys_of(model, layout)
     window = model.window_size(model.layers - 1)
     assert reached is not None
-    elements = reached * layout.micro_sequences * 2 * model.key_value_size / layout.tensor
+    elements = reached * layout.micro_sequences * context_columns(model, layout.tensor)
     exchanged, returned = (
         pass_seconds(
             job.machine, elements * BYTES[precision], ranks=layout.context, stride=layout.tensor
