@@ -22,15 +22,17 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from models.attention import Attention, ModelAxes
-from models.config import ModelConfig
-from models.kernels.attention import causal_attention
-from models.kernels.attention_parts import Limits
-from models.kernels.compile import as_written
-from models.parallel.collectives import TensorAxis
-from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
 from threefold.runtime.output import stdout_for_json
-from threefold.runtime.processes import keep_memory
+
+with stdout_for_json(True):  # DeepSpeed logs to standard output while it is imported
+    from models.attention import Attention, ModelAxes
+    from models.config import ModelConfig
+    from models.kernels.attention import causal_attention
+    from models.kernels.attention_parts import Limits
+    from models.kernels.compile import as_written
+    from models.parallel.collectives import TensorAxis
+    from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
+    from threefold.runtime.processes import keep_memory
 
 ROUNDS = 15
 WINDOWS = (  # window, sequence, query heads, key-value heads, head size
