@@ -1,5 +1,6 @@
 """The mode of Weights & Biases and its reason, with a server of the test in place of W&B's."""
 
+import contextlib
 import gzip
 import json
 import logging
@@ -475,8 +476,9 @@ def interrupt_after(event: threading.Event) -> None:
         signal.raise_signal(signal.SIGTERM)
         for _ in range(5):  # for half a second, as the signals of the launcher's processes arrive
             for child in psutil.Process().children(recursive=True):
-                if "wandb" in child.name():
-                    child.terminate()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if "wandb" in child.name():
+                        child.terminate()
             time.sleep(0.1)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
