@@ -10,6 +10,7 @@ columns of a key, v columns of a value.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from models.context_parallel.tiles import (
     pieces,
     write_gradients_of_own,
 )
+from models.kernels.attention_parts import Part
 from models.kernels.compile import Function
 from models.kernels.elementwise import keys_and_values, keys_and_values_gradients
 from models.parallel.layers import Deferral, weight_gradient
@@ -120,18 +122,15 @@ class _Gathered(torch.autograd.Function):
         parts = attend_to_own(q, keys, values, tiles)
         keys, values = expansion(gathered(), weight, heads)
         attend_to_others(parts, q, keys, values, pieces(tiles, division.whole))
-        out, logsumexp = assemble(q, tiles, parts)
-        ctx.save_for_backward(q, latent, out, logsumexp)
-        ctx.weight, ctx.expansion = weight, expansion
-        ctx.axis, ctx.division, ctx.tiles = axis, division, tiles
-        return out
+        ctx.where = weight, expansion, axis, division, tiles
+        return _assembled(ctx, q, latent, parts)
 
     @staticmethod
     def backward(ctx, grad):
-        q, latent, out, logsumexp = ctx.saved_tensors
-        weight, expansion, division, tiles = ctx.weight, ctx.expansion, ctx.division, ctx.tiles
-        gathered = begin_gather(latent, ctx.axis, division.order)
-        merged = Merged(q, grad, out, logsumexp)
+        weight, expansion, axis, division, tiles = ctx.where
+        latent, merged = _saved(ctx, grad)
+        q = merged.q
+        gathered = begin_gather(latent, axis, division.order)
         grad_q = torch.empty_like(q, dtype=torch.float32)
         keys, values = expansion(latent, weight, q.shape[1])
         own = [torch.empty_like(x, dtype=torch.float32) for x in (keys, values)]
@@ -144,9 +143,23 @@ class _Gathered(torch.autograd.Function):
         for total, part in zip(totals, own, strict=True):
             _add_own(total, part, division)
         grad_latent, grad_weight = expansion.gradients(whole, weight, totals)
-        received = reduce_scatter(grad_latent, ctx.axis, division.order)
+        received = reduce_scatter(grad_latent, axis, division.order)
         grad_weight = expansion.hand_over(weight, grad_weight)
         return grad_q.to(q.dtype), received.to(latent.dtype), grad_weight, None, None, None, None
+
+
+def _assembled(ctx: Any, q: Tensor, latent: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Return the output of all tiles, and save what the backward pass needs."""
+    *_, tiles = ctx.where
+    out, logsumexp = assemble(q, tiles, parts)
+    ctx.save_for_backward(q, latent, out, logsumexp)
+    return out
+
+
+def _saved(ctx: Any, grad: Tensor) -> tuple[Tensor, Merged]:
+    """Return the latents and the merged attention."""
+    q, latent, out, logsumexp = ctx.saved_tensors
+    return latent, Merged(q, grad, out, logsumexp)
 
 
 def _add_own(total: Tensor, own: Tensor, division: Division) -> None:
@@ -191,17 +204,14 @@ class _Ring(torch.autograd.Function):
             attend_to_others(parts, q, keys, values, others)
             if passed is not None:
                 held = passed()
-        out, logsumexp = assemble(q, tiles, parts)
-        ctx.save_for_backward(q, latent, out, logsumexp)
-        ctx.weight, ctx.expansion = weight, expansion
-        ctx.axis, ctx.division, ctx.tiles = axis, division, tiles
-        return out
+        ctx.where = weight, expansion, axis, division, tiles
+        return _assembled(ctx, q, latent, parts)
 
     @staticmethod
     def backward(ctx, grad):
-        q, latent, out, logsumexp = ctx.saved_tensors
-        weight, expansion, axis, tiles = ctx.weight, ctx.expansion, ctx.axis, ctx.tiles
-        merged, held = Merged(q, grad, out, logsumexp), latent.contiguous()
+        weight, expansion, axis, division, tiles = ctx.where
+        latent, merged = _saved(ctx, grad)
+        q, held = merged.q, latent.contiguous()
         grad_q = torch.empty_like(q, dtype=torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         arriving: Callable[[], Tensor] | None = None
@@ -211,7 +221,7 @@ class _Ring(torch.autograd.Function):
             totals = [torch.zeros_like(x, dtype=torch.float32) for x in (keys, values)]
             if step == 0:
                 write_gradients_of_own((grad_q, *totals), merged, keys, values, tiles)
-            others = pieces(tiles, slices_at(step, axis, ctx.division))
+            others = pieces(tiles, slices_at(step, axis, division))
             add_gradients_of_others((grad_q, *totals), merged, keys, values, others)
             total, of_weight = expansion.gradients(held, weight, totals)
             grad_weight += of_weight

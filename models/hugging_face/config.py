@@ -15,7 +15,7 @@ from models.config import (
     shortest_pattern,
 )
 from models.errors import UserError
-from models.hugging_face.families import BY_NAME, Family, family_of
+from models.hugging_face.families import BY_NAME, Family, family_of, features_of
 
 # Conversion between our scaling of rotary positions and transformers' `rope_parameters`.
 
@@ -34,7 +34,7 @@ def rope_parameters(config: ModelConfig, family: Family) -> dict[str, Any]:
     window = config.window
     usual = _rope_parameters(config.rope_theta, config.rope_scaling)
     if config.latent is not None and config.attention_scale is not None:
-        usual |= _scales_of_yarn(config, config.latent)
+        usual |= _scales_of_yarn(config)
     if family.values("partial_rotary_factor") != (1.0,):
         usual["partial_rotary_factor"] = config.partial_rotary_factor
     if not family.rope_per_kind:
@@ -55,14 +55,14 @@ def _rope_parameters(theta: float, scaling: RopeScaling | None) -> dict[str, Any
     return {"rope_type": scaling.type, "rope_theta": theta, "factor": scaling.factor, **given}
 
 
-def _scales_of_yarn(config: ModelConfig, latent: LatentAttention) -> dict[str, Any]:
+def _scales_of_yarn(config: ModelConfig) -> dict[str, Any]:
     """Return DeepSeek's `mscale` and `mscale_all_dim`, which also scale the attention scores.
 
     The scores are multiplied by the square of 0.1 mscale_all_dim ln(factor) + 1.
     """
-    scaling, size = config.rope_scaling, config.attention_head_size + latent.rotary_size
+    scaling = config.rope_scaling
     assert scaling is not None and config.attention_scale is not None
-    under = math.sqrt(config.attention_scale * math.sqrt(size))
+    under = math.sqrt(config.attention_scale * math.sqrt(config.score_size))
     logarithm = 0.1 * math.log(scaling.factor)
     values = {"mscale": under * scaling.amplitude, "mscale_all_dim": under}
     exported = {key: round((value - 1) / logarithm, 9) for key, value in values.items()}
@@ -110,8 +110,12 @@ def _attention_factor(theirs: Mapping[str, Any], factor: float) -> float | None:
     over, under = theirs.get("mscale"), theirs.get("mscale_all_dim")
     if not (over and under):
         return None
-    logarithm = 0.1 * math.log(factor)
-    return (over * logarithm + 1.0) / (under * logarithm + 1.0)
+    return _scale_of_yarn(factor, over) / _scale_of_yarn(factor, under)
+
+
+def _scale_of_yarn(factor: float, multiplier: float) -> float:
+    """Return transformers' `yarn_get_mscale`."""
+    return multiplier * (0.1 * math.log(factor)) + 1.0
 
 
 # Conversion between our other settings and the attributes of transformers' config classes.
@@ -146,8 +150,6 @@ GPT2_SIZES = {
     "tie_embeddings": "tie_word_embeddings",
     "norm_epsilon": "layer_norm_epsilon",
 }
-
-
 LATENT_SIZES = {  # our key in [model.latent] -> attribute
     "query_rank": "q_lora_rank",
     "key_value_rank": "kv_lora_rank",
@@ -178,12 +180,8 @@ def hugging_face_config(config: ModelConfig, family: Family | None = None) -> di
             "embd_pdrop": config.dropout,
             "attn_pdrop": config.attention_dropout,
         }
-    biases = {"qkv": config.has_qkv_bias, "output": config.has_attention_output_bias}
-    biases["mlp"] = config.bias
-    settings |= {
-        attribute: all(biases[part] for part in parts)
-        for attribute, parts in family.bias_attributes.items()
-    }
+    biases = features_of(config)["biases"]
+    settings |= {attribute: parts <= biases for attribute, parts in family.bias_attributes.items()}
     if family.values("qk_norm") == ("none", "head"):
         settings["use_qk_norm"] = config.qk_norm
     if family.values("logit_soft_cap") != (None,):
@@ -277,7 +275,7 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
         *(parts for attribute, parts in family.bias_attributes.items() if theirs[attribute])
     )
     bias = "mlp" in biases
-    qk_norm = next(value for value in family.values("qk_norm")[::-1])
+    qk_norm = family.values("qk_norm")[-1]
     if theirs.get("use_qk_norm") is False:
         qk_norm = "none"
     settings = {ours: theirs[attribute] for ours, attribute in SIZES.items()}
@@ -314,7 +312,7 @@ def _latent_in(theirs: Mapping[str, Any]) -> dict[str, Any]:
     under, factor = rope.get("mscale_all_dim"), rope.get("factor")
     if (rope.get("rope_type") or "default") != "default" and under and factor and factor > 1:
         size = settings["head_size"] + latent.rotary_size
-        settings["attention_scale"] = size**-0.5 * (0.1 * under * math.log(factor) + 1.0) ** 2
+        settings["attention_scale"] = size**-0.5 * _scale_of_yarn(factor, under) ** 2
     return settings
 
 

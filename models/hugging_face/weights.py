@@ -229,8 +229,8 @@ def _latent_tensors(
     }  # fmt: skip
     if latent.query_rank is None:
         names = {"q": "q_proj"} | {key: names[key] for key in names if not key.startswith("q_")}
-    head = config.attention_head_size + r
-    rotated = {"q": (head, r), "q_up": (head, r), "kv_down": (latent.key_value_rank + r, r)}
+    head = config.score_size
+    rotated = {"q": (head, r), "q_up": (head, r), "kv_down": (config.latent_columns, r)}
     return {
         f"{ours}{name}.weight": Counterpart(
             (f"{theirs}{their_name}.weight",), alternating=rotated.get(name)

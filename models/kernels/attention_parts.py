@@ -264,8 +264,8 @@ def _flash_window(limits: Limits, q: Tensor, k: Tensor, causal: bool) -> dict[st
     """Return the window in the terms of flash attention.
 
     In flash attention, query i of n sees the keys from i + m - n - left to i + m - n + right of m
-    (Dao-AILab/flash-attention, `flash_attn_interface.py`). -1 is no limit. Query i may see the keys
-    from i + distance - window + 1 on. As each query sees a key, `left` is not negative.
+    (Dao-AILab/flash-attention, `flash_attn_interface.py`). -1 means no limit. Query i may see the
+    keys from i + distance - window + 1 on. As each query sees a key, `left` is not negative.
     """
     assert limits.window is not None
     left = limits.window - 1 - limits.distance + k.shape[2] - q.shape[2]

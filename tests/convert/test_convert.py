@@ -21,7 +21,6 @@ from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from models.attention import ModelAxes
 from models.errors import UserError
 from models.layer_specs import (
     SequentialModel,
@@ -180,15 +179,21 @@ def validation(data: TrainingData) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits [b, s, v] of a checkpoint's weights, computed in one process."""
-    config, axis = model_of(source), TensorAxis()
-    model = SequentialModel(layer_specs(config, ModelAxes(tensor=axis)))
+def our_model(source: CheckpointReader) -> SequentialModel:
+    """Return the model of a checkpoint with its weights, in one process."""
+    config = model_of(source)
+    model = SequentialModel(layer_specs(config))
     for name, parameter in logical_parameters(model, config):
         logical = source.tensor("weights", name)
         parameter.copy_(parameter.sharding.local_part(logical, TensorAxis()))
-    logits = run_layers(model.layers, tokens, info=MicroBatchInfo())  # [s, b, v]
-    return logits.transpose(0, 1)[..., : config.vocab_size]
+    return model
+
+
+@torch.no_grad()
+def our_logits(source: CheckpointReader, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the logits [b, s, v] of a checkpoint's weights, computed in one process."""
+    logits = run_layers(our_model(source).layers, tokens, info=MicroBatchInfo())  # [s, b, v]
+    return logits.transpose(0, 1)[..., : model_of(source).vocab_size]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -10,11 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.config import ModelConfig
 from models.hugging_face.weights import counterparts
-from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
-from models.parallel.collectives import TensorAxis
+from models.layer_specs import logical_parameters, run_layers
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.conftest import VOCAB_SIZE
-from tests.convert.test_convert import stored
+from tests.convert.test_convert import our_model, stored
 from tests.models.test_transformer import gradients_from_hugging_face, relative
 from threefold.convert.files import open_checkpoint
 from threefold.convert.from_hugging_face import import_model
@@ -113,12 +112,8 @@ def test_a_step_of_an_imported_model_is_that_of_transformers(family: str, tmp_pa
     source = open_checkpoint(tmp_path / "ours")
     tokens = torch.randint(VOCAB_SIZE, (2, 60), generator=torch.Generator().manual_seed(2))
     labels = tokens.roll(-1, 1)
-    model = SequentialModel(layer_specs(config))
+    model = our_model(source)
     parameters = dict(logical_parameters(model, config))
-    for name, parameter in parameters.items():
-        parameter.data.copy_(
-            parameter.sharding.local_part(source.tensor("weights", name), TensorAxis())
-        )
     loss = model(tokens, labels, MicroBatchInfo())
     loss.backward()
     logits = theirs(tokens).logits

@@ -151,7 +151,7 @@ def test_blocks_that_differ_are_divided_by_cost(
 
 
 def test_the_costs_of_blocks_are_relative_to_the_last_one() -> None:
-    """Of a model with a dense layer, whose MLP is narrower than its experts together."""
+    """The model has a dense layer, whose MLP is narrower than its experts together."""
     model = load_recipe(REPOSITORY / "recipes" / "dots" / "llm1.toml").model
     dense, *others = layer_costs(model, "none").blocks
     assert 0.9 < dense < 1 and set(others) == {1.0}

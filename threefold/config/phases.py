@@ -169,7 +169,11 @@ def merge(table: dict[str, Any], phase: Phase) -> dict[str, Any]:
 
 
 def _length(phase: PhaseTable) -> int:
-    """Return the sequence length of a phase; its table has not been validated yet."""
+    """Return the sequence length of a phase.
+
+    The table of the phase has not been validated yet, so the numbers that count its tokens are
+    checked first.
+    """
     examples = {"model.sequence_length": 4096, "batch.global_sequences": 32}
     for name, example in examples.items():
         section, key = name.split(".")

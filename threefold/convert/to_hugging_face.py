@@ -174,8 +174,8 @@ def _starts_of_corpora(source: CheckpointReader) -> list[list[int]] | None:
 def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
     """Return the ids of the tokens that begin and end a text, for both configs.
 
-    There is no padding token: that of a class may be outside of the vocabulary, and transformers
-    does not train its embedding.
+    The configs name no padding token. The default of a class may be outside of the vocabulary, and
+    transformers does not train the embedding of a padding token.
     """
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if tokenizer is None:

@@ -199,7 +199,7 @@ def block_bytes(
     whole = norms + (2 * h if footprint.dropout or model.dropout else 0)
     split = query_key_value_bytes(model, layout, footprint) + size * model.attention_output_size
     if model.latent is not None:
-        of_sequence, everywhere = latent_bytes(model.latent, footprint)
+        of_sequence, everywhere = latent_bytes(model, model.latent, footprint)
         whole += of_sequence
         split += everywhere * t
     split += size * (footprint.swiglu_tensors if model.activation in GATED else 2) * f
@@ -227,18 +227,20 @@ def query_key_value_bytes(model: ModelConfig, layout: PlannedLayout, footprint: 
     return split
 
 
-def latent_bytes(latent: LatentAttention, footprint: Footprint) -> tuple[float, float]:
+def latent_bytes(
+    model: ModelConfig, latent: LatentAttention, footprint: Footprint
+) -> tuple[float, float]:
     """Return the bytes that latent attention keeps for its latents per token.
 
     Returns:
         the inputs of their norms and the normed latent of queries, which sequence parallelism
         divides; and the rotated latents of keys and values, which every tensor rank has
     """
-    columns = latent.key_value_rank + latent.rotary_size
-    of_sequence = footprint.weight * columns + 4
+    everywhere = footprint.weight * model.latent_columns
+    of_sequence = everywhere + 4
     if latent.query_rank is not None:
         of_sequence += footprint.norm * latent.query_rank + 4
-    return of_sequence, footprint.weight * columns
+    return of_sequence, everywhere
 
 
 def routed_bytes(
