@@ -13,7 +13,7 @@ columns than keys, as in latent attention; so have the output and its gradient t
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -237,6 +237,14 @@ def _flash_backward(
 
 
 def _flash_window_forward(limits: Limits, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
+    if free := _unlimited_queries(limits, q, k, causal):
+        rest = replace(limits, distance=limits.distance + free)
+        parts = (
+            _flash_forward(q[:, :, :free], k, v, False),
+            _flash_window_forward(rest, q[:, :, free:], k, v, False),
+        )
+        out, logsumexp = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+        return out, logsumexp
     out, logsumexp, *_ = aten._flash_attention_forward(
         *(x.transpose(1, 2) for x in (q, k, v)),  # [b, n, a, d]
         None, None, q.shape[2], k.shape[2], 0.0, False, False,
@@ -248,6 +256,14 @@ def _flash_window_forward(limits: Limits, q: Tensor, k: Tensor, v: Tensor, causa
 def _flash_window_backward(
     limits: Limits, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, causal: bool
 ) -> Gradients:
+    if free := _unlimited_queries(limits, q, k, causal):
+        rest = replace(limits, distance=limits.distance + free)
+        grad_first, q_first, out_first, sum_first = (x[:, :, :free] for x in (grad, q, *whole))
+        grad_rest, q_rest, out_rest, sum_rest = (x[:, :, free:] for x in (grad, q, *whole))
+        one = _flash_backward(grad_first, q_first, k, v, (out_first, sum_first), False)
+        other = _flash_window_backward(rest, grad_rest, q_rest, k, v, (out_rest, sum_rest), False)
+        grad_k, grad_v = (x.float() + y.float() for x, y in zip(one[1:], other[1:], strict=True))
+        return torch.cat([one[0], other[0]], dim=2), grad_k, grad_v
     out, logsumexp = whole
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is not used
     grads = aten._flash_attention_backward(
@@ -258,6 +274,17 @@ def _flash_window_backward(
     )  # fmt: skip
     grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in grads)
     return grad_q, grad_k, grad_v
+
+
+def _unlimited_queries(limits: Limits, q: Tensor, k: Tensor, causal: bool) -> int:
+    """Return the number of first queries to compute by themselves, because they see all keys.
+
+    Flash attention replaces an unlimited `right` by the number of keys m. With more than m + 1
+    queries, the first of them would then see no key. Those after the unlimited ones are fewer than
+    m, as each of them sees one key at least and fewer than the query before it.
+    """
+    assert limits.window is not None
+    return 0 if causal or q.shape[2] <= k.shape[2] + 1 else limits.window - limits.distance
 
 
 def _flash_window(limits: Limits, q: Tensor, k: Tensor, causal: bool) -> dict[str, int]:

@@ -33,7 +33,8 @@ def _step(shape: str) -> Part:
 
 def _layouts(ranks: str) -> Part:
     title = f"Schedules and axes on {ranks} ranks"
-    return Part(f"layouts-{ranks}", title, "tests.gpu.training:layouts", 200, argument=ranks)
+    return Part(f"layouts-{ranks}", title, "tests.gpu.training:layouts", 200, argument=ranks,
+                side_by_side=True)  # fmt: skip
 
 
 PARTS = (
@@ -44,17 +45,18 @@ PARTS = (
     Part("precisions", "Precisions and ZeRO stages", "tests.gpu.training:precisions", 180,
          side_by_side=True),
     Part("resume", "Kill and resume", "tests.gpu.training:resume", 180, side_by_side=True),
+    Part("recipes", "Other models", "tests.gpu.training:recipes", 200, side_by_side=True),
     Part("deterministic", "Deterministic runs", "tests.gpu.training:deterministic", 180,
          side_by_side=True),
     Part("export", "Export to transformers", "tests.gpu.export:export", 180, side_by_side=True),
+    _layouts("2"),
+    _layouts("4"),
     Part("environment", "Machine and matrix products", "tests.gpu.environment:environment", 60),
     _step("4x4"),
-    _layouts("2"),
     _step("2x8"),
     _step("8x2"),
-    _layouts("4"),
     Part("nanogpt", "nanoGPT's recipe for Shakespeare", "tests.gpu.nanogpt:shakespeare", 300,
-         usual=False),
+         side_by_side=True, usual=False),
     Part("device", "The planner's file", "tests.gpu.speed:device_file", 240, usual=False),
     Part("transformers", "Compared with transformers", "tests.gpu.speed:compared_with_transformers",
          180, usual=False),

@@ -38,7 +38,7 @@ LAUNCHER_VARIABLES = {
 THREADS = 4  # of a run on the CPU, at most
 SECONDS_FOR_OTHER_RANKS = 5.0  # to end by themselves, once a rank has failed
 # Without progress; then the run ends with a hang report. Compiling its kernels takes up to 20.
-HANG_SECONDS = 45
+HANG_SECONDS = 90
 
 
 class Failure(Exception):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.one_step.probes import top_kernels
 from benchmarks.one_step.shapes import (
@@ -105,7 +106,16 @@ def step(setting: Setting, batch_shape: str) -> Result:
         found = synchronizations(run)
         result.say(f"The host waits for the GPU {sum(found.values())} times in a step:")
         result.table(["times", "line"], [[str(n), f"`{line}`"] for line, n in found.most_common()])
+        setting.save(result)
+        write_trace(run, setting.results.with_name(f"trace-{batch_shape}.json.gz"))
     return result
+
+
+def write_trace(run: Callable[[], object], file: Path) -> None:
+    """Run a step; write a trace of it for ui.perfetto.dev."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+    profiler.export_chrome_trace(str(file))
 
 
 def synchronizations(run: Callable[[], object]) -> Counter[str]:

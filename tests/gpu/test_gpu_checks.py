@@ -430,7 +430,7 @@ def test_parts_do_not_wait_for_the_ranks_of_a_job_around_them(device: str) -> No
 
 def test_runs_end_soon_after_a_hang(setting: Setting) -> None:
     recipe = load_recipe(REPOSITORY / "recipes" / "tiny.toml", overrides(setting))
-    assert 0 < recipe.supervision.hang_seconds <= 60
+    assert 0 < recipe.supervision.hang_seconds < training.VARIANT_SECONDS
 
 
 def test_a_loss_that_is_not_a_number_differs() -> None:
@@ -573,7 +573,7 @@ def test_parts_that_measure_no_speed_run_side_by_side(tmp_path: Path) -> None:
 
     parts = [replace(each, side_by_side=number < 3) for number, each in enumerate(PARTS[:6])]
     setting = Setting(output=tmp_path, **CPU)
-    for cores, together in ((32, 3), (16, 2), (2, 1)):
+    for cores, together in ((16, 3), (8, 2), (2, 1)):
         with (
             mock.patch("tests.gpu.runner.run_part", run_part),
             mock.patch("tests.gpu.runner.cores", return_value=cores),

@@ -30,6 +30,10 @@ PRECISIONS = {  # run -> file of ds_configs/
     "fp16, ZeRO-1": "zero1_fp16",
     "fp32, ZeRO-3": "zero3_fp32",
 }
+RECIPES = ("tiny-window", "tiny-postnorm", "tiny-moe", "tiny-moe-bias", "tiny-mla", "tiny-muon",
+           "tiny-mup-256")  # fmt: skip
+SMALL_RECIPES = ("tiny-postnorm", "tiny-muon")
+CORES_PER_RECIPE = 5  # its three runs
 RESUME = 60, 10, 25  # steps, steps between saves, and steps before the kill
 # Eight blocks: two chunks on each of four stages. Nothing is compiled, which would take most of the
 # time of a run of few steps.
@@ -51,7 +55,7 @@ dist.all_reduce(number)
 assert number.item() == 2
 dist.destroy_process_group()
 """
-VARIANT_SECONDS = 80  # after which one of the compared runs is ended
+VARIANT_SECONDS = 120  # after which one of the compared runs is ended
 SMALL_RESUME = 12, 4, 9  # the save of step 8 waits for that of step 4
 
 
@@ -89,6 +93,29 @@ def precisions(setting: Setting) -> Result:
     for name, run in runs.items():
         compare(result, name, run, expected, limit=NEAR.get(name[:4], SAME))
         setting.save(result)
+    return result
+
+
+def recipes(setting: Setting) -> Result:
+    """Train recipes of models that differ from Llama, in fp32 as on the CPU, and in bf16."""
+    result = Result()
+    result.table(["recipe", "first loss", "last loss", "to the reference", "limit", "same"], [])
+    names = SMALL_RECIPES if setting.small else RECIPES
+    for group in batched(names, max(1, cores() // CORES_PER_RECIPE)):
+        runs = {}
+        for name in group:
+            settings = overrides(setting, layout__expert=1)
+            bf16 = [*settings, "deepspeed=ds_configs/zero1_bf16.json"]
+            recipe = f"recipes/{name}.toml"
+            runs[name] = (
+                start(setting, f"{name}-cpu", settings, device="cpu", recipe=recipe),
+                start(setting, name, settings, recipe=recipe),
+                start(setting, f"{name}-bf16", bf16, recipe=recipe),
+            )
+        for name, (on_cpu, here, in_bf16) in runs.items():
+            compare(result, f"{name}, fp32; the CPU", here, on_cpu, limit=SAME)
+            compare(result, f"{name}, bf16; the CPU in fp32", in_bf16, on_cpu, limit=NEAR["bf16"])
+            setting.save(result)
     return result
 
 

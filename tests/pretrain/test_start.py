@@ -149,7 +149,11 @@ def test_the_summary_of_a_finished_run_knows_its_phases(
                 "training__steps": 25,
                 "optimizer__schedule": {"warmup_steps": 2, "decay": "constant"},
             },
-            "to train longer, raise training.steps above 25; to start over",
+            "to train longer, set training.steps above 25; to start over",
+        ),
+        (
+            {"training__steps": 25, "optimizer__learning_rate": 1e-3},
+            "to train longer, set training.steps above 25; to start over",
         ),
         (
             {"training__steps": 40},
@@ -167,7 +171,10 @@ def test_a_run_beyond_the_requested_steps_is_not_called_finished(
     leaves: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """25 steps are done and 20 are requested; the advice follows the recipe of the checkpoint."""
+    """25 steps are done and 20 are requested; the advice follows the recipe of the checkpoint.
+
+    It quotes no learning rate if the command has another schedule.
+    """
     earlier = parse_recipe(changed(small, **changes), "small") if changes else None
     plan = PhasePlan(parse_recipe(small, "small"))
     with pytest.raises(SystemExit):

@@ -212,7 +212,7 @@ def summarize(
             f"is at step {found.progress.step}, beyond the requested training.steps = {steps}; "
             f"nothing is left to train"
         )
-        advice = longer_training_than_requested(found)
+        advice = longer_training_than_requested(found, recipe)
     print(f"{recipe.name} {title}")
     if lines:
         first, last = lines[0], lines[-1]
@@ -258,16 +258,16 @@ def longer_training(recipe: Recipe) -> str:
     )
 
 
-def longer_training_than_requested(start: "ResumePoint") -> str:
+def longer_training_than_requested(start: "ResumePoint", recipe: Recipe) -> str:
     """Return the advice for continuing a run whose checkpoint is beyond the requested last step.
 
     The requested schedule ends before the checkpoint, so the advice follows the recipe of the
-    checkpoint.
+    checkpoint. It mentions no learning rate if the command has another schedule.
     """
     earlier, step = start.earlier_recipe, start.progress.step
     if earlier and earlier.training.steps > step:
         return f"to continue the run, use training.steps = {earlier.training.steps} as before"
-    if earlier and earlier.training.steps == step:
+    if earlier and earlier.training.steps == step and _have_one_schedule(earlier, recipe):
         if (end := earlier.optimizer.schedule.steps) and not earlier.phase:
             return (
                 f"to train longer with the same schedule, use --set training.steps={2 * step} "
@@ -275,6 +275,19 @@ def longer_training_than_requested(start: "ResumePoint") -> str:
             )
         return longer_training(earlier)
     return f"to train longer, set training.steps above {step}"
+
+
+def _have_one_schedule(one: Recipe, other: Recipe) -> bool:
+    """Return True if two recipes have the same learning rates, apart from the number of steps."""
+    rates = [
+        (
+            recipe.optimizer.learning_rate,
+            recipe.optimizer.schedule.model_copy(update={"steps": None}),
+            recipe.phase,
+        )
+        for recipe in (one, other)
+    ]
+    return rates[0] == rates[1]
 
 
 def goodput_line(wall_time: WallTime, events: Sequence[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -223,21 +224,101 @@ def test_the_kernel_within_limits_fits_the_device() -> None:
     assert chosen("cpu", torch.bfloat16, window) is blocked
 
 
-@pytest.mark.parametrize("window", [3, 6, 9])
-def test_a_window_of_flash_attention_is_ours(window: int) -> None:
-    """Query i of n sees keys i + m - n - left to i + m - n + right of m in flash attention."""
-    n, m, first = 5, 7, 9  # queries, keys, position of the first query; the keys start at 0
-    for causal in (True, False):
-        keys, distance = (n, 0) if causal else (m, first)
-        queries = n if causal else min(n, keys - 1 + window - first)  # those that see a key
-        if queries < 1:
-            continue
-        q, k = torch.empty(1, 1, queries, 8), torch.empty(1, 1, keys, 8)
-        limits = Limits(window, distance=distance)
-        sizes = attention_parts._flash_window(limits, q, k, causal)
-        left, right = sizes["window_size_left"], sizes["window_size_right"]
-        for i, j in itertools.product(range(queries), range(keys)):
-            shift = i + keys - queries
-            theirs = j >= shift - left and (right == -1 or j <= shift + right)
-            apart = i + distance - j
-            assert theirs == (apart < window and (not causal or apart >= 0))
+class FlashAttention:
+    """Windows of torch's flash attention on a GPU: `mha_fwd` and `mha_bwd` in flash_api.cpp.
+
+    Query i of n sees the keys from i + m - n - left to i + m - n + right of m.
+    """
+
+    @staticmethod
+    def scores(q: Tensor, k: Tensor, left: int, right: int) -> Tensor:
+        (n, m), q, k = (q.shape[2], k.shape[2]), q.double(), k.double()
+        left, right = (-1 if side >= m else side for side in (left, right))
+        if left >= 0 or right >= 0:  # a side without a limit gets m
+            left, right = (m if side < 0 else side for side in (left, right))
+        else:
+            left = right = n + m
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        apart = torch.arange(m) - torch.arange(n)[:, None] - (m - n)  # key - query
+        hidden = (apart < -left) | (apart > right)
+        return (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sides: tuple[int, int]) -> list[Tensor]:
+        scores = self.scores(q, k, *sides)
+        v = v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+        return [scores.softmax(dim=-1) @ v, scores.logsumexp(dim=-1)]
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        whole: tuple[Tensor, Tensor],
+        sides: tuple[int, int],
+    ) -> list[Tensor]:
+        groups, repeats = k.shape[1], q.shape[1] // k.shape[1]
+        wide_k, wide_v = (x.double().repeat_interleave(repeats, dim=1) for x in (k, v))
+        probabilities = (self.scores(q, k, *sides) - whole[1][..., None]).exp()
+        delta = (grad * whole[0]).sum(dim=-1, keepdim=True)
+        grad_scores = probabilities * (grad @ wide_v.mT - delta) * q.shape[-1] ** -0.5
+        of_keys, of_values = grad_scores.mT @ q.double(), probabilities.mT @ grad
+        sums = (x.unflatten(1, (groups, repeats)).sum(2) for x in (of_keys, of_values))
+        return [grad_scores @ wide_k, *sums]
+
+    # As torch calls them; _flash_attention_... has the tensors as [b, n, a, d].
+
+    def _flash_attention_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *_: object,
+        window_size_left: int,
+        window_size_right: int,
+    ) -> list[Tensor]:
+        tensors = (x.transpose(1, 2) for x in (q, k, v))
+        out, logsumexp = self.forward(*tensors, (window_size_left, window_size_right))
+        return [out.transpose(1, 2), logsumexp]
+
+    def _flash_attention_backward(
+        self, *tensors: Tensor, window_size_left: int, window_size_right: int
+    ) -> list[Tensor]:
+        grad, q, k, v, out = (x.transpose(1, 2) for x in tensors[:5])
+        sides = (window_size_left, window_size_right)
+        grads = self.backward(grad, q, k, v, (out, tensors[5]), sides)
+        return [x.transpose(1, 2) for x in grads]
+
+    def _scaled_dot_product_flash_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, causal: bool
+    ) -> list[Tensor]:
+        return self.forward(q, k, v, (-1, 0 if causal else -1))
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *whole: Any
+    ) -> list[Tensor]:
+        return self.backward(grad, q, k, v, (whole[0], whole[1]), (-1, 0 if whole[7] else -1))
+
+
+def test_windows_by_flash_attention_are_ours() -> None:
+    """All numbers of queries and keys, and all windows in which each query sees a key."""
+    generator = torch.Generator().manual_seed(0)
+    for causal, n, m, distance in [
+        *((True, n, n, 0) for n in (1, 5, 9)),
+        *((False, n, m, m) for n, m in itertools.product((1, 2, 5, 9), (1, 2, 3, 7))),
+        *((False, n, m, m + 3) for n, m in itertools.product((2, 9), (3, 7))),
+    ]:
+        draws = {"generator": generator, "dtype": torch.float64}
+        q, grad = (torch.randn(1, 4, n, 8, **draws) for _ in range(2))
+        k, v = (torch.randn(1, 2, m, 8, **draws) for _ in range(2))
+        for window in range(max(1, n + distance - m + 1), n + distance):
+            limits = Limits(window, distance=distance)
+            expected = attention_parts._blocked_forward(limits, q, k, v, causal)
+            backward = limits, grad, q, k, v, expected, causal
+            expected_grads = attention_parts._blocked_backward(*backward)
+            with mock.patch.object(attention_parts, "aten", FlashAttention()):
+                found = attention_parts._flash_window_forward(limits, q, k, v, causal)
+                grads = attention_parts._flash_window_backward(*backward)
+            assert difference(found, expected) < 1e-12, (causal, n, m, window)
+            # The gradients of keys and values are added up in fp32.
+            assert difference(grads, expected_grads) < 1e-6, (causal, n, m, window)
