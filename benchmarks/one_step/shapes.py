@@ -59,7 +59,7 @@ class Shape:
             "deepspeed": f"ds_configs/zero{zero_stage}_{precision}.json",
         }
         if self.base != DEFAULT_RECIPE:
-            settings |= {"cluster.nodes": 1, "cluster.gpus_per_node": 1}
+            settings |= {"layout.expert": 1, "cluster.nodes": 1, "cluster.gpus_per_node": 1}
         overrides = [f"{key}={value}" for key, value in settings.items()]
         return load_recipe(self.base, [*overrides, *more])
 
@@ -107,6 +107,12 @@ GPU_SHAPES = {
         micro_sequences=2,
     )
 }
+GPU_EXPERT_SHAPE = Shape(  # four of its 16 layers, which fit on one GPU
+    base=REPOSITORY / "recipes" / "olmoe" / "1b-7b.toml",
+    sizes=(("layers", 4),),
+    micro_sequences=4,
+    micro_batches=4,
+)
 CPU_MEMORY_SHAPES = {"512x8-128k": cpu_shape(512, 8, 131072)}
 OVERHEAD_SHAPE = cpu_shape(512, 7, 2048, micro_sequences=1, micro_batches=4)  # 25 M parameters
 TENSOR_SHAPE = cpu_shape(1024, 4, 4096)

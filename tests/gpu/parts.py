@@ -55,6 +55,8 @@ PARTS = (
     _step("4x4"),
     _step("2x8"),
     _step("8x2"),
+    Part("step-experts", "Speed and memory of OLMoE, four layers",
+         "tests.gpu.speed:step_with_experts", 120),
     Part("nanogpt", "nanoGPT's recipe for Shakespeare", "tests.gpu.nanogpt:shakespeare", 300,
          side_by_side=True, usual=False),
     Part("device", "The planner's file", "tests.gpu.speed:device_file", 240, usual=False),

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.one_step.probes import top_kernels
 from benchmarks.one_step.shapes import (
+    GPU_EXPERT_SHAPE,
     GPU_SHAPES,
     Shape,
     can_compile,
@@ -43,6 +44,7 @@ WARM_UP_STEPS, TIMED_STEPS = 2, 8
 KERNELS = 45
 KERNEL_NAME = 70  # characters
 ROUNDS = 3  # of the comparison with transformers
+SMALL_EXPERTS = "{ count = 4, per_token = 2, ffn_hidden_size = 64, balance_loss = 0.01 }"
 FALLBACK = "H100"  # whose file a GPU without one begins as
 
 
@@ -58,8 +60,21 @@ def step(setting: Setting, batch_shape: str) -> Result:
 
     batch_shape: sequences of a micro-batch and number of micro-batches, such as "2x8"
     """
+    return measured_step(setting, shape_of(setting, *map(int, batch_shape.split("x"))), batch_shape)
+
+
+def step_with_experts(setting: Setting) -> Result:
+    """Measure a step of a model with experts in the same way."""
+    shape = GPU_EXPERT_SHAPE
+    if setting.small:
+        dense = shape_of(setting, 2, 2)
+        shape = replace(dense, sizes=(*dense.sizes, ("experts", SMALL_EXPERTS)))
+    return measured_step(setting, shape, "experts")
+
+
+def measured_step(setting: Setting, shape: Shape, name: str) -> Result:
+    """Measure a step as described at `step`; `name` becomes part of the name of the trace."""
     precision = "bf16" if setting.device == "cuda" else "fp32"
-    shape = shape_of(setting, *map(int, batch_shape.split("x")))
     compile = "false" if setting.small else "auto"  # auto: not without a compiler
     recipe = shape.recipe(precision, more=(f"training.compile={compile}",))
     start_processes(LaunchEnvironment())
@@ -107,7 +122,7 @@ def step(setting: Setting, batch_shape: str) -> Result:
         result.say(f"The host waits for the GPU {sum(found.values())} times in a step:")
         result.table(["times", "line"], [[str(n), f"`{line}`"] for line, n in found.most_common()])
         setting.save(result)
-        write_trace(run, setting.results.with_name(f"trace-{batch_shape}.json.gz"))
+        write_trace(run, setting.results.with_name(f"trace-{name}.json.gz"))
     return result
 
 
