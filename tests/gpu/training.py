@@ -257,7 +257,7 @@ def layouts(setting: Setting, ranks: str) -> Result:
     variants = layout_variants(size)
     if setting.small:
         variants = {name: variants[name] for name in SMALL_LAYOUTS[size]}
-    at_a_time = max(1, min(MAX_LAYOUTS_AT_A_TIME, cores() // (2 * size)))
+    at_a_time = max(1, min(MAX_LAYOUTS_AT_A_TIME, cores() // size))
     for group in batched(variants.items(), at_a_time):
         runs = {}
         for name, changes in group:
