@@ -98,10 +98,7 @@ def result_of(lines: list[dict[str, Any]], *, steps: int) -> Result:
     if not lines:
         return result
     seconds = sum(line["step_seconds"] for line in lines[1:]) / max(1, len(lines) - 1)
-    result.say(
-        f"{len(lines)} of {steps} steps, {1e3 * seconds:.1f} ms per step; other parts may share "
-        f"the GPU."
-    )
+    result.say(f"{len(lines)} of {steps} steps, {1e3 * seconds:.1f} ms per step.")
     if losses := evaluations(lines):
         step, best = min(losses, key=lambda each: each[1])
         result.say(

@@ -33,8 +33,7 @@ def _step(shape: str) -> Part:
 
 def _layouts(ranks: str) -> Part:
     title = f"Schedules and axes on {ranks} ranks"
-    return Part(f"layouts-{ranks}", title, "tests.gpu.training:layouts", 200, argument=ranks,
-                side_by_side=True)  # fmt: skip
+    return Part(f"layouts-{ranks}", title, "tests.gpu.training:layouts", 200, argument=ranks)
 
 
 PARTS = (
@@ -58,7 +57,7 @@ PARTS = (
     Part("step-experts", "Speed and memory of OLMoE, four layers",
          "tests.gpu.speed:step_with_experts", 120),
     Part("nanogpt", "nanoGPT's recipe for Shakespeare", "tests.gpu.nanogpt:shakespeare", 300,
-         side_by_side=True, usual=False),
+         usual=False),
     Part("device", "The planner's file", "tests.gpu.speed:device_file", 240, usual=False),
     Part("transformers", "Compared with transformers", "tests.gpu.speed:compared_with_transformers",
          180, usual=False),

@@ -23,7 +23,7 @@ from threefold.runtime.ranks import killed_with_parent
 
 MIN_PART_SECONDS = 40  # below it, a part would end before its first result
 LOG_CHARACTERS = 2000  # of a part that has failed
-CORES_PER_PART = 4  # of parts that run side by side, most of which start several runs
+CORES_PER_PART = 5  # of parts that run side by side, most of which start several runs
 
 
 @dataclass

@@ -573,7 +573,7 @@ def test_parts_that_measure_no_speed_run_side_by_side(tmp_path: Path) -> None:
 
     parts = [replace(each, side_by_side=number < 3) for number, each in enumerate(PARTS[:6])]
     setting = Setting(output=tmp_path, **CPU)
-    for cores, together in ((16, 3), (8, 2), (2, 1)):
+    for cores, together in ((16, 3), (10, 2), (2, 1)):
         with (
             mock.patch("tests.gpu.runner.run_part", run_part),
             mock.patch("tests.gpu.runner.cores", return_value=cores),
