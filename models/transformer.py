@@ -92,7 +92,8 @@ class Block(Fusing):
         """[s, b, h] to [s, b, h]."""
         if self.norm_placement != "before":
             return self._with_output_norms(x, info)
-        attended = self.attention(self.attention_norm(x), info)
+        x, normed = self.attention_norm.with_input(x)
+        attended = self.attention(normed, info)
         bias = self.attention.output.bias_here()
         attended = self._branch(attended, bias, "attention", info)
         x, normed = self.mlp_norm.of_sum(x, attended)
@@ -102,7 +103,8 @@ class Block(Fusing):
     def _with_output_norms(self, x: Tensor, info: MicroBatchInfo) -> Tensor:
         """[s, b, h] to [s, b, h], with norms after, or before and after."""
         before = self.norm_placement == "both"
-        y = self.attention(self.attention_norm(x) if before else x, info)
+        x, inputs = self.attention_norm.with_input(x) if before else (x, x)
+        y = self.attention(inputs, info)
         y = _with_bias(y, self.attention.output.bias_here())
         branch = self._branch(self.attention_output_norm(y), None, "attention", info)
         if before:

@@ -49,6 +49,19 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, fuse: F
     return _Norm.apply(x, weight, bias, epsilon, fuse)
 
 
+def input_and_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, epsilon: float, fuse: Function
+) -> tuple[Tensor, Tensor]:
+    """Return x, for a residual connection, and its `norm`: each [s, b, h].
+
+    Compiled, the kernel of the backward pass adds the gradients of both. In eager mode autograd
+    adds them.
+    """
+    if fuse is as_written:
+        return x, norm(x, weight, bias, epsilon, fuse)
+    return _InputAndNorm.apply(x, weight, bias, epsilon, fuse)
+
+
 def add(x: Tensor, branch: Branch, fuse: Function) -> Tensor:
     """Return x + multiplier * dropout(y + bias): [s, b, h]."""
     if branch.bias is None and branch.rows is None:
@@ -83,6 +96,20 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return *ctx.fuse(_norm_backward)(grad, *ctx.saved_tensors), None, None
+
+
+class _InputAndNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, epsilon, fuse):
+        return x, _Norm.forward(ctx, x, weight, bias, epsilon, fuse)
+
+    @staticmethod
+    def backward(ctx, grad_x, grad):
+        no_branch = (0.0, 1.0, False)  # probability, multiplier and bias, as `_Add` has them
+        grad_x, _, _, grad_weight, grad_bias = ctx.fuse(_add_and_norm_backward)(
+            grad_x, grad, None, no_branch, *ctx.saved_tensors
+        )
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _Add(torch.autograd.Function):

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.cost import tokens_at_a_time
-from models.kernels.compile import Function
+from models.kernels.compile import Function, native_on_cpu
 from models.parallel.collectives import TensorAxis, all_gather, begin_sum_of_copies
+
+MAX_TILE = 1024  # columns of logits; the compiler keeps at most this many in registers
 
 
 def vocab_parallel_loss(
@@ -126,7 +128,7 @@ class _VocabParallelLoss(torch.autograd.Function):
         if grad_tokens is not None:
             # Not saved with save_for_backward: the backward pass scales them in place, only once.
             ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), tensor)
-            ctx.grad_weight, ctx.scale = grad_weight, scale
+            ctx.grad_weight, ctx.scale, ctx.fuse = grad_weight, scale, fuse
         if scores is not None:
             observe(scores.view(2, *whole.shape[:2]).transpose(1, 2))
         return total / len(tokens)
@@ -134,8 +136,10 @@ class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grad = grad / ctx.scale  # 1 if the expected gradient was right
-        grad_x, grad_weight = ctx.grad_x().mul_(grad), ctx.grad_weight.mul_(grad)
+        factor = grad / ctx.scale  # 1 if the expected gradient was right
+        grad_x, grad_weight = ctx.grad_x(), ctx.grad_weight
+        for gradient in (grad_x, grad_weight):
+            ctx.fuse(_multiply)(gradient, factor)
         ctx.grad_x = ctx.grad_weight = None
         return grad_x, grad_weight, *(None for _ in range(7))
 
@@ -159,6 +163,9 @@ def _reduced(
     logits: Tensor, columns: Tensor, tensor: TensorAxis, fuse: Function
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-sum-exp, label's logit and largest logit of each token over all ranks: [n]."""
+    if tensor.size == 1 and sums_in_tiles(logits):
+        largest, total, label_logits = fuse(_largest_and_sums)(logits, columns)
+        return total.log() + largest, label_logits, largest
     largest = fuse(_largest)(logits)
     if tensor.size > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tensor.group)
@@ -167,6 +174,11 @@ def _reduced(
         dist.all_reduce(sums, group=tensor.group)
     total, label_logits = sums
     return total.log() + largest, label_logits, largest
+
+
+def sums_in_tiles(logits: Tensor) -> bool:
+    """Return True if one pass over the logits is faster than two."""
+    return logits.device.type != "cpu"
 
 
 def _set_gradients_of_labels(logits: Tensor, columns: Tensor, label_gradients: Tensor) -> None:
@@ -191,6 +203,31 @@ def _sums(logits: Tensor, columns: Tensor, largest: Tensor) -> Tensor:
     outside = (columns < 0) | (columns >= logits.shape[1])
     labels = logits.gather(1, columns.masked_fill(outside, 0).unsqueeze(1)).squeeze(1).float()
     return torch.stack([total, labels.masked_fill(outside, 0)])
+
+
+def _largest_and_sums(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `_largest` and `_sums` for one rank, reading the logits once.
+
+    A GPU keeps a tile of a row in registers between the maximum and the sum. The compiler's online
+    softmax also reads once, but computes two exponentials for each logit instead of one.
+    """
+    tiles = logits.unflatten(1, (-1, math.gcd(logits.shape[1], MAX_TILE)))
+    largest_of_tiles = tiles.amax(dim=-1).float()
+    # The limit avoids inf - inf in a tile of padding.
+    shifts = largest_of_tiles.clamp(min=torch.finfo(torch.float32).min)
+    sums_of_tiles = (tiles - shifts.unsqueeze(-1)).exp_().sum(dim=-1)
+    largest = largest_of_tiles.amax(dim=-1)
+    total = ((largest_of_tiles - largest.unsqueeze(1)).exp_() * sums_of_tiles).sum(dim=-1)
+    return largest, total, logits.gather(1, columns.unsqueeze(1)).squeeze(1).float()
+
+
+@native_on_cpu
+def _multiply(gradient: Tensor, factor: Tensor) -> None:
+    """Multiply a gradient by a number on the same device, in place.
+
+    torch's own kernel for GPUs is not vectorised if the two data types differ.
+    """
+    gradient.mul_(factor)
 
 
 def _turn_into_softmax(logits: Tensor, log_sums: Tensor) -> None:

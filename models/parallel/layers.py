@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
-from models.kernels.norms import Branch, add_and_norm, norm
+from models.kernels.norms import Branch, add_and_norm, input_and_norm, norm
 from models.parallel.collectives import (
     TensorAxis,
     all_gather,
@@ -317,6 +317,11 @@ class Norm(Fusing):
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
         return norm(x, *self._parameters_here(), self.epsilon, self.fuse)
+
+    def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x, for a residual connection, and its norm: each [..., size]."""
+        weight, bias = self._parameters_here()
+        return input_and_norm(x, weight, bias, epsilon=self.epsilon, fuse=self.fuse)
 
     def of_sum(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
         """Return x + branch and its norm: each [..., size]."""

@@ -36,6 +36,7 @@ from models.experts.overlap import Turns
 from models.kernels import attention, attention_parts, compile, norms
 from models.kernels.attention import cumulative_lengths
 from models.kernels.attention_parts import CPU_FLASH
+from models.parallel import cross_entropy
 from models.parallel.micro_batch_info import positions_in, token_positions
 from models.sharding import Sharding, sharding_of
 from threefold.checkpoint.state import Fragment, PartitionedState, TrainingState
@@ -184,9 +185,9 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
     """Let autograd keep the tensors that it keeps on a GPU, which differ from those on a CPU.
 
     On a GPU attention is fused at any length, LayerNorm needs no fp32 copies, and the loss computes
-    more logits at a time. In 16 bits one kernel computes windows and sinks of all sequences. A sent
-    tensor is freed once its transfer is complete, and not only when the send is waited for, as with
-    gloo.
+    more logits at a time and reads them fewer times. In 16 bits one kernel computes windows and
+    sinks of all sequences. A sent tensor is freed once its transfer is complete, and not only when
+    the send is waited for, as with gloo.
     """
     fuse = one_kernel if compiled else compile.as_written
     with (
@@ -195,6 +196,7 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
         replaced(attention_parts, "limited_kernel", lambda q, limits: CPU_FLASH),
         replaced(attention, "padded_attention", _EfficientAttention.apply),
         replaced(norms, "sums_in_16_bits", lambda x: False),
+        replaced(cross_entropy, "sums_in_tiles", lambda logits: True),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
         replaced(compile.Fusing, "fuse", staticmethod(fuse)),
         replaced(dist.Work, "is_completed", lambda self: True),

@@ -340,6 +340,19 @@ def test_soft_cap_and_z_loss_are_their_formulas(
             assert float(ours(x, table)) == pytest.approx(float(expected[0]), rel=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_one_pass_over_the_logits_computes_the_same_as_two(dtype: torch.dtype) -> None:
+    """Also if a tile of the logits, here of four columns, is padding."""
+    torch.manual_seed(0)
+    logits, labels = 9 * torch.randn(6, 20).to(dtype), torch.randint(15, (6,))
+    logits[:, 15:] = float("-inf")
+    largest = cross_entropy._largest(logits)
+    total, label_logits = cross_entropy._sums(logits, labels, largest)
+    with mock.patch.object(cross_entropy, "MAX_TILE", 4):
+        once = cross_entropy._largest_and_sums(logits, labels)
+    torch.testing.assert_close(once, (largest, total, label_logits))
+
+
 def test_a_nearly_certain_token_keeps_its_gradient_in_bf16() -> None:
     logits = torch.tensor([[9.0, 0.0, 0.0]])  # x W^T of x = 1
     x, table = torch.ones(1, 1, 1, dtype=torch.bfloat16), logits.t().bfloat16()
