@@ -4,13 +4,14 @@ Shapes: s sequence (s/t under sequence parallelism where noted), b micro-batch, 
 """
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.kernels.accumulation import add_product
 from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
 from models.kernels.norms import Branch, add_and_norm, input_and_norm, norm
@@ -29,12 +30,46 @@ from models.sharding import Role, Sharding, declared_parameter
 #
 # Zero bubble pipeline parallelism (Qi et al. 2023, arXiv 2401.10241): the backward pass of a
 # linear layer has two parts, and the previous stage waits only for the gradient of the input.
+#
+# In all other schedules, the weight gradient is computed in the backward pass. On a GPU the engine
+# then lets its matmul add it to the sum over the micro-batches (`models/kernels/accumulation.py`).
 
 WeightGradient = Callable[[], Tensor]
 
 
+@dataclass(frozen=True)
+class ProductGradient:
+    """The gradient of W in x W^T: a WeightGradient that can also be added to a sum in its matmul.
+
+    grad: [s, b, out]
+    x: [s, b, in] (s/t if it is gathered)
+    gather: function that gathers x over the tensor ranks when the gradient is computed
+    """
+
+    grad: Tensor
+    x: Tensor
+    gather: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self) -> Tensor:
+        """Return the gradient, [out, in]."""
+        return weight_gradient(self.grad, self._whole_x())
+
+    def add_to(self, total: Tensor, *, replace: bool) -> None:
+        """Add the gradient to a sum, or replace the sum by it."""
+        whole_x = self._whole_x().flatten(0, 1)
+        add_product(total, self.grad.flatten(0, 1), whole_x, replace=replace)
+
+    def _whole_x(self) -> Tensor:
+        return self.x if self.gather is None else self.gather(self.x)
+
+
 class Deferral:
-    """Deferred weight gradients of the linear layers that share this object, in order."""
+    """Deferred weight gradients of the linear layers that share this object, in order.
+
+    is_immediate: the gradients are used when they are put here, during the backward pass
+    """
+
+    is_immediate = False
 
     def __init__(self) -> None:
         self.deferred: list[tuple[nn.Parameter, WeightGradient]] = []
@@ -47,6 +82,23 @@ class Deferral:
         """Return all deferred gradients and forget them."""
         deferred, self.deferred = self.deferred, []
         return deferred
+
+
+class ImmediateAddition(Deferral):
+    """Adds the weight gradients of linear layers to sums as soon as their inputs exist.
+
+    add: adds the gradient of a micro-batch to the sum of a weight
+    """
+
+    is_immediate = True
+
+    def __init__(self, add: Callable[[nn.Parameter, WeightGradient], None]):
+        super().__init__()
+        self.add = add
+
+    def put(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
+        """Add a weight gradient."""
+        self.add(weight, gradient)
 
 
 class Deferring(nn.Module):
@@ -63,6 +115,16 @@ def defer_weights(module: nn.Module, deferral: Deferral) -> None:
     for layer in module.modules():
         if isinstance(layer, Deferring):
             layer.deferral = deferral
+
+
+def add_weights_at_once(module: nn.Module, addition: ImmediateAddition) -> None:
+    """Let the linear layers of a module add their weight gradients during the backward pass.
+
+    Experts are not included: their weights share a grouped matmul.
+    """
+    for layer in module.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
+            layer.deferral = addition
 
 
 class ColumnParallelLinear(Deferring):
@@ -205,8 +267,8 @@ class _DeferredMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        # Detached, because the deferred function would otherwise keep the graph before x alive.
-        ctx.deferral.put(ctx.weight, partial(weight_gradient, grad, x.detach()))
+        # Detached, because the deferred gradient would otherwise keep the graph before x alive.
+        ctx.deferral.put(ctx.weight, ProductGradient(grad, x.detach()))
         grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
         return grad @ ctx.weight, None, grad_bias, None
 
@@ -231,19 +293,21 @@ class _ColumnParallelMatmul(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         tensor, in_parts = ctx.tensor, ctx.tensor.sequence_parallel
         grad_weight = None
-        if ctx.deferral is None:
+        if ctx.deferral is None or ctx.deferral.is_immediate:
             whole = begin_all_gather(x, tensor) if in_parts else lambda: x
             grad_copy = grad @ ctx.weight
             gathered = whole()
             grad_x = begin_sum_of_copies(grad_copy, tensor)
-            grad_weight = weight_gradient(grad, gathered)
+            gradient = ProductGradient(grad, gathered)
+            if ctx.deferral is None:
+                grad_weight = gradient()
+            else:
+                ctx.deferral.put(ctx.weight, gradient)
         else:
             grad_x = begin_sum_of_copies(grad @ ctx.weight, tensor)
-            own = x.detach()  # otherwise the graph before x would stay alive
-            ctx.deferral.put(
-                ctx.weight,
-                lambda: weight_gradient(grad, all_gather(own, tensor) if in_parts else own),
-            )
+            gather = (lambda own: all_gather(own, tensor)) if in_parts else None
+            # Detached, because the graph before x would otherwise stay alive.
+            ctx.deferral.put(ctx.weight, ProductGradient(grad, x.detach(), gather))
         grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x(), grad_weight, grad_bias, None, None
 

@@ -19,6 +19,7 @@ from models.context_parallel.tiles import (
     tiles_of,
     write_gradients_of_own,
 )
+from models.kernels.accumulation import add_product, adds_in_matmul
 from models.kernels.attention import document_attention, varlen_kernel
 from models.kernels.attention_parts import Limits, sink_gradient
 from models.kernels.compile import as_written, compiled
@@ -49,6 +50,7 @@ LENGTHS = (1, 2, 4, 30, 63, 150, 6), (256,)  # of the documents of two sequences
 WINDOW = 40  # of tokens, shorter than the longest document
 REPEATS = 1024, 16384  # of a token
 PARTS_OF_LOSS = 4
+MICRO_BATCHES = 4  # whose weight gradients are added up
 LOSS_SCALE = 2.0**10
 
 
@@ -80,7 +82,7 @@ def kernels(setting: Setting) -> Result:
         setting.save(result)
     result.table(["results and gradients in 16 bits", "to fp32", "limit", "same"], [])
     device = torch.device(setting.device)
-    for name, (find, limit) in COMPARISONS.items():
+    for name, (find, limit) in (COMPARISONS | SUMS).items():
         compare_values(result, name, find, device, limit=limit)
         setting.save(result)
     return result
@@ -300,6 +302,39 @@ def error_of_attention(
     return largest_error(found, with_gradients(attended, [each.double() for each in inputs]))
 
 
+def sums_in_bf16(device: torch.device) -> float:
+    """Return the error of sums of weight gradients in bf16."""
+    return error_of_sums(device, torch.bfloat16)
+
+
+def sums_in_fp16(device: torch.device) -> float:
+    """Return the error of sums of weight gradients in fp16."""
+    return error_of_sums(device, torch.float16)
+
+
+def error_of_sums(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the largest error of weight gradients that matmuls add over several micro-batches.
+
+    The sums are parts of a larger tensor at an odd index, as after a bias of odd length. On a GPU
+    the sums must not be rounded to 16 bits in between, which one matmul per micro-batch ensures.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens, rows, columns = 512, 96, 160
+    flat = torch.full((1 + rows * columns + 1,), torch.nan, device=device)
+    total = flat[1:-1].view(rows, columns)
+    expected = torch.zeros(rows, columns, dtype=torch.float64, device=device)
+    for number in range(MICRO_BATCHES):
+        grad, x = (
+            torch.randn(tokens, size, generator=generator).to(device, dtype)
+            for size in (rows, columns)
+        )
+        add_product(total, grad, x, replace=number == 0)
+        expected += grad.double().t() @ x.double()
+    assert device.type != "cuda" or adds_in_matmul(x, total.dtype), "torch has no such matmul"
+    assert bool(flat[[0, -1]].isnan().all()), "values outside of the sums have changed"
+    return largest_error([total], [expected])
+
+
 COMPARISONS = {  # name -> function that returns an error, its limit
     "attention over documents at once, bf16": (documents_at_once, ROUNDED),
     "attention over documents one by one, bf16": (documents_one_by_one, ROUNDED),
@@ -312,6 +347,10 @@ COMPARISONS = {  # name -> function that returns an error, its limit
     "windows, sinks and soft cap, fp32": (windows_and_caps_in_fp32, EXACT),
     f"loss in {PARTS_OF_LOSS} parts, fp16": (loss_in_parts, ROUNDED),
     "embedding of repeated tokens, bf16": (repeated_tokens, ROUNDED_ONCE),
+}
+SUMS = {  # likewise, of sums over several micro-batches
+    "sums of weight gradients, bf16": (sums_in_bf16, ROUNDED_ONCE),
+    "sums of weight gradients, fp16": (sums_in_fp16, ROUNDED_ONCE),
 }
 
 

@@ -1,6 +1,7 @@
 """`make gpu` on a machine without a GPU: its parts with small sizes, its budgets, its report."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -109,7 +110,7 @@ def test_layouts_pass_on_several_ranks(tmp_path: Path) -> None:
 def test_kernels_pass_on_two_ranks(tmp_path: Path) -> None:
     outcome = run("kernels", Setting(output=tmp_path, **CPU | {"gpus": 2}))
     rows = [line for line in outcome.lines if line.endswith("| yes |")]
-    assert len(rows) == 14 and any(line.startswith("| tied GPT") for line in rows)
+    assert len(rows) == 16 and any(line.startswith("| tied GPT") for line in rows)
 
 
 @pytest.mark.parametrize(("factor", "failures"), [(1.0, 0), (1.05, 1)])
@@ -127,6 +128,20 @@ def test_a_kernel_with_another_gradient_fails(name: str, factor: float, failures
         find, limit = kernels.COMPARISONS[name]
         kernels.compare_values(result, name, find, torch.device("cpu"), limit=limit)
     assert len(result.failures) == failures
+
+
+@pytest.mark.parametrize(("first", "is_same"), [(0, True), (1, False)])
+def test_sums_without_a_micro_batch_fail(first: int, is_same: bool) -> None:
+    """The product of the second micro-batch takes the place of the first one's."""
+    add, numbers = kernels.add_product, itertools.count()
+
+    def changed(*tensors: torch.Tensor, replace: bool) -> None:
+        add(*tensors, replace=replace or next(numbers) < first)
+
+    with mock.patch.object(kernels, "add_product", changed):
+        for find, limit in kernels.SUMS.values():
+            numbers = itertools.count()
+            assert (find(torch.device("cpu")) <= limit) == is_same
 
 
 def test_an_embedding_that_rounds_each_sum_fails() -> None:

@@ -38,7 +38,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from models.experts.layer import expert_layers
 from models.experts.overlap import Turns
 from models.layer_specs import observed_scores
-from models.parallel.layers import Deferral, defer_weights
+from models.parallel.layers import (
+    Deferral,
+    ImmediateAddition,
+    add_weights_at_once,
+    defer_weights,
+)
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
 from threefold.pipeline.channels import Boundary, Channels
@@ -352,6 +357,8 @@ class ScheduledEngine(PipelineEngine):
         self.deferral = Deferral()
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
+        elif self.gradients.adds_in_matmul():
+            add_weights_at_once(self.module, ImmediateAddition(self.gradients.add))
         experts = expert_layers(self.module)
         self.turns = experts[0].expert.turns if experts else Turns()
         self.schedules: dict[tuple[Pipeline, bool], PassSchedule] = {}
@@ -543,7 +550,7 @@ class ScheduledEngine(PipelineEngine):
             self.gradients.begin_end_of_group(WEIGHT, chunk, is_last=self.group_ends[work])
         while deferred:  # pop, so that the inputs of a gradient are freed before the next
             weight, gradient = deferred.pop()
-            self.gradients.add(weight, gradient())
+            self.gradients.add(weight, gradient)
 
     def _hand_on(self, work: Pass, result: Tensor) -> None:
         """Keep the result of a pass for the pass that continues with it, or until it is sent."""

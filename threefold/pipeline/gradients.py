@@ -14,8 +14,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from models.experts.layer import expert_layers
+from models.kernels import accumulation
 from models.parallel.collectives import reduce_scatter_single, wait_for
-from models.parallel.layers import Deferring
+from models.parallel.layers import Deferring, ProductGradient, WeightGradient
 from threefold.pipeline.schedules import BACKWARD, WEIGHT, Kind
 
 # Sums of buckets over the data ranks; each rank gets the shard that it owns.
@@ -341,18 +342,24 @@ class FlatGradients(ABC):
             self.add(parameter, parameter.grad)
             parameter.grad = None
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient of a micro-batch."""
+    def adds_in_matmul(self) -> bool:
+        """Return True if the matmuls of weight gradients can add them to the sums."""
+        return accumulation.adds_in_matmul(self.buckets[0].weights, self._dtype())
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor | WeightGradient) -> None:
+        """Add a gradient of a micro-batch, or compute and add it."""
         number = self.bucket_of[parameter].number
         assert number not in self.ended, "a gradient after a chunk's last pass"
         total = self.views.get(parameter)
         if total is None:
             total = self.views[parameter] = self.of(parameter).view(parameter.shape)
-        if parameter in self.has_gradient:
-            total.add_(gradient)
+        is_first = parameter not in self.has_gradient
+        if isinstance(gradient, ProductGradient):
+            gradient.add_to(total, replace=is_first)
         else:
-            total.copy_(gradient)
-            self.has_gradient.add(parameter)
+            computed = gradient if isinstance(gradient, Tensor) else gradient()
+            total.copy_(computed) if is_first else total.add_(computed)
+        self.has_gradient.add(parameter)
         self.complete.add(parameter)
         while self.coming and self.complete.issuperset(self.coming[0].starts):
             self._reduce(self.coming.pop(0))

@@ -33,7 +33,7 @@ from models import cost, initialization
 from models.attention import rotary_table, rotary_table_of_windows
 from models.experts import routing
 from models.experts.overlap import Turns
-from models.kernels import attention, attention_parts, compile, norms
+from models.kernels import accumulation, attention, attention_parts, compile, norms
 from models.kernels.attention import cumulative_lengths
 from models.kernels.attention_parts import CPU_FLASH
 from models.parallel import cross_entropy
@@ -186,8 +186,8 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
 
     On a GPU attention is fused at any length, LayerNorm needs no fp32 copies, and the loss computes
     more logits at a time and reads them fewer times. In 16 bits one kernel computes windows and
-    sinks of all sequences. A sent tensor is freed once its transfer is complete, and not only when
-    the send is waited for, as with gloo.
+    sinks of all sequences, and matmuls add weight gradients to fp32 sums. A sent tensor is freed
+    once its transfer is complete, and not only when the send is waited for, as with gloo.
     """
     fuse = one_kernel if compiled else compile.as_written
     with (
@@ -197,6 +197,8 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
         replaced(attention, "padded_attention", _EfficientAttention.apply),
         replaced(norms, "sums_in_16_bits", lambda x: False),
         replaced(cross_entropy, "sums_in_tiles", lambda logits: True),
+        replaced(accumulation, "adds_in_matmul", adds_on_a_gpu),
+        replaced(accumulation, "multiply_into", add_nothing),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
         replaced(compile.Fusing, "fuse", staticmethod(fuse)),
         replaced(dist.Work, "is_completed", lambda self: True),
@@ -224,6 +226,17 @@ def varlen_in_16_bits(
 ) -> Callable[..., Any] | None:
     """Return torch's attention over documents, which runs on fake tensors of any device."""
     return varlen_attn if dtype in (torch.bfloat16, torch.float16) else None
+
+
+def adds_on_a_gpu(x: torch.Tensor, total: torch.dtype) -> bool:
+    """Return True if a GPU adds products of tensors like x to sums of type `total`."""
+    return x.dtype in accumulation.SIXTEEN_BITS and total == torch.float32
+
+
+def add_nothing(
+    total: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, replace: bool
+) -> None:
+    """Allocate nothing, as a matmul that adds to a sum does; a CPU has no such matmul."""
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from models.cost import block_parameters, position_parameters
 from threefold.config.deepspeed_json import BYTES
+from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job, once_per_job
 from threefold.plan.memory.activations import (
     held_activations,
@@ -25,6 +26,7 @@ from threefold.plan.memory.model_states import (
     transient_bytes,
 )
 from threefold.plan.memory.working import (
+    adds_in_matmul,
     block_working_bytes,
     forward_working_bytes,
     loss_bytes,
@@ -223,6 +225,11 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
     before_backward = layout.zero_stage == 2 or (first_only and not job.shards_in_passes)
     block = block_working_bytes(job, first_only)
     forward = max(forward_working_bytes(job), loss_bytes(job, stage, first_only))
+    waiting = waiting_loss_bytes(job, stage)
+    passes = [(block, passing.buffers)]
+    if SCHEDULES[layout.schedule].splits and adds_in_matmul(job):
+        # Weight passes need no working memory, and other passes fill hardly any bucket.
+        passes = [(block, 0.0), (0.0, passing.buffers)]
     moments = [
         Moment(
             in_forward,
@@ -230,7 +237,7 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
             0.0 if first_only else gradients,
             0.0 if before_backward and not is_grouped else passing.buffers,
         ),
-        Moment(activations, block + waiting_loss_bytes(job, stage), newest, passing.buffers),
+        *(Moment(activations, working + waiting, newest, buffers) for working, buffers in passes),
         Moment(
             working=muon_working_bytes(job, stage),
             gradients=footprint.updating * own_parameters(job, stage) / layout.optimizer_ranks,

@@ -157,7 +157,8 @@ def mlp_working_elements(job: Job, first_only: bool) -> float:
     three: the gradients of the output matrix and its input; of the inputs of the activation
     function; of the first matrix and its input, after the activation's backward pass. If weight
     gradients are deferred, only the gradients of activations count, and the input of the output
-    matrix is still kept.
+    matrix is still kept. If matmuls add weight gradients to their sums, only the gradients of
+    activations count as well.
     """
     layout, model = job.layout, job.model
     tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
@@ -166,8 +167,19 @@ def mlp_working_elements(job: Job, first_only: bool) -> float:
         return (tokens * (gate_and_up + f) + (0 if first_only else h * gate_and_up)) / t
     if SCHEDULES[layout.schedule].splits:
         return tokens * (gate_and_up + f) / t
-    first_matrix = (h * gate_and_up - tokens * f) / t + h * tokens
-    return max(f * (tokens + h) / t, tokens * gate_and_up / t, first_matrix)
+    counted = 0 if adds_in_matmul(job) else 1
+    first_matrix = (counted * h * gate_and_up - tokens * f) / t + h * tokens
+    return max(f * (tokens + counted * h) / t, tokens * gate_and_up / t, first_matrix)
+
+
+def adds_in_matmul(job: Job) -> bool:
+    """Return True if the weight gradients of linear layers have no tensors of their own.
+
+    See `models/kernels/accumulation.py`.
+    """
+    on_gpu = job.machine.gpu.device == "cuda"
+    is_staged = job.footprint.loss_in_parts and not job.shards_in_passes  # Threefold's ZeRO-1 and 2
+    return on_gpu and is_staged and job.precision in ("bf16", "fp16")
 
 
 def routed_forward_bytes(job: Job) -> float:

@@ -1,0 +1,45 @@
+"""Weight gradients that a matmul adds to fp32 sums, without a tensor of its own for the product.
+
+n tokens of a micro-batch.
+"""
+
+import torch
+from torch import Tensor
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+# Torch has these overloads, which take the type of the result, since version 2.8, for CUDA only.
+HAS_OPERATORS = all(hasattr(operator, "dtype_out") for operator in (torch.ops.aten.addmm,
+                                                                    torch.ops.aten.mm))  # fmt: skip
+
+
+def adds_in_matmul(x: Tensor, total: torch.dtype) -> bool:
+    """Return True if the device adds products of tensors like x to sums of type `total`."""
+    is_mixed = x.dtype in SIXTEEN_BITS and total == torch.float32
+    return x.device.type == "cuda" and is_mixed and HAS_OPERATORS
+
+
+def add_product(total: Tensor, grad: Tensor, x: Tensor, *, replace: bool) -> None:
+    """Add grad^T x to a sum, or replace the sum by it.
+
+    In one matmul the product is not rounded to 16 bits before it is added.
+
+    Args:
+        total: [out, in]
+        grad: [n, out]
+        x: [n, in]
+        replace: the old values of `total` do not count
+    """
+    if adds_in_matmul(x, total.dtype):
+        multiply_into(total, grad.t(), x, replace=replace)
+    elif replace:
+        total.copy_(grad.t() @ x)
+    else:
+        total.add_(grad.t() @ x)
+
+
+def multiply_into(total: Tensor, first: Tensor, second: Tensor, *, replace: bool) -> None:
+    """Add first second to an fp32 tensor, or replace it, in one matmul of 16-bit tensors."""
+    if replace:
+        torch.mm(first, second, out_dtype=torch.float32, out=total)
+    else:
+        torch.addmm(total, first, second, out_dtype=torch.float32, out=total)
