@@ -75,16 +75,24 @@ def _sum(x: Tensor, rows: list[int], axis: TensorAxis) -> Tensor:
 
 
 class DeferralToExchange(Deferral):
-    """Weight gradients that the backward pass defers to an exchange, and computes during it."""
+    """Weight gradients that the backward pass defers to an exchange, and computes during it.
 
-    def __init__(self, weights: Sequence[nn.Parameter]):
+    weights: the weights, in an order of their own
+    addition: adds the gradients to sums; None: autograd receives them
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter], addition: Deferral | None = None):
         super().__init__()
-        self.weights = weights
+        self.weights, self.addition = weights, addition
 
-    def gradients(self) -> list[Tensor]:
-        """Compute the gradients, in the order of the weights."""
-        gradients = {weight: gradient() for weight, gradient in self.take()}
-        return [gradients[weight] for weight in self.weights]
+    def gradients(self) -> list[Tensor | None]:
+        """Compute the gradients; return those for autograd, in the order of the weights."""
+        if self.addition is None:
+            gradients = {weight: gradient() for weight, gradient in self.take()}
+            return [gradients[weight] for weight in self.weights]
+        for weight, gradient in self.take():
+            self.addition.put(weight, gradient)
+        return [None] * len(self.weights)
 
 
 class Transfer:

@@ -4,13 +4,12 @@ n rows, sorted by group; g groups; r_i rows of group i.
 """
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.parallel.layers import Deferral
+from models.parallel.layers import Deferral, ProductGradient, weight_gradient
 
 
 def grouped_matmul(
@@ -52,15 +51,10 @@ class _GroupedMatmul(torch.autograd.Function):
         grad_x = _multiply(grad, ctx.weights, ctx.rows, transposed=False)
         pairs = zip(grad.split(ctx.rows), x.detach().split(ctx.rows), strict=True)
         if ctx.deferral is None:
-            return grad_x, None, None, *(_weight_gradient(*pair) for pair in pairs)
+            return grad_x, None, None, *(weight_gradient(*pair) for pair in pairs)
         for weight, pair in zip(ctx.weights, pairs, strict=True):
-            ctx.deferral.put(weight, partial(_weight_gradient, *pair))
+            ctx.deferral.put(weight, ProductGradient(*pair))
         return grad_x, None, None, *(None for _ in ctx.weights)
-
-
-def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """[r, out] and [r, in] to [out, in]."""
-    return grad.t() @ x
 
 
 def _multiply(

@@ -149,11 +149,12 @@ class MixtureOfExperts(nn.Module):
         Return None if the rank has all experts, so that nothing is exchanged, or if a zero-bubble
         schedule already defers the gradients.
         """
-        experts = self.experts
-        is_deferred = experts.deferral is not None
+        experts, addition = self.experts, self.experts.deferral
+        is_deferred = addition is not None and not addition.is_immediate
         if self.expert.size == 1 or is_deferred or not torch.is_grad_enabled():
             return None
-        return DeferralToExchange([getattr(experts, f"up_{number}") for number in experts.numbers])
+        weights = [getattr(experts, f"up_{number}") for number in experts.numbers]
+        return DeferralToExchange(weights, addition)
 
     def bias_here(self) -> Tensor | None:
         """Return the output bias of the shared experts for this rank's positions.

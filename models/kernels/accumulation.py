@@ -29,7 +29,10 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, *, replace: bool) -> Non
         x: [n, in]
         replace: the old values of `total` do not count
     """
-    if adds_in_matmul(x, total.dtype):
+    if not len(x):  # an expert without tokens
+        if replace:
+            total.zero_()
+    elif adds_in_matmul(x, total.dtype):
         multiply_into(total, grad.t(), x, replace=replace)
     elif replace:
         total.copy_(grad.t() @ x)

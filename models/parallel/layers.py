@@ -41,8 +41,8 @@ WeightGradient = Callable[[], Tensor]
 class ProductGradient:
     """The gradient of W in x W^T: a WeightGradient that can also be added to a sum in its matmul.
 
-    grad: [s, b, out]
-    x: [s, b, in] (s/t if it is gathered)
+    grad: [s, b, out], or rows of an expert, [r, out]
+    x: [s, b, in] (s/t if it is gathered), or [r, in]
     gather: function that gathers x over the tensor ranks when the gradient is computed
     """
 
@@ -56,8 +56,8 @@ class ProductGradient:
 
     def add_to(self, total: Tensor, *, replace: bool) -> None:
         """Add the gradient to a sum, or replace the sum by it."""
-        whole_x = self._whole_x().flatten(0, 1)
-        add_product(total, self.grad.flatten(0, 1), whole_x, replace=replace)
+        whole_x = self._whole_x().flatten(0, -2)
+        add_product(total, self.grad.flatten(0, -2), whole_x, replace=replace)
 
     def _whole_x(self) -> Tensor:
         return self.x if self.gather is None else self.gather(self.x)
@@ -111,20 +111,10 @@ class Deferring(nn.Module):
 
 
 def defer_weights(module: nn.Module, deferral: Deferral) -> None:
-    """Let all linear layers of a module defer their weight gradients."""
+    """Let all linear layers of a module hand over their weight gradients."""
     for layer in module.modules():
         if isinstance(layer, Deferring):
             layer.deferral = deferral
-
-
-def add_weights_at_once(module: nn.Module, addition: ImmediateAddition) -> None:
-    """Let the linear layers of a module add their weight gradients during the backward pass.
-
-    Experts are not included: their weights share a grouped matmul.
-    """
-    for layer in module.modules():
-        if isinstance(layer, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
-            layer.deferral = addition
 
 
 class ColumnParallelLinear(Deferring):
@@ -247,8 +237,8 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | 
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of W in x W^T, from [s, b, out] and [s, b, in]: [out, in]."""
-    return grad.flatten(0, 1).t() @ x.flatten(0, 1)
+    """Return the gradient of W in x W^T, from [..., out] and [..., in]: [out, in]."""
+    return grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 class _DeferredMatmul(torch.autograd.Function):

@@ -38,12 +38,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from models.experts.layer import expert_layers
 from models.experts.overlap import Turns
 from models.layer_specs import observed_scores
-from models.parallel.layers import (
-    Deferral,
-    ImmediateAddition,
-    add_weights_at_once,
-    defer_weights,
-)
+from models.parallel.layers import Deferral, ImmediateAddition, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.parallel.process_groups import matches_by_order
 from threefold.pipeline.channels import Boundary, Channels
@@ -358,7 +353,7 @@ class ScheduledEngine(PipelineEngine):
         if self.pipeline.splits:
             defer_weights(self.module, self.deferral)
         elif self.gradients.adds_in_matmul():
-            add_weights_at_once(self.module, ImmediateAddition(self.gradients.add))
+            defer_weights(self.module, ImmediateAddition(self.gradients.add))
         experts = expert_layers(self.module)
         self.turns = experts[0].expert.turns if experts else Turns()
         self.schedules: dict[tuple[Pipeline, bool], PassSchedule] = {}

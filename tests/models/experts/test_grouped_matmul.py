@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from models.experts import grouped_matmul
+from models.parallel import layers
 from models.parallel.layers import Deferral
 
 IN, OUT = 6, 5
@@ -91,7 +92,7 @@ def test_a_gradient_that_is_not_contiguous_is_accepted() -> None:
     assert agree([x.grad, *(weight.grad for weight in weights)], run_loop(rows)[1:])
 
 
-MULTIPLY, WEIGHT_GRADIENT = grouped_matmul._multiply, grouped_matmul._weight_gradient
+MULTIPLY, WEIGHT_GRADIENT = grouped_matmul._multiply, layers.weight_gradient
 FAULTS: dict[str, dict[str, Any]] = {
     "the weight of the first group for all": {
         "_multiply": lambda x, weights, rows, transposed: MULTIPLY(
@@ -104,10 +105,10 @@ FAULTS: dict[str, dict[str, Any]] = {
         )
     },
     "no gradient without rows": {
-        "_weight_gradient": lambda grad, x: WEIGHT_GRADIENT(grad, x) if len(x) else None
+        "weight_gradient": lambda grad, x: WEIGHT_GRADIENT(grad, x) if len(x) else None
     },
     "gradient averaged over rows": {
-        "_weight_gradient": lambda grad, x: WEIGHT_GRADIENT(grad, x) / max(1, len(x))
+        "weight_gradient": lambda grad, x: WEIGHT_GRADIENT(grad, x) / max(1, len(x))
     },
 }
 
@@ -121,7 +122,7 @@ def test_a_seeded_fault_is_noticed(fault: str) -> None:
 def test_a_fault_in_deferral_is_noticed() -> None:
     immediate = run(ROWS["all groups"])
     with mock.patch.object(
-        grouped_matmul, "partial", lambda function, *pair: lambda: 0 * function(*pair)
+        grouped_matmul, "ProductGradient", lambda *pair: lambda: 0 * WEIGHT_GRADIENT(*pair)
     ):
         assert not agree(run(ROWS["all groups"], Deferral()), immediate)
 

@@ -23,6 +23,7 @@ from models.experts.layer import MixtureOfExperts, expert_layers
 from models.experts.routing import ExpertAxis, choose_experts
 from models.initialization import NormalRows, initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
+from models.parallel import layers
 from models.parallel.collectives import TensorAxis, conjugate, scatter_to_tensor_axis
 from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
@@ -749,11 +750,12 @@ def overlap_worker() -> list[str]:
         hook = noting(f"gradient of {name} of shared", lambda *_: None)
         linear.weight.register_post_accumulate_grad_hook(hook)
     layer.experts.register_forward_hook(noting("experts", lambda *_: None))
-    weight_gradient = noting("gradient of experts", grouped_matmul._weight_gradient)
+    weight_gradient = noting("gradient of experts", layers.weight_gradient)
     with (
         mock.patch.object(dispatch.Transfer, "begin", noting("begin", dispatch.Transfer.begin)),
         mock.patch.object(dispatch.Transfer, "wait", noting("wait", dispatch.Transfer.wait)),
-        mock.patch.object(grouped_matmul, "_weight_gradient", weight_gradient),
+        mock.patch.object(grouped_matmul, "weight_gradient", weight_gradient),
+        mock.patch.object(layers, "weight_gradient", weight_gradient),
     ):
         x = torch.randn(12, 3, LLAMA.hidden_size, generator=generator).requires_grad_()
         layer(x).square().sum().backward()
