@@ -41,7 +41,7 @@ from threefold.plan.time.step import step_time
 from threefold.runtime.processes import compiler, start_processes
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
-KERNELS = 45
+KERNELS = 15  # the trace has all of them
 KERNEL_NAME = 70  # characters
 ROUNDS = 3  # of the comparison with transformers
 SMALL_EXPERTS = "{ count = 4, per_token = 2, ffn_hidden_size = 64, balance_loss = 0.01 }"
