@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.experts.routing import ExpertAxis, Routes
+from models.kernels.compile import Function, as_written, native_on_cpu
 from models.parallel.collectives import TensorAxis, conjugate, wait_for
 from models.parallel.layers import Deferral
 
@@ -135,6 +136,7 @@ def begin_dispatch(
     axis: ExpertAxis,
     *,
     deferral: DeferralToExchange | None = None,
+    fuse: Function = as_written,
 ) -> Callable[[], Tensor]:
     """Begin to send tokens to their experts.
 
@@ -148,7 +150,7 @@ def begin_dispatch(
         expert, [m, h]. Operations before its call run at the same time as the exchange, forward and
         backward.
     """
-    copies = _Copies.apply(x, routes.order, routes.inverse_order, k)
+    copies = _Copies.apply(x, routes.order, routes.inverse_order, k, fuse)
     arrived = _begin_exchange(copies, Transfer(routes.sent, routes.received, axis), deferral)
     if routes.arrangement is None:
         return arrived
@@ -160,7 +162,7 @@ def begin_dispatch(
 
 
 def begin_combine(
-    y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis
+    y: Tensor, gates: Tensor, routes: Routes, axis: ExpertAxis, *, fuse: Function = as_written
 ) -> Callable[[], Tensor]:
     """Begin to return the experts' outputs to their tokens, where they are added with weights.
 
@@ -178,12 +180,7 @@ def begin_combine(
         y = _Rearrange.apply(y, routes.inverse_arrangement, routes.arrangement)
         y = sum_rows(y, routes.gathered, axis.columns)
     returned = _begin_exchange(y, Transfer(routes.received, routes.sent, axis))
-
-    def combined() -> Tensor:
-        back = _Rearrange.apply(returned(), routes.inverse_order, routes.order)
-        return _WeightedSum.apply(back.view(*gates.shape, -1), gates)
-
-    return combined
+    return lambda: _WeightedSum.apply(returned(), gates, routes.inverse_order, fuse)
 
 
 def _begin_exchange(
@@ -205,19 +202,16 @@ class _Copies(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, order, inverse_order, k):
-        ctx.k = k
+    def forward(ctx, x, order, inverse_order, k, fuse):
+        ctx.k, ctx.fuse = k, fuse
         ctx.save_for_backward(inverse_order)
         return x[order // k]
 
     @staticmethod
     def backward(ctx, grad):
         (inverse_order,) = ctx.saved_tensors
-        places = inverse_order.view(-1, ctx.k)
-        total = grad[places[:, 0]].float()
-        for rows in places[:, 1:].unbind(1):  # one at a time, to save memory
-            total += grad[rows]
-        return total.to(grad.dtype), None, None, None
+        rows = inverse_order.view(-1, ctx.k)
+        return ctx.fuse(_sum_of_copies)(grad, rows), None, None, None, None
 
 
 class _Rearrange(torch.autograd.Function):
@@ -267,22 +261,60 @@ class _End(torch.autograd.Function):
 
 
 class _WeightedSum(torch.autograd.Function):
-    """[n, k, h] and fp32 weights [n, k] to [n, h], added in fp32, one expert at a time."""
+    """Sums of the rows [n * k, h] of each token, with fp32 weights [n, k], to [n, h].
+
+    Reading the rows where they are avoids a copy of them in the order of the tokens.
+    """
 
     @staticmethod
-    def forward(ctx, x, weights):
-        ctx.save_for_backward(x, weights)
-        total = x[:, 0].float() * weights[:, :1]
-        for number in range(1, x.shape[1]):
-            total.addcmul_(x[:, number].float(), weights[:, number : number + 1])
-        return total.to(x.dtype)
+    def forward(ctx, x, weights, inverse_order, fuse):
+        ctx.fuse = fuse
+        ctx.save_for_backward(x, weights, inverse_order)
+        return fuse(_weighted_sum)(x, weights, inverse_order.view(weights.shape))
 
     @staticmethod
     def backward(ctx, grad):
-        x, weights = ctx.saved_tensors
-        grad = grad.float()
-        grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
-        for number in range(x.shape[1]):
-            grad_x[:, number] = grad * weights[:, number : number + 1]
-            grad_weights[:, number] = (grad * x[:, number].float()).sum(-1)
-        return grad_x, grad_weights
+        x, weights, inverse_order = ctx.saved_tensors
+        rows = inverse_order.view(weights.shape)
+        return *ctx.fuse(_weighted_sum_backward)(grad, x, weights, rows), None, None
+
+
+# Functions that a compiler may fuse. `rows` [n, k] has the index of the row of each token and
+# choice. A token's rows are added in fp32, in the order of its choices, in every layout. No row
+# belongs to two tokens, so no sum depends on the order in which a GPU runs threads. In eager mode,
+# one choice follows the other, to save memory.
+
+
+@native_on_cpu
+def _sum_of_copies(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the sum of each token's rows: [n * k, h] to [n, h]."""
+    total = x[rows[:, 0]].float()
+    for of_choice in rows[:, 1:].unbind(1):
+        total += x[of_choice]
+    return total.to(x.dtype)
+
+
+@native_on_cpu
+def _weighted_sum(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+    """Return the sum of each token's rows times their weights: [n * k, h] to [n, h]."""
+    total = x[rows[:, 0]].float() * weights[:, :1]
+    for number in range(1, rows.shape[1]):
+        total.addcmul_(x[rows[:, number]].float(), weights[:, number : number + 1])
+    return total.to(x.dtype)
+
+
+@native_on_cpu
+def _weighted_sum_backward(
+    grad: Tensor, x: Tensor, weights: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows [n * k, h] and of the weights [n, k]."""
+    k = rows.shape[1]
+    choices = k if torch.compiler.is_compiling() else 1  # compiled, one kernel reads each row once
+    wide = grad.float()[:, None]  # [n, 1, h]
+    grad_x, grad_weights = torch.empty_like(x), []
+    for of_choices, factors in zip(
+        rows.split(choices, dim=1), weights.split(choices, dim=1), strict=True
+    ):
+        grad_x[of_choices] = (wide * factors[..., None]).to(x.dtype)
+        grad_weights.append((wide * x[of_choices].float()).sum(-1))
+    return grad_x, torch.cat(grad_weights, dim=1)

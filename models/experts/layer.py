@@ -51,7 +51,7 @@ class SharedExperts(Protocol):
         """Return the output bias for this rank's positions."""
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(Fusing):
     """The weighted sum of each token's experts, plus the shared experts.
 
     Each rank routes a different part of the tokens: those that it holds under sequence parallelism,
@@ -119,7 +119,12 @@ class MixtureOfExperts(nn.Module):
         routes = plan_routes(chosen, settings.count, self.expert)
         deferral = self._deferral_to_exchange()
         arrived = begin_dispatch(
-            own.flatten(0, 1), routes, settings.per_token, self.expert, deferral=deferral
+            own.flatten(0, 1),
+            routes,
+            settings.per_token,
+            self.expert,
+            deferral=deferral,
+            fuse=self.fuse,
         )
         inner = x if self.shared is None else self.shared.activated(x)
         gates = with_router_losses(
@@ -134,7 +139,11 @@ class MixtureOfExperts(nn.Module):
         rows = arrived()
         del arrived  # which keeps the rows that were sent
         returned = begin_combine(
-            self.experts(rows, routes.rows, up_deferral=deferral), gates, routes, self.expert
+            self.experts(rows, routes.rows, up_deferral=deferral),
+            gates,
+            routes,
+            self.expert,
+            fuse=self.fuse,
         )
         shared = None if self.shared is None else self.shared.down(inner)
         y = returned().view_as(own)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor
 from models.experts import dispatch, routing
 from models.experts.dispatch import begin_combine, begin_dispatch
 from models.experts.routing import ExpertAxis, count_tokens, plan_routes
+from models.kernels.compile import Function, as_written, compiled
 from tests.ranks import run_ranks
+from threefold.runtime.processes import compiler
 
 EXPERTS, HIDDEN = 8, 6
 
@@ -38,13 +41,21 @@ CASES = {
     "a rank that receives no token": Case(2, (4, 5, 6)),
     "only a rank that has one token": Case(1, (0,), (1, 60, 3, 2)),
 }
+needs_compiler = pytest.mark.skipif(
+    shutil.which(compiler()) is None, reason="there is no C++ compiler"
+)
+FAULTS_BETWEEN_RANKS = (  # one rank sends its rows sorted
+    "rows sorted by rank instead of by expert",
+    "rows of experts not returned to their ranks",
+    "gradients of rows not returned to their ranks",
+)
 FAULTS = (
     "permutation not undone",
     "permutation not undone in the backward pass",
     "gates not applied in the backward pass",
     "gates without a gradient",
     "copies of a token not added",
-    "rows sorted by rank instead of by expert",
+    *FAULTS_BETWEEN_RANKS,
 )
 SIZES = (1, 2, 4)
 
@@ -186,34 +197,41 @@ def worker() -> dict[tuple[str, str], Outcome]:
 def seeded_fault(fault: str) -> Iterator[None]:
     """Break the exchange in one way."""
 
+    forward, backward = dispatch._weighted_sum, dispatch._weighted_sum_backward
+
+    def in_order(rows: Tensor) -> Tensor:
+        return torch.arange(rows.numel()).view(rows.shape)
+
     def unpermuted(ctx: Any, x: Tensor, permutation: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return x.clone()
 
-    def unweighted(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, _ = ctx.saved_tensors
-        return grad[:, None].expand_as(x).contiguous(), (grad[:, None] * x).sum(-1)
-
-    def unlearned(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        _, weights = ctx.saved_tensors
-        return grad[:, None] * weights[..., None], torch.zeros_like(weights)
-
-    def first_copy(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse_order,) = ctx.saved_tensors
-        return grad[inverse_order.view(-1, ctx.k)[:, 0]], None, None, None
-
     faults: dict[str, tuple[str, Any]] = {
-        "permutation not undone": ("_Rearrange.forward", staticmethod(unpermuted)),
+        "permutation not undone": (
+            "_weighted_sum",
+            lambda x, weights, rows: forward(x, weights, in_order(rows)),
+        ),
         "permutation not undone in the backward pass": (
+            "_weighted_sum_backward",
+            lambda grad, x, weights, rows: backward(grad, x, weights, in_order(rows)),
+        ),
+        "gates not applied in the backward pass": (
+            "_weighted_sum_backward",
+            lambda grad, x, weights, rows: backward(grad, x, torch.ones_like(weights), rows),
+        ),
+        "gates without a gradient": (
+            "_weighted_sum_backward",
+            lambda *inputs: (backward(*inputs)[0], torch.zeros_like(inputs[2])),
+        ),
+        "copies of a token not added": ("_sum_of_copies", lambda x, rows: x[rows[:, 0]]),
+        "rows of experts not returned to their ranks": (
+            "_Rearrange.forward",
+            staticmethod(unpermuted),
+        ),
+        "gradients of rows not returned to their ranks": (
             "_Rearrange.backward",
             staticmethod(lambda ctx, grad: (grad, None, None)),
         ),
-        "gates not applied in the backward pass": (
-            "_WeightedSum.backward",
-            staticmethod(unweighted),
-        ),
-        "gates without a gradient": ("_WeightedSum.backward", staticmethod(unlearned)),
-        "copies of a token not added": ("_Copies.backward", staticmethod(first_copy)),
         "rows sorted by rank instead of by expert": (
             "_by_expert",
             lambda counts, total: torch.arange(total),
@@ -266,8 +284,8 @@ def test_a_seeded_fault_is_noticed(
 ) -> None:
     expected = run_plainly(CASES["any expert"], len(outcomes))
     found = [each["fault", fault] for each in outcomes]
-    if len(outcomes) == 1 and fault == "rows sorted by rank instead of by expert":
-        assert largest_difference(found, expected) < 1e-5  # one rank sends its rows sorted
+    if len(outcomes) == 1 and fault in FAULTS_BETWEEN_RANKS:
+        assert largest_difference(found, expected) < 1e-5
         return
     assert largest_difference(found, expected) > 1e-2
 
@@ -310,18 +328,52 @@ def test_sums_of_16_bits_are_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_that_are_rounded_at_each_addition_are_noticed(dtype: torch.dtype) -> None:
-    def weighted_sum(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
-        terms = x * weights[..., None].to(x.dtype)
+    def weighted_sum(x: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+        terms = x[rows] * weights[..., None].to(x.dtype)
         return functools.reduce(torch.add, terms.unbind(1))
 
-    def sum_of_copies(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse_order,) = ctx.saved_tensors
-        copies = grad[inverse_order].unflatten(0, (-1, ctx.k))
-        return functools.reduce(torch.add, copies.unbind(1)), None, None, None
+    def sum_of_copies(x: Tensor, rows: Tensor) -> Tensor:
+        return functools.reduce(torch.add, x[rows].unbind(1))
 
     with (
-        mock.patch.object(dispatch._WeightedSum, "forward", staticmethod(weighted_sum)),
-        mock.patch.object(dispatch._Copies, "backward", staticmethod(sum_of_copies)),
+        mock.patch.object(dispatch, "_weighted_sum", weighted_sum),
+        mock.patch.object(dispatch, "_sum_of_copies", sum_of_copies),
     ):
         y, grad, expected = sums_in_16_bits(dtype)
     assert not torch.equal(y, expected) and not torch.equal(grad, expected)
+
+
+FUSED = (dispatch._sum_of_copies, dispatch._weighted_sum, dispatch._weighted_sum_backward)
+
+
+def exchanged(dtype: torch.dtype, fuse: Function) -> list[Tensor]:
+    """Return the combined outputs of one rank, and the gradients of its tokens and gates."""
+    given = example(Case(3), 0)
+    x, gates = given.x.detach().to(dtype).requires_grad_(), given.gates
+    routes, axis = plan_routes(given.chosen, EXPERTS, ExpertAxis()), ExpertAxis()
+    rows = begin_dispatch(x, routes, 3, axis, fuse=fuse)()
+    y = begin_combine(rows.square(), gates, routes, axis, fuse=fuse)()
+    y.backward(given.grad.to(dtype))
+    assert x.grad is not None and gates.grad is not None
+    return [y.detach(), x.grad, gates.grad]
+
+
+@needs_compiler
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_sums_are_those_of_eager_mode(dtype: torch.dtype) -> None:
+    """On CPUs they run eagerly, so the test removes their mark."""
+    with contextlib.ExitStack() as stack:
+        for function in FUSED:
+            stack.enter_context(mock.patch.object(function, "native_on_cpu", False))
+        found = exchanged(dtype, compiled)
+    for ours, eager in zip(found, exchanged(dtype, as_written), strict=True):
+        assert ours.dtype == eager.dtype
+        torch.testing.assert_close(ours, eager)
+
+
+def test_a_cpu_exchanges_tokens_eagerly() -> None:
+    """Whether a run compiles its kernels does not change its losses on a CPU."""
+    with mock.patch.object(torch, "compile", lambda function, **settings: torch.zeros_like):
+        found = exchanged(torch.float32, compiled)
+    assert all(map(torch.equal, found, exchanged(torch.float32, as_written)))

@@ -412,13 +412,15 @@ def seeded_fault(fault: str) -> Iterator[None]:
     experts_here, with_losses = ExpertAxis.experts_here, balance_module.with_router_losses
 
     def unpermuted(
-        y: Tensor, gates: Tensor, ways: routing.Routes, axis: ExpertAxis
+        y: Tensor, gates: Tensor, ways: routing.Routes, axis: ExpertAxis, **settings: Any
     ) -> Callable[[], Tensor]:
-        return combine(y, gates, replace(ways, order=torch.arange(len(ways.order))), axis)
+        ways = replace(ways, inverse_order=torch.arange(len(ways.order)))
+        return combine(y, gates, ways, axis, **settings)
 
-    def unweighted(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, _ = ctx.saved_tensors
-        return grad[:, None].expand_as(x).contiguous(), (grad[:, None] * x).sum(-1)
+    weighted_sum_backward = dispatch._weighted_sum_backward
+
+    def unweighted(grad: Tensor, x: Tensor, weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return weighted_sum_backward(grad, x, torch.ones_like(weights), rows)
 
     def pooled(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
         probabilities = probabilities.flatten(0, 1)[:, None]
@@ -444,9 +446,9 @@ def seeded_fault(fault: str) -> Iterator[None]:
     faults: dict[str, tuple[Any, str, Any]] = {
         "outputs not returned to their tokens": (layer_module, "begin_combine", unpermuted),
         "gates not applied in the backward pass": (
-            dispatch._WeightedSum,
-            "backward",
-            staticmethod(unweighted),
+            dispatch,
+            "_weighted_sum_backward",
+            unweighted,
         ),
         "counts of this rank only": (
             balance_module,
