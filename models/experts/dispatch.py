@@ -132,7 +132,6 @@ class Transfer:
 def begin_dispatch(
     x: Tensor,
     routes: Routes,
-    k: int,
     axis: ExpertAxis,
     *,
     deferral: DeferralToExchange | None = None,
@@ -150,7 +149,7 @@ def begin_dispatch(
         expert, [m, h]. Operations before its call run at the same time as the exchange, forward and
         backward.
     """
-    copies = _Copies.apply(x, routes.order, routes.inverse_order, k, fuse)
+    copies = _Copies.apply(x, routes.tokens, routes.sent_rows, fuse)
     arrived = _begin_exchange(copies, Transfer(routes.sent, routes.received, axis), deferral)
     if routes.arrangement is None:
         return arrived
@@ -180,7 +179,7 @@ def begin_combine(
         y = _Rearrange.apply(y, routes.inverse_arrangement, routes.arrangement)
         y = sum_rows(y, routes.gathered, axis.columns)
     returned = _begin_exchange(y, Transfer(routes.received, routes.sent, axis))
-    return lambda: _WeightedSum.apply(returned(), gates, routes.inverse_order, fuse)
+    return lambda: _WeightedSum.apply(returned(), gates, routes.sent_rows, fuse)
 
 
 def _begin_exchange(
@@ -196,22 +195,20 @@ def _begin_exchange(
 
 
 class _Copies(torch.autograd.Function):
-    """[n, h] to [n * k, h] in the given order; backward: the sum over a token's copies.
+    """[n, h] to [n * k, h], the tokens of the sent rows; backward: the sum of a token's rows.
 
     The backward pass of plain indexing adds to the same rows in no defined order on a GPU.
     """
 
     @staticmethod
-    def forward(ctx, x, order, inverse_order, k, fuse):
-        ctx.k, ctx.fuse = k, fuse
-        ctx.save_for_backward(inverse_order)
-        return x[order // k]
+    def forward(ctx, x, tokens, sent_rows, fuse):
+        ctx.fuse = fuse
+        ctx.save_for_backward(sent_rows)
+        return x[tokens]
 
     @staticmethod
     def backward(ctx, grad):
-        (inverse_order,) = ctx.saved_tensors
-        rows = inverse_order.view(-1, ctx.k)
-        return ctx.fuse(_sum_of_copies)(grad, rows), None, None, None, None
+        return ctx.fuse(_sum_of_copies)(grad, *ctx.saved_tensors), None, None, None
 
 
 class _Rearrange(torch.autograd.Function):
@@ -267,22 +264,20 @@ class _WeightedSum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weights, inverse_order, fuse):
+    def forward(ctx, x, weights, sent_rows, fuse):
         ctx.fuse = fuse
-        ctx.save_for_backward(x, weights, inverse_order)
-        return fuse(_weighted_sum)(x, weights, inverse_order.view(weights.shape))
+        ctx.save_for_backward(x, weights, sent_rows)
+        return fuse(_weighted_sum)(x, weights, sent_rows)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weights, inverse_order = ctx.saved_tensors
-        rows = inverse_order.view(weights.shape)
-        return *ctx.fuse(_weighted_sum_backward)(grad, x, weights, rows), None, None
+        return *ctx.fuse(_weighted_sum_backward)(grad, *ctx.saved_tensors), None, None
 
 
-# Functions that a compiler may fuse. `rows` [n, k] has the index of the row of each token and
-# choice. A token's rows are added in fp32, in the order of its choices, in every layout. No row
-# belongs to two tokens, so no sum depends on the order in which a GPU runs threads. In eager mode,
-# one choice follows the other, to save memory.
+# Functions that a compiler may fuse. `rows` [n, k] is `Routes.sent_rows`. A token's rows are added
+# in fp32, in the order of its experts, in every layout. No row belongs to two tokens, so no sum
+# depends on the order in which a GPU runs threads. In eager mode the rows of all tokens' first
+# experts come first, then those of their second experts, and so on, to save memory.
 
 
 @native_on_cpu

@@ -119,12 +119,7 @@ class MixtureOfExperts(Fusing):
         routes = plan_routes(chosen, settings.count, self.expert)
         deferral = self._deferral_to_exchange()
         arrived = begin_dispatch(
-            own.flatten(0, 1),
-            routes,
-            settings.per_token,
-            self.expert,
-            deferral=deferral,
-            fuse=self.fuse,
+            own.flatten(0, 1), routes, self.expert, deferral=deferral, fuse=self.fuse
         )
         inner = x if self.shared is None else self.shared.activated(x)
         gates = with_router_losses(

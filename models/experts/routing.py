@@ -183,8 +183,8 @@ class ExpertAxis:
 class Routes:
     """The way of a micro-batch's tokens to their experts and back.
 
-    order: for each sent row, the index in [n * k] of the pair of token and expert, int64 [n * k]
-    inverse_order: for each pair of token and expert, the index of its sent row, int64 [n * k]
+    tokens: for each sent row, the index of its token, int64 [n * k]
+    sent_rows: for each token and each of its experts, the index of the sent row, int64 [n, k]
     sent: number of rows sent to each expert rank
     received: number of rows received from each expert rank
     gathered: number of rows that each of the c tensor ranks has received
@@ -195,8 +195,8 @@ class Routes:
     rows: number of rows of each of this rank's experts
     """
 
-    order: Tensor
-    inverse_order: Tensor
+    tokens: Tensor
+    sent_rows: Tensor
     sent: list[int]
     received: list[int]
     gathered: list[int]
@@ -214,13 +214,15 @@ def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
         chosen: numbers of the experts of each token, int64 [n, k]
     """
     flat = chosen.flatten()
+    # Computed before the host waits, so that the device has less to wait for afterwards.
     order = flat.argsort(stable=True)
+    tokens, sent_rows = order // chosen.shape[1], inverse(order).view(chosen.shape)
     counts = count_tokens(flat, experts).view(axis.size, -1)  # [r, E/r]
     columns = axis.columns
     if axis.size == columns.size == 1:
         ((rows,),) = on_host([counts], len(flat))
         all_rows = [len(flat)]
-        return Routes(order, inverse(order), all_rows, all_rows, all_rows, None, None, rows)
+        return Routes(tokens, sent_rows, all_rows, all_rows, all_rows, None, None, rows)
     counts_here = counts  # of this rank's experts, from each rank
     if axis.size > 1:
         counts_here = torch.empty_like(counts)
@@ -233,8 +235,8 @@ def plan_routes(chosen: Tensor, experts: int, axis: ExpertAxis) -> Routes:
     gathered = [sum(map(sum, of_column)) for of_column in from_ranks]
     arrangement = _by_expert(tables.flatten(0, 1), sum(gathered))
     return Routes(
-        order=order,
-        inverse_order=inverse(order),
+        tokens=tokens,
+        sent_rows=sent_rows,
         sent=[sum(of_rank) for of_rank in to_ranks],
         received=[sum(of_rank) for of_rank in from_ranks[columns.rank]],
         gathered=gathered,

@@ -62,6 +62,23 @@ def input_and_norm(
     return _InputAndNorm.apply(x, weight, bias, epsilon, fuse)
 
 
+def norm_heads(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    *,
+    heads: tuple[int, int],
+    epsilon: float,
+    fuse: Function,
+) -> Tensor:
+    """Return q|k|v with RMSNorm applied to each head of q and of k, as in Qwen3: [s, b, a + 2g, d].
+
+    Args:
+        heads: a and g
+    """
+    return _HeadNorms.apply(qkv, q_weight, k_weight, heads, epsilon, fuse)
+
+
 def add(x: Tensor, branch: Branch, fuse: Function) -> Tensor:
     """Return x + multiplier * dropout(y + bias): [s, b, h]."""
     if branch.bias is None and branch.rows is None:
@@ -110,6 +127,20 @@ class _InputAndNorm(torch.autograd.Function):
             grad_x, grad, None, no_branch, *ctx.saved_tensors
         )
         return grad_x, grad_weight, grad_bias, None, None
+
+
+class _HeadNorms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, q_weight, k_weight, heads, epsilon, fuse):
+        ctx.heads, ctx.fuse = heads, fuse
+        normed, *inverse_rms = fuse(_head_norms)(qkv, q_weight, k_weight, heads, epsilon)
+        ctx.save_for_backward(qkv, q_weight, k_weight, *inverse_rms)
+        return normed
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradients = ctx.fuse(_head_norms_backward)(grad, *ctx.saved_tensors, ctx.heads)
+        return *gradients, None, None, None
 
 
 class _Add(torch.autograd.Function):
@@ -177,6 +208,33 @@ def _norm_backward(
     mean = (grad * normed).mean(-1, keepdim=True)
     grad_x = (inverse_rms * (grad - normed * mean)).to(x.dtype)
     return grad_x, grad_weight.to(weight.dtype), None
+
+
+def _head_norms(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, heads: tuple[int, int], epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q|k|v with normed q and k, and 1 / rms of the heads of q and of k, fp32 [..., 1]."""
+    q, k, v = qkv.split([*heads, heads[1]], dim=-2)
+    q, of_q = _norm(q, q_weight, None, epsilon)
+    k, of_k = _norm(k, k_weight, None, epsilon)
+    return torch.cat([q, k, v], dim=-2), of_q, of_k
+
+
+def _head_norms_backward(
+    grad: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    of_q: Tensor,
+    of_k: Tensor,
+    heads: tuple[int, int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q|k|v and of both weights."""
+    q, k, _ = qkv.split([*heads, heads[1]], dim=-2)
+    grad_q, grad_k, grad_v = grad.split([*heads, heads[1]], dim=-2)
+    grad_q, grad_q_weight, _ = _norm_backward(grad_q, q, q_weight, None, of_q)
+    grad_k, grad_k_weight, _ = _norm_backward(grad_k, k, k_weight, None, of_k)
+    return torch.cat([grad_q, grad_k, grad_v], dim=-2), grad_q_weight, grad_k_weight
 
 
 def _layer_norm_backward(

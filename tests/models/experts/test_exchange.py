@@ -111,13 +111,13 @@ def run_on_expert_ranks(case: Case, axis: ExpertAxis) -> Outcome:
     given, experts = example(case, axis.rank), axis.experts_here(EXPERTS)
     weights = weights_of(experts)
     routes = plan_routes(given.chosen, EXPERTS, axis)
-    rows = begin_dispatch(given.x, routes, case.per_token, axis)()
+    rows = begin_dispatch(given.x, routes, axis)()
     pairs = zip(rows.split(routes.rows), weights, strict=True)
     outputs = torch.cat([torch.tanh(part @ weight.t()) for part, weight in pairs])
     y = begin_combine(outputs, given.gates, routes, axis)()
     y.backward(given.grad)
     labels = torch.tensor([[axis.rank, token] for token in range(len(given.x))]).double()
-    arrived = begin_dispatch(labels, routes, case.per_token, axis)().split(routes.rows)
+    arrived = begin_dispatch(labels, routes, axis)().split(routes.rows)
     assert given.x.grad is not None and given.gates.grad is not None
     return Outcome(
         y=y.detach(),
@@ -311,7 +311,7 @@ def sums_in_16_bits(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     k, large = 4, 256.0 if dtype == torch.bfloat16 else 2048.0
     routes = plan_routes(torch.tensor([[3, 0, 2, 1]]), k, ExpertAxis())
     x = torch.zeros(1, 1, dtype=dtype, requires_grad=True)
-    copies = begin_dispatch(x, routes, k, ExpertAxis())()
+    copies = begin_dispatch(x, routes, ExpertAxis())()
     terms = torch.tensor([[large if number == 3 else 1.0] for number in range(k)]).to(dtype)
     copies.backward(terms)
     y = begin_combine(terms, torch.ones(1, k), routes, ExpertAxis())()
@@ -351,7 +351,7 @@ def exchanged(dtype: torch.dtype, fuse: Function) -> list[Tensor]:
     given = example(Case(3), 0)
     x, gates = given.x.detach().to(dtype).requires_grad_(), given.gates
     routes, axis = plan_routes(given.chosen, EXPERTS, ExpertAxis()), ExpertAxis()
-    rows = begin_dispatch(x, routes, 3, axis, fuse=fuse)()
+    rows = begin_dispatch(x, routes, axis, fuse=fuse)()
     y = begin_combine(rows.square(), gates, routes, axis, fuse=fuse)()
     y.backward(given.grad.to(dtype))
     assert x.grad is not None and gates.grad is not None

@@ -414,7 +414,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
     def unpermuted(
         y: Tensor, gates: Tensor, ways: routing.Routes, axis: ExpertAxis, **settings: Any
     ) -> Callable[[], Tensor]:
-        ways = replace(ways, inverse_order=torch.arange(len(ways.order)))
+        ways = replace(ways, sent_rows=torch.arange(len(ways.tokens)).view(gates.shape))
         return combine(y, gates, ways, axis, **settings)
 
     weighted_sum_backward = dispatch._weighted_sum_backward

@@ -71,6 +71,11 @@ def query_key_norm(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
     return torch.cat([rms_norm(q, q_weight), rms_norm(k, k_weight), v], dim=-1)
 
 
+def head_norms(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> Tensor:
+    q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
+    return torch.cat([rms_norm(q, q_weight), rms_norm(k, k_weight), v], dim=2)
+
+
 def heads_first(qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, ...]:
     """Compute heads_first with complex numbers, in which a rotation is a multiplication."""
     q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
@@ -193,6 +198,13 @@ KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
         lambda x, q, k: _QueryKeyNorm.apply(x, q, k, (8, 4), EPSILON, TensorAxis(), as_written),
         query_key_norm,
         [STREAM, (8,), (4,)],
+    ),
+    "norms of heads": (
+        lambda x, q, k: norms.norm_heads(
+            x, q, k, heads=(HEADS, KV_HEADS), epsilon=EPSILON, fuse=as_written
+        ),
+        head_norms,
+        [QKV, (D,), (D,)],
     ),
     "rotated heads": (
         lambda x: elementwise.heads_first(
