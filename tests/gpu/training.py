@@ -30,7 +30,7 @@ PRECISIONS = {  # run -> file of ds_configs/
     "fp16, ZeRO-1": "zero1_fp16",
     "fp32, ZeRO-3": "zero3_fp32",
 }
-RECIPES = ("tiny-window", "tiny-postnorm", "tiny-moe", "tiny-moe-bias", "tiny-mla", "tiny-muon",
+RECIPES = ("tiny-moe", "tiny-mla", "tiny-muon", "tiny-window", "tiny-postnorm", "tiny-moe-bias",
            "tiny-mup-256")  # fmt: skip
 SMALL_RECIPES = ("tiny-postnorm", "tiny-muon")
 CORES_PER_RECIPE = 5  # its three runs
