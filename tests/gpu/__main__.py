@@ -1,4 +1,4 @@
-"""Check this machine's GPUs: numbers, resuming, export, speed; in six minutes on one GPU.
+"""Check this machine's GPUs: numbers, resuming, export, speed; in eight minutes on one GPU.
 
     make gpu                              # with .venv, or: make gpu PYTHON=python3
     python -m tests.gpu --list
@@ -191,7 +191,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=1, help="ranks with --device cpu; default: 1")
     parser.add_argument("--small", action="store_true", help="run in seconds, for tests on a CPU")
     parser.add_argument(
-        "--minutes", type=float, help="limit for all parts; default: 6, with --all or --only 17"
+        "--minutes", type=float, help="limit for all parts; default: 8, with --all or --only 20"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("runs/gpu"), help="working folder; default: runs/gpu"
