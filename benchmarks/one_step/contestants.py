@@ -1,4 +1,4 @@
-"""Contestants of the step benchmark: our model and transformers' Llama, with and without DeepSpeed.
+"""Contestants of the step benchmark: our model and transformers' class of it, with and without DeepSpeed.
 
 All start from the same weights, take the same batches and have the same optimizer and clipping.
 Everything here runs in a contestant's own process.
@@ -23,7 +23,7 @@ from benchmarks.adamw import adamw
 from benchmarks.one_step import probes
 from benchmarks.one_step.bare_loop import BareLoop
 from benchmarks.one_step.shapes import Shape, can_compile
-from benchmarks.one_step.transformers_llama import TransformersLlama
+from benchmarks.one_step.transformers_model import TransformersModel
 from benchmarks.taking_turns import Turn, serve
 from models.context_parallel import attention
 from models.context_parallel import attention as attention_module
@@ -238,13 +238,13 @@ def build_ours_bare(entry: Entry, recipe: Recipe, world: LaunchEnvironment) -> T
 
 
 def build_theirs(entry: Entry, recipe: Recipe, world: LaunchEnvironment) -> Train:
-    """Build transformers' Llama under DeepSpeed, with the same JSON as ours.
+    """Build transformers' class under DeepSpeed, with the same JSON as ours.
 
     Under autocast it is the JSON of fp32, because DeepSpeed's `torch_autocast` would reduce
     gradients in bf16.
     """
     dims = recipe.parallel_dims(world)
-    model = TransformersLlama(recipe, entry.autocast)
+    model = TransformersModel(recipe, entry.autocast)
     config = build_deepspeed_config(json_of(recipe, entry), dims)
     with quiet():
         engine, *_ = deepspeed.initialize(
@@ -273,8 +273,8 @@ def json_of(recipe: Recipe, entry: Entry) -> Recipe:
 
 
 def build_theirs_bare(entry: Entry, recipe: Recipe, world: LaunchEnvironment) -> Train:
-    """Build transformers' Llama in a bare loop."""
-    model = TransformersLlama(recipe, entry.autocast).to(get_accelerator().current_device_name())
+    """Build transformers' class in a bare loop."""
+    model = TransformersModel(recipe, entry.autocast).to(get_accelerator().current_device_name())
     if entry.compiled:
         model.compile()
     return BareLoop(model, recipe, autocast=entry.autocast).train

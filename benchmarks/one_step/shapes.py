@@ -16,7 +16,7 @@ INITIAL_STD = 0.06  # large enough for attention to affect the first losses, whi
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model of Llama's architecture and its batch.
+    """A model and its batch.
 
     base: recipe that the shape modifies
     sizes: keys of [model] that differ from the base, a section as an inline table
@@ -53,13 +53,14 @@ class Shape:
             "model.initial_std": INITIAL_STD,
             "layout.tensor": 1,
             "layout.pipeline": 1,
+            "layout.expert": 1,
             "batch.micro_sequences": self.micro_sequences,
             "batch.global_sequences": self.micro_sequences * self.micro_batches,
             "training.compile": "true" if can_compile() else "false",
             "deepspeed": f"ds_configs/zero{zero_stage}_{precision}.json",
         }
-        if self.base != DEFAULT_RECIPE:
-            settings |= {"layout.expert": 1, "cluster.nodes": 1, "cluster.gpus_per_node": 1}
+        if load_recipe(self.base).cluster:
+            settings |= {"cluster.nodes": 1, "cluster.gpus_per_node": 1}
         overrides = [f"{key}={value}" for key, value in settings.items()]
         return load_recipe(self.base, [*overrides, *more])
 
@@ -124,7 +125,12 @@ EXPERTS = (
 )
 DENSE = cpu_shape(1024, 2, 4096, micro_batches=2)
 EXPERT_SHAPE = replace(DENSE, sizes=(*DENSE.sizes, ("experts", EXPERTS)))
-SHAPES = CPU_SHAPES | GPU_SHAPES | CPU_MEMORY_SHAPES
+LATENT_SHAPES = {  # latent attention and experts
+    "tiny-mla": Shape(
+        base=REPOSITORY / "recipes" / "tiny-mla.toml", sizes=(), micro_sequences=4, micro_batches=2
+    )
+}
+SHAPES = CPU_SHAPES | GPU_SHAPES | CPU_MEMORY_SHAPES | LATENT_SHAPES
 
 
 def with_batch(shape: Shape, micro_sequences: int | None, micro_batches: int | None) -> Shape:

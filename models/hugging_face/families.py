@@ -416,8 +416,12 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def _distance(different: Mapping[str, tuple[Any, Any]]) -> int:
-    """Return the number of differences; one between a dense model and one with experts is large."""
-    return len(different) + len(FAMILIES) * ("none" in different.get("experts.router", ()))
+    """Return the number of differences.
+
+    One between a dense model and one with experts is large, and so is one of latent attention.
+    """
+    is_large = "none" in different.get("experts.router", ()) or "latent" in different
+    return len(different) + len(FAMILIES) * is_large
 
 
 def described(different: Mapping[str, tuple[Any, Any]], config: ModelConfig) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from benchmarks.one_step.bare_loop import BareLoop
 from benchmarks.one_step.contestants import Entry, draw_batch
 from benchmarks.one_step.probes import MKL_LINE, ONEDNN_LINE
 from benchmarks.one_step.shapes import cpu_shape, step_flops
-from benchmarks.one_step.transformers_llama import TransformersLlama
+from benchmarks.one_step.transformers_model import TransformersModel
 from benchmarks.taking_turns import Turn, check_first_losses, cores_at_hand, ratio
 from models.errors import UserError
 from threefold.gpus.datasheet import FOLDER, Gpu, load_gpu, read_gpu
@@ -66,7 +66,7 @@ def test_a_row_of_two_contestants() -> None:
 
 def test_autocast_keeps_weights_and_gradients_in_fp32() -> None:
     recipe = TINY.recipe("bf16")
-    loop = BareLoop(TransformersLlama(recipe, autocast=True), recipe, autocast=True)
+    loop = BareLoop(TransformersModel(recipe, autocast=True), recipe, autocast=True)
     seen = set()
     for weight in loop.trained:
         assert weight.dtype == torch.float32

@@ -56,9 +56,27 @@ RELEASED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             },
         },
     ),
+    "deepseek/v3": ("DeepseekV3", {}),
+    "deepseek/v2-lite": (
+        "DeepseekV2",
+        {
+            "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+            "moe_intermediate_size": 1408, "num_hidden_layers": 27, "num_attention_heads": 16,
+            "num_key_value_heads": 16, "q_lora_rank": None, "n_routed_experts": 64,
+            "num_experts_per_tok": 6, "first_k_dense_replace": 1,
+        },
+    ),
+    "kimi/k2": (
+        "DeepseekV3",
+        {
+            "vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64,
+            "n_routed_experts": 384, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+        },
+    ),
 }  # fmt: skip
 # Parameters that are not an element of transformers' `parameters`: biases for the choice of experts
-BUFFERS = {"glm/4.5-air": 45 * 128}
+BUFFERS = {"glm/4.5-air": 45 * 128, "deepseek/v3": 58 * 256, "kimi/k2": 60 * 384}
 # Keys that a recipe of an earlier stage of the training has, and keys of the training itself.
 FREE = ("sequence_length", "rope_scaling", "rope_theta", "initial_std", "z_loss")
 TRAINING_OF_EXPERTS = ("bias_update", "balance_loss", "z_loss")
