@@ -37,7 +37,7 @@ from models.kernels.compile import Fusing
 from models.kernels.elementwise import Order, heads_first
 from models.kernels.norms import norm_heads
 from models.kernels.rotary import Frequencies
-from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
+from models.parallel.collectives import TensorAxis
 from models.parallel.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear
 from models.parallel.micro_batch_info import (
     Documents,
@@ -255,11 +255,10 @@ class Attention(AttentionCore):
             qkv = norm_queries_and_keys(qkv, self.q_norm, self.k_norm)
         qkv = qkv.unflatten(-1, (-1, d))  # [s, b, a/t + 2g/t, d]
         if self.qk_norm_over == "head":
-            # Tensor ranks have other heads, so that the gradients of the weights are added up.
-            weights = (self.q_norm.weight, self.k_norm.weight)
             qkv = norm_heads(
                 qkv,
-                *(copy_to_tensor_axis(weight, self.tensor) for weight in weights),
+                self.q_norm.parameters_here()[0],
+                self.k_norm.parameters_here()[0],
                 heads=(self.heads, self.kv_heads),
                 epsilon=self.q_norm.epsilon,
                 fuse=self.fuse,

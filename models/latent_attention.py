@@ -32,6 +32,7 @@ from models.parallel.collectives import enter_tensor_region
 from models.parallel.layers import (
     ColumnParallelLinear,
     Deferral,
+    GradientReceiver,
     ReplicatedLinear,
     RMSNorm,
     RowParallelLinear,
@@ -199,7 +200,7 @@ class LatentAttention(AttentionCore):
 class _RowsOf(Deferral):
     """Defers the gradients of some rows of a weight, as gradients of the whole weight."""
 
-    def __init__(self, deferral: Deferral, weight: nn.Parameter, rows: slice):
+    def __init__(self, deferral: GradientReceiver, weight: nn.Parameter, rows: slice):
         super().__init__()
         self.deferral, self.weight, self.rows = deferral, weight, rows
 

@@ -1,4 +1,4 @@
-"""Contestants of the step benchmark: our model and transformers' class of it, with and without DeepSpeed.
+"""Contestants of the step benchmark: our model and transformers' class, each also in a bare loop.
 
 All start from the same weights, take the same batches and have the same optimizer and clipping.
 Everything here runs in a contestant's own process.

@@ -32,7 +32,7 @@ from models.context_parallel.tiles import (
 from models.kernels.attention_parts import Part
 from models.kernels.compile import Function
 from models.kernels.elementwise import keys_and_values, keys_and_values_gradients
-from models.parallel.layers import Deferral, weight_gradient
+from models.parallel.layers import GradientReceiver, weight_gradient
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Expansion:
 
     key_size: int
     fuse: Callable[[Function], Function]
-    deferral: Deferral | None
+    deferral: GradientReceiver | None
 
     def __call__(self, latent: Tensor, weight: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         """Return keys [b, a, s, k] and values [b, a, s, v] of latents [b, 1, s, n]."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from models.experts.routing import ExpertAxis, Routes
 from models.kernels.compile import Function, as_written, native_on_cpu
 from models.parallel.collectives import TensorAxis, conjugate, wait_for
-from models.parallel.layers import Deferral
+from models.parallel.layers import Deferral, ImmediateAddition
 
 # Expert tensor parallelism: tensor ranks that divide the columns of the same experts.
 #
@@ -82,7 +82,7 @@ class DeferralToExchange(Deferral):
     addition: adds the gradients to sums; None: autograd receives them
     """
 
-    def __init__(self, weights: Sequence[nn.Parameter], addition: Deferral | None = None):
+    def __init__(self, weights: Sequence[nn.Parameter], addition: ImmediateAddition | None = None):
         super().__init__()
         self.weights, self.addition = weights, addition
 

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.parallel.layers import Deferral, ProductGradient, weight_gradient
+from models.parallel.layers import GradientReceiver, ProductGradient, weight_gradient
 
 
 def grouped_matmul(
-    x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int], deferral: Deferral | None
+    x: Tensor,
+    weights: Sequence[nn.Parameter],
+    rows: Sequence[int],
+    deferral: GradientReceiver | None,
 ) -> Tensor:
     """Multiply the rows of each group by the transpose of the group's weight.
 

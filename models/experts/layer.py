@@ -33,7 +33,7 @@ from models.parallel.collectives import (
     gather_from_tensor_axis,
     scatter_to_tensor_axis,
 )
-from models.parallel.layers import Deferring
+from models.parallel.layers import Deferral, Deferring
 from models.sharding import Sharding, declared_parameter
 
 
@@ -154,8 +154,9 @@ class MixtureOfExperts(Fusing):
         schedule already defers the gradients.
         """
         experts, addition = self.experts, self.experts.deferral
-        is_deferred = addition is not None and not addition.is_immediate
-        if self.expert.size == 1 or is_deferred or not torch.is_grad_enabled():
+        if self.expert.size == 1 or not torch.is_grad_enabled():
+            return None
+        if isinstance(addition, Deferral):
             return None
         weights = [getattr(experts, f"up_{number}") for number in experts.numbers]
         return DeferralToExchange(weights, addition)

@@ -1,4 +1,4 @@
-"""Weight gradients that a matmul adds to fp32 sums, without a tensor of its own for the product.
+"""Weight gradients that a matmul adds to fp32 sums, without a temporary for the product.
 
 n tokens of a micro-batch.
 """
@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-# Torch has these overloads, which take the type of the result, since version 2.8, for CUDA only.
-HAS_OPERATORS = all(hasattr(operator, "dtype_out") for operator in (torch.ops.aten.addmm,
-                                                                    torch.ops.aten.mm))  # fmt: skip
 
 
 def adds_in_matmul(x: Tensor, total: torch.dtype) -> bool:
     """Return True if the device adds products of tensors like x to sums of type `total`."""
     is_mixed = x.dtype in SIXTEEN_BITS and total == torch.float32
-    return x.device.type == "cuda" and is_mixed and HAS_OPERATORS
+    return x.device.type == "cuda" and is_mixed
 
 
 def add_product(total: Tensor, grad: Tensor, x: Tensor, *, replace: bool) -> None:

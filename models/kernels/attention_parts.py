@@ -60,6 +60,10 @@ class Limits:
             return None
         return Limits(window, self.soft_cap, distance)
 
+    def after(self, queries: int) -> "Limits":
+        """Return the limits of the queries after the first ones."""
+        return replace(self, distance=self.distance + queries)
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, limits: Limits | None = None) -> Part:
     """Return the attention of q [b, a, n, d] to k and v [b, g, m, d].
@@ -237,11 +241,10 @@ def _flash_backward(
 
 
 def _flash_window_forward(limits: Limits, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
-    if free := _unlimited_queries(limits, q, k, causal):
-        rest = replace(limits, distance=limits.distance + free)
+    if first := _queries_to_separate(limits, q, k, causal):
         parts = (
-            _flash_forward(q[:, :, :free], k, v, False),
-            _flash_window_forward(rest, q[:, :, free:], k, v, False),
+            _flash_forward(q[:, :, :first], k, v, False),
+            _flash_window_forward(limits.after(first), q[:, :, first:], k, v, False),
         )
         out, logsumexp = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
         return out, logsumexp
@@ -256,15 +259,16 @@ def _flash_window_forward(limits: Limits, q: Tensor, k: Tensor, v: Tensor, causa
 def _flash_window_backward(
     limits: Limits, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: Part, causal: bool
 ) -> Gradients:
-    if free := _unlimited_queries(limits, q, k, causal):
-        rest = replace(limits, distance=limits.distance + free)
-        grad_first, q_first, out_first, sum_first = (x[:, :, :free] for x in (grad, q, *whole))
-        grad_rest, q_rest, out_rest, sum_rest = (x[:, :, free:] for x in (grad, q, *whole))
-        one = _flash_backward(grad_first, q_first, k, v, (out_first, sum_first), False)
-        other = _flash_window_backward(rest, grad_rest, q_rest, k, v, (out_rest, sum_rest), False)
-        grad_k, grad_v = (x.float() + y.float() for x, y in zip(one[1:], other[1:], strict=True))
-        return torch.cat([one[0], other[0]], dim=2), grad_k, grad_v
     out, logsumexp = whole
+    if first := _queries_to_separate(limits, q, k, causal):
+        part = out[:, :, :first], logsumexp[:, :, :first]
+        grads = _flash_backward(grad[:, :, :first], q[:, :, :first], k, v, part, False)
+        part = out[:, :, first:], logsumexp[:, :, first:]
+        limits = limits.after(first)
+        grad, q = grad[:, :, first:], q[:, :, first:]
+        others = _flash_window_backward(limits, grad, q, k, v, part, False)
+        grad_k, grad_v = (x.float() + y.float() for x, y in zip(grads[1:], others[1:], strict=True))
+        return torch.cat([grads[0], others[0]], dim=2), grad_k, grad_v
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is not used
     grads = aten._flash_attention_backward(
         *(x.transpose(1, 2) for x in (grad, q, k, v, out)),
@@ -276,12 +280,12 @@ def _flash_window_backward(
     return grad_q, grad_k, grad_v
 
 
-def _unlimited_queries(limits: Limits, q: Tensor, k: Tensor, causal: bool) -> int:
+def _queries_to_separate(limits: Limits, q: Tensor, k: Tensor, causal: bool) -> int:
     """Return the number of first queries to compute by themselves, because they see all keys.
 
     Flash attention replaces an unlimited `right` by the number of keys m. With more than m + 1
-    queries, the first of them would then see no key. Those after the unlimited ones are fewer than
-    m, as each of them sees one key at least and fewer than the query before it.
+    queries, the first of them would then see no key. The queries after those that see all keys are
+    fewer than m, as each of them sees one key at least and fewer than the query before it.
     """
     assert limits.window is not None
     return 0 if causal or q.shape[2] <= k.shape[2] + 1 else limits.window - limits.distance

@@ -64,12 +64,7 @@ class ProductGradient:
 
 
 class Deferral:
-    """Deferred weight gradients of the linear layers that share this object, in order.
-
-    is_immediate: the gradients are used when they are put here, during the backward pass
-    """
-
-    is_immediate = False
+    """Deferred weight gradients of the linear layers that share this object, in order."""
 
     def __init__(self) -> None:
         self.deferred: list[tuple[nn.Parameter, WeightGradient]] = []
@@ -84,21 +79,17 @@ class Deferral:
         return deferred
 
 
-class ImmediateAddition(Deferral):
-    """Adds the weight gradients of linear layers to sums as soon as their inputs exist.
+@dataclass(frozen=True)
+class ImmediateAddition:
+    """Adds the weight gradients of linear layers to sums, in the backward pass.
 
-    add: adds the gradient of a micro-batch to the sum of a weight
+    put: adds the gradient of a micro-batch to the sum of a weight
     """
 
-    is_immediate = True
+    put: Callable[[nn.Parameter, WeightGradient], None]
 
-    def __init__(self, add: Callable[[nn.Parameter, WeightGradient], None]):
-        super().__init__()
-        self.add = add
 
-    def put(self, weight: nn.Parameter, gradient: WeightGradient) -> None:
-        """Add a weight gradient."""
-        self.add(weight, gradient)
+GradientReceiver = Deferral | ImmediateAddition
 
 
 class Deferring(nn.Module):
@@ -107,10 +98,10 @@ class Deferring(nn.Module):
     deferral: receives the weight gradient; None: the backward pass computes it
     """
 
-    deferral: Deferral | None = None
+    deferral: GradientReceiver | None = None
 
 
-def defer_weights(module: nn.Module, deferral: Deferral) -> None:
+def defer_weights(module: nn.Module, deferral: GradientReceiver) -> None:
     """Let all linear layers of a module hand over their weight gradients."""
     for layer in module.modules():
         if isinstance(layer, Deferring):
@@ -207,7 +198,7 @@ class ReplicatedLinear(Deferring):
 class _SumOfCopies(Deferral):
     """Defers weight gradients that are summed over the tensor ranks when they are computed."""
 
-    def __init__(self, deferral: Deferral, tensor: TensorAxis):
+    def __init__(self, deferral: GradientReceiver, tensor: TensorAxis):
         super().__init__()
         self.deferral, self.tensor = deferral, tensor
 
@@ -221,7 +212,7 @@ def column_parallel_matmul(
     bias: Tensor | None,
     *,
     tensor: TensorAxis,
-    deferral: Deferral | None,
+    deferral: GradientReceiver | None,
 ) -> Tensor:
     """Return x W^T + bias with this rank's rows of W: [s, b, in] (or s/t) to [s, b, out/t]."""
     if tensor.size > 1:
@@ -229,7 +220,9 @@ def column_parallel_matmul(
     return matmul(x, weight, bias, deferral)
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | None) -> Tensor:
+def matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, deferral: GradientReceiver | None
+) -> Tensor:
     """Return x W^T + bias without communication: [s, b, in] to [s, b, out]."""
     if deferral is None:
         return F.linear(x, weight, bias)
@@ -283,7 +276,7 @@ class _ColumnParallelMatmul(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         tensor, in_parts = ctx.tensor, ctx.tensor.sequence_parallel
         grad_weight = None
-        if ctx.deferral is None or ctx.deferral.is_immediate:
+        if not isinstance(ctx.deferral, Deferral):
             whole = begin_all_gather(x, tensor) if in_parts else lambda: x
             grad_copy = grad @ ctx.weight
             gathered = whole()
@@ -370,22 +363,22 @@ class Norm(Fusing):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] to [..., size]."""
-        return norm(x, *self._parameters_here(), self.epsilon, self.fuse)
+        return norm(x, *self.parameters_here(), self.epsilon, self.fuse)
 
     def with_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return x, for a residual connection, and its norm: each [..., size]."""
-        weight, bias = self._parameters_here()
+        weight, bias = self.parameters_here()
         return input_and_norm(x, weight, bias, epsilon=self.epsilon, fuse=self.fuse)
 
     def of_sum(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
         """Return x + branch and its norm: each [..., size]."""
-        # This is not a call of the module, so ZeRO-3's hooks do not run here. DeepSpeed's
-        # ZeROOrderedDict gathers the weight when it is read, for the block that reads it.
-        weight, bias = self._parameters_here()
+        weight, bias = self.parameters_here()
         return add_and_norm(x, branch, weight, bias, epsilon=self.epsilon, fuse=self.fuse)
 
-    def _parameters_here(self) -> tuple[Tensor, Tensor | None]:
+    def parameters_here(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias; with a split input, their gradients are summed over the ranks."""
+        # Outside of a call of the module ZeRO-3's hooks do not run. DeepSpeed's ZeROOrderedDict
+        # then gathers the weight when it is read, for the block that reads it.
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if self.input_is_split:

@@ -37,7 +37,8 @@ LAUNCHER_VARIABLES = {
 }  # fmt: skip
 THREADS = 4  # of a run on the CPU, at most
 SECONDS_FOR_OTHER_RANKS = 5.0  # to end by themselves, once a rank has failed
-# Without progress; then the run ends with a hang report. Compiling its kernels takes up to 20.
+# Without progress; then the run ends with a hang report. Compiling its kernels takes up to 20, and
+# several times as long next to other runs.
 HANG_SECONDS = 90
 
 

@@ -267,7 +267,7 @@ def longer_training_than_requested(start: "ResumePoint", recipe: Recipe) -> str:
     earlier, step = start.earlier_recipe, start.progress.step
     if earlier and earlier.training.steps > step:
         return f"to continue the run, use training.steps = {earlier.training.steps} as before"
-    if earlier and earlier.training.steps == step and _have_one_schedule(earlier, recipe):
+    if earlier and earlier.training.steps == step and _same_learning_rates(earlier, recipe):
         if (end := earlier.optimizer.schedule.steps) and not earlier.phase:
             return (
                 f"to train longer with the same schedule, use --set training.steps={2 * step} "
@@ -277,17 +277,14 @@ def longer_training_than_requested(start: "ResumePoint", recipe: Recipe) -> str:
     return f"to train longer, set training.steps above {step}"
 
 
-def _have_one_schedule(one: Recipe, other: Recipe) -> bool:
+def _same_learning_rates(one: Recipe, other: Recipe) -> bool:
     """Return True if two recipes have the same learning rates, apart from the number of steps."""
-    rates = [
-        (
-            recipe.optimizer.learning_rate,
-            recipe.optimizer.schedule.model_copy(update={"steps": None}),
-            recipe.phase,
-        )
-        for recipe in (one, other)
-    ]
-    return rates[0] == rates[1]
+
+    def rates(recipe: Recipe) -> tuple[Any, ...]:
+        schedule = recipe.optimizer.schedule.model_copy(update={"steps": None})
+        return recipe.optimizer.learning_rate, schedule, recipe.phase
+
+    return rates(one) == rates(other)
 
 
 def goodput_line(wall_time: WallTime, events: Sequence[dict[str, Any]]) -> str:
