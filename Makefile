@@ -121,7 +121,7 @@ long: $(READY) $(TRITON) ## run the tests that take minutes, such as kills of a 
 exhaustive: $(READY) ## run all other tests, which take hours: every layout, recipe and fault
 	@$(BIN)/python -m pytest -m exhaustive -rs $(ARGS)
 
-gpu: ## check your GPUs in eight minutes: losses, resuming, export, speed; installs nothing
+gpu: ## check losses, resuming, export and speed on your GPUs, for at most eight minutes; repeat with ARGS=--missing
 	@$(GPU_PYTHON) -m tests.gpu $(ARGS)
 
 lint: $(READY) ## check style, formatting and types

@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "benchmarks.bf16_layouts": ([], {"losses": lambda: RANDOM.random(60)}),
     "benchmarks.communication_slots": ([], {"measure": ROW}),
     "benchmarks.expert_overhead": ([], {"compare": ROW}),
+    "benchmarks.gpu_kernels": ([], {"has_gpu": True, "measure": [ROW]}),
     "benchmarks.kernels": ([], {"residual": 1.0, "attention": 1.0, "windowed": 1.0}),
     "benchmarks.muon": ([], {"run_ranks": [[SimpleNamespace(ratio=1.0)]]}),
     "benchmarks.reduction_error": ([], {"ring_errors": {8: 1e-7}}),

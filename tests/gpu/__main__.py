@@ -1,9 +1,11 @@
-"""Check this machine's GPUs: numbers, resuming, export, speed; in eight minutes on one GPU.
+"""Check this machine's GPUs: losses, resuming, export, speed.
+
+Runs for at most eight minutes; repeat with --missing until no part is missing.
 
     make gpu                              # with .venv, or: make gpu PYTHON=python3
     python -m tests.gpu --list
     python -m tests.gpu --only losses --only step-4x4
-    python -m tests.gpu --all --missing --minutes 4   # repeat until nothing is missing
+    python -m tests.gpu --all --missing --minutes 4   # repeat until no part is missing
     python -m tests.gpu --report          # from the results so far
     python -m tests.gpu --write           # the report into BENCHMARKS.md; runs nothing
 
