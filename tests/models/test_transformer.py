@@ -238,7 +238,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             )
         },
         "a norm in the split region without its all-reduce": {
-            "models.attention.copy_to_tensor_axis": lambda x, axis: x
+            "models.parallel.layers.copy_to_tensor_axis": lambda x, axis: x
         },
         "a padded vocabulary that takes part in the loss": {
             "models.layer_specs.vocab_parallel_loss": (

@@ -43,10 +43,10 @@ GPUS = ("V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X")
 STEPS = 2
 VOCAB_SIZE = 192  # of the corpus: the smallest vocabulary that shrinking makes
 COPIES = (  # recipes that have all features of the catalogue
-    "completep-gpt-125m", "dots-llm1", "gemma3-27b", "glm-4.5-air", "gpt-350m", "gpt-oss-20b",
-    "llama-1b", "llama-8b", "llama-8b-128k", "llama-405b", "megatron-1.7b", "mistral-7b",
-    "mixtral-8x7b", "olmo3-7b", "olmoe-1b-7b", "qwen2.5-7b", "qwen3-0.6b", "qwen3-4b-128k",
-    "qwen3-32b", "smollm3-3b",
+    "completep-gpt-125m", "deepseek-v2-lite", "deepseek-v3", "dots-llm1", "gemma3-27b",
+    "glm-4.5-air", "gpt-350m", "gpt-oss-20b", "kimi-k2", "llama-1b", "llama-405b", "llama-8b",
+    "llama-8b-128k", "megatron-1.7b", "mistral-7b", "mixtral-8x7b", "olmo3-7b", "olmoe-1b-7b",
+    "qwen2.5-7b", "qwen3-0.6b", "qwen3-32b", "qwen3-4b-128k", "smollm3-3b",
 )  # fmt: skip
 
 
@@ -167,6 +167,9 @@ VARIANTS = {
     "gpt-oss-20b": Published(24, 2880, 64, 8, 2880, 20_914_757_184, 4e12),
     "gpt-oss-120b": Published(36, 2880, 64, 8, 2880, 116_829_156_672, 8e12),
     "glm-4.5-air": Published(46, 4096, 96, 8, 10944, 106_852_251_264, 22e12),
+    "deepseek-v3": Published(61, 7168, 128, 128, 18432, 671_026_419_200, 14.8e12),
+    "deepseek-v2-lite": Published(27, 2048, 16, 16, 10944, 15_706_484_224, 5.7e12),
+    "kimi-k2": Published(61, 7168, 64, 64, 18432, 1_026_408_232_448, 15.5e12),
 }
 PUBLISHED = (
     GPT3
@@ -202,7 +205,7 @@ def test_recipes_are_the_published_models_and_fit_their_clusters() -> None:
         assert recipe.name == name, name
         comment = " ".join(line.removeprefix("# ") for line in text.split("\n\n")[0].split("\n"))
         assert f"{published.parameters:,} parameters" in comment, name
-        assert len(text.splitlines()) <= 80, name
+        assert len(text.splitlines()) <= 90, name
         # It trains on its budget of tokens.
         assert recipe.training.steps == math.ceil(published.tokens / recipe.tokens_per_step), name
         assert recipe.optimizer.schedule.warmup_steps < recipe.training.steps / 20, name
@@ -353,6 +356,7 @@ def features(name: str) -> tuple[object, ...]:
         model.norm, model.positions, model.activation, model.tie_embeddings, model.qk_norm,
         model.parametrization, scaling and scaling.type,
         experts and (experts.router, experts.shared > 0, experts.dense_layers > 0),
+        experts and experts.groups > 1, model.latent and model.latent.query_rank is None,
         frozenset(model.attention_pattern), model.attention_sinks, model.norm_placement,
         model.has_qkv_bias, model.qk_norm_over, model.partial_rotary_factor != 1,
         recipe.layout.recompute,
