@@ -22,6 +22,7 @@ from threefold.commands import plan
 from threefold.gpus import datasheet
 from threefold.gpus.datasheet import FOLDER, Gpu, gpus, load_gpu, read_gpu
 from threefold.plan.job import Machine
+from threefold.plan.software import THREEFOLD
 from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
 from threefold.sweep.folder import SweepStopped
 from threefold.sweep.links import fit, timing
@@ -52,7 +53,8 @@ def measured_on(gpu: Gpu, *, nodes: int, gpus_per_node: int) -> Measurements:
                 LinkTime(operation="transfer", ranks=2, seconds=sent, **common),
                 LinkTime(operation="all-reduce", ranks=ranks, seconds=reduced, **common),
             ]
-    seconds = matmul_seconds(gpu, "bf16", rows=8192, columns=8192, inner=8192)
+    kernels = THREEFOLD.kernels_on(gpu)
+    seconds = matmul_seconds(kernels, "bf16", rows=8192, columns=8192, inner=8192)
     return Measurements(
         device="NVIDIA H100 80GB HBM3",
         torch="2.13.0",

@@ -33,7 +33,8 @@ H100 = load_gpu("H100")
     ],
 )
 def test_a_matmul_has_the_planners_seconds(name: str, shapes: Any, batch: int) -> None:
-    expected = matmul_seconds(H100, "bf16", rows=4096, columns=512, inner=1024, batch=batch)
+    gpu = THREEFOLD.kernels_on(H100)
+    expected = matmul_seconds(gpu, "bf16", rows=4096, columns=512, inner=1024, batch=batch)
     operation = Operation(name, shapes, calls=1, seconds=1.0)
     assert operation.kind == "matmul"
     assert operation.planned_seconds(H100, "bf16") == expected / THREEFOLD.kernel_efficiency
@@ -43,7 +44,10 @@ def test_a_matmul_has_the_planners_seconds(name: str, shapes: Any, batch: int) -
 def test_attention_has_the_planners_seconds() -> None:
     b, heads, s, d = 2, 16, 4096, 128
     expected = fused_attention_seconds(H100, "bf16", flops=4 * b * heads * s * s * d / 2)
-    expected /= THREEFOLD.attention * THREEFOLD.kernel_efficiency
+    expected /= THREEFOLD.kernel_efficiency
+    cudnn, expected = (
+        expected / THREEFOLD.attention_speed(d, limited=limited) for limited in (False, True)
+    )
     outer, inner = (b, heads, s, d), (b, s, heads, d)
     for name, shape in {
         "aten::_scaled_dot_product_flash_attention": outer,
@@ -52,6 +56,8 @@ def test_attention_has_the_planners_seconds() -> None:
         operation = Operation(name, (shape,) * 3, calls=1, seconds=1.0)
         assert operation.kind == "attention"
         assert operation.planned_seconds(H100, "bf16") == pytest.approx(expected)
+    operation = Operation("aten::_scaled_dot_product_cudnn_attention", (outer,) * 3, 1, 1.0)
+    assert operation.planned_seconds(H100, "bf16") == pytest.approx(cudnn)
     name = "aten::_scaled_dot_product_flash_attention_backward"
     operation = Operation(name, (outer,) * 4, calls=1, seconds=1.0)
     backward = expected * 2.5 * BACKWARD_SLOWER

@@ -149,6 +149,8 @@ class Job:
         precision: precision of the matmuls, a key of `Gpu.peak_tflops`
         expert_imbalance: rows of the expert rank with the most tokens, relative to the mean
         optimizer: `optimizer.kind` of the recipe
+        separate_documents: attention needs the kernel for documents, although it is counted over
+            whole sequences
     """
 
     model: ModelConfig
@@ -159,6 +161,7 @@ class Job:
     software: Software
     expert_imbalance: float = 1.0
     optimizer: str = "adamw"
+    separate_documents: bool = False
 
     def with_layout(self, layout: PlannedLayout) -> "Job":
         """Return the same job in another layout; `dataclasses.replace` takes much longer."""
@@ -171,6 +174,7 @@ class Job:
             software=self.software,
             expert_imbalance=self.expert_imbalance,
             optimizer=self.optimizer,
+            separate_documents=self.separate_documents,
         )
 
     def with_model(self, model: ModelConfig) -> "Job":
@@ -197,6 +201,11 @@ class Job:
             stages=layout.pipeline,
             virtual_stages=layout.virtual_stages,
         )
+
+    @property
+    def gpu(self) -> Gpu:
+        """The machine's GPU with the efficiencies of the software's kernels."""
+        return self.software.kernels_on(self.machine.gpu)
 
     @cached_property
     def footprint(self) -> Footprint:
@@ -304,6 +313,7 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
             f"{machine.gpu.name} does not support; use "
             f"ds_configs/zero1_{next(iter(machine.gpu.peak_tflops))}.json"
         )
+    software = software.on_device(machine.gpu.device)
     footprint = software.footprint[kind]
     if software.name == THREEFOLD.name:
         sent = BYTES[communication_precision(config)]
@@ -324,6 +334,7 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
         precision=kind,
         software=replace(software, footprint={**software.footprint, kind: footprint}),
         optimizer=recipe.optimizer.kind,
+        separate_documents=recipe.data.separate_documents,
     )
 
 

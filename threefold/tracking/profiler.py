@@ -90,10 +90,12 @@ class Operation:
             batch = prod(batches)
             if not batch * rows * inner * columns:
                 return None
+            software = THREEFOLD.on_device(gpu.device)
             seconds = matmul_seconds(
-                gpu, precision, rows=rows, columns=columns, inner=inner, batch=batch
-            )
-            return seconds / THREEFOLD.kernel_efficiency
+                software.kernels_on(gpu), precision,
+                rows=rows, columns=columns, inner=inner, batch=batch,
+            )  # fmt: skip
+            return seconds / software.kernel_efficiency
         return self._planned_attention(gpu, precision) if self._is_attention else None
 
     def _planned_attention(self, gpu: Gpu, precision: str) -> float | None:
@@ -106,11 +108,13 @@ class Operation:
         # [b, heads, s, d] in scaled_dot_product_attention, [b, s, heads, d] in kernels below it
         keys = k[2] if "scaled_dot_product" in self.name else k[1]
         flops = 4 * prod(q) * keys / 2
-        seconds = fused_attention_seconds(gpu, precision, flops=flops) / THREEFOLD.attention
+        software = THREEFOLD.on_device(gpu.device)
+        speed = software.attention_speed(q[-1], limited="_flash_" in self.name)
+        seconds = fused_attention_seconds(gpu, precision, flops=flops) / speed
         return (
             seconds
             * (BACKWARD_MATMULS * BACKWARD_SLOWER if backward else 1)
-            / THREEFOLD.kernel_efficiency
+            / software.kernel_efficiency
         )
 
 

@@ -54,6 +54,7 @@ class Calibration:
                 software,
                 kernel_efficiency=software.kernel_efficiency / self.compute,
                 block_seconds=software.block_seconds * self.host,
+                routing_seconds=software.routing_seconds * self.host,
                 step_seconds=software.step_seconds * self.host,
             ),
         )

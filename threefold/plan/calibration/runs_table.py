@@ -156,7 +156,7 @@ class RowReader:
             layout=self.layout(model, machine.gpus),
             global_sequences=self.whole("gbs"),
             precision=precision,
-            software=software,
+            software=software.on_device(machine.gpu.device),
         )
         together = job.layout.data * job.layout.micro_sequences
         if job.global_sequences < together:

@@ -6,7 +6,7 @@ t tensor ranks. All times are seconds of one micro-batch on one rank.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import ceil, log2
+from math import ceil, inf, log2
 from typing import NamedTuple
 
 from models.config import ModelConfig
@@ -211,6 +211,7 @@ LOSS_BYTES = 36
 # Reads and writes of each logit, in the model's precision, if the loss computes a part of the
 # tokens at a time: one for the maximum, one for the sum, two to overwrite it with its gradient.
 LOSS_PASSES = 4
+LOSS_PASSES_IN_TILES = 3  # one for the maximum and the sum; see `sums_in_tiles`
 BACKWARD_SLOWER = 1 / 0.85  # slowdown of matmuls in fused attention's backward pass; fitted
 # Reads and writes of a row that a rank sends to an expert: copied before the exchange, in the order
 # of the experts (2), copied back after the reverse one (2), read and added (2).
@@ -339,7 +340,8 @@ def block_passes(job: Job) -> ForwardBackward:
     elif layout.recompute == "selective":
         recomputing = PassTime(core / software.kernel_efficiency, context=context)
     host, host_backward = software.block_seconds, 2 * software.block_seconds
-    ahead = PassTime(max(forward, host), tensor + columns, context, expert)
+    routing = software.routing_seconds if job.model.experts else 0.0
+    ahead = PassTime(max(forward, host) + routing, tensor + columns, context, expert)
     slower = max(backward, host_backward)
     back = PassTime(slower, tensor_backward + columns, context_backward, expert_backward)
     back += recomputing
@@ -425,7 +427,7 @@ def _expert_shapes(job: Job) -> list[MatmulShape]:
 
 def _matmul(job: Job, shape: MatmulShape) -> MatmulTime:
     rows, inner, columns, batch = shape
-    seconds = partial(matmul_seconds, job.machine.gpu, job.precision, batch=batch)
+    seconds = partial(matmul_seconds, job.gpu, job.precision, batch=batch)
     forward = seconds(rows=rows, columns=columns, inner=inner)
     of_input = seconds(rows=rows, columns=inner, inner=columns)
     weights = seconds(rows=columns, columns=inner, inner=padded(rows))
@@ -443,14 +445,14 @@ def padded(tokens: int) -> int:
 
 def _attention(job: Job) -> tuple[float, float]:
     """Return the forward and backward times of the attention core, fused or with written scores."""
-    model, layout, software, gpu = job.model, job.layout, job.software, job.machine.gpu
+    model, layout, software, gpu = job.model, job.layout, job.software, job.gpu
     s, d, value = model.sequence_length, model.score_size, model.value_head_size
     batch = layout.micro_sequences * model.heads // layout.tensor
     if not (job.writes_scores or model.attention_soft_cap):
         # Half of the scores are masked, and the context ranks share the other half.
         flops = 2 * s * computed_columns(model) * (d + value) * batch / 2 / layout.context
         fused = fused_attention_seconds(gpu, job.precision, flops=flops)
-        fused /= software.attention
+        fused /= software.attention_speed(d, limited=_has_limited_attention(job))
         # The backward pass has five matmuls instead of two (Dao 2023, arXiv 2307.08691, section
         # 4.1).
         return fused, 2.5 * fused * BACKWARD_SLOWER
@@ -473,6 +475,19 @@ def _attention(job: Job) -> tuple[float, float]:
     )
 
 
+def _has_limited_attention(job: Job) -> bool:
+    """Return True if attention needs flash attention.
+
+    It computes windows, sinks, separate documents, and the parts of a sequence that context ranks
+    attend to, except with "ulysses".
+    """
+    model, layout = job.model, job.layout
+    window = model.window_size(model.layers - 1)
+    in_parts = layout.context > 1 and layout.context_attention != "ulysses"
+    has_window = (window or inf) < model.sequence_length
+    return in_parts or job.separate_documents or model.attention_sinks or has_window
+
+
 def computed_columns(model: ModelConfig) -> float:
     """Return the keys per query that the last block's attention computes, twice as in full.
 
@@ -493,7 +508,7 @@ def _elementwise(job: Job) -> tuple[float, float]:
     columns, 3 with a gate). Each row of an expert is also copied to its place before and after the
     exchanges. The backward pass moves 1.5 times as much.
     """
-    model, layout, gpu = job.model, job.layout, job.machine.gpu
+    model, layout, gpu = job.model, job.layout, job.gpu
     whole = (norms_per_block(model) * 2 + 2 * 3) * model.hidden_size / layout.sequence_ranks
     if model.latent is None:
         of_heads = 4 * (model.query_size + model.key_value_size)
@@ -713,7 +728,7 @@ def _exposed(job: Job, communication: float, computation: float) -> float:
 def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
     """Return the times of the embedding, and those of the final norm, the logits and the loss."""
     gpu, t, precision, efficiency = (
-        job.machine.gpu,
+        job.gpu,
         job.layout.tensor,
         job.precision,
         job.software.kernel_efficiency,
@@ -735,7 +750,9 @@ def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
     logits, backward, weight = (tokens / rows * time for time in (logits, backward, weight))
     if job.footprint.loss_in_parts:
         # The forward pass computes both gradients, and the backward pass only scales them.
-        loss = memory_seconds(gpu, tokens * columns * LOSS_PASSES * BYTES[precision])
+        in_tiles = gpu.device != "cpu" and t == 1
+        passes = LOSS_PASSES_IN_TILES if in_tiles else LOSS_PASSES
+        loss = memory_seconds(gpu, tokens * columns * passes * BYTES[precision])
         scaled = memory_seconds(gpu, 2 * (row + h * columns * BYTES[precision]))
         return embedding, ForwardBackward(
             PassTime((logits + backward + weight + loss) / efficiency),

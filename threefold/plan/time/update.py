@@ -253,9 +253,7 @@ def optimizer_time(job: Job) -> float:
     """Return the seconds of a rank's update, with the sum of tied embeddings and host time."""
     layout = job.layout
     parameters = max(own_parameters(job, stage) for stage in range(layout.pipeline))
-    update = memory_seconds(
-        job.machine.gpu, parameters / job.layout.optimizer_ranks * OPTIMIZER_BYTES
-    )
+    update = memory_seconds(job.gpu, parameters / job.layout.optimizer_ranks * OPTIMIZER_BYTES)
     tied = 0.0
     if job.model.tie_embeddings and layout.pipeline > 1:
         table = table_parameters(job.model, layout.tensor)
@@ -280,7 +278,7 @@ def muon_time(job: Job) -> float:
     matrices = matrices_of_layers(job.model, share)
     precision = exchange_precision(job)
     layers = max(sum(chunks) for chunks in blocks_of_stages(job))
-    computed = owner_seconds(job.machine.gpu, precision, matrices, ranks=ranks, layers=layers)
+    computed = owner_seconds(job.gpu, precision, matrices, ranks=ranks, layers=layers)
     if ranks == 1:
         return computed
     elements = elements_of(matrices)

@@ -16,6 +16,7 @@ from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Machine, job_of
 from threefold.plan.memory.peak import GIB, stage_memory
+from threefold.plan.software import THREEFOLD
 from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
 
 # The result of a preflight: what is broken or slow, and which nodes are left out.
@@ -316,8 +317,8 @@ def planned(
         measure: _link_rate(measure, machine, dims, size) for measure, size in links.bytes.items()
     }
     if precision in machine.gpu.peak_tflops:
-        size = matmul_size
-        seconds = matmul_seconds(machine.gpu, precision, rows=size, columns=size, inner=size)
+        size, gpu = matmul_size, THREEFOLD.kernels_on(machine.gpu)
+        seconds = matmul_seconds(gpu, precision, rows=size, columns=size, inner=size)
         rates[MATMUL] = 2e-12 * size**3 / seconds
     try:
         stages = stage_memory(job_of(recipe, machine))

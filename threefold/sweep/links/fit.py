@@ -24,6 +24,7 @@ from pathlib import Path
 from models.errors import UserError
 from threefold.gpus.datasheet import MEASURED_MARK, Gpu, datasheet_text, file_of, read_gpu, rounded
 from threefold.plan.job import Machine
+from threefold.plan.software import THREEFOLD
 from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
 from threefold.run_folder.json_lines import write_whole
 from threefold.sweep.links.measurements import LinkTime, Measurements
@@ -265,8 +266,8 @@ def fitted_gpu(gpu: Gpu, measured: Measurements, gpus_per_node: int) -> Gpu:
 
 def matmul_share(gpu: Gpu, measured: Measurements) -> float:
     """Return the matmul efficiency for which the planner predicts the median rate of the ranks."""
-    size = measured.matmul_size
-    planned = matmul_seconds(gpu, measured.precision, rows=size, columns=size, inner=size)
+    size, kernels = measured.matmul_size, THREEFOLD.on_device(gpu.device).kernels_on(gpu)
+    planned = matmul_seconds(kernels, measured.precision, rows=size, columns=size, inner=size)
     seconds = 2e-12 * size**3 / measured.median_tflops
     kernel = gpu.kernel_seconds
     return gpu.matmul_efficiency * (planned - kernel) / (seconds - kernel)
