@@ -556,6 +556,8 @@ def test_micro_batches_in_flight_match_the_orders(schedule: str) -> None:
 @pytest.mark.parametrize("path", CLUSTERED, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_the_formula_of_the_step_is_the_simulation(path: Path) -> None:
     _, job = planned(f"{path.parent.name}/{path.stem}")
+    # The simulation does not hide exchanges of tokens behind other passes.
+    job = replace(job, layout=replace(job.layout, expert_overlap=False))
     assert bubble_error(job) < 0.02
 
 
