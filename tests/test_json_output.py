@@ -145,3 +145,8 @@ def test_nothing_is_printed_while_a_command_is_imported() -> None:
     )  # fmt: skip
     assert done.stdout == ""
     assert "Setting accelerator to CPU" in done.stderr or "accelerator" in done.stderr
+    trace = [sys.executable, "recipes/plan.py", "trace", TINY, "--gpus-per-node", "2", "--json"]
+    done = subprocess.run(
+        trace, cwd=REPOSITORY, env=variables, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert json.loads(done.stdout)["name"] == "tiny"

@@ -263,9 +263,11 @@ def trace(options: argparse.Namespace) -> int:
 
     It takes minutes and needs no GPU.
     """
-    # Only this command needs torch, which takes seconds to import.
-    from threefold.trace import trace as trace_report
-    from threefold.trace.trace import trace as trace_rank
+    # Only this command needs torch, which takes seconds to import. DeepSpeed logs to standard
+    # output while it is imported.
+    with stdout_for_json(True):
+        from threefold.trace import trace as trace_report
+        from threefold.trace.trace import trace as trace_rank
 
     _, recipe, cluster = read_recipe(options)
     machine = Machine.of_cluster(cluster)
