@@ -327,8 +327,9 @@ def _attention_in(theirs: Mapping[str, Any], family: Family) -> dict[str, Any]:
     elif types := theirs.get("layer_types"):
         kinds = ["window" if kind == SLIDING else "full" for kind in types]
     rope = window_rope = theirs.get("rope_parameters") or {}
-    if family.rope_per_kind:
-        rope, window_rope = (theirs["rope_parameters"][kind] for kind in (FULL, SLIDING))
+    if family.rope_per_kind:  # transformers 5.23 reads `truncate` only next to the kinds
+        truncate = rope.get("truncate", True)
+        rope, window_rope = (rope[kind] | {"truncate": truncate} for kind in (FULL, SLIDING))
     rotated = rope.get("partial_rotary_factor") or 1.0
     if rotated != 1 and family.values("partial_rotary_factor") == (1.0,):
         raise UserError(
@@ -404,7 +405,7 @@ def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Attributes that do not change what a class computes in training, that a run sets anew, or of which
-# `model_settings` itself rejects what is not supported.
+# `model_settings` itself rejects what is not supported; not in a class that has them as constants.
 FREE_ATTRIBUTES = frozenset({
     "activation_function", "architectures", "attention_dropout", "attn_logit_softcapping",
     "attn_pdrop", "bos_token_id", "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id",
@@ -420,7 +421,7 @@ IGNORED_PREFIXES = ("_", "summary_")
 
 
 def unsupported_attributes(
-    theirs: Mapping[str, Any], exported: Mapping[str, Any]
+    theirs: Mapping[str, Any], exported: Mapping[str, Any], family: Family
 ) -> dict[str, tuple[Any, Any]]:
     """Return the attributes of a config that the settings of `model_settings` do not reflect.
 
@@ -435,7 +436,7 @@ def unsupported_attributes(
     return {
         name: (theirs.get(name), value)
         for name, value in exported.items()
-        if name not in FREE_ATTRIBUTES
+        if (name not in FREE_ATTRIBUTES or name in family.constants)
         and not name.startswith(IGNORED_PREFIXES)
         and theirs.get(name) != value
     }

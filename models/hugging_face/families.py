@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from models.config import ModelConfig
-from models.errors import UserError
+from models.errors import UserError, toml_value
 
 ANY = object()  # every value of a feature
 NO_BIAS: frozenset[str] = frozenset()
@@ -27,7 +27,9 @@ LLAMA_FEATURES: dict[str, tuple[Any, ...]] = {
     "biases": (NO_BIAS, ATTENTION_BIAS, frozenset({"mlp"}), ALL_BIASES),
     "qk_norm": ("none",),
     "attention_pattern": ("full",),
-    "rope of windows": ("as without windows",),
+    "window.rope_theta": (None,),
+    "window.rope_scaled": (True,),
+    "rope_scaling.truncate": (ANY,),
     "partial_rotary_factor": (1.0,),
     "attention_sinks": (False,),
     "attention_scale": (None,),
@@ -58,7 +60,8 @@ class Family:
             ("sliding_window"), or "no_rope_layers" for layers without positions
         rope_per_kind: `rope_parameters` has a table for each kind of attention
         experts: our key -> attribute
-        constants: attributes that our model cannot change, with their values
+        constants: attributes that our model cannot change, or that the class does not read, with
+            their values
         norm_offset: number that the class adds to the weights of its norms
         joined: q, k and v are one tensor, and gate and up are another
         expert_names: prefix of the experts, then gate, up and down; "" for joined experts, which
@@ -129,6 +132,11 @@ LATENT_FEATURES = {
     "norm_epsilon": (1e-6,),  # the norms of the latents have no other
     "attention_scale": (None, "of YaRN"),
 }
+ROPE_PER_KIND_FEATURES = {
+    "window.rope_theta": (ANY,),
+    "window.rope_scaled": (ANY,),
+    "rope_scaling.truncate": (True,),  # transformers 5.23 does not read it in a table of a kind
+}
 WITH_WINDOWS = ("full", "window", "full and window")
 OLMO_FEATURES = {
     "norm_placement": ("after",),
@@ -187,7 +195,11 @@ FAMILIES = (
     Family(
         name="olmo3",
         class_name="Olmo3ForCausalLM",
-        features={**OLMO_FEATURES, "attention_pattern": WITH_WINDOWS, "rope of windows": (ANY,)},
+        features={
+            **OLMO_FEATURES,
+            **ROPE_PER_KIND_FEATURES,
+            "attention_pattern": WITH_WINDOWS,
+        },
         bias_attributes=OF_ATTENTION,
         rope_per_kind=True,
     ),
@@ -221,14 +233,14 @@ FAMILIES = (
             "biases": HAS_ATTENTION_BIAS,
             "qk_norm": ("head",),
             "attention_pattern": WITH_WINDOWS,
-            "rope of windows": (ANY,),
+            **ROPE_PER_KIND_FEATURES,
             "attention_scale": (ANY,),
             "logit_soft_cap": (ANY,),
             "embedding_multiplier": ("sqrt(hidden_size)",),
         },
         bias_attributes=OF_ATTENTION,
         rope_per_kind=True,
-        constants={"use_bidirectional_attention": False},
+        constants={"use_bidirectional_attention": False, "attn_logit_softcapping": None},
         activation_attribute="hidden_activation",
         norm_offset=1.0,
     ),
@@ -351,12 +363,10 @@ def features_of(config: ModelConfig) -> dict[str, Any]:
         router = "sigmoid" if experts.router == "sigmoid" else "softmax"
         router += ", normalized" * (router == "softmax" and experts.weights_sum_to_one)
     scale: float | str | None = config.attention_scale
-    if config.latent and config.rope_scaling and config.rope_scaling.type == "yarn":
+    window, scaling = config.window, config.rope_scaling
+    if config.latent and scaling and scaling.type == "yarn":
         scale = scale and "of YaRN"
-    window, own_rope = config.window, False
-    if window is not None:
-        has_own_base = window.rope_theta not in (None, config.rope_theta)
-        own_rope = has_own_base or (config.rope_scaling is not None and not window.rope_scaled)
+    has_own_base = window is not None and window.rope_theta not in (None, config.rope_theta)
     multiplier = config.embedding_multiplier
     is_root = math.isclose(multiplier, math.sqrt(config.hidden_size), rel_tol=1e-6)
     return {
@@ -367,7 +377,9 @@ def features_of(config: ModelConfig) -> dict[str, Any]:
         "biases": frozenset(part for part, has_bias in parts.items() if has_bias),
         "qk_norm": config.qk_norm_over if config.qk_norm else "none",
         "attention_pattern": " and ".join(sorted(set(pattern))),
-        "rope of windows": "of their own" if own_rope else "as without windows",
+        "window.rope_theta": window.rope_theta if window is not None and has_own_base else None,
+        "window.rope_scaled": window is None or scaling is None or window.rope_scaled,
+        "rope_scaling.truncate": scaling is None or scaling.truncate,
         "partial_rotary_factor": config.partial_rotary_factor,
         "attention_sinks": config.attention_sinks,
         "attention_scale": scale,
@@ -448,9 +460,10 @@ def _setting(feature: str, value: Any, config: ModelConfig) -> str:
         has_norm = f"model.qk_norm = {str(value != 'none').lower()}"
         return has_norm + ', model.qk_norm_over = "projection"' * (value == "projection")
     if feature == "attention_pattern":
-        return f"only {value} layers in model.attention_pattern"
-    if feature == "rope of windows":
-        return f"rotary positions of windows {value}"
+        own = " and ".join(sorted(set(config.attention_pattern))) == value
+        pattern = config.attention_pattern if own else value.split(" and ")
+        without = ", no model.window" * (config.window is not None and "window" not in pattern)
+        return f"model.attention_pattern = {toml_value(pattern)}{without}"
     if feature == "experts.router":
         if value == "none":
             return "no model.experts"

@@ -117,20 +117,28 @@ def to_hugging_face(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[
     return theirs
 
 
-def from_hugging_face(config: ModelConfig, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join and rename transformers' tensors into our logical tensors."""
+def from_hugging_face(
+    config: ModelConfig, theirs: Mapping[str, Tensor], family: Family | None = None
+) -> dict[str, Tensor]:
+    """Join and rename transformers' tensors into our logical tensors.
+
+    family: the class that has the tensors; None: the one that an export uses
+    """
     return {
         name: counterpart.join(
             theirs[part] if counterpart.expert is None else theirs[part][counterpart.expert[0]]
             for part in counterpart.names
         )
-        for name, counterpart in counterparts(config).items()
+        for name, counterpart in counterparts(config, family).items()
     }
 
 
-def counterparts(config: ModelConfig) -> dict[str, Counterpart]:
-    """Return the counterpart of every parameter by our logical name."""
-    family = family_of(config)
+def counterparts(config: ModelConfig, family: Family | None = None) -> dict[str, Counterpart]:
+    """Return the counterpart of every parameter by our logical name.
+
+    family: the class; None: the first one with this architecture, which an export uses
+    """
+    family = family or family_of(config)
     table = _gpt2(config) if family.name == "gpt2" else _usual(config, family)
     queries = "attention.q_norm." if config.qk_norm else "attention.qkv."
     has_output_norms = config.norm_placement != "before"

@@ -18,6 +18,7 @@ from models import cost
 from models.attention import Attention, ModelAxes, rotary_frequencies
 from models.config import ModelConfig, RopeScaling, Window
 from models.hugging_face.config import hugging_face_config
+from models.hugging_face.families import Family
 from models.hugging_face.weights import counterparts, from_hugging_face, to_hugging_face
 from models.initialization import NormalRows, initialize, query_multiplier
 from models.kernels.rotary import Frequencies
@@ -296,11 +297,11 @@ def reference(config: ModelConfig, documents: Documents | None = None) -> Outcom
 
 
 def gradients_from_hugging_face(
-    config: ModelConfig, theirs: Mapping[str, Tensor]
+    config: ModelConfig, theirs: Mapping[str, Tensor], family: Family | None = None
 ) -> dict[str, Tensor]:
     """Return gradients under our names: where their weight is m times ours, m times theirs."""
-    gradients = from_hugging_face(config, theirs)  # divided by m, like weights
-    for name, each in counterparts(config).items():
+    gradients = from_hugging_face(config, theirs, family)  # divided by m, like weights
+    for name, each in counterparts(config, family).items():
         gradients[name] = gradients[name] - each.offset / each.multiplier
         gradients[name][: each.multiplied_rows] *= each.multiplier**2
     return gradients

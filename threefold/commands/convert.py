@@ -4,12 +4,12 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from models.config import Experts, ModelConfig, RopeScaling
 from models.errors import UserError
 from threefold.runtime.command_line import add_overrides, count
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
@@ -60,7 +60,7 @@ def from_hf(options: argparse.Namespace) -> None:
 
     with output(options, options.folder, IMPORTED) as folder:
         model = import_model(options.folder, folder)
-    if read_config(options.folder).tie_embeddings and not model.tie_embeddings:
+    if read_config(options.folder)[0].tie_embeddings and not model.tie_embeddings:
         print(
             f"{options.folder}: config.json has tie_word_embeddings = true, and lm_head.weight "
             f"differs from the embedding; the head is kept, with model.tie_embeddings = false"
@@ -155,12 +155,18 @@ def write_text(options: argparse.Namespace) -> str:
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
-def settings(section: ModelConfig | RopeScaling | Experts) -> dict[str, object]:
-    """Return the [model] section of a recipe or a part of it, without keys at their defaults."""
+def settings(section: Any) -> dict[str, object]:
+    """Return the [model] section of a recipe or a part of it, without keys at their defaults.
+
+    section: a ModelConfig, or the dataclass of a section in it
+    """
+    values = {
+        field.name: (getattr(section, field.name), field.default) for field in fields(section)
+    }
     return {
-        key: settings(value) if isinstance(value, (RopeScaling, Experts)) else value
-        for key, value in vars(section).items()
-        if value is not None and value != type(section).__dataclass_fields__[key].default
+        key: settings(value) if is_dataclass(value) else value
+        for key, (value, default) in values.items()
+        if value is not None and value != default
     }
 
 

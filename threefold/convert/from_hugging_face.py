@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from models.hugging_face.config import (
     model_settings,
     unsupported_attributes,
 )
-from models.hugging_face.families import BY_NAME, described, differences, family_of
+from models.hugging_face.families import BY_NAME, Family, described, differences
 from models.hugging_face.weights import Counterpart, counterparts
 from models.layer_specs import logical_shapes
 from threefold.checkpoint.format import Manifest
@@ -142,8 +142,8 @@ class TheirFiles:
         return tensor.to(torch.float32)
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Read the architecture from a folder's config.json.
+def read_config(folder: Path) -> tuple[ModelConfig, Family]:
+    """Return the architecture in a folder's config.json, and the class that wrote the files.
 
     Raises:
         UserError: The file is missing, transformers cannot read it, or the architecture is not
@@ -163,7 +163,7 @@ def read_config(folder: Path) -> ModelConfig:
             f"as save_pretrained of transformers writes it"
         ) from None
     try:
-        return imported_config(theirs.to_dict())
+        return imported_config(theirs.to_dict()), BY_NAME[theirs.model_type]
     except UserError as problem:
         raise UserError(f"{folder / 'config.json'}: {problem}") from None
 
@@ -187,7 +187,7 @@ def imported_config(theirs: dict[str, Any]) -> ModelConfig:
             f"{ours} is not supported for {family.class_name}; use a model with {others}"
         )
     exported = AutoConfig.for_model(**hugging_face_config(model, family)).to_dict()
-    unsupported = unsupported_attributes(theirs, exported)
+    unsupported = unsupported_attributes(theirs, exported, family)
     if unsupported:
         texts = (f"{name} = {value!r}" for name, (value, _) in unsupported.items())
         remedies = (f"{name} = {value!r}" for name, (_, value) in unsupported.items())
@@ -197,13 +197,13 @@ def imported_config(theirs: dict[str, Any]) -> ModelConfig:
     return model
 
 
-def _has_own_head(model: ModelConfig, theirs: TheirFiles) -> bool:
+def _has_own_head(table: Mapping[str, Counterpart], theirs: TheirFiles) -> bool:
     """Return whether the files have an embedding and a head with different values.
 
     transformers compares them too (5.23, PreTrainedModel.tie_weights), because files may hold a
     tied embedding under both names.
     """
-    embedding = counterparts(model)[EMBEDDING].names[0]
+    embedding = table[EMBEDDING].names[0]
     if HEAD not in theirs.files or not theirs.has(embedding):
         return False
     pairs = zip(theirs.blocks(HEAD), theirs.blocks(theirs.find(embedding)), strict=False)
@@ -222,10 +222,10 @@ def import_model(folder: Path, output: Path) -> ModelConfig:
     Raises:
         UserError: The tensors do not match the config.
     """
-    model, theirs = read_config(folder), TheirFiles(folder)
-    if model.tie_embeddings and _has_own_head(model, theirs):
+    (model, family), theirs = read_config(folder), TheirFiles(folder)
+    if model.tie_embeddings and _has_own_head(counterparts(model, family), theirs):
         model = replace(model, tie_embeddings=False)
-    table, shapes = counterparts(model), logical_shapes(model)
+    table, shapes = counterparts(model, family), logical_shapes(model)
     if model.tie_embeddings and HEAD in theirs.files and not theirs.has(table[EMBEDDING].names[0]):
         table[EMBEDDING] = Counterpart((HEAD,))  # the tied tensor, saved by its other name
     used = {theirs.find(part) for counterpart in table.values() for part in counterpart.names}
@@ -233,8 +233,8 @@ def import_model(folder: Path, output: Path) -> ModelConfig:
     unknown = {
         name for name in theirs.files.keys() - used - tied if not name.endswith(BUFFER_SUFFIXES)
     }
-    if unused := family_of(model).unused_tensors:
-        unknown = {name for name in unknown if not re.fullmatch(unused, name)}
+    if family.unused_tensors:
+        unknown = {name for name in unknown if not re.fullmatch(family.unused_tensors, name)}
     if unknown:
         raise UserError(
             f"{folder}: {counted(len(unknown), 'tensor')} without a place in a model with this "

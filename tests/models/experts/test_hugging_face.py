@@ -323,8 +323,10 @@ def test_a_seeded_fault_is_noticed(fault: str, tmp_path: Path) -> None:
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: not supp.* = 1"),
         ("qwen3_moe", {"mlp_only_layers": [3]}, r"mlp_only_layers = \[3\]: .* = \[0\]"),
         ("qwen3_moe", {"mlp_only_layers": [0, 2]}, r"mlp_only_layers = \[0, 2\]: .* = \[0, 1\]"),
-        ("qwen3_moe", {"sliding_window": 8}, "only window layers in model.attention_pattern is"),
+        ("qwen3_moe", {"sliding_window": 8}, r'model.attention_pattern = \["window"\] is'),
         ("llama", {"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
+        ("phi3", {"resid_pdrop": 0.1}, r"resid_pdrop = 0\.1: not supported; .* = 0\.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 3.0}, r"attn_logit_soft.* = 3\.0: .* = None"),
     ],
 )
 def test_an_architecture_that_we_lack_is_rejected(
