@@ -441,12 +441,14 @@ def described(different: Mapping[str, tuple[Any, Any]], config: ModelConfig) -> 
 
     different: the result of `differences`
     """
-    pairs = [
-        (_setting(feature, ours, config), _setting(feature, theirs, config))
-        for feature, (ours, theirs) in different.items()
+    ours = [_setting(feature, value, config) for feature, (value, _) in different.items()]
+    _, pattern = different.get("attention_pattern", ("", "window"))
+    theirs = [
+        _setting(feature, value, config)
+        for feature, (_, value) in different.items()
+        if "window" in pattern or not feature.startswith("window.")  # without a section
     ]
-    ours, theirs = zip(*pairs, strict=True)
-    return " and ".join(ours), " and ".join(theirs)
+    return ", ".join(ours), ", ".join(theirs)
 
 
 def _setting(feature: str, value: Any, config: ModelConfig) -> str:

@@ -16,7 +16,11 @@ from models.config import Experts, ModelConfig
 from models.errors import UserError
 from models.experts import layer
 from models.hugging_face import weights as weights_module
-from models.hugging_face.config import hugging_face_config, model_settings
+from models.hugging_face.config import (
+    export_problem,
+    hugging_face_config,
+    model_settings,
+)
 from models.hugging_face.weights import Counterpart, from_hugging_face, to_hugging_face
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
@@ -358,6 +362,36 @@ def test_a_model_without_a_class_is_rejected(
     with pytest.raises(UserError, match="transformers has no model class with") as rejected:
         hugging_face_config(config)
     assert named in str(rejected.value)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "named"),
+    [
+        (
+            "tiny-window",
+            ["model.rope_scaling={type='linear',factor=2.0}", "model.window.rope_scaled=false"],
+            'attention_pattern = ["window", "nope", "window", "full"], model.window.rope_theta = '
+            "1000.0, model.window.rope_scaled = false, model.attention_sinks = true; use "
+            'model.attention_pattern = ["full"], no model.window, model.attention_sinks = false (P',
+        ),
+        (
+            "olmo3/7b",
+            ["model.rope_scaling={type='yarn',factor=8.0,original_sequence_length=8192,"
+             "truncate=false}"],
+            "model.rope_scaling.truncate = false; use model.rope_scaling.truncate = true (Olmo3",
+        ),
+        (
+            "mistral/7b",
+            ["model.window.rope_theta=5e5", "model.qkv_bias=true"],
+            "model.window.rope_theta = 500000.0; use no model.window.rope_theta (Qwen2ForCausalLM",
+        ),
+    ],
+)  # fmt: skip
+def test_positions_and_windows_without_a_class_are_named(
+    recipe: str, overrides: list[str], named: str
+) -> None:
+    model = load_recipe(REPOSITORY / "recipes" / f"{recipe}.toml", overrides).model
+    assert named in export_problem(model)
 
 
 @pytest.mark.parametrize("recipe", ["tiny-moe", "qwen3/30b-a3b", "dots/llm1"])
