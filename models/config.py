@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from models.errors import STRICT_SECTION, UserError
+from models.errors import STRICT_SECTION, UserError, toml_value
 
 # Scaling of rotary positions, to continue training on longer sequences.
 
@@ -123,6 +123,8 @@ class RopeScaling:
 
 # Attention that differs between layers.
 
+MIN_FACTOR = 1e-6  # of scores and logits, whose quotient by a smaller limit could overflow
+
 AttentionKind = Literal["full", "window", "nope"]
 
 
@@ -141,7 +143,8 @@ class Window:
     rope_theta: float | None = None
     """Base of the rotary positions of these layers; by default `model.rope_theta`."""
     rope_scaled: bool = True
-    """Scale the rotary positions of these layers, too, as `model.rope_scaling` says."""
+    """Scale the rotary positions of these layers, too, as `model.rope_scaling` says, which a later
+    phase may add."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_SIZE:
@@ -541,17 +544,22 @@ class ModelConfig:
 
     def _check_attention(self) -> None:
         """Check the keys about attention that differs between layers."""
+        if self.latent is not None:
+            self._check_latent()
         pattern = self.attention_pattern
         if not 1 <= len(pattern) <= self.layers:
             raise UserError(
                 f"attention_pattern has {len(pattern)} entries for layers = {self.layers}; use "
-                f'attention_pattern = ["full"]'
+                f"attention_pattern = "
+                f"{toml_value(example_pattern(self.layers, has_window=self.window is not None))}"
             )
         if ("window" in pattern) != (self.window is not None):
             problem = 'attention_pattern has "window"' if self.window is None else "window is set"
             remedy = "add [model.window] with size = 4096"
             if self.window is not None:
                 remedy = 'use attention_pattern = ["window"], or leave window out'
+            if self.latent is not None:
+                remedy = "leave window out"
             missing = "window is missing" if self.window is None else "no layer has it"
             raise UserError(f"{problem}, but {missing}; {remedy}")
         share = self.partial_rotary_factor
@@ -559,16 +567,14 @@ class ModelConfig:
             'attention_pattern has "nope", which': "nope" in pattern,
             f"partial_rotary_factor = {share}": share != 1,
             "window.rope_theta": self.window is not None and self.window.rope_theta is not None,
+            f"rope_theta = {self.rope_theta}": self.rope_theta != WITHOUT_ROTATION["rope_theta"],
         }
         for what, is_used in rotary_keys.items():
             if is_used and self.positions != "rope":
                 raise UserError(
                     f'{what} requires positions = "rope", not "{self.positions}"; leave it out'
                 )
-        if set(pattern) == {"nope"} and self.rope_scaling is not None:
-            raise UserError(
-                'rope_scaling has no effect with attention_pattern = ["nope"]; leave it out'
-            )
+        self._check_effect_of_rotation()
         columns = self.attention_head_size * share
         if not 0 < share <= 1 or (share != 1 and columns % 2):
             nearest = min(max(2, columns // 2 * 2), self.attention_head_size)
@@ -582,18 +588,38 @@ class ModelConfig:
                 f'qk_norm_over = "{self.qk_norm_over}" has no effect with qk_norm = false; use '
                 f"qk_norm = true"
             )
-        if self.latent is not None:
-            self._check_latent()
-        for key in ("attention_scale", "attention_soft_cap", "logit_soft_cap"):
-            if getattr(self, key) is not None and not getattr(self, key) > 0:
-                raise UserError(f"{key} = {getattr(self, key)} is not above 0; leave {key} out")
-        if not self.embedding_multiplier > 0:
-            raise UserError(
-                f"embedding_multiplier = {self.embedding_multiplier} is not above 0; use "
-                f"embedding_multiplier = 1.0"
-            )
+        for key in (
+            "attention_scale", "attention_soft_cap", "logit_soft_cap", "embedding_multiplier",
+        ):  # fmt: skip
+            value = getattr(self, key)
+            if value is not None and not MIN_FACTOR <= value <= MAX_SIZE:
+                raise UserError(
+                    f"{key} = {value} is not in {MIN_FACTOR} .. {MAX_SIZE}; leave {key} out"
+                )
         if self.z_loss < 0:
             raise UserError(f"z_loss = {self.z_loss} is below 0; use z_loss = 0")
+
+    def _check_effect_of_rotation(self) -> None:
+        """Check that the keys about rotary positions have an effect.
+
+        `window.rope_scaled` has one without `rope_scaling`, too: a later phase may add scaling.
+        """
+        is_rotated = set(self.attention_pattern) != {"nope"}
+        for key, default in () if is_rotated else WITHOUT_ROTATION.items():
+            if (value := getattr(self, key)) != default:
+                written = key if key == "rope_scaling" else f"{key} = {value}"
+                raise UserError(
+                    f'{written} has no effect with attention_pattern = ["nope"]; leave {key} out'
+                )
+        if self.window is None:
+            return
+        theta, scaling = self.window.rope_theta, self.rope_scaling
+        is_yarn = scaling is not None and scaling.type == "yarn" and self.window.rope_scaled
+        if is_yarn and theta is not None and theta <= 1:
+            raise UserError(
+                f'window.rope_theta = {theta} must be above 1 with rope_scaling.type = "yarn"; use '
+                f"window.rope_theta = 10000.0"
+            )
 
     def _check_heads(self) -> None:
         hidden_size, heads, kv_heads = self.hidden_size, self.heads, self.kv_heads
@@ -619,10 +645,10 @@ class ModelConfig:
                 f"{self.layers} for experts; use experts.dense_layers = {self.layers - 1}{fewer}"
             )
         if self.bias and experts.has_bias:
+            others = ", with qkv_bias = true for biases of the attention"
             raise UserError(
                 f'bias = true is not supported with experts.router = "{experts.router}", whose '
-                f"bias balances the experts; use bias = false, with qkv_bias = true for biases of "
-                f"the attention"
+                f"bias balances the experts; use bias = false{'' if self.latent else others}"
             )
 
     def _check_latent(self) -> None:
@@ -630,18 +656,22 @@ class ModelConfig:
         only = {
             "positions": "rope", "kv_heads": self.heads, "attention_pattern": ("full",),
             "qk_norm": False, "partial_rotary_factor": 1.0, "attention_sinks": False,
-            "attention_soft_cap": None, "parametrization": "standard",
+            "attention_soft_cap": None, "parametrization": "standard", "bias": False,
+            "qkv_bias": False, "attention_output_bias": False,
         }  # fmt: skip
         for key, value in only.items():
-            if getattr(self, key) != value:
-                remedy = f"leave {key} out" if value is None else f"use {key} = {value}"
-                raise UserError(
-                    f"{key} = {getattr(self, key)} is not possible with latent; {remedy}"
-                )
+            own = getattr(self, key)
+            if value is False and not own:  # such as a missing qkv_bias
+                continue
+            if own != value:
+                remedy = f"use {key} = {toml_value(value)}"
+                if value is None or self.__dataclass_fields__[key].default == value:
+                    remedy = f"leave {key} out"
+                if key == "attention_pattern" and self.window is not None:
+                    remedy = "leave attention_pattern and window out"
+                raise UserError(f"{key} = {toml_value(own)} is not possible with latent; {remedy}")
         if self.head_size is None:
             raise UserError("head_size is missing and required with latent; use head_size = 128")
-        if self.bias or self.has_qkv_bias or self.has_attention_output_bias:
-            raise UserError("biases are not possible with latent; use bias = false")
         assert self.latent is not None
         if self.latent.value_size > self.score_size:
             raise UserError(
@@ -795,6 +825,13 @@ def _uniform_models(model: ModelConfig) -> tuple[ModelConfig, ...]:
     return tuple(of_kind[kind] for kind in kinds)
 
 
+# The values of keys that have no effect in layers without rotary positions.
+WITHOUT_ROTATION: dict[str, Any] = {
+    key: ModelConfig.__dataclass_fields__[key].default
+    for key in ("rope_theta", "rope_scaling", "partial_rotary_factor")
+}
+
+
 def _uniform(model: ModelConfig, has_experts: bool, attention: AttentionKind) -> ModelConfig:
     experts = None
     if has_experts and model.experts is not None:
@@ -804,8 +841,14 @@ def _uniform(model: ModelConfig, has_experts: bool, attention: AttentionKind) ->
         experts=experts,
         attention_pattern=(attention,),
         window=model.window if attention == "window" else None,
-        rope_scaling=None if attention == "nope" else model.rope_scaling,
+        **(WITHOUT_ROTATION if attention == "nope" else {}),
     )
+
+
+def example_pattern(layers: int, *, has_window: bool) -> tuple[AttentionKind, ...]:
+    """Return a valid `attention_pattern` for a message."""
+    windows: tuple[AttentionKind, ...] = ("window", "full")
+    return windows[:layers] if has_window else ("full",)
 
 
 def shortest_pattern(kinds: Sequence[AttentionKind]) -> tuple[AttentionKind, ...]:

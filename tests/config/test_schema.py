@@ -52,6 +52,50 @@ BAD: list[tuple[str, int, str, str]] = [
         "model.rope_scaling.factr=2;model.rope_scaling.type=linear;model.rope_scaling.factor=2", 2,
         "unknown key model.rope_scaling.factr", "did you mean model.rope_scaling.factor?",
     ),
+    ("model.window.size=64.5", 2, "model.window.size = 64.5", "size = 4096"),
+    ("model.window={}", 2, "model.window.size is missing", "size = 4096"),
+    (
+        'model.latent={key_value_rank=8,rotary_size="x",value_size=8}', 2,
+        'model.latent.rotary_size = "x"', "rotary_size = 64",
+    ),
+    (
+        "model.window.size=64;model.attention_pattern=[1]", 2,
+        "model.attention_pattern.0 = 1", '; for example attention_pattern = ["window", "full"]',
+    ),
+    (
+        "model.window.size=64;model.layers=1;model.attention_pattern=['windows']", 2,
+        'model.attention_pattern.0 = "windows"', '; for example attention_pattern = ["window"]',
+    ),
+    (
+        "model.window.size=64;model.attention_pattern=[]", 2,
+        "model.attention_pattern has 0 entries", 'use attention_pattern = ["window", "full"]',
+    ),
+    (
+        'model.attention_pattern=["full","full","full","full","full"]', 2,
+        "model.attention_pattern has 5 entries", 'use attention_pattern = ["full"]',
+    ),
+    (
+        'model.window={size=64,rope_theta=1.0};model.attention_pattern=["window"];'
+        "model.rope_scaling={type='yarn',factor=2.0,original_sequence_length=256}", 2,
+        "model.window.rope_theta = 1.0 must be above 1", "use window.rope_theta = 10000.0",
+    ),
+    (
+        'model.attention_pattern=["nope"];model.partial_rotary_factor=0.5', 2,
+        "model.partial_rotary_factor = 0.5 has no effect with attention_pattern",
+        "leave partial_rotary_factor out",
+    ),
+    (
+        'model.attention_pattern=["nope"];model.rope_theta=5e5', 2,
+        "model.rope_theta = 500000.0 has no effect with attention_pattern", "leave rope_theta out",
+    ),
+    (
+        "model.positions=learned;model.rope_theta=5e5", 2,
+        "model.rope_theta = 500000.0 requires positions", "leave it out",
+    ),
+    ("model.attention_scale=1e300", 2, "attention_scale = 1e+300", "leave attention_scale out"),
+    ("model.attention_soft_cap=-1", 2, "attention_soft_cap = -1", "leave attention_soft_cap out"),
+    ("model.logit_soft_cap=1e-300", 2, "logit_soft_cap = 1e-300", "leave logit_soft_cap out"),
+    ("model.embedding_multiplier=0", 2, "multiplier = 0", "leave embedding_multiplier out"),
     ("model.hiden_size=192", 2, "unknown key model.hiden_size", "did you mean model.hidden_size?"),
     # the layout
     ("layout.tensor=4", 8, "model.heads = 6 is not divisible by layout.tensor = 4", "tensor = 2"),
@@ -321,6 +365,42 @@ def test_a_bad_recipe_is_rejected(overrides: str, ranks: int, key: str, works: s
     assert key in message
     assert works in message.partition(key)[2]
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.bias=true"],
+            'bias = true is not supported with experts.router = "sigmoid", whose bias balances the '
+            "experts; use bias = false",
+        ),
+        (
+            ["model.qkv_bias=true"],
+            "qkv_bias = true is not possible with latent; use qkv_bias = false",
+        ),
+        (
+            ["model.attention_pattern=['nope']"],
+            'attention_pattern = ["nope"] is not possible with latent; leave attention_pattern out',
+        ),
+        (
+            ["model.attention_pattern=['window']", "model.window.size=64"],
+            'attention_pattern = ["window"] is not possible with latent; leave attention_pattern '
+            "and window out",
+        ),
+        (["model.window.size=64"], "window is set, but no layer has it; leave window out"),
+        (["model.kv_heads=3"], "kv_heads = 3 is not possible with latent; use kv_heads = 6"),
+        (
+            ["model.positions=learned"],
+            'positions = "learned" is not possible with latent; use positions = "rope"',
+        ),
+        (["model.attention_sinks=true"], "attention_sinks = true is not possible with latent;"),
+    ],
+)
+def test_a_key_that_latent_attention_lacks_is_rejected(overrides: list[str], message: str) -> None:
+    rejected = rejection(TINY.with_name("tiny-mla.toml"), overrides, 2)
+    assert f" model.{message}" in rejected
+    assert "qkv_bias = true" not in rejected.partition("; ")[2]
 
 
 def test_no_size_above_the_limit_is_suggested() -> None:

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from models.config import example_pattern
 from models.errors import UserError, reason_of, suggestion, toml_line, toml_value
 from threefold.config.phases import RENAMED, PhasePlan, PhaseRejected, with_current_names
 from threefold.config.recipe import Recipe
@@ -134,6 +135,8 @@ def _example(location: Location, recipe: type[BaseModel], example: dict[str, Any
     location = tuple(part if isinstance(part, str) else 0 for part in location[: last + 1])
     value = _look_up(example, location)
     if value is None:
+        value = _look_up(OTHER_EXAMPLES, location)
+    if value is None:
         value = _defaults(recipe).get(".".join(str(part) for part in location))
     if not isinstance(value, (str, int, float, list, tuple, dict)):
         return f"leave {location[-1]} out"
@@ -188,6 +191,12 @@ def _look_up(table: Any, location: Location) -> Any:
 DEFAULT_RECIPE = REPOSITORY / "recipes" / "tiny.toml"
 SCALING_EXAMPLE = {"type": "llama3", "factor": 8.0, "original_sequence_length": 8192}
 EXPERTS_EXAMPLE = {"count": 8, "per_token": 2, "ffn_hidden_size": 1024}
+OTHER_EXAMPLES = {  # of sections that cannot be combined with the others
+    "model": {
+        "window": {"size": 4096},
+        "latent": {"key_value_rank": 512, "rotary_size": 64, "value_size": 128},
+    }
+}
 RAMP_EXAMPLE = {"start_sequences": 8, "increment": 8, "samples": 1000}
 PHASE_EXAMPLE = {"name": "long", "start_step": 1000, "model": {"sequence_length": 512}}
 TASK_EXAMPLE = {"name": "next_line", "path": "data/tasks/next_line.jsonl"}
@@ -288,7 +297,12 @@ def parse_recipe(table: dict[str, Any], name: str) -> Recipe:
 
 def _explanations(error: ValidationError, table: dict[str, Any]) -> list[str]:
     """Return a message for each error of pydantic about a recipe's table."""
-    return [explain(problem, table, Recipe, _complete_table()) for problem in root_causes(error)]
+    example, model = _complete_table(), table.get("model")
+    if isinstance(model, dict) and model.get("window"):  # its pattern needs layers with a window
+        layers = model.get("layers")
+        pattern = example_pattern(max(layers, 1) if type(layers) is int else 2, has_window=True)
+        example = example | {"model": example["model"] | {"attention_pattern": pattern}}
+    return [explain(problem, table, Recipe, example) for problem in root_causes(error)]
 
 
 @functools.cache
