@@ -1,10 +1,13 @@
 import errno
 import fcntl
 import json
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
+from collections.abc import Iterator
 from datetime import datetime
 from multiprocessing import get_context, set_forkserver_preload
 from pathlib import Path
@@ -464,8 +467,15 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     assert "1 of 1 piece already finished" in done.stdout and "will be deleted" not in done.stdout
     with Path(source).open("a") as file:
         file.write('{"body": "one more text"}\n')
+    with mock.patch.object(corpus_module, "join", side_effect=KeyboardInterrupt):
+        done = prepare(*options, "--vocab-size", 300)
+    assert "already finished" not in done.stdout
+    assert (
+        f"{workspace} keeps 1 finished piece and 1 piece of another source or other options; rerun "
+        in done.stderr
+    )
     done = prepare(*options, "--vocab-size", 300)
-    assert done.returncode == 0 and "already finished" not in done.stdout
+    assert done.returncode == 0 and "1 of 1 piece already finished" in done.stdout
     assert (
         f"1 finished piece in {workspace} will be deleted when this command has finished, because "
         f"the source or an option has changed since the interruption; to keep them, press Ctrl-C "
@@ -568,7 +578,7 @@ def test_the_remedy_for_a_short_part_names_options_that_help(
         ("corpus.join", "out.incomplete keeps 1 finished piece; rerun the same command"),
         ("tokenization.run_pieces", "out.incomplete keeps the tokenizer; rerun the same command"),
         ("tokenizer.train_tokenizer", "nothing is finished yet; rerun the same command to start"),
-        ("tokenization.check_parts", "nothing is written yet; rerun the same command to start"),
+        ("tokenization.check_parts", "nothing has changed; rerun the same command to start"),
     ],
 )
 def test_an_interruption_says_what_stays(
@@ -579,6 +589,25 @@ def test_an_interruption_says_what_stays(
     assert done.stdout.startswith(f"preparing {tmp_path / 'out'} from {prepared / 'text.jsonl'}\n")
     assert done.returncode == 130 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("prepare_data.py: interrupted; ") and kept in done.stderr
+
+
+def test_an_interruption_ends_the_training_of_a_tokenizer(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = 0
+
+    def texts(*_: object) -> Iterator[str]:
+        nonlocal read
+        for read in range(1_000_000):
+            if read == 1000:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield f"{TEXTS[read % len(TEXTS)]} {read}"
+
+    monkeypatch.setattr("threefold.prepare_data.tokenizer.texts_of", texts)
+    done = prepare(*into(prepared, tmp_path / "out"), "--vocab-size", 300)
+    assert done.returncode == 130 and "nothing is finished yet" in done.stderr
+    assert 1000 <= read < 900_000
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_part_that_turns_out_to_be_empty_keeps_the_pieces_for_more_documents(

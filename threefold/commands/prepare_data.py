@@ -57,7 +57,7 @@ def main(description: str | None = None) -> None:
         print(f"prepare_data.py: {problem.filename or 'a file'} {reason}", file=sys.stderr)
         sys.exit(REJECTED)
     except KeyboardInterrupt as interruption:
-        nothing = "nothing is written yet; rerun the same command to start again"
+        nothing = "nothing has changed; rerun the same command to start again"
         kept = getattr(interruption, "__notes__", [nothing] if command is None else [])
         print("; ".join(["prepare_data.py: interrupted", *kept]), file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
@@ -118,7 +118,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
         )
     with (
         full_disk_explained(workspace),
-        lock_workspace(workspace, shared=options.shard is not None),
+        lock_workspace(workspace, shared=options.shard is not None) as outdated,
     ):
         if output.exists() and any(output.iterdir()):
             check_same_options(options, output)
@@ -126,7 +126,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
                 f"another process has just prepared {output} with the same options; it is complete"
             )
         tokenization = plan(formats, pieces, options, workspace, held_out=held_out)
-        tokenization.tell_outdated(pieces)
+        outdated |= tokenization.tell_outdated(pieces)
         if options.shard is not None:
             shard, shards = options.shard
             run_pieces(tokenization, pieces[shard::shards], options.processes)

@@ -100,16 +100,20 @@ class Tokenization:
         skip = self.skip | self.formats[format_number].always_skipped
         return report if skip.issuperset(report.skipped) else None
 
-    def tell_outdated(self, pieces: Sequence[NumberedPiece]) -> None:
-        """Print the number of finished pieces that belong to none of the pieces of the source."""
-        names = {self.name(*item) for item in pieces}
-        finished = [path.name for path in self.folder.glob("*") if not path.suffix]
-        if outdated := len(set(finished) - names):
+    def tell_outdated(self, pieces: Sequence[NumberedPiece]) -> set[str]:
+        """Print the number of finished pieces that belong to none of the pieces of the source.
+
+        Returns:
+            names of these pieces
+        """
+        finished = {path.name for path in self.folder.glob("*") if not path.suffix}
+        if outdated := finished - {self.name(*item) for item in pieces}:
             print(
-                f"{counted(outdated, 'finished piece')} in {self.folder.parent} will be deleted "
-                f"when this command has finished, because the source or an option has changed "
-                f"since the interruption; to keep them, press Ctrl-C and use another --output"
+                f"{counted(len(outdated), 'finished piece')} in {self.folder.parent} will be "
+                f"deleted when this command has finished, because the source or an option has "
+                f"changed since the interruption; to keep them, press Ctrl-C and use another --output"
             )
+        return outdated
 
     def run(self, format_number: int, piece: Piece, progress: Queue) -> "Report":
         """Tokenize a piece.

@@ -5,7 +5,9 @@ import json
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -194,9 +196,32 @@ def train_tokenizer(
     )
     print(f"training a tokenizer of {vocab_size:,} tokens on the training documents", flush=True)
     with progress_lines(describe):
-        tokenizer.train_from_iterator(texts(), trainer)
+        _train(tokenizer, texts(), trainer)
     with new_folder(folder) as room:
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
         ).save_pretrained(room)
     return folder
+
+
+def _train(tokenizer: Tokenizer, texts: Iterator[str], trainer: trainers.BpeTrainer) -> None:
+    """Train a tokenizer; Ctrl-C ends the reading of the texts.
+
+    The library reads them in threads of its own while the calling thread waits outside of Python,
+    where it could not handle a signal. The main thread therefore waits here.
+    """
+    is_interrupted = threading.Event()
+
+    def until_interrupted() -> Iterator[str]:
+        for text in texts:
+            if is_interrupted.is_set():
+                raise KeyboardInterrupt
+            yield text
+
+    with ThreadPoolExecutor(1) as thread:
+        training = thread.submit(tokenizer.train_from_iterator, until_interrupted(), trainer)
+        try:
+            training.result()
+        except KeyboardInterrupt:
+            is_interrupted.set()
+            raise

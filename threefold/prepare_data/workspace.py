@@ -5,7 +5,7 @@ import fcntl
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import IO, Any
 
@@ -109,11 +109,14 @@ def full_disk_explained(workspace: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
+def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[set[str]]:
     """Lock the workspace against other processes; keep its finished pieces after an error.
 
     Args:
         shared: take a shared lock, as the processes of all shards do
+
+    Yields:
+        an empty set, for the names of finished pieces that this command does not use
 
     Raises:
         UserError: Another process uses the workspace, or the file system does not support flock.
@@ -131,10 +134,11 @@ def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[None]:
                 *workspace.glob("pieces/*.incomplete"),
             ):
                 shutil.rmtree(leftover, ignore_errors=True)
+        outdated: set[str] = set()
         try:
-            yield
+            yield outdated
         except BaseException as error:
-            kept = _keep_finished(workspace, error, shared=shared)
+            kept = _keep_finished(workspace, error, outdated, shared=shared)
             if isinstance(error, KeyboardInterrupt):
                 nothing = "nothing is finished yet; rerun the same command to start again"
                 error.add_note(kept or nothing)  # for the command's message
@@ -160,27 +164,33 @@ def _lock(lock: IO[str], workspace: Path, *, shared: bool) -> None:
         ) from None
 
 
-def _keep_finished(workspace: Path, error: BaseException, *, shared: bool) -> str:
+def _keep_finished(
+    workspace: Path, error: BaseException, outdated: Set[str], *, shared: bool
+) -> str:
     """Remove the unfinished corpus, and return a message about what is left to resume from.
 
     Args:
         error: the reason why the command ends
+        outdated: names of finished pieces of a source or options that have changed
         shared: True if other processes may be using the folder
 
     Returns:
         "" if nothing is left
     """
     shutil.rmtree(workspace / "corpus", ignore_errors=True)
-    finished = [path for path in workspace.glob("pieces/*") if not path.suffix]
+    pieces = [path for path in workspace.glob("pieces/*") if not path.suffix]
+    finished = [path for path in pieces if path.name not in outdated]
     trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
-    if finished or trained:
-        pieces = f"{counted(len(finished), 'finished piece')}" if finished else "the tokenizer"
+    if pieces or trained:
+        kept = counted(len(finished), "finished piece") if finished else "the tokenizer"
+        if others := len(pieces) - len(finished):
+            kept += f" and {counted(others, 'piece')} of another source or other options"
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:  # it says to rerun
             if not finished:
-                return f"{workspace} keeps {pieces}"
-            size = sum(file.stat().st_size for piece in finished for file in piece.rglob("*"))
+                return f"{workspace} keeps {kept}"
+            size = sum(file.stat().st_size for piece in pieces for file in piece.rglob("*"))
             return (
-                f"{workspace} keeps {pieces}, {math.ceil(size / 1e6)} MB in total; the disk needs "
+                f"{workspace} keeps {kept}, {math.ceil(size / 1e6)} MB in total; the disk needs "
                 f"room for the other pieces and for a second copy of all pieces"
             )
         advice = "rerun the same command to resume"
@@ -188,7 +198,7 @@ def _keep_finished(workspace: Path, error: BaseException, *, shared: bool) -> st
             advice = f"add documents and rerun the command to use them, or delete {workspace.name}"
         elif isinstance(error, UserError):
             advice = "rerun the command afterwards to resume"
-        return f"{workspace} keeps {pieces}; {advice}"
+        return f"{workspace} keeps {kept}; {advice}"
     if not shared:
         clear_workspace(workspace)
     return ""
