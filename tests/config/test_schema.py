@@ -52,6 +52,7 @@ BAD: list[tuple[str, int, str, str]] = [
         "model.rope_scaling.factr=2;model.rope_scaling.type=linear;model.rope_scaling.factor=2", 2,
         "unknown key model.rope_scaling.factr", "did you mean model.rope_scaling.factor?",
     ),
+    ("model.sliding_window=64", 2, "model.sliding_window = 64", "did you mean model.window.size?"),
     ("model.window.size=64.5", 2, "model.window.size = 64.5", "size = 4096"),
     ("model.window={}", 2, "model.window.size is missing", "size = 4096"),
     (
