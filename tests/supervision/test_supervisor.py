@@ -497,3 +497,11 @@ def test_a_watchdog_ends_with_its_rank(watched: subprocess.Popen) -> None:
     assert watched.stdout.readline()
     watched.kill()
     assert watched.communicate(timeout=10)[1] == ""  # read until the watchdog has ended, too
+
+
+def test_a_request_to_stop_names_the_rank_that_received_its_signal() -> None:
+    """After Ctrl-C, `deepspeed` sends SIGTERM, which one rank may see first and another later."""
+    asked = mock.Mock(asked="SIGTERM", rank=0, hosts=["vm", "vm"])
+    assert Supervisor._request(asked, 1) == "SIGTERM to rank 0 on vm"
+    asked.asked = ""
+    assert Supervisor._request(asked, 1) == "rank 1 on vm was asked to stop"

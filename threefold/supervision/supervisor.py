@@ -216,7 +216,11 @@ class Supervisor:
         )
 
     def _request(self, rank: int) -> str:
-        """Return the request to stop that a rank has received, as far as this rank knows it."""
+        """Return the request to stop that a rank has received, or this rank's own if it has one.
+
+        Launchers forward signals, so ranks may have received different ones.
+        """
+        rank = self.rank if self.asked else rank
         name = f"rank {rank} on {self.hosts[rank]}"
         if self.asked in signal.Signals.__members__:
             return f"{self.asked} to {name}"
