@@ -91,6 +91,12 @@ FAMILIES: dict[str, dict[str, Any]] = {  # model_type, variant -> settings; wind
         "n_group": 4, "topk_group": 2,
         "rope_parameters": YARN | {"rope_theta": 1e4, "mscale": 0.7, "mscale_all_dim": 1.0},
     },
+    "dots1": {
+        "sliding_window": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 48, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+    },
     "glm4_moe": {
         "head_dim": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": True,
         "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 1,
