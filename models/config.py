@@ -192,6 +192,7 @@ class LatentAttention:
 
 # The experts of a mixture-of-experts model.
 
+MAX_PREDICTIONS = 64  # far beyond any model
 MAX_EXPERTS = 2**14  # far beyond any model, so that a typing error is reported
 Router = Literal["softmax", "softmax-after-topk", "sigmoid"]
 
@@ -326,6 +327,40 @@ class Experts:
     def shared_ffn_hidden_size(self) -> int:
         """Size of the activations inside the shared experts; 0 without any."""
         return self.shared * self.ffn_hidden_size
+
+
+# Modules that predict further tokens.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+    Each module predicts the token after that of the module before it. It has a layer like the last
+    one of the model, and shares the embedding and the output matrix with the model.
+
+    Raises:
+        UserError: a value is not valid; the message gives one that works.
+    """
+
+    __pydantic_config__: ClassVar[dict] = STRICT_SECTION
+
+    depth: int = 1
+    """Number of modules, and of tokens that are predicted beyond the next one."""
+    loss_weight: float = 0.3
+    """Factor of the mean loss of the modules, such as 0.3 at the start of DeepSeek-V3's training.
+    It is not part of the reported loss."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.depth <= MAX_PREDICTIONS:
+            raise UserError(
+                f"depth = {self.depth} is not in 1 .. {MAX_PREDICTIONS}; use depth = 1, or leave "
+                f"the section out to predict one token"
+            )
+        if not self.loss_weight > 0:
+            raise UserError(
+                f"loss_weight = {self.loss_weight} is not above 0; use loss_weight = 0.3"
+            )
 
 
 # The activation of an MLP.
@@ -469,6 +504,8 @@ class ModelConfig:
     section 5). It is not part of the reported loss."""
     experts: Experts | None = None
     """Mixture of experts in place of the MLPs."""
+    prediction: Prediction | None = None
+    """Modules that predict further tokens in training."""
     norm_epsilon: float = 1e-5
     """Small number in the denominator of the norms."""
     dropout: float = 0.0
@@ -523,6 +560,8 @@ class ModelConfig:
         if self.experts is not None:
             self._check_experts(self.experts)
         self._check_attention()
+        if self.prediction is not None:
+            self._check_prediction()
         check_base_sizes(
             self.parametrization,
             {
@@ -680,6 +719,15 @@ class ModelConfig:
                 f"latent.value_size = {self.score_size}"
             )
 
+    def _check_prediction(self) -> None:
+        """Check the keys that cannot be combined with modules that predict further tokens."""
+        for key, value in {"positions": "rope", "parametrization": "standard"}.items():
+            if getattr(self, key) != value:
+                raise UserError(
+                    f'{key} = "{getattr(self, key)}" is not possible with prediction; use '
+                    f'{key} = "{value}", or leave prediction out'
+                )
+
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "ModelConfig":
         """Return the configuration in a [model] section, such as that of a checkpoint.
@@ -689,16 +737,21 @@ class ModelConfig:
         """
         sections = {
             "rope_scaling": RopeScaling, "experts": Experts, "window": Window,
-            "latent": LatentAttention,
+            "latent": LatentAttention, "prediction": Prediction,
         }  # fmt: skip
-        given = {key: kind(**table[key]) for key, kind in sections.items() if table.get(key)}
+        given = {
+            key: kind(**table[key]) for key, kind in sections.items() if table.get(key) is not None
+        }
         if "attention_pattern" in table:
             given["attention_pattern"] = tuple(table["attention_pattern"])
         return cls(**{**table, **given})
 
     def attention_kind(self, layer: int) -> AttentionKind:
-        """Return the attention of a layer, counted from 0."""
-        return self.attention_pattern[layer % len(self.attention_pattern)]
+        """Return the attention of a layer, counted from 0.
+
+        The layers of prediction modules follow the others, and are like the last one.
+        """
+        return self.attention_pattern[min(layer, self.layers - 1) % len(self.attention_pattern)]
 
     def window_size(self, layer: int) -> int | None:
         """Return the number of keys that a query of a layer sees; None: all earlier ones."""
@@ -734,13 +787,31 @@ class ModelConfig:
         return 0 if self.experts is None else self.layers - self.experts.dense_layers
 
     @property
+    def prediction_depth(self) -> int:
+        """Number of modules that predict further tokens."""
+        return 0 if self.prediction is None else self.prediction.depth
+
+    @property
+    def routed_layers(self) -> int:
+        """Number of layers with experts, those of prediction modules included."""
+        return 0 if self.experts is None else self.expert_layers + self.prediction_depth
+
+    @property
+    def copies_embedding(self) -> bool:
+        """True if the last stage of a pipeline holds the embedding, too."""
+        return self.tie_embeddings or self.prediction is not None
+
+    @property
     def has_dense_layers(self) -> bool:
         """True if a layer has a dense MLP, of `ffn_hidden_size`."""
         return self.expert_layers < self.layers
 
     def has_experts(self, layer: int) -> bool:
-        """Return True if a layer, counted from 0, has experts in place of its MLP."""
-        return layer >= self.layers - self.expert_layers
+        """Return True if a layer, counted from 0, has experts in place of its MLP.
+
+        The layers of prediction modules follow the others, and are like the last one.
+        """
+        return self.experts is not None and layer >= self.experts.dense_layers
 
     @property
     def attention_head_size(self) -> int:

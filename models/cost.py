@@ -17,9 +17,13 @@ MUON_BATCH_ELEMENTS = 2**24  # of matrices of equal shape that are orthogonalize
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Return the parameters of the model, without padding; a tied embedding counts once."""
+    """Return the parameters of the model, without padding; a tied embedding counts once.
+
+    Those of prediction modules are included.
+    """
     embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
     blocks = sum(block_parameters(model) * n for model, n in kinds_of_layers(config).items())
+    blocks += config.prediction_depth * prediction_parameters(config)
     return blocks + norm_parameters(config) + position_parameters(config) + embeddings
 
 
@@ -37,7 +41,7 @@ def active_parameter_count(config: ModelConfig) -> int:
     if config.experts is None:
         return parameter_count(config)
     idle = config.experts.count - config.experts.per_token
-    return parameter_count(config) - config.expert_layers * idle * expert_parameters(config)
+    return parameter_count(config) - config.routed_layers * idle * expert_parameters(config)
 
 
 def expert_parameters(config: ModelConfig) -> int:
@@ -67,6 +71,25 @@ def block_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> i
         parameters += config.experts.count * (config.hidden_size + biases)  # the router
         parameters += routed_parameters(config, tensor, expert)
     return parameters
+
+
+def prediction_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> int:
+    """Return the parameters of a prediction module on each of `tensor` x `expert` ranks.
+
+    All tensor ranks hold the projection.
+    """
+    block = block_parameters(kind_of_predictions(config), tensor, expert)
+    return block + projection_parameters(config) + 3 * norm_parameters(config)
+
+
+def projection_parameters(config: ModelConfig) -> int:
+    """Return the parameters of the projection of a prediction module: [h, 2h]."""
+    return 2 * config.hidden_size**2
+
+
+def kind_of_predictions(config: ModelConfig) -> ModelConfig:
+    """Return the kind of the layers of prediction modules, that of the last layer."""
+    return next(iter(kinds_of_layers(config)))
 
 
 def routed_parameters(config: ModelConfig, tensor: int = 1, expert: int = 1) -> int:
@@ -166,8 +189,11 @@ def hidden_matrices(config: ModelConfig) -> dict[tuple[int, int], int]:
     inputs = config.activation_columns(1)  # gate and up, or only up
     counts: Counter[tuple[int, int]] = Counter()
     for shape in attention_matrices(config).values():
-        counts[shape] += config.layers
-    for model in config.uniform_models:
+        counts[shape] += config.layers + config.prediction_depth
+    if config.prediction_depth:
+        counts[h, 2 * h] += config.prediction_depth
+    predictions = (kind_of_predictions(config),) * config.prediction_depth
+    for model in (*config.uniform_models, *predictions):
         mlps = {model.mlp_size: 1} if model.mlp_size else {}
         if model.experts is not None:
             f = model.experts.ffn_hidden_size
@@ -203,30 +229,33 @@ def flops_per_token(config: ModelConfig) -> float:
     """Return the FLOPs of one token's forward and backward pass, without recomputation.
 
     Only matmuls count, with two FLOPs per multiply-add, and the backward pass counts twice the
-    forward pass. Attention counts in full, although at least half of it is masked, and a sliding
-    window in proportion to its unmasked scores (`attention_columns`). This is equation 3 of
-    Narayanan et al. 2021 (arXiv 2104.04473) without its recomputation, generalised to grouped-query
-    attention, windows, gated MLPs and experts, of which only those that compute the token count.
-    `tflops_per_gpu` and `mfu` are computed from it.
+    forward pass. Prediction modules and their logits count, too. Attention counts in full, although
+    at least half of it is masked, and a sliding window in proportion to its unmasked scores
+    (`attention_columns`). This is equation 3 of Narayanan et al. 2021 (arXiv 2104.04473) without
+    its recomputation, generalised to grouped-query attention, windows, gated MLPs and experts, of
+    which only those that compute the token count. `tflops_per_gpu` and `mfu` are computed from it.
     """
     multiply_adds = sum(block_multiply_adds(m) * n for m, n in kinds_of_layers(config).items())
-    return 3 * 2 * (multiply_adds + head_multiply_adds(config))
+    multiply_adds += config.prediction_depth * prediction_multiply_adds(config)
+    return 3 * 2 * (multiply_adds + (1 + config.prediction_depth) * head_multiply_adds(config))
 
 
 def recomputed_flops_per_token(config: ModelConfig, recompute: str) -> float:
     """Return the FLOPs that are recomputed for a token's backward pass.
 
-    "full": the forward pass of all blocks (Narayanan et al. 2021, equation 3); "selective": that of
-    the attention core (Korthikanti et al. 2022, arXiv 2205.05198, appendix A), which begins at the
-    latents if the model has them.
+    "full": the forward pass of all blocks and prediction modules (Narayanan et al. 2021, equation
+    3); "selective": that of the attention core (Korthikanti et al. 2022, arXiv 2205.05198,
+    appendix A), which begins at the latents if the model has them.
     """
     if recompute == "full":
-        return flops_per_token(config) / 3 - 2 * config.hidden_size * config.vocab_size
+        heads = 1 + config.prediction_depth
+        return flops_per_token(config) / 3 - 2 * heads * head_multiply_adds(config)
     if recompute != "selective":
         return 0
     up = math.prod(attention_matrices(config).get("kv_up", (0,)))
     cores = {m: attention_multiply_adds(m) + up for m in kinds_of_layers(config)}
-    return 2 * sum(cores[m] * n for m, n in kinds_of_layers(config).items())
+    predicted = config.prediction_depth * cores[kind_of_predictions(config)]
+    return 2 * (predicted + sum(cores[m] * n for m, n in kinds_of_layers(config).items()))
 
 
 def block_multiply_adds(config: ModelConfig) -> float:
@@ -241,6 +270,11 @@ def block_multiply_adds(config: ModelConfig) -> float:
         total += config.hidden_size * config.experts.count  # the router
         total += config.experts.per_token * expert_weights(config)
     return total
+
+
+def prediction_multiply_adds(config: ModelConfig) -> float:
+    """Return the multiply-adds of a token's forward pass through a prediction module."""
+    return block_multiply_adds(kind_of_predictions(config)) + projection_parameters(config)
 
 
 def head_multiply_adds(config: ModelConfig) -> int:

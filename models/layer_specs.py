@@ -6,18 +6,23 @@
 | positions           | [s, b, h]    | [s, b, h]   | learned positions only             |
 | blocks.0, 1, ...    | [s, b, h]    | [s, b, h]   |                                    |
 | final_norm          | [s, b, h]    | [s, b, h]   |                                    |
+| look_ahead          | labels       | D [s, b, h] | the embedding, of further tokens   |
+| predictions         | 1 + D [s, b, h] | D [s, b, h] | predict further tokens          |
 | head                | [s, b, h]    | [s, b, v/t] | logits of this rank's vocabulary;  |
 |                     |              | or []       | given the labels, their loss       |
+
+Models without prediction modules (`models/prediction.py`) have neither look_ahead nor predictions.
 
 s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks; under sequence parallelism
 everything between embedding and head is [s/t, b, h]. This module also defines the names of the
 parameters, which do not depend on the layout: `blocks.3.attention.qkv.weight`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -32,6 +37,7 @@ from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
 from models.parallel.cross_entropy import soft_capped, vocab_parallel_loss
 from models.parallel.layers import NORMS, VocabParallelEmbedding
 from models.parallel.micro_batch_info import MicroBatchInfo, dropout, positions_in, rows_in
+from models.prediction import Predictions
 from models.sharding import Role, Sharding, declared_parameter, sharding_of
 from models.transformer import Block
 
@@ -53,6 +59,8 @@ def layer_specs(
         "embedding": TokenEmbedding.spec(config, tensor),
         "positions": LayerSpec(LearnedPositions, config, tensor),
         "final_norm": norm(input_is_split=tensor.sequence_parallel, tensor=tensor),
+        "look_ahead": TokenEmbedding.spec(config, tensor, forward_fn=TokenEmbedding.look_ahead),
+        "predictions": LayerSpec(Predictions, config, axes, recompute_core=recompute_core),
         "head": Head.spec(config, tensor),
     }
     for number in range(config.layers):
@@ -66,7 +74,8 @@ def layer_names(config: ModelConfig) -> list[str]:
     """Return the names of the layers, in the order of `layer_specs`."""
     positions = ["positions"] if config.positions == "learned" else []
     blocks = [f"blocks.{index}" for index in range(config.layers)]
-    return ["embedding", *positions, *blocks, "final_norm", "head"]
+    predictions = ["look_ahead", "predictions"] if config.prediction else []
+    return ["embedding", *positions, *blocks, "final_norm", *predictions, "head"]
 
 
 def logical_parameters(
@@ -96,11 +105,34 @@ def run_layers(
 ) -> Tensor:
     """Run layers one after the other and return the output of the last one.
 
-    labels: [b, s], an input of the last layer
+    Further tokens are predicted only in training, because their losses only have gradients.
+
+    labels: [b, s], an input of the last layer; [b, s, 1 + D] in training if D further tokens are
+        predicted
     recompute_interval: number of blocks that the backward pass recomputes at a time; 0: none
     """
-    if labels is not None:
-        *layers, head = layers
+    layers = list(layers)
+    predicting: list[Callable[..., Any]] = []
+    if any(isinstance(layer, Predictions) for layer in layers):
+        *layers, look_ahead, predictions, head = layers
+        predicting, layers = [look_ahead, predictions], [*layers, head]
+    if labels is None:
+        return _run_all(layers, x, info, recompute_interval)
+    *layers, head = layers
+    x = _run_all(layers, x, info, recompute_interval)
+    if labels.dim() == 2:
+        return head(x, labels)
+    look_ahead, predictions = predicting
+    embedded = look_ahead(labels, info)
+    return head(x, labels, predictions(x, embedded, info, recompute_interval > 0))
+
+
+def _run_all(
+    layers: Sequence[Callable[..., Tensor]],
+    x: Tensor,
+    info: MicroBatchInfo,
+    recompute_interval: int,
+) -> Tensor:
     for are_blocks, group in groupby(layers, key=lambda layer: isinstance(layer, Block)):
         run = list(group)
         if not are_blocks or recompute_interval == 0:
@@ -109,7 +141,7 @@ def run_layers(
         for first in range(0, len(run), recompute_interval):
             blocks = run[first : first + recompute_interval]
             x = recomputed(partial(_run_in_turn, layers=blocks, info=info), x)
-    return x if labels is None else head(x, labels)
+    return x
 
 
 def _run_in_turn(x: Tensor, layers: list[Callable[..., Tensor]], info: MicroBatchInfo) -> Tensor:
@@ -123,10 +155,13 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
 
     gradient_scale: function that returns the gradient of the loss in the coming backward pass
     observe: function that receives the scores of the labels, as `vocab_parallel_loss` describes it
+    prediction_sums: for each further token, sum of the losses and number of the labels of all
+        micro-batches since the attribute was reset, [D, 2]; None before the first micro-batch
     """
 
     gradient_scale: Callable[[], float] = staticmethod(lambda: 1.0)
     observe: Callable[[Tensor], None] | None = None
+    prediction_sums: Tensor | None = None
 
     def __init__(self, config: ModelConfig, tensor: TensorAxis, *, role: Role = "input"):
         super().__init__(
@@ -139,11 +174,22 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
         self.vocab_size = config.vocab_size
         self.multiplier = output_multiplier(config)
         self.soft_cap, self.z_loss = config.logit_soft_cap, config.z_loss
+        self.prediction_weight = 0.0  # factor of the loss of each prediction module
+        if config.prediction is not None:
+            self.prediction_weight = config.prediction.loss_weight / config.prediction.depth
 
-    def predict(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """[s, b, h] to the logits [s, b, v/t]; given labels [b, s], to their mean loss in nats."""
+    def predict(
+        self, x: Tensor, labels: Tensor | None = None, further: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """[s, b, h] to the logits [s, b, v/t]; given labels [b, s], to their mean loss in nats.
+
+        Args:
+            labels: [b, s], or [b, s, 1 + D] with `further`
+            further: outputs of D prediction modules, whose losses only have gradients
+        """
         if self.multiplier != 1:
             x = x * self.multiplier  # cheaper than the logits, which are larger
+            further = [y * self.multiplier for y in further]
         if labels is None:
             return soft_capped(self.logits(x), self.soft_cap)
         return vocab_parallel_loss(
@@ -157,7 +203,15 @@ class VocabularyTable(VocabParallelEmbedding, Fusing):
             soft_cap=self.soft_cap,
             z_loss=self.z_loss,
             observe=self.observe,
+            further=further,
+            further_weight=self.prediction_weight,
+            note=self._note,
         )
+
+    def _note(self, sums: Tensor) -> None:
+        """Add the sums of a micro-batch, without waiting for the device."""
+        total = self.prediction_sums
+        self.prediction_sums = sums.double() if total is None else total + sums
 
 
 class TokenEmbedding(VocabularyTable):
@@ -170,6 +224,13 @@ class TokenEmbedding(VocabularyTable):
 
     def forward(self, tokens: Tensor, info: MicroBatchInfo) -> Tensor:
         """[b, s] to [s, b, h]."""
+        return self._embedded(tokens, info, "embedding")
+
+    def _embedded(self, tokens: Tensor, info: MicroBatchInfo, layer: str) -> Tensor:
+        """[b, s] to [s, b, h].
+
+        layer: name on which the dropout mask depends
+        """
         x = self.embed(tokens)
         if self.embedding_multiplier != 1:
             x = x * self.embedding_multiplier
@@ -177,17 +238,37 @@ class TokenEmbedding(VocabularyTable):
             x,
             self.dropout,
             key=info.dropout,
-            layer="embedding",
+            layer=layer,
             tensor=self.tensor,
             fuse=self.fuse,
             slices=info.slices,
         )
 
+    def look_ahead(self, labels: Tensor, info: MicroBatchInfo) -> list[Tensor]:
+        """Embed the tokens 1, 2, ..., D positions later: D tensors [s, b, h].
+
+        A token that does not exist is replaced by the token 0. Its output predicts no label.
+
+        Args:
+            labels: [b, s, 1 + D]
+        """
+        tokens = labels.clamp(min=0).unbind(-1)[:-1]
+        return [
+            self._embedded(of_depth, info, f"embedding.{depth}")
+            for depth, of_depth in enumerate(tokens, start=1)
+        ]
+
     @classmethod
-    def spec(cls, config: ModelConfig, tensor: TensorAxis) -> LayerSpec:
-        """Return the layer's spec, tied if the model ties its embeddings."""
-        if config.tie_embeddings:
-            return TiedLayerSpec(TIED_KEY, cls, config, tensor)
+    def spec(
+        cls,
+        config: ModelConfig,
+        tensor: TensorAxis,
+        *,
+        forward_fn: Callable[..., list[Tensor]] | None = None,
+    ) -> LayerSpec:
+        """Return the layer's spec, tied if several layers have the embedding."""
+        if config.copies_embedding:
+            return TiedLayerSpec(TIED_KEY, cls, config, tensor, forward_fn=forward_fn)
         return LayerSpec(cls, config, tensor)
 
 
@@ -197,9 +278,11 @@ class Head(VocabularyTable):
     def __init__(self, config: ModelConfig, tensor: TensorAxis):
         super().__init__(config, tensor, role="output")
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """[s, b, h] to the logits [s, b, v/t]; given labels [b, s], to their mean loss in nats."""
-        return self.predict(x, labels)
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, further: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Return the logits or the loss, as `predict`."""
+        return self.predict(x, labels, further)
 
     @classmethod
     def spec(cls, config: ModelConfig, tensor: TensorAxis) -> LayerSpec:
@@ -213,9 +296,8 @@ class Head(VocabularyTable):
 
 def expect_gradient_scale(module: nn.Module, scale: Callable[[], float]) -> None:
     """Let the losses in a module know the gradient that they will receive in the backward pass."""
-    for layer in module.modules():
-        if isinstance(layer, VocabularyTable):
-            layer.gradient_scale = scale
+    for table in vocabulary_tables(module):
+        table.gradient_scale = scale
 
 
 @contextmanager
@@ -226,7 +308,7 @@ def observed_scores(module: nn.Module) -> Iterator[list[Tensor]]:
     list stays empty if the module does not compute the loss.
     """
     scores: list[Tensor] = []
-    tables = [table for table in module.modules() if isinstance(table, VocabularyTable)]
+    tables = vocabulary_tables(module)
     try:
         for table in tables:
             table.observe = scores.append
@@ -234,6 +316,11 @@ def observed_scores(module: nn.Module) -> Iterator[list[Tensor]]:
     finally:
         for table in tables:
             table.observe = None
+
+
+def vocabulary_tables(module: nn.Module) -> list[VocabularyTable]:
+    """Return the embedding and output tables of a module."""
+    return [layer for layer in module.modules() if isinstance(layer, VocabularyTable)]
 
 
 class LearnedPositions(Fusing):

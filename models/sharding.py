@@ -48,7 +48,7 @@ def place_of(name: str, role: Role) -> Place:
     """Return the place of a parameter, given its logical name and the role that it declares."""
     return Place(
         role,
-        in_block=name.startswith("blocks."),
+        in_block=name.startswith(("blocks.", "predictions.")),
         writes_residual=writes_residual(name),
     )
 

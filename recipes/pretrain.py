@@ -195,6 +195,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
         learning_rate=rate,
         seconds=seconds.total,
         experts=result.experts,
+        prediction_losses=result.prediction_losses,
     )
     metrics |= {"between_seconds": seconds.between, "data_seconds": data_seconds}
     metrics["epoch"] = run.data.epoch(step)

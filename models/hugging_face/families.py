@@ -67,7 +67,8 @@ class Family:
         expert_names: prefix of the experts, then gate, up and down; "" for joined experts, which
             are one tensor for all experts
         router: prefix of the router
-        unused_tensors: regular expression of tensors that the class does not load
+        has_predictions: files have the modules that predict further tokens as layers after the
+            others, in the names of DeepSeek-V3; transformers does not load them
     """
 
     name: str
@@ -83,7 +84,7 @@ class Family:
     joined: bool = False
     expert_names: tuple[str, str, str, str] = ("mlp.", "gate_proj", "up_proj", "down_proj")
     router: str = "mlp.gate"
-    unused_tensors: str = ""
+    has_predictions: bool = False
 
     def values(self, feature: str) -> tuple[Any, ...]:
         """Return the values of a feature that the class has."""
@@ -310,7 +311,7 @@ FAMILIES = (
         },
         bias_attributes={"attention_bias": frozenset({"qkv"})},
         experts=SHARED_EXPERTS,
-        unused_tensors=r"model\.layers\.(46|92)\..*",  # of multi-token prediction
+        has_predictions=True,
     ),
     Family(
         name="deepseek_v2",
@@ -329,7 +330,7 @@ FAMILIES = (
         features={**SIGMOID_ROUTER, **LATENT_FEATURES},
         experts=SHARED_EXPERTS,
         constants={"rope_interleave": True},
-        unused_tensors=r"model\.layers\.61\..*",  # of multi-token prediction
+        has_predictions=True,
     ),
     Family(
         name="gpt2",

@@ -41,6 +41,7 @@ class Counterpart:
     alternating: (rows of a unit, number of its last rows): in these, the rows of the two halves of
         ours alternate in theirs; a unit is a head, or gate and up of an expert
     expert: (number, count) if ours is one of the entries of a joined tensor [count, ...]
+    copies: names under which transformers has the first tensor once more
     """
 
     names: tuple[str, ...]
@@ -52,6 +53,7 @@ class Counterpart:
     zero_bias: str = ""
     alternating: tuple[int, int] | None = None
     expert: tuple[int, int] | None = None
+    copies: tuple[str, ...] = ()
 
     def shapes(self, ours: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return their shapes by name, given the shape of our tensor; of one entry if joined."""
@@ -59,7 +61,8 @@ class Counterpart:
         shapes = [(size, *ours[1:]) for size in rows]
         theirs = [shape[::-1] if self.transposed else shape for shape in shapes]
         bias = {self.zero_bias: (ours[0],)} if self.zero_bias else {}
-        return dict(zip(self.names, theirs, strict=True)) | bias
+        named = dict(zip(self.names, theirs, strict=True))
+        return named | dict.fromkeys(self.copies, theirs[0]) | bias
 
     def split(self, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield their names and tensors, given our tensor; one entry if joined."""
@@ -73,6 +76,8 @@ class Counterpart:
         parts = ours.split(self.sizes) if self.sizes else (ours,)
         for name, part in zip(self.names, parts, strict=True):
             yield name, part.t().contiguous() if self.transposed else part
+        for name in self.copies:
+            yield name, ours
         if self.zero_bias:
             yield self.zero_bias, ours.new_zeros(len(ours))
 
@@ -176,7 +181,6 @@ NORMS = {
 
 def _usual(config: ModelConfig, family: Family) -> dict[str, Counterpart]:
     """Return the counterparts of a class other than GPT-2."""
-    f = config.ffn_hidden_size
     table = {
         "embedding.weight": Counterpart(("model.embed_tokens.weight",)),
         "final_norm.weight": Counterpart(("model.norm.weight",)),
@@ -184,19 +188,58 @@ def _usual(config: ModelConfig, family: Family) -> dict[str, Counterpart]:
     if not config.tie_embeddings:
         table["head.weight"] = Counterpart(("lm_head.weight",))
     for index in range(config.layers):
-        ours, theirs = f"blocks.{index}.", f"model.layers.{index}."
-        for name, their_name in NORMS[config.norm_placement].items():
-            table[f"{ours}{name}.weight"] = Counterpart((f"{theirs}{their_name}.weight",))
-        attention = f"{ours}attention.", f"{theirs}self_attn."
-        if config.latent is not None:
-            table |= _latent_tensors(config, config.latent, *attention)
-        else:
-            table |= _attention_tensors(config, family, *attention)
-        if config.has_experts(index):
-            table |= _expert_tensors(config, family, ours + "mlp.", theirs)
-        else:
-            table |= _mlp_tensors(config, family, ours + "mlp.", theirs + "mlp.", f)
-    return table
+        table |= _layer_tensors(config, family, f"blocks.{index}.", index)
+    return table | (_prediction_tensors(config, family, table) if family.has_predictions else {})
+
+
+def _layer_tensors(
+    config: ModelConfig, family: Family, ours: str, index: int
+) -> dict[str, Counterpart]:
+    """Return the counterparts of a layer, given our prefix and its number in transformers."""
+    theirs = f"model.layers.{index}."
+    table = {
+        f"{ours}{name}.weight": Counterpart((f"{theirs}{their_name}.weight",))
+        for name, their_name in NORMS[config.norm_placement].items()
+    }
+    attention = f"{ours}attention.", f"{theirs}self_attn."
+    if config.latent is not None:
+        table |= _latent_tensors(config, config.latent, *attention)
+    else:
+        table |= _attention_tensors(config, family, *attention)
+    if config.has_experts(index):
+        return table | _expert_tensors(config, family, ours + "mlp.", theirs)
+    size = config.ffn_hidden_size
+    return table | _mlp_tensors(config, family, ours + "mlp.", theirs + "mlp.", size)
+
+
+PREDICTION = {  # our modules of a prediction module -> names in the files of DeepSeek-V3
+    "embedding_norm": "enorm", "hidden_norm": "hnorm", "projection": "eh_proj",
+    "output_norm": "shared_head.norm",
+}  # fmt: skip
+
+
+def _prediction_tensors(
+    config: ModelConfig, family: Family, table: Mapping[str, Counterpart]
+) -> dict[str, Counterpart]:
+    """Return the counterparts of the prediction modules and of the tables that they share.
+
+    The files hold a copy of the embedding and of the output matrix for each module.
+
+    table: the counterparts of the rest of the model
+    """
+    layers = range(config.layers, config.layers + config.prediction_depth)
+    found: dict[str, Counterpart] = {}
+    for depth, index in enumerate(layers):
+        ours, theirs = f"predictions.{depth}.", f"model.layers.{index}."
+        for name, their_name in PREDICTION.items():
+            found[f"{ours}{name}.weight"] = Counterpart((f"{theirs}{their_name}.weight",))
+        found |= _layer_tensors(config, family, f"{ours}block.", index)
+    head = "embedding.weight" if config.tie_embeddings else "head.weight"
+    for name, part in (("embedding.weight", "embed_tokens"), (head, "shared_head.head")):
+        copies = tuple(f"model.layers.{index}.{part}.weight" for index in layers)
+        shared = found.get(name, table[name])
+        found[name] = replace(shared, copies=(*shared.copies, *copies))
+    return found
 
 
 def _attention_tensors(

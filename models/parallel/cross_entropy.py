@@ -4,7 +4,7 @@ s sequence, b micro-batch, n tokens of a chunk, h hidden, v padded vocabulary, t
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ def vocab_parallel_loss(
     soft_cap: float | None = None,
     z_loss: float = 0.0,
     observe: Callable[[Tensor], None] | None = None,
+    further: Sequence[Tensor] = (),
+    further_weight: float = 0.0,
+    note: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy in nats of labels [b, s], given x W^T [s, b, v/t] as logits.
 
@@ -38,6 +41,10 @@ def vocab_parallel_loss(
     In 16 bits each part of the tokens adds a rounding to the gradient of W. All tokens count,
     whether documents are separate or not: a document's first token too, which the token before it
     in the window has to predict.
+
+    The outputs of prediction modules (`models/prediction.py`) share W, and their losses have
+    gradients only, as the z-loss. Labels of a further token that do not count are -1. They add
+    nothing to the sum of a module's losses, which is divided by the number of all tokens.
 
     Forward: all-reduce (max) and all-reduce (sum) of [n] for each chunk, and the collectives of the
     backward pass of a column-parallel matmul; backward: none.
@@ -56,12 +63,16 @@ def vocab_parallel_loss(
         observe: called with fp32 [2, b, s], the same on all tensor ranks: the cross-entropy of each
             label in nats, and 1 where no token of the vocabulary has a higher logit than the label,
             otherwise 0; None: nothing is kept
+        further: outputs of D prediction modules, each like x; labels are then [b, s, 1 + D]
+        further_weight: factor of the loss of each of them
+        note: called with the sum of the losses and the number of labels of each of them, [D, 2]
     """
     scale = gradient_scale if torch.is_grad_enabled() else None
     changes = (soft_cap, z_loss)
     return _VocabParallelLoss.apply(
-        x, weight, labels, vocab_size, tensor, fuse, scale, changes, observe
-    )
+        weight, labels, vocab_size, tensor, fuse, scale, changes, observe, further_weight, note,
+        x, *further,
+    )  # fmt: skip
 
 
 def soft_capped(logits: Tensor, soft_cap: float | None) -> Tensor:
@@ -77,71 +88,168 @@ class _VocabParallelLoss(torch.autograd.Function):
 
     scale: factor of the gradients; None: no gradients are needed
     changes: `soft_cap` and `z_loss`
+    inputs: the outputs of the model and of its prediction modules
     """
 
     @staticmethod
-    def forward(ctx, x, weight, labels, vocab_size, tensor, fuse, scale, changes, observe):
-        soft_cap, z_loss = changes
-        whole = all_gather(x, tensor) if tensor.sequence_parallel and tensor.size > 1 else x
-        tokens = whole.flatten(0, 1)  # [s * b, h]
-        first = tensor.rank * len(weight)
-        columns = labels.t().flatten() - first  # of the labels; those of other ranks are outside
-        grad_tokens = None if scale is None else torch.empty_like(tokens)
-        grad_weight = None
-        total = torch.zeros((), device=x.device)
-        table = weight[: _computed_rows(len(weight), vocab_size - first, x.device)]
-        chunks = _chunks(len(tokens), len(weight), x.device)
-        room = x.new_empty(chunks[0].stop, len(table))
-        scores = torch.empty(2, len(tokens), device=x.device) if observe else None
-        for chunk in chunks:
-            rows = tokens[chunk]  # [n, h]
-            logits = torch.mm(rows, table.t(), out=room[: len(rows)])  # [n, v/t]
-            if soft_cap is not None:
-                fuse(_cap)(logits, soft_cap)
-            logits[:, max(0, vocab_size - first) :] = float("-inf")
-            log_sums, label_logits, largest = _reduced(logits, columns[chunk], tensor, fuse)
-            total += (log_sums - label_logits).sum()
-            if scores is not None:
-                torch.sub(log_sums, label_logits, out=scores[0, chunk])
-                scores[1, chunk] = label_logits >= largest
-            if scale is None:
-                continue
-            assert grad_tokens is not None
-            share = scale / len(tokens)  # d(scaled loss) / d(loss of a token)
-            of_labels = torch.expm1(label_logits - log_sums) * share
-            if soft_cap is None and not z_loss:
-                fuse(_turn_into_softmax)(logits, log_sums - math.log(share))
-            else:
-                factors = (1 + 2 * z_loss * log_sums) * share
-                fuse(_turn_into_changed_softmax)(logits, log_sums, factors, soft_cap)
-                of_labels += (label_logits - log_sums).exp_() * (factors - share)
-                if soft_cap is not None:
-                    of_labels *= _slope_of_cap(label_logits, soft_cap)
-            _set_gradients_of_labels(logits, columns[chunk], of_labels)
-            torch.mm(logits, table, out=grad_tokens[chunk])
-            if grad_weight is None:
-                grad_weight = torch.empty_like(weight)
-                grad_weight[len(table) :] = 0
-                torch.mm(logits.t(), rows, out=grad_weight[: len(table)])
-            else:
-                grad_weight[: len(table)].addmm_(logits.t(), rows)
-        if grad_tokens is not None:
+    def forward(
+        ctx, weight, labels, vocab_size, tensor, fuse, scale, changes, observe, further_weight,
+        note, *inputs,
+    ):  # fmt: skip
+        rows = _computed_rows(len(weight), vocab_size - tensor.rank * len(weight), weight.device)
+        table = _Table(weight, weight[:rows], vocab_size, tensor, fuse, changes)
+        gradient_of_x, losses = [], []
+        for depth, x in enumerate(inputs):
+            of_depth = labels[..., depth] if labels.dim() == 3 else labels
+            factor = further_weight if depth else 1.0
+            loss, gradient = table.loss(
+                x,
+                of_depth,
+                scale=None if scale is None else scale * factor,
+                observe=None if depth else observe,
+                all_count=depth == 0,
+            )
+            losses.append(loss)
+            gradient_of_x.append(gradient)
+        if note is not None and len(inputs) > 1:
+            counts = (labels[..., 1:] >= 0).sum((0, 1))
+            note(torch.stack([torch.stack(losses[1:]), counts], dim=1))
+        if scale is not None:
             # Not saved with save_for_backward: the backward pass scales them in place, only once.
-            ctx.grad_x = begin_sum_of_copies(grad_tokens.view(whole.shape), tensor)
-            ctx.grad_weight, ctx.scale, ctx.fuse = grad_weight, scale, fuse
-        if scores is not None:
-            observe(scores.view(2, *whole.shape[:2]).transpose(1, 2))
-        return total / len(tokens)
+            ctx.gradient_of_x, ctx.grad_weight = gradient_of_x, table.grad_weight
+            ctx.scale, ctx.fuse = scale, fuse
+        return losses[0] / (labels.shape[0] * labels.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         factor = grad / ctx.scale  # 1 if the expected gradient was right
-        grad_x, grad_weight = ctx.grad_x(), ctx.grad_weight
-        for gradient in (grad_x, grad_weight):
+        of_inputs, grad_weight = [gradient() for gradient in ctx.gradient_of_x], ctx.grad_weight
+        for gradient in (*of_inputs, grad_weight):
             ctx.fuse(_multiply)(gradient, factor)
-        ctx.grad_x = ctx.grad_weight = None
-        return grad_x, grad_weight, *(None for _ in range(7))
+        ctx.gradient_of_x = ctx.grad_weight = None
+        return grad_weight, *(None for _ in range(9)), *of_inputs
+
+
+class _Table:
+    """The output matrix in a forward pass, and its gradient, to which each loss adds.
+
+    weight: [v/t, h]
+    computed: the rows of the weight to use
+    changes: `soft_cap` and `z_loss`
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        computed: Tensor,
+        vocab_size: int,
+        tensor: TensorAxis,
+        fuse: Function,
+        changes: tuple[float | None, float],
+    ):
+        self.weight, self.computed, self.tensor, self.fuse = weight, computed, tensor, fuse
+        self.first = tensor.rank * len(weight)  # token of the first row
+        self.own_tokens = max(0, vocab_size - self.first)
+        self.soft_cap, self.z_loss = changes
+        self.grad_weight: Tensor | None = None
+
+    def loss(
+        self,
+        x: Tensor,
+        labels: Tensor,
+        *,
+        scale: float | None,
+        observe: Callable[[Tensor], None] | None,
+        all_count: bool,
+    ) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """Return the sum of the cross-entropies, and a function that returns the gradient of x.
+
+        Args:
+            x: [s, b, h], or [s/t, b, h] under sequence parallelism
+            labels: [b, s]
+            scale: factor of the gradients of the mean loss; None: no gradients are needed
+            all_count: False: labels below 0 do not count
+        """
+        tensor, fuse, table = self.tensor, self.fuse, self.computed
+        whole = all_gather(x, tensor) if tensor.sequence_parallel and tensor.size > 1 else x
+        tokens = whole.flatten(0, 1)  # [s * b, h]
+        labels = labels.t().flatten()
+        grad_tokens = None if scale is None else torch.empty_like(tokens)
+        total = torch.zeros((), device=x.device)
+        chunks = _chunks(len(tokens), len(self.weight), x.device)
+        room = x.new_empty(chunks[0].stop, len(table))
+        scores = torch.empty(2, len(tokens), device=x.device) if observe else None
+        for chunk in chunks:
+            rows = tokens[chunk]  # [n, h]
+            logits = torch.mm(rows, table.t(), out=room[: len(rows)])  # [n, v/t]
+            if self.soft_cap is not None:
+                fuse(_cap)(logits, self.soft_cap)
+            logits[:, self.own_tokens :] = float("-inf")
+            counted = None if all_count else labels[chunk] >= 0
+            # Columns of the labels; those of other ranks are outside.
+            columns = labels[chunk] if counted is None else labels[chunk].clamp(min=0)
+            columns = columns - self.first
+            log_sums, label_logits, largest = _reduced(logits, columns, tensor, fuse)
+            losses = log_sums - label_logits
+            total += losses.sum() if counted is None else losses.masked_fill_(~counted, 0).sum()
+            if scores is not None:
+                torch.sub(log_sums, label_logits, out=scores[0, chunk])
+                scores[1, chunk] = label_logits >= largest
+            if grad_tokens is None or scale is None:
+                continue
+            share = scale / len(tokens)  # d(scaled loss) / d(loss of a token)
+            self._turn_into_gradients(logits, columns, log_sums, label_logits, share, counted)
+            torch.mm(logits, table, out=grad_tokens[chunk])
+            self._add_to_grad_weight(logits, rows)
+        if scores is not None and observe is not None:
+            observe(scores.view(2, *whole.shape[:2]).transpose(1, 2))
+        if grad_tokens is None:
+            return total, None
+        return total, begin_sum_of_copies(grad_tokens.view(whole.shape), tensor)
+
+    def _turn_into_gradients(
+        self,
+        logits: Tensor,
+        columns: Tensor,
+        log_sums: Tensor,
+        label_logits: Tensor,
+        share: float,
+        counted: Tensor | None,
+    ) -> None:
+        """Replace logits [n, v/t] by the gradients of the loss, in place.
+
+        Args:
+            share: gradient of the loss of a token
+            counted: [n]; None: all tokens count
+        """
+        of_labels = torch.expm1(label_logits - log_sums) * share
+        if self.soft_cap is None and not self.z_loss:
+            shifts = log_sums - math.log(share)
+            if counted is not None:
+                shifts.masked_fill_(~counted, math.inf)
+            self.fuse(_turn_into_softmax)(logits, shifts)
+        else:
+            factors = (1 + 2 * self.z_loss * log_sums) * share
+            of_labels += (label_logits - log_sums).exp_() * (factors - share)
+            if counted is not None:
+                factors *= counted
+            self.fuse(_turn_into_changed_softmax)(logits, log_sums, factors, self.soft_cap)
+            if self.soft_cap is not None:
+                of_labels *= _slope_of_cap(label_logits, self.soft_cap)
+        if counted is not None:
+            of_labels *= counted
+        _set_gradients_of_labels(logits, columns, of_labels)
+
+    def _add_to_grad_weight(self, logits: Tensor, rows: Tensor) -> None:
+        """Add the gradient of the weight from gradients of logits [n, v/t] and rows [n, h]."""
+        used = len(self.computed)
+        if self.grad_weight is None:
+            self.grad_weight = torch.empty_like(self.weight)
+            self.grad_weight[used:] = 0
+            torch.mm(logits.t(), rows, out=self.grad_weight[:used])
+        else:
+            self.grad_weight[:used].addmm_(logits.t(), rows)
 
 
 def _computed_rows(rows: int, vocab_size: int, device: torch.device) -> int:

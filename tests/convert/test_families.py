@@ -1,19 +1,22 @@
 """A step of an imported model against the class of transformers that it comes from."""
 
+import copy
 import tomllib
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.config import ModelConfig
+from models.config import ModelConfig, Prediction
 from models.hugging_face.families import BY_NAME
 from models.hugging_face.weights import counterparts
-from models.layer_specs import logical_parameters, run_layers
+from models.layer_specs import logical_parameters, run_layers, vocabulary_tables
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.conftest import VOCAB_SIZE
 from tests.convert.test_convert import our_model, stored
@@ -21,6 +24,7 @@ from tests.models.test_transformer import gradients_from_hugging_face, relative
 from threefold.commands.convert import from_hf
 from threefold.config.loading import parse_recipe
 from threefold.convert.files import model_of, open_checkpoint
+from threefold.convert.from_hugging_face import import_model, read_config
 from threefold.convert.to_hugging_face import export
 
 SIZES = {
@@ -188,3 +192,79 @@ def gradients_of(model: Any, config: ModelConfig, folder: Path) -> dict[str, tor
             if part.endswith("e_score_correction_bias"):
                 theirs[part] = torch.zeros_like(theirs[part])
     return gradients_from_hugging_face(config, theirs, family)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_modules_that_predict_further_tokens_are_imported_and_exported(
+    family: str, tmp_path: Path
+) -> None:
+    theirs = their_model(family)
+    for folder in ("theirs", "ours", "back"):
+        (tmp_path / folder).mkdir()
+    theirs.config.num_nextn_predict_layers = 1
+    theirs.save_pretrained(tmp_path / "theirs")
+    # The module as a model of its own, with one layer, whose inputs are those of the module.
+    predicting = copy.deepcopy(theirs.model)
+    layer = predicting.layers[-1]
+    layer.self_attn.layer_idx = 0
+    predicting.layers, predicting.config.num_hidden_layers = torch.nn.ModuleList([layer]), 1
+    for parameter in predicting.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    norms = {name: torch.randn(64) * 0.2 + 1 for name in ("enorm", "hnorm")}
+    projection = torch.randn(64, 128) * 0.1
+    predicting.save_pretrained(tmp_path / "module")
+    module = {
+        name.removeprefix("model.").replace("layers.0.", ""): tensor
+        for name, tensor in stored(tmp_path / "module").items()
+    }
+    module["shared_head.norm.weight"] = module.pop("norm.weight")
+    module |= {
+        "enorm.weight": norms["enorm"],
+        "hnorm.weight": norms["hnorm"],
+        "eh_proj.weight": projection,
+        "embed_tokens.weight": theirs.model.embed_tokens.weight.detach().clone(),
+        "shared_head.head.weight": theirs.lm_head.weight.detach().clone(),
+    }
+    files = stored(tmp_path / "theirs")
+    files |= {f"model.layers.4.{name}": tensor.contiguous() for name, tensor in module.items()}
+    save_file(files, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
+
+    config = import_model(tmp_path / "theirs", tmp_path / "ours")
+    assert config.prediction_depth == 1
+    source = open_checkpoint(tmp_path / "ours")
+    model = our_model(source)
+    tokens = torch.randint(VOCAB_SIZE, (2, 62), generator=torch.Generator().manual_seed(2))
+    labels = torch.stack([tokens[:, 1:61], tokens[:, 2:]], dim=-1)
+    tokens = tokens[:, :60]
+    loss = model(tokens, labels, MicroBatchInfo())
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        rms = (x.square().mean(-1, keepdim=True) + config.norm_epsilon).sqrt()
+        return x / rms * norms[name]
+
+    with torch.no_grad():
+        h = theirs.model(tokens).last_hidden_state
+        later = theirs.model.embed_tokens(labels[..., 0])
+        x = torch.cat([norm("enorm", later), norm("hnorm", h)], dim=-1) @ projection.T
+        logits = theirs.lm_head(predicting(inputs_embeds=x, use_cache=False).last_hidden_state)
+        first = F.cross_entropy(theirs.lm_head(h).flatten(0, 1), labels[..., 0].flatten())
+        second = F.cross_entropy(logits.flatten(0, 1), labels[..., 1].flatten())
+    assert float(loss.detach()) == pytest.approx(float(first), 1e-6)
+    (sums,) = (t.prediction_sums for t in vocabulary_tables(model) if t.prediction_sums is not None)
+    assert float(sums[0, 0] / sums[0, 1]) == pytest.approx(float(second), 1e-6)
+
+    export(source, tmp_path / "back", dtype="fp32", tokenizer=None)
+    back = stored(tmp_path / "back")
+    assert back.keys() == files.keys()
+    assert all(torch.equal(back[name], files[name]) for name in files)
+    settings = AutoConfig.from_pretrained(tmp_path / "back")
+    assert settings.num_nextn_predict_layers == 1
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+def test_other_classes_have_no_predictions(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    their_model("llama").save_pretrained(tmp_path / "theirs")
+    config, _ = read_config(tmp_path / "theirs")
+    predicting = replace(config, prediction=Prediction(depth=2))
+    assert counterparts(predicting) == counterparts(config)

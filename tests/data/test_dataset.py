@@ -471,7 +471,11 @@ def test_bad_data_are_rejected_before_the_first_step(
 def test_context_ranks_divide_the_sequences_of_a_data_rank(
     context: int, small: dict[str, Any]
 ) -> None:
-    changes = {"data__separate_documents": True, "model__sequence_length": 128}
+    changes = {
+        "data__separate_documents": True,
+        "model__sequence_length": 128,
+        "model__prediction": {"depth": 2},
+    }
     recipe = parse_recipe(changed(small, **changes), "test.toml")
     length = recipe.model.sequence_length
     for data_rank in range(2):
@@ -485,7 +489,7 @@ def test_context_ranks_divide_the_sequences_of_a_data_rank(
         for expected, *found in zip(whole.step(3), *(part.step(3) for part in parts), strict=True):
             assert expected.tokens is not None and expected.info.slices is None
             together = torch.full_like(expected.tokens, -1)
-            labels = together.clone()
+            labels = torch.full_like(expected.labels, -2)
             for each in found:
                 assert each.info.dropout == expected.info.dropout
                 assert each.info.documents == expected.info.documents is not None
@@ -529,3 +533,50 @@ def test_a_run_prints_the_imbalance_of_context_ranks(
     for imbalance, said in ((1.34, True), (1.05, False)):
         announce(recipe, dims, ["a", "a"], mock.Mock(path=tmp_path), found, imbalance)
         assert ("context 2: " in capsys.readouterr().out.replace("x context 2", "")) == said
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_labels_of_further_tokens_are_those_of_the_same_document(
+    separate: bool, small: dict[str, Any]
+) -> None:
+    changes = {
+        "data__separate_documents": separate,
+        "model__sequence_length": 128,
+        "model__prediction": {"depth": 2},
+    }
+    recipe = parse_recipe(changed(small, **changes), "test.toml")
+    data = TrainingData(recipe, ParallelDims(pipeline=1, data=1, tensor=1), 0)
+    file = next(iter(data.sources().values())).file
+    crossing, sample = 0, 0
+    for micro_batch in data.step(1):
+        assert micro_batch.tokens is not None and micro_batch.labels is not None
+        for row, labels in zip(micro_batch.tokens, micro_batch.labels, strict=True):
+            ((_, index),) = data.places(np.array([sample]))
+            sample += 1
+            tokens = file.read(index * 128, index * 128 + 131).astype(np.int64)
+            lengths = file.document_lengths(index * 128, index * 128 + 131)
+            document = np.repeat(np.arange(len(lengths)), lengths)
+            assert row.tolist() == tokens[:128].tolist()
+            for depth in range(3):
+                expected = tokens[depth + 1 : depth + 129].copy()
+                if separate:  # the input of module k is the token k positions later
+                    other = document[depth : depth + 128] != document[:128]
+                    expected[other] = -1
+                    crossing += int(other.sum())
+                assert labels[:, depth].tolist() == expected.tolist(), depth
+    assert (crossing > 0) == separate
+    of_evaluation = next(data.evaluation()).labels
+    assert of_evaluation is not None and of_evaluation.dim() == 2
+
+
+def test_labels_beyond_the_end_of_the_corpus_do_not_count(small: dict[str, Any]) -> None:
+    recipe = parse_recipe(changed(small, model__prediction={"depth": 3}), "test.toml")
+    data = TrainingData(recipe, ParallelDims(pipeline=1, data=1, tensor=1), 0)
+    view = next(iter(data.sources().values()))
+    length, count = view.sequence_length, view.file.count
+    with mock.patch.object(view.file, "count", length + 2):  # one label beyond the first window
+        tokens, labels = data._read([(view, 0)], None, 3)
+        assert not view.same_document(0, 3)[-1, 2]
+    assert count > length + 2 and tokens.shape == (1, length)
+    assert (labels[0] < 0).sum(0).tolist() == [0, 0, 1, 2]
+    assert (labels[0, -2:, 3] < 0).all()

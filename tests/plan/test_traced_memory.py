@@ -40,6 +40,7 @@ LATENT = [
     "model.latent={query_rank=1536, key_value_rank=512, rotary_size=64, value_size=128}",
 ]  # fmt: skip
 MUON = ['optimizer.kind="muon"']
+PREDICTION = ["model.prediction={depth=2}"]
 VARIANTS = {
     "tensor": ["layout.tensor=4", "layout.pipeline=1"],
     "tensor, stages": ["layout.tensor=2", "layout.pipeline=2", "model.layers=2"],
@@ -209,6 +210,33 @@ VARIANTS = {
     "latent, ulysses": [
         *LATENT, "layout.context=4", "layout.context_attention=ulysses", "layout.pipeline=1",
     ],
+    "prediction": [*PREDICTION, "layout.tensor=2", "layout.pipeline=2"],
+    "prediction, sequence parallel": [
+        *PREDICTION, "layout.tensor=4", "layout.pipeline=2", "layout.sequence_parallel=true",
+    ],
+    "prediction, full": [*PREDICTION, "layout.pipeline=2", "layout.recompute=full"],
+    "prediction, selective": [*PREDICTION, "layout.pipeline=1", "layout.recompute=selective"],
+    "prediction, zero-3": [
+        *PREDICTION, "layout.pipeline=1", "deepspeed=ds_configs/zero3_bf16.json", "model.layers=4",
+    ],
+    "prediction, zero-2": [
+        *PREDICTION, "layout.pipeline=2", "deepspeed=ds_configs/zero2_bf16.json",
+    ],
+    "prediction, zb-h1": [
+        *PREDICTION, "layout.tensor=2", "layout.pipeline=2", "layout.schedule=zb-h1",
+    ],
+    "prediction, zb-v": [*PREDICTION, "layout.pipeline=4", "layout.schedule=zb-v"],
+    "prediction, zb-v, full": [
+        *PREDICTION, "layout.pipeline=4", "layout.schedule=zb-v", "layout.recompute=full",
+    ],
+    "prediction, dualpipev": [*PREDICTION, "layout.pipeline=2", "layout.schedule=dualpipev"],
+    "prediction, interleaved": [
+        *PREDICTION, "layout.pipeline=2", "layout.schedule=interleaved",
+    ],
+    "prediction, experts": [
+        *PREDICTION, *EXPERTS, "layout.expert=2", "layout.pipeline=2", "layout.tensor=2",
+    ],
+    "prediction, muon": [*PREDICTION, *MUON, "layout.tensor=2", "layout.pipeline=2"],
     "muon": [*MUON, "layout.tensor=2", "layout.pipeline=2"],
     "muon, zero-2": [*MUON, "deepspeed=ds_configs/zero2_bf16.json", "layout.pipeline=1"],
     "muon, zero-3": [

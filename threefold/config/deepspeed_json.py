@@ -543,9 +543,10 @@ def _combinations(recipe: Recipe, config: dict[str, Any], dims: ParallelDims) ->
     untied = gradients not in (None, precision(config)) and (
         precision(config) != "bf16" or gradients != "fp32"
     )
-    if recipe.model.tie_embeddings and recipe.layout.pipeline > 1 and untied:
+    if recipe.model.copies_embedding and recipe.layout.pipeline > 1 and untied:
+        key = "tie_embeddings = true" if recipe.model.tie_embeddings else "prediction"
         problem = (
-            f"model.tie_embeddings = true with layout.pipeline = {recipe.layout.pipeline} and "
+            f"model.{key} with layout.pipeline = {recipe.layout.pipeline} and "
             f'"grad_accum_dtype": "{gradients}" ({recipe.deepspeed}): DeepSpeed would let the two '
             f"copies drift apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"
         )

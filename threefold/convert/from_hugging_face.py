@@ -1,7 +1,7 @@
 """Convert weights of transformers to a checkpoint from which a run in any layout can start."""
 
+import itertools
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from models.config import ModelConfig
+from models.config import ModelConfig, Prediction
 from models.errors import UserError, a_few, counted, reason_of
 from models.hugging_face.config import (
     hugging_face_config,
@@ -213,28 +213,42 @@ def _has_own_head(table: Mapping[str, Counterpart], theirs: TheirFiles) -> bool:
     )
 
 
+def _prediction_depth(model: ModelConfig, family: Family, theirs: TheirFiles) -> int:
+    """Return the number of prediction modules in the files."""
+    if not family.has_predictions:
+        return 0
+    layers = itertools.count(model.layers)
+    projections = (f"model.layers.{layer}.eh_proj.weight" for layer in layers)
+    return len(list(itertools.takewhile(theirs.has, projections)))
+
+
 def import_model(folder: Path, output: Path) -> ModelConfig:
     """Write the checkpoint with one tensor in memory at a time, and return the architecture.
 
-    As in transformers, a head that config.json ties to the embedding is untied if the files have a
+    Modules that predict further tokens are part of the model if the files have them. As in
+    transformers, a head that config.json ties to the embedding is untied if the files have a
     head with other values.
 
     Raises:
         UserError: The tensors do not match the config.
     """
     (model, family), theirs = read_config(folder), TheirFiles(folder)
+    if depth := _prediction_depth(model, family, theirs):
+        model = replace(model, prediction=Prediction(depth=depth))
     if model.tie_embeddings and _has_own_head(counterparts(model, family), theirs):
         model = replace(model, tie_embeddings=False)
     table, shapes = counterparts(model, family), logical_shapes(model)
     if model.tie_embeddings and HEAD in theirs.files and not theirs.has(table[EMBEDDING].names[0]):
         table[EMBEDDING] = Counterpart((HEAD,))  # the tied tensor, saved by its other name
     used = {theirs.find(part) for counterpart in table.values() for part in counterpart.names}
+    copies = {name for counterpart in table.values() for name in counterpart.copies}
+    table = {name: replace(counterpart, copies=()) for name, counterpart in table.items()}
     tied = {HEAD} if model.tie_embeddings else set()
     unknown = {
-        name for name in theirs.files.keys() - used - tied if not name.endswith(BUFFER_SUFFIXES)
+        name
+        for name in theirs.files.keys() - used - tied - copies
+        if not name.endswith(BUFFER_SUFFIXES)
     }
-    if family.unused_tensors:
-        unknown = {name for name in unknown if not re.fullmatch(family.unused_tensors, name)}
     if unknown:
         raise UserError(
             f"{folder}: {counted(len(unknown), 'tensor')} without a place in a model with this "

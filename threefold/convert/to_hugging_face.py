@@ -76,7 +76,14 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
     Raises:
         UserError: transformers has no class for the model, or cannot load the tokenizer.
     """
-    settings = hugging_face_config(model_of(source))
+    model = model_of(source)
+    settings = hugging_face_config(model)
+    family = BY_NAME[settings["model_type"]]
+    if model.prediction is not None and not family.has_predictions:
+        print(
+            f"{family.class_name} has no modules that predict further tokens; the export has the "
+            f"model without model.prediction"
+        )
     card = model_card(source, dtype)
     for name in TOKENIZER_FILES:
         if tokenizer and (tokenizer / name).is_file():
@@ -85,7 +92,7 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
         begin_texts_as_in_training(source, folder, name=f"--tokenizer {tokenizer}")
     special = special_tokens(tokenizer)
     config = AutoConfig.for_model(**settings, **special)
-    config.architectures = [BY_NAME[settings["model_type"]].class_name]
+    config.architectures = [family.class_name]
     config.dtype = DTYPES[dtype][1]
     config.save_pretrained(folder)
     GenerationConfig(**special, do_sample=True).save_pretrained(folder)

@@ -45,7 +45,9 @@ class MicroBatch:
     """Sequences of the run.
 
     tokens: int64 [b, s]; None on a stage that takes no tokens
-    labels: the next token of each token, int64 [b, s]; None if tokens are None
+    labels: the next token of each token, int64 [b, s]; in the training of a model that predicts D
+        further tokens, the next 1 + D tokens, [b, s, 1 + D], or -1 where a further token does not
+        count; None if tokens are None
     info: the dropout key and the documents, which all layers need
     """
 
@@ -81,19 +83,36 @@ class SequenceView:
                 f"{few_tokens(file.path.name, file.count, options)}"
             )
 
-    def read(self, index: int, positions: range | None = None) -> np.ndarray:
+    def read(self, index: int, positions: range | None = None, *, further: int = 0) -> np.ndarray:
         """Return the tokens at n positions of a window, and the token after them: [n + 1].
 
-        positions: successive positions in the window; None: all positions
+        Args:
+            positions: successive positions in the window; None: all positions
+            further: number of tokens to add, also beyond the window; the file may have fewer
         """
         positions = positions or range(self.sequence_length)
         start = index * self.sequence_length
-        return self.file.read(start + positions.start, start + positions.stop + 1)
+        stop = start + positions.stop + 1
+        further = max(0, min(further, self.file.count - stop))
+        return self.file.read(start + positions.start, stop + further)
 
     def document_lengths(self, index: int) -> tuple[int, ...]:
         """Return the lengths of the documents in a window's inputs."""
         start = index * self.sequence_length
         return self.file.document_lengths(start, start + self.sequence_length)
+
+    def same_document(self, index: int, further: int) -> np.ndarray:
+        """Return True where the token k positions later is of the same document: [s, further].
+
+        The columns are those of k = 1, 2, ..., `further`. Tokens beyond the end of the file are of
+        no document.
+        """
+        start, s = index * self.sequence_length, self.sequence_length
+        stop = min(start + s + further, self.file.count)
+        lengths = self.file.document_lengths(start, stop)
+        numbers = np.full(s + further, -1)
+        numbers[: stop - start] = np.repeat(np.arange(len(lengths)), lengths)
+        return np.stack([numbers[k : k + s] == numbers[:s] for k in range(1, further + 1)], axis=1)
 
 
 class TrainingData:
@@ -229,7 +248,9 @@ class TrainingData:
         """Yield this data rank's micro-batches of training step 1, 2, ..."""
         recipe, samples = self.plan.at(step).recipe, self.samples(step)
         for share in self._shares(recipe, samples.start, len(samples)):
-            yield self._micro_batch(recipe, self._windows(share, step), MaskKey(self.seed, share))
+            windows = self._windows(share, step)
+            further = recipe.model.prediction_depth
+            yield self._micro_batch(recipe, windows, MaskKey(self.seed, share), further=further)
 
     def validation_windows(self, name: str) -> list[int]:
         """Return the windows that each validation reads from a set, spread evenly over its file.
@@ -378,12 +399,31 @@ class TrainingData:
             yield range(sample, sample + size)
 
     def _micro_batch(
-        self, recipe: Recipe, windows: list[tuple[SequenceView, int]], dropout: MaskKey | None
+        self,
+        recipe: Recipe,
+        windows: list[tuple[SequenceView, int]],
+        dropout: MaskKey | None,
+        *,
+        further: int = 0,
     ) -> MicroBatch:
+        """Return windows as a micro-batch.
+
+        further: number of labels of a token besides the next token
+        """
         info = self.info(self._document_lengths(recipe, windows), dropout)
         if not self.takes_tokens:
             return MicroBatch(None, None, info)
-        return MicroBatch(*self._read(windows, info.slices), info)
+        tokens, labels = self._read(windows, info.slices, further)
+        if not further:
+            return MicroBatch(tokens, labels[..., 0], info)
+        if recipe.data.separate_documents:
+            counts = [corpus.same_document(index, further) for corpus, index in windows]
+            together = torch.from_numpy(np.stack(counts))  # [b, s, D]
+            if info.slices is not None:
+                here = [together[:, held.start : held.stop] for held in info.slices]
+                together = torch.cat(here, dim=1)
+            labels[..., 1:].masked_fill_(~together, -1)
+        return MicroBatch(tokens, labels, info)
 
     def info(self, lengths: Lengths, dropout: MaskKey | None = None) -> MicroBatchInfo:
         """Return the information about a micro-batch.
@@ -411,20 +451,32 @@ class TrainingData:
         return divide(length, self.context_rank, self.context_size, lengths)
 
     def _read(
-        self, windows: list[tuple[SequenceView, int]], slices: Slices | None
+        self, windows: list[tuple[SequenceView, int]], slices: Slices | None, further: int
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens and labels, each [b, s], or [b, s/c] on one of c context ranks."""
-        parts = [self._read_slice(windows, positions) for positions in slices or (None,)]
-        tokens = torch.cat([part[:, :-1] for part in parts], dim=1)
-        return tokens, torch.cat([part[:, 1:] for part in parts], dim=1)
+        """Return tokens [b, s] and labels [b, s, 1 + further]; s/c on one of c context ranks.
+
+        Labels beyond the end of the corpus are -1.
+        """
+        parts = [self._read_slice(windows, positions, further) for positions in slices or (None,)]
+        shifted = [part.unfold(1, 2 + further, 1) for part in parts]  # [b, n, 2 + further]
+        tokens = torch.cat([part[..., 0] for part in shifted], dim=1)
+        return tokens, torch.cat([part[..., 1:] for part in shifted], dim=1)
 
     def _read_slice(
-        self, windows: list[tuple[SequenceView, int]], positions: range | None
+        self, windows: list[tuple[SequenceView, int]], positions: range | None, further: int
     ) -> Tensor:
-        """Return some tokens of each window and the token after them: int64 [b, n + 1]."""
-        read = [corpus.read(index, positions) for corpus, index in windows]
-        tokens = torch.from_numpy(np.stack(read).astype(np.int64))
-        wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()
+        """Return some tokens of each window and those after them: int64 [b, n + 1 + further].
+
+        Tokens beyond the end of the corpus are -1.
+        """
+        read = [corpus.read(index, positions, further=further) for corpus, index in windows]
+        count = len(positions or range(windows[0][0].sequence_length)) + 1 + further
+        tokens = torch.full((len(windows), count), -1)
+        exists = torch.zeros_like(tokens, dtype=torch.bool)
+        for row, of_window in enumerate(read):
+            tokens[row, : len(of_window)] = torch.from_numpy(of_window.astype(np.int64))
+            exists[row, : len(of_window)] = True
+        wrong = (exists & ((tokens < 0) | (tokens >= self.vocab_size))).nonzero()
         if len(wrong):
             (row, column), (corpus, index) = wrong[0].tolist(), windows[int(wrong[0, 0])]
             place = index * corpus.sequence_length + (positions.start if positions else 0) + column

@@ -20,7 +20,7 @@ from typing_extensions import override
 from models.experts.layer import expert_layers
 from models.kernels.attention import cumulative_lengths
 from models.kernels.compile import are_compiled
-from models.layer_specs import logical_parameters, observed_scores
+from models.layer_specs import logical_parameters, observed_scores, vocabulary_tables
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
 from threefold.checkpoint.state import CheckpointReader, Fragment, TrainingState, training_state
@@ -89,11 +89,18 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss in nats per token (mean of the global batch), gradient norm before clipping, experts."""
+    """The result of a step.
+
+    Attributes:
+        loss: in nats per token, mean of the global batch
+        grad_norm: norm of the gradients before clipping
+        prediction_losses: in nats per token, mean over the labels of each further token that count
+    """
 
     loss: float
     grad_norm: float
     experts: ExpertReport | None = None
+    prediction_losses: list[float] | None = None
 
 
 class Engine(ABC):
@@ -109,6 +116,7 @@ class Engine(ABC):
         self.wrapped, self.recipe, self.axes, self.crumb = wrapped, recipe, axes, crumb
         self.stopwatch = Stopwatch(self.device, off=not recipe.supervision.compare_speed_every)
         self.expert_layers = expert_layers(wrapped.module)
+        self.tables = vocabulary_tables(wrapped.module)
         parameters = dict(self.parameters())
         rules = rules_of(parameters.items(), recipe.model, recipe.optimizer)
         self.state: TrainingState = training_state(
@@ -147,6 +155,7 @@ class Engine(ABC):
             loss=float(loss),
             grad_norm=float(self.wrapped.get_global_grad_norm()),
             experts=self._expert_report() if self.recipe.model.experts else None,
+            prediction_losses=self._prediction_losses() if self.recipe.model.prediction else None,
         )
 
     @property
@@ -158,6 +167,8 @@ class Engine(ABC):
         self._report = None
         for layer in self.expert_layers:
             layer.statistics.reset()
+        for table in self.tables:
+            table.prediction_sums = None
 
     def _expert_report(self) -> ExpertReport:
         """Return the report of this step; collective when it is called for the first time."""
@@ -172,6 +183,17 @@ class Engine(ABC):
             )
         return self._report
 
+    def _prediction_losses(self) -> list[float]:
+        """Return the mean loss of each further token in this step; collective, one all-reduce."""
+        sums = torch.zeros(self.recipe.model.prediction_depth, 2, dtype=torch.float64)
+        sums = sums.to(self.device)
+        for table in self.tables:
+            if table.prediction_sums is not None:
+                sums += table.prediction_sums
+        dist.all_reduce(sums)  # over tensor ranks, too, which adds equal numbers and counts
+        losses, counts = sums.unbind(1)
+        return (losses / counts).tolist()
+
     def _update_biases(self, *_: Any) -> None:
         """Update the routers' biases before AdamW's first call of a step.
 
@@ -181,9 +203,8 @@ class Engine(ABC):
         assert model.experts is not None
         if self._report is None:
             report = self._expert_report()
-            first = model.layers - model.expert_layers
             amount = model.experts.bias_update
-            update_biases(self.state, report.counts, first_layer=first, amount=amount)
+            update_biases(self.state, report.counts, model=model, amount=amount)
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> float:
         """Return the mean loss, in nats per token, over all data ranks' micro-batches."""

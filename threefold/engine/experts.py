@@ -21,7 +21,8 @@ class ExpertReport:
     """The use of the experts in a step.
 
     Attributes:
-        counts: number of tokens of each expert, by layer with experts
+        counts: number of tokens of each expert, by layer with experts; those of prediction modules
+            come last
         balance_loss: mean over the layers and sequences; 1 is perfect
         z_loss: mean over the layers and tokens
         dropped: pairs of token and chosen expert that were not computed
@@ -65,8 +66,8 @@ def expert_report(
         micro_batches: number of micro-batches of a rank
     """
     assert model.experts is not None
-    first = model.layers - model.expert_layers
-    sums = torch.zeros(model.expert_layers, model.experts.count + 3, dtype=torch.float64)
+    first = model.experts.dense_layers
+    sums = torch.zeros(model.routed_layers, model.experts.count + 3, dtype=torch.float64)
     sums = sums.to(device)
     for layer in layers:
         statistics, row = layer.statistics, sums[layer.number - first]
@@ -77,7 +78,7 @@ def expert_report(
         row[-1] = statistics.z / (replicas * micro_batches)
     dist.all_reduce(sums)
     *_, computed, balance, z = sums.mean(0).tolist()
-    dropped = round((tokens * model.experts.per_token - computed) * model.expert_layers)
+    dropped = round((tokens * model.experts.per_token - computed) * model.routed_layers)
     return ExpertReport(sums[:, :-3].long().tolist(), balance, z, dropped)
 
 
@@ -127,12 +128,12 @@ def is_marked(weight: nn.Parameter) -> bool:
 # an expert with more tokens falls by it. The numbers of tokens are those of the whole global
 # batch, so the update is the same in every layout.
 
-ROUTER_BIAS = re.compile(r"blocks\.(\d+)\.mlp\.router\.bias")
+ROUTER_BIAS = re.compile(r"(blocks|predictions)\.(\d+)\.(?:block\.)?mlp\.router\.bias")
 
 
 @torch.no_grad()
 def update_biases(
-    state: TrainingState, counts: Sequence[Sequence[int]], *, first_layer: int, amount: float
+    state: TrainingState, counts: Sequence[Sequence[int]], *, model: ModelConfig, amount: float
 ) -> None:
     """Change this rank's fp32 biases in place, before the optimizer's step.
 
@@ -141,15 +142,16 @@ def update_biases(
 
     Args:
         counts: tokens of the global batch, by layer with experts and by expert
-        first_layer: number of the first layer with experts
         amount: `model.experts.bias_update`
     """
     flats = state.weights
+    dense_layers = model.layers - model.expert_layers
     for fragment in state.fragments:
         match = ROUTER_BIAS.fullmatch(fragment.name)
         if match is None:
             continue
-        of_layer = torch.tensor(counts[int(match[1]) - first_layer], dtype=torch.float64)
+        first = model.expert_layers if match[1] == "predictions" else -dense_layers
+        of_layer = torch.tensor(counts[first + int(match[2])], dtype=torch.float64)
         change = amount * torch.sign(of_layer.mean() - of_layer)
         own = change[fragment.elements.start : fragment.elements.stop].to(flats[fragment.flat])
         flats[fragment.flat][fragment.offset :][: len(own)] += own

@@ -11,6 +11,7 @@ from models.cost import (
     block_multiply_adds,
     head_multiply_adds,
     kinds_of_layers,
+    prediction_multiply_adds,
 )
 from threefold.pipeline.schedules import last_stage, stage_and_chunk, virtual_stage_of
 
@@ -28,7 +29,7 @@ class LayerCosts:
 
     Attributes:
         blocks: of each block, in the model's order
-        head: of the logits, which the last virtual stage computes
+        head: of the logits, which the last virtual stage computes, with the prediction modules
     """
 
     blocks: tuple[float, ...]
@@ -43,11 +44,12 @@ class LayerCosts:
 @lru_cache
 def layer_costs(model: ModelConfig, recompute: str) -> LayerCosts:
     """Return the costs of a model's layers; full recomputation makes blocks more expensive."""
-    block = block_multiply_adds(model)
+    block, depth = block_multiply_adds(model), model.prediction_depth
     again = 4 / 3 if recompute == "full" else 1
+    head = (1 + depth) * head_multiply_adds(model) / (block * again)
     return LayerCosts(
         tuple(block_multiply_adds(kind) / block for kind in model.uniform_models),
-        head_multiply_adds(model) / (block * again),
+        head + depth * prediction_multiply_adds(model) / block,
     )
 
 

@@ -10,9 +10,11 @@ from models.context_parallel.division import received_keys
 from models.cost import (
     block_parameters,
     hidden_matrices,
+    kind_of_predictions,
     kinds_of_layers,
     norm_parameters,
     position_parameters,
+    prediction_parameters,
     routed_parameters,
 )
 from threefold.pipeline import schedules
@@ -88,7 +90,7 @@ def kinds_of_virtual_stages(
 
 @once_per_job
 def stage_parameters(job: Job) -> tuple[int, ...]:
-    """Return the parameters per rank of each stage; both ends count tied embeddings."""
+    """Return the parameters per rank of each stage; both ends count an embedding that both hold."""
     layout, last = job.layout, last_stage(job.layout)
     blocks = tuple(blocks_by_kind(job).values())
     return _stage_parameters(job.model, layout.tensor, layout.expert, last, blocks)
@@ -102,6 +104,10 @@ def routed_stage_parameters(job: Job) -> tuple[int, ...]:
         block = routed_parameters(kind, job.layout.tensor, job.layout.expert)
         for stage, chunks in enumerate(stages):
             held[stage] += block * sum(chunks)
+    predictions = routed_parameters(
+        kind_of_predictions(job.model), job.layout.tensor, job.layout.expert
+    )
+    held[last_stage(job.layout)] += job.model.prediction_depth * predictions
     return tuple(held)
 
 
@@ -130,7 +136,10 @@ def _stage_parameters(
     table = table_parameters(model, tensor)
     held[0] += table + position_parameters(model)
     held[last] += norm_parameters(model)
-    if last != 0 or not model.tie_embeddings:
+    held[last] += model.prediction_depth * prediction_parameters(model, tensor, expert)
+    if not model.tie_embeddings:
+        held[last] += table
+    if last != 0 and model.copies_embedding:
         held[last] += table
     return tuple(held)
 
@@ -211,8 +220,11 @@ def exchange_precision(job: Job) -> str:
 
 
 def blocks_share(job: Job, stage: int) -> float:
-    """Return the fraction of the model's layers that a stage holds."""
-    return sum(blocks_of_stages(job)[stage]) / job.model.layers
+    """Return the fraction of the layers, with those of prediction modules, that a stage holds."""
+    blocks, predictions = sum(blocks_of_stages(job)[stage]), job.model.prediction_depth
+    if stage == last_stage(job.layout):
+        blocks += predictions
+    return blocks / (job.model.layers + predictions)
 
 
 @lru_cache(maxsize=1024)

@@ -36,6 +36,7 @@ class TrainingResult:
         margin: smallest difference of the logits of a chosen and an unchosen expert, in all steps
         evaluations: the validation losses of the parts of the sequence, in nats per token, and the
             log-likelihoods of the continuations of a task, before the last step
+        prediction_losses: the losses of further tokens of every step, in nats per token
     """
 
     losses: list[float]
@@ -46,6 +47,7 @@ class TrainingResult:
     expert_counts: list[list[list[int]]] = field(default_factory=list)
     margin: float = math.inf
     evaluations: list[float] = field(default_factory=list)
+    prediction_losses: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,10 @@ def compare(outcome: TrainingResult, reference: TrainingResult, model: ModelConf
     parameter = max(weights, key=weights.__getitem__)
     moment = max(moments, key=moments.__getitem__)
     return Difference(
-        loss=_largest(outcome.losses, reference.losses),
+        loss=max(
+            _largest(outcome.losses, reference.losses),
+            _largest(outcome.prediction_losses, reference.prediction_losses),
+        ),
         grad_norm=_largest(outcome.grad_norms, reference.grad_norms),
         weights=weights[parameter],
         parameter=parameter,

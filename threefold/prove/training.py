@@ -85,6 +85,7 @@ def train(case: ProofCase, world: LaunchEnvironment) -> TrainingResult | None:
             margin = min(margin, margin_of(engine))
         results.append(train_step(engine, data, step))
         margin = min(margin, margin_of(engine))
+    further = [loss for result in results for loss in result.prediction_losses or ()]
     weights = gather(engine, held_weights(engine))
     # AdamW's first moments and Muon's momenta are running means or sums of the gradients. Unlike
     # the updates, they show an error in the scale of a gradient.
@@ -102,6 +103,7 @@ def train(case: ProofCase, world: LaunchEnvironment) -> TrainingResult | None:
         expert_counts=[result.experts.counts for result in results if result.experts],
         margin=margin,
         evaluations=evaluations,
+        prediction_losses=further,
     )
 
 

@@ -104,7 +104,7 @@ KEY_DIGITS = 16
 LATER_MODEL_KEYS = (
     "attention_output_bias", "attention_pattern", "attention_scale", "attention_sinks",
     "attention_soft_cap", "embedding_multiplier", "latent", "logit_soft_cap", "norm_placement",
-    "partial_rotary_factor", "qk_norm_over", "qkv_bias", "window", "z_loss",
+    "partial_rotary_factor", "prediction", "qk_norm_over", "qkv_bias", "window", "z_loss",
 )  # fmt: skip
 LATER_EXPERT_KEYS = ("groups", "groups_per_token")  # of [model.experts]
 

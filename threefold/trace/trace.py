@@ -346,7 +346,9 @@ def micro_batch(recipe: Recipe, number: int, division: Division | None = None) -
     shape = (recipe.batch.micro_sequences, recipe.tokens_per_rank)
     first = number * recipe.batch.micro_sequences
     samples = range(first, first + recipe.batch.micro_sequences)
-    tokens, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+    tokens = torch.zeros(shape, dtype=torch.long)
+    further = recipe.model.prediction_depth
+    labels = torch.zeros((*shape, 1 + further) if further else shape, dtype=torch.long)
     info = MicroBatchInfo(dropout=MaskKey(recipe.seed, samples), division=division)
     return MicroBatch(tokens, labels, info)
 

@@ -1,6 +1,7 @@
 """The metrics of a step: speed, model FLOP/s utilisation and memory."""
 
 import resource
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ class Meter:
     def line(
         self, progress: Progress, *, loss: float, grad_norm: float, learning_rate: float,
         seconds: float, experts: "ExpertReport | None" = None,
+        prediction_losses: Sequence[float] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Return the metrics of the newest step.
 
@@ -38,6 +40,7 @@ class Meter:
             loss: mean loss of the global batch, in nats per token
             grad_norm: gradient norm before clipping
             experts: use of the experts; None for a dense model
+            prediction_losses: mean loss of each further token; None if none is predicted
 
         Returns:
             The metrics; `mfu` is None if the peak of the device is unknown.
@@ -57,6 +60,7 @@ class Meter:
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "memory_gb": peak_memory_gb(self.on_gpu),
             **(expert_metrics(experts) if experts else {}),
+            **prediction_metrics(prediction_losses or ()),
         }
 
 
@@ -69,6 +73,11 @@ def expert_metrics(report: "ExpertReport") -> dict[str, Any]:
         "expert_entropy": report.entropy,
         "expert_dropped": report.dropped,
     }
+
+
+def prediction_metrics(losses: Sequence[float]) -> dict[str, float]:
+    """Return the losses of further tokens as metrics: the first is the token after the next one."""
+    return {f"prediction_loss_{depth}": loss for depth, loss in enumerate(losses, start=1)}
 
 
 def peak_memory_gb(on_gpu: bool) -> float:

@@ -10,10 +10,12 @@ from operator import mul
 
 from models.config import GATED, LatentAttention, ModelConfig
 from models.cost import context_columns, kinds_of_layers
+from threefold.pipeline.schedules import SCHEDULES, stage_and_chunk
 from threefold.plan.job import Job, PlannedLayout, once_per_job
 from threefold.plan.software import Footprint
 from threefold.plan.stage_contents import (
     blocks_by_kind,
+    last_stage,
     load_factor,
     tokens_per_micro_batch,
 )
@@ -151,7 +153,38 @@ def held_activations(job: Job, stage: int, moment: HeldMicroBatches) -> float:
             held += deferred * sum(map(mul, stages[stage], moment.left))
     if is_deferring:
         held -= of_kinds[0][1] * moment.ends
+    if job.model.prediction and stage == last_stage(job.layout):
+        kept, deferred = bytes_of_predictions(job)
+        _, chunk = stage_and_chunk(
+            job.layout.schedule, job.layout.pipeline, len(job.blocks_of_virtual_stages) - 1
+        )
+        whole, left = moment.whole[chunk], moment.left[chunk]
+        if SCHEDULES[job.layout.schedule].folded:
+            # The numbers of ZB-V are means over both chunks. After the loss of a micro-batch, its
+            # backward pass through the last chunk follows at once, and its weight pass soon, except
+            # with full recomputation, whose backward passes take longer.
+            full = job.layout.recompute == "full"
+            most = sum(moment.left) if full else job.layout.pipeline // 4
+            whole = min(whole, 1)
+            left = min(sum(moment.left), max(0, most - whole))
+        held += kept * whole + deferred * left
     return held
+
+
+@once_per_job
+def bytes_of_predictions(job: Job) -> tuple[float, float]:
+    """Return (kept, deferred) bytes of all prediction modules.
+
+    In addition to those of its block, a module keeps the two vectors of size h that it joins, the
+    input of the projection with 2 h, the input of the last norm, and statistics of three norms. A
+    module that is recomputed keeps the two vectors.
+    """
+    model, layout, size = job.model, job.layout, job.footprint.weight
+    row = tokens_per_micro_batch(model, layout) * model.hidden_size * size / layout.sequence_ranks
+    statistics = 3 * 4 * tokens_per_micro_batch(model, layout) / layout.sequence_ranks
+    kept, deferred = bytes_of_blocks(job)[0]  # of the last block's kind
+    kept = 2 * row if layout.recompute == "full" else kept + 5 * row + statistics
+    return model.prediction_depth * kept, model.prediction_depth * (deferred + 3 * row)
 
 
 @once_per_job

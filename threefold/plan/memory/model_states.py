@@ -109,7 +109,7 @@ def grouped_bytes(job: Job, stage: int) -> TransientBytes:
         most = running_elements(job)
         # Tied gradients are summed over the stages first, at the end of the step.
         is_end = stage in (0, last_stage(layout))
-        tied = model.tie_embeddings and is_end
+        tied = model.copies_embedding and is_end
         table = size * table_parameters(model, layout.tensor) if tied else 0.0
         return TransientBytes(table, 0.0, size * most, size * most)
     held = size * stage_parameters(job)[stage]

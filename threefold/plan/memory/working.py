@@ -234,8 +234,8 @@ def loss_in_parts_bytes(job: Job) -> float:
 
     It consists of the gradient of the output matrix; either the logits or a second copy of this
     gradient for the optimizer, whichever is larger; the input and output of the last norm and the
-    gradient of its output; and, under sequence parallelism, the rows gathered from all tensor
-    ranks.
+    gradient of its output; under sequence parallelism, the rows gathered from all tensor ranks; and
+    the output of the last prediction module, with the gradients of the outputs of the others.
     """
     layout, model = job.layout, job.model
     tokens = tokens_per_micro_batch(model, layout)
@@ -243,13 +243,15 @@ def loss_in_parts_bytes(job: Job) -> float:
     logits = tokens_at_a_time(tokens, columns, job.machine.gpu.device) * columns
     table = table_parameters(model, layout.tensor)
     rows = 2 / layout.sequence_ranks + (2 if layout.sequence_ranks > 1 else 1)
+    if model.prediction is not None:
+        rows += (1 + model.prediction_depth) / layout.sequence_ranks
     return job.footprint.weight * (table + max(table, logits)) + rows * row_bytes(job)
 
 
 def waiting_loss_bytes(job: Job, stage: int) -> float:
     """Return the bytes of the loss that a stage keeps until the backward pass.
 
-    The gradient of the head's input stays until the backward pass ends. In a folded schedule, the
+    The gradients of the head's inputs stay until the backward pass ends. In a folded schedule, the
     last virtual stage is on the first stage, and other passes run between the loss and its backward
     pass.
     """
@@ -259,7 +261,8 @@ def waiting_loss_bytes(job: Job, stage: int) -> float:
     folded = SCHEDULES[layout.schedule].folded
     if footprint.loss_in_parts:
         table = footprint.weight * table_parameters(model, layout.tensor) if folded else 0.0
-        return table + row_bytes(job) / layout.sequence_ranks
+        inputs = 1 + model.prediction_depth
+        return table + inputs * row_bytes(job) / layout.sequence_ranks
     if not folded:
         return 0.0
     columns = model.padded_vocab_size(layout.tensor) / layout.tensor

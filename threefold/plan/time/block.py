@@ -16,6 +16,7 @@ from models.cost import (
     block_parameters,
     columns_of_window,
     context_columns,
+    kind_of_predictions,
     kinds_of_layers,
     norms_per_block,
     sends_latents,
@@ -724,9 +725,43 @@ def _exposed(job: Job, communication: float, computation: float) -> float:
     return communication - min(communication, computation) * job.software.shard_overlap
 
 
+MODULE_MOVES = 12  # reads and writes of [s, b, h]: three norms (2 each), joined inputs, two sums
+
+
+@lru_cache(maxsize=4096)
+def prediction_passes(job: Job) -> ForwardBackward:
+    """Return the times of a prediction module without its logits and loss.
+
+    All tensor ranks compute the projection, each for its own tokens under sequence parallelism.
+
+    Args:
+        job: a job as returned by `block_job`
+    """
+    model, layout, efficiency = job.model, job.layout, job.software.kernel_efficiency
+    embedding, _ = end_passes(job)
+    tokens, h = tokens_per_micro_batch(model, layout) // layout.sequence_ranks, model.hidden_size
+    forward, backward, weights = _matmul(job, (tokens, 2 * h, h, 1))
+    moved = MODULE_MOVES * tokens * h * BYTES[job.precision] * job.software.elementwise
+    norms = memory_seconds(job.gpu, moved)
+    ahead, back = (forward + norms) / efficiency, (backward + 1.5 * norms) / efficiency
+    if layout.recompute == "full":
+        back += ahead
+    summed = 0.0
+    if layout.sequence_ranks > 1:
+        size = 2 * h * h * BYTES[job.precision]
+        summed = all_reduce_seconds(job.machine, size, ranks=layout.tensor, stride=1)
+    module = ForwardBackward(
+        PassTime(ahead), PassTime(back, summed), PassTime(weights / efficiency, summed)
+    )
+    return embedding + module + block_passes(job.with_model(kind_of_predictions(model)))
+
+
 @lru_cache(maxsize=4096)
 def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
-    """Return the times of the embedding, and those of the final norm, the logits and the loss."""
+    """Return the times of the embedding, and those of the final norm, the logits and the loss.
+
+    Those of the loss include the logits of prediction modules.
+    """
     gpu, t, precision, efficiency = (
         job.gpu,
         job.layout.tensor,
@@ -747,19 +782,21 @@ def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
     logits = matmul_seconds(gpu, precision, rows=rows, columns=columns, inner=h)
     backward = matmul_seconds(gpu, precision, rows=rows, columns=h, inner=columns)
     weight = matmul_seconds(gpu, precision, rows=columns, columns=h, inner=padded(rows))
+    inputs = 1 + job.model.prediction_depth
+    tokens *= inputs
     logits, backward, weight = (tokens / rows * time for time in (logits, backward, weight))
     if job.footprint.loss_in_parts:
         # The forward pass computes both gradients, and the backward pass only scales them.
         in_tiles = gpu.device != "cpu" and t == 1
         passes = LOSS_PASSES_IN_TILES if in_tiles else LOSS_PASSES
         loss = memory_seconds(gpu, tokens * columns * passes * BYTES[precision])
-        scaled = memory_seconds(gpu, 2 * (row + h * columns * BYTES[precision]))
+        scaled = memory_seconds(gpu, 2 * BYTES[precision] * h * (tokens + columns))
         return embedding, ForwardBackward(
             PassTime((logits + backward + weight + loss) / efficiency),
-            PassTime(scaled / efficiency, reduced),
+            PassTime(scaled / efficiency, inputs * reduced),
         )
     loss = memory_seconds(gpu, tokens * columns * LOSS_BYTES / 2)
     return embedding, ForwardBackward(
         PassTime((logits + loss) / efficiency),
-        PassTime((backward + weight + loss) / efficiency, reduced),
+        PassTime((backward + weight + loss) / efficiency, inputs * reduced),
     )

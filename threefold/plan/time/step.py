@@ -24,6 +24,7 @@ from threefold.plan.time.block import (
     block_passes,
     end_passes,
     gather_seconds,
+    prediction_passes,
     transfer_seconds,
 )
 from threefold.plan.time.update import data_time, optimizer_time
@@ -204,7 +205,7 @@ def simulated_wait(
 def _with_ends(
     job: Job, blocks: Mapping[ModelConfig, Sequence[int]], last: int
 ) -> list[ForwardBackward]:
-    """Return the times of parts of the model with the embedding and the head.
+    """Return the times of parts of the model with the embedding, the head and predictions.
 
     Args:
         blocks: number of blocks of each kind in each part; the first part also has the embedding
@@ -222,6 +223,8 @@ def _with_ends(
         parts.append(passes[counts])
     parts[0] += embedding
     parts[last] += head
+    if job.model.prediction is not None:
+        parts[last] += prediction_passes(shared) * job.model.prediction_depth
     return parts
 
 

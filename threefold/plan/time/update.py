@@ -250,12 +250,12 @@ MANY_MATRICES = 16  # per rank; more matrices are assumed to be shared equally b
 
 
 def optimizer_time(job: Job) -> float:
-    """Return the seconds of a rank's update, with the sum of tied embeddings and host time."""
+    """Return the seconds of a rank's update, with the sum of shared embeddings and host time."""
     layout = job.layout
     parameters = max(own_parameters(job, stage) for stage in range(layout.pipeline))
     update = memory_seconds(job.gpu, parameters / job.layout.optimizer_ranks * OPTIMIZER_BYTES)
     tied = 0.0
-    if job.model.tie_embeddings and layout.pipeline > 1:
+    if job.model.copies_embedding and layout.pipeline > 1:
         table = table_parameters(job.model, layout.tensor)
         tied = 2 * transfer_seconds(
             job.machine,
