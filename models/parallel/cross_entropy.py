@@ -182,14 +182,13 @@ class _Table:
         scores = torch.empty(2, len(tokens), device=x.device) if observe else None
         for chunk in chunks:
             rows = tokens[chunk]  # [n, h]
+            counted = None if all_count else labels[chunk] >= 0
+            columns = labels[chunk] if all_count else labels[chunk].clamp(min=0)
+            columns = columns - self.first  # of the labels; those of other ranks are outside
             logits = torch.mm(rows, table.t(), out=room[: len(rows)])  # [n, v/t]
             if self.soft_cap is not None:
                 fuse(_cap)(logits, self.soft_cap)
             logits[:, self.own_tokens :] = float("-inf")
-            counted = None if all_count else labels[chunk] >= 0
-            # Columns of the labels; those of other ranks are outside.
-            columns = labels[chunk] if counted is None else labels[chunk].clamp(min=0)
-            columns = columns - self.first
             log_sums, label_logits, largest = _reduced(logits, columns, tensor, fuse)
             losses = log_sums - label_logits
             total += losses.sum() if counted is None else losses.masked_fill_(~counted, 0).sum()

@@ -202,7 +202,7 @@ REJECTED = {
     "an architecture key": (
         [{**LONG, "model": {"hidden_size": 64}}],
         "phase.long.model.hidden_size cannot change during a run; the keys of [phase.model] are "
-        "sequence_length, rope_theta, rope_scaling",
+        "sequence_length, rope_theta, rope_scaling, prediction",
     ),
     "another section": ([{**LONG, "training": {"steps": 9}}], "unknown section [phase.0.training]"),
     "an unknown layout key": (
@@ -237,6 +237,22 @@ def test_impossible_phases_are_rejected(small: dict[str, Any], name: str) -> Non
     with pytest.raises(UserError) as raised:
         parse_recipe(staged(small, *phases), "test")
     assert message in str(raised.value)
+
+
+def test_a_phase_changes_the_weight_of_predictions_but_not_their_depth(
+    small: dict[str, Any],
+) -> None:
+    small["model"]["prediction"] = {"depth": 2, "loss_weight": 0.3}
+    later = {"name": "later", "start_step": 9, "model": {"prediction": {"depth": 2}}}
+    later["model"]["prediction"]["loss_weight"] = 0.1
+    plan = plan_of(staged(small, later))
+    predictions = [plan.at(step).recipe.model.prediction for step in (8, 9)]
+    assert [each.loss_weight for each in predictions if each] == [0.3, 0.1]
+    assert plan.last_step_of_engine(1) == 8
+    later["model"]["prediction"]["depth"] = 1
+    message = r'phase "later": model.prediction.depth = 1 needs other weights than 2'
+    with pytest.raises(UserError, match=message):
+        parse_recipe(staged(small, later), "test")
 
 
 def test_learned_positions_cannot_become_longer(small: dict[str, Any]) -> None:

@@ -502,7 +502,7 @@ def _data_of(recipe: Recipe) -> tuple[Any, ...]:
 
 
 def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
-    """Check the positions, the end of the ramp and the length of the schedule of a phase.
+    """Check the positions, predictions, end of the ramp and length of the schedule of a phase.
 
     Args:
         recipe: the whole recipe
@@ -519,6 +519,12 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
             f'{recipe.model.sequence_length}, because model.positions = "learned" has a row per '
             f'position; use model.positions = "rope", or leave model.sequence_length out of '
             f"[phase.model]"
+        )
+    if model.prediction_depth != recipe.model.prediction_depth:
+        raise UserError(
+            f"{about}model.prediction.depth = {model.prediction_depth} needs other weights than "
+            f"{recipe.model.prediction_depth}; use [model.prediction] with the same depth, of "
+            f"which a phase can change loss_weight"
         )
     if phase.first == 1 and recipe.batch.ramp and recipe.phase:
         (*ramp, _) = batches(phase.table["batch"], 1, None)

@@ -392,7 +392,7 @@ class Tracking(Section):
 
 # Section -> the keys that a phase may change; None: any key.
 CHANGEABLE: dict[str, tuple[str, ...] | None] = {
-    "model": ("sequence_length", "rope_theta", "rope_scaling"),
+    "model": ("sequence_length", "rope_theta", "rope_scaling", "prediction"),
     "batch": ("global_sequences", "micro_sequences"),
     "data": ("train", "validation", "separate_documents"),
     "optimizer": ("learning_rate", "weight_decay", "schedule"),
@@ -423,7 +423,7 @@ class Phase(Section):
     which the run has read at least that many."""
 
     model: Changes = Field(default_factory=dict)
-    """Changes of `[model]`: `sequence_length`, `rope_theta` and `rope_scaling`."""
+    """Changes of `[model]`: `sequence_length`, `rope_theta`, `rope_scaling` and `prediction`."""
 
     batch: Changes = Field(default_factory=dict)
     """Changes of `[batch]`: `global_sequences` and `micro_sequences`."""
