@@ -79,6 +79,19 @@ WAYS = {
             "model__layers": 8,  # gloo's threads keep sent tensors a moment longer
         },
     ),
+    "prediction": (
+        4,
+        {
+            "deepspeed": "ds_configs/zero1_bf16.json",
+            "layout": {"pipeline": 2, "tensor": 2, "sequence_parallel": True},
+            "model__layers": 8,
+            "model__prediction": {"depth": 2},
+        },
+    ),
+    "prediction with zero3": (
+        2,
+        {"deepspeed": "ds_configs/zero3_fp32.json", "model__prediction": {"depth": 1}},
+    ),
     "folded": (2, {"layout": {"pipeline": 2, "schedule": "dualpipev"}, "model__layers": 4}),
     "interleaved": (
         2,
