@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from recipes.pretrain import train_step
+from threefold.engine.engine import StepResult
 from threefold.tracking.clocks import StepClock, StepSeconds
 
 
@@ -81,7 +82,7 @@ class FakeRun(SimpleNamespace):
 
         supervision = SimpleNamespace(compare_speed_every=0)
         training = SimpleNamespace(steps=8, evaluate_every=3)
-        done = SimpleNamespace(loss=1.0, grad_norm=1.0, experts=None)
+        done = StepResult(loss=1.0, grad_norm=1.0)
         super().__init__(
             clock=StepClock(),
             recipe=SimpleNamespace(
