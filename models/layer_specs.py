@@ -120,7 +120,7 @@ def run_layers(
         return _run_all(layers, x, info, recompute_interval)
     *layers, head = layers
     x = _run_all(layers, x, info, recompute_interval)
-    if labels.dim() == 2:
+    if not predicting or labels.dim() == 2:
         return head(x, labels)
     look_ahead, predictions = predicting
     embedded = look_ahead(labels, info)

@@ -89,7 +89,7 @@ def slow_backward_pass(engine: Engine, sleep: Sleep) -> Iterator[None]:
 
 @contextmanager
 def slow_weight_pass(engine: Engine, sleep: Sleep) -> Iterator[None]:
-    with replaced(layers, "weight_gradient", sleep.before(layers.weight_gradient)):
+    with replaced(layers, "add_product", sleep.before(layers.add_product)):
         yield
 
 
