@@ -126,6 +126,7 @@ SIGMOID_ROUTER = {
 }
 OF_ATTENTION = {"attention_bias": ATTENTION_BIAS}
 HAS_ATTENTION_BIAS = (NO_BIAS, ATTENTION_BIAS)
+NONE = "no "  # before a key that a model does not have
 LATENT_FEATURES = {
     "biases": (NO_BIAS,),
     "kv_heads": ("heads",),
@@ -423,8 +424,13 @@ def family_of(config: ModelConfig) -> Family:
     if not different[nearest.name]:
         return nearest
     ours, theirs = described(different[nearest.name], config)
+    keys = [each.removeprefix(NONE) for each in theirs if each.startswith(NONE)]
+    settings = [each for each in theirs if not each.startswith(NONE)]
+    advice = [f"use {', '.join(settings)}"] * bool(settings)
+    advice += [f"leave {', '.join(keys)} out"] * bool(keys)
     raise UserError(
-        f"transformers has no model class with {ours}; use {theirs} ({nearest.class_name})"
+        f"transformers has no model class with {', '.join(ours)}; {' and '.join(advice)} "
+        f"({nearest.class_name})"
     )
 
 
@@ -437,7 +443,9 @@ def _distance(different: Mapping[str, tuple[Any, Any]]) -> int:
     return len(different) + len(FAMILIES) * is_large
 
 
-def described(different: Mapping[str, tuple[Any, Any]], config: ModelConfig) -> tuple[str, str]:
+def described(
+    different: Mapping[str, tuple[Any, Any]], config: ModelConfig
+) -> tuple[list[str], list[str]]:
     """Return the settings of a model that differ from those of a class, and the class's settings.
 
     different: the result of `differences`
@@ -449,7 +457,9 @@ def described(different: Mapping[str, tuple[Any, Any]], config: ModelConfig) -> 
         for feature, (_, value) in different.items()
         if "window" in pattern or not feature.startswith("window.")  # without a section
     ]
-    return ", ".join(ours), ", ".join(theirs)
+    if "window" not in pattern and config.window is not None:
+        theirs.append(f"{NONE}model.window")
+    return ours, theirs
 
 
 def _setting(feature: str, value: Any, config: ModelConfig) -> str:
@@ -465,11 +475,10 @@ def _setting(feature: str, value: Any, config: ModelConfig) -> str:
     if feature == "attention_pattern":
         own = " and ".join(sorted(set(config.attention_pattern))) == value
         pattern = config.attention_pattern if own else value.split(" and ")
-        without = ", no model.window" * (config.window is not None and "window" not in pattern)
-        return f"model.attention_pattern = {toml_value(pattern)}{without}"
+        return f"model.attention_pattern = {toml_value(pattern)}"
     if feature == "experts.router":
         if value == "none":
-            return "no model.experts"
+            return f"{NONE}model.experts"
         value = {"softmax, normalized": "softmax-after-topk"}.get(value, value)
     elif value == "sqrt(hidden_size)":
         value = math.sqrt(config.hidden_size)
@@ -479,7 +488,7 @@ def _setting(feature: str, value: Any, config: ModelConfig) -> str:
         own = getattr(config.experts, feature.removeprefix("experts."), 0)
         value = (own or 1) if value else 0
     if value is None or (feature == "latent" and not value):
-        return f"no model.{feature}"
+        return f"{NONE}model.{feature}"
     if feature == "latent":
         return "model.latent"
     return f"model.{feature} = {json.dumps(value)}"

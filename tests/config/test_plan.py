@@ -250,7 +250,7 @@ def test_a_phase_changes_the_weight_of_predictions_but_not_their_depth(
     assert [each.loss_weight for each in predictions if each] == [0.3, 0.1]
     assert plan.last_step_of_engine(1) == 8
     later["model"]["prediction"]["depth"] = 1
-    message = r'phase "later": model.prediction.depth = 1 needs other weights than 2'
+    message = r'phase "later": model.prediction.depth = 1, but \[model.prediction\] has depth = 2'
     with pytest.raises(UserError, match=message):
         parse_recipe(staged(small, later), "test")
 

@@ -544,11 +544,13 @@ def _combinations(recipe: Recipe, config: dict[str, Any], dims: ParallelDims) ->
         precision(config) != "bf16" or gradients != "fp32"
     )
     if recipe.model.copies_embedding and recipe.layout.pipeline > 1 and untied:
-        key = "tie_embeddings = true" if recipe.model.tie_embeddings else "prediction"
+        tied = recipe.model.tie_embeddings
+        key = "model.tie_embeddings = true" if tied else "[model.prediction]"
         problem = (
-            f"model.{key} with layout.pipeline = {recipe.layout.pipeline} and "
-            f'"grad_accum_dtype": "{gradients}" ({recipe.deepspeed}): DeepSpeed would let the two '
-            f"copies drift apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"
+            f"{key} with layout.pipeline = {recipe.layout.pipeline} and "
+            f'"grad_accum_dtype": "{gradients}" ({recipe.deepspeed}): the first and the last '
+            f"stage have a copy of the embedding each, and DeepSpeed would let the copies drift "
+            f"apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"
         )
         yield Problem(problem, "data_types", "grad_accum_dtype")
 

@@ -91,7 +91,8 @@ def explain(
         complaint = CHARACTERS[pattern]
         if name := _name_that_fits(problem["input"], pattern):
             works = f"{location[-1]} = {toml_value(name)}"
-    complaint = complaint.replace("True", "true").replace("False", "false")  # in TOML's spelling
+    for python, toml in (("True", "true"), ("False", "false"), ("an object", "a table")):
+        complaint = complaint.replace(python, toml)
     value = _look_up(table, location)  # a validator may have changed the input
     written = toml_line(key, problem["input"] if value is None else value)
     return f"{written}: {complaint}; for example {works}"
@@ -197,6 +198,7 @@ OTHER_EXAMPLES = {  # of sections that cannot be combined with the others
     "model": {
         "window": {"size": 4096},
         "latent": {"key_value_rank": 512, "rotary_size": 64, "value_size": 128},
+        "prediction": {"depth": 1, "loss_weight": 0.3},
     }
 }
 RAMP_EXAMPLE = {"start_sequences": 8, "increment": 8, "samples": 1000}

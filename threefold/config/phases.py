@@ -521,10 +521,17 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
             f"[phase.model]"
         )
     if model.prediction_depth != recipe.model.prediction_depth:
+        depth = recipe.model.prediction_depth
+        if not depth:
+            raise UserError(
+                f"{about}model.prediction is missing in [model], and a phase cannot add it; leave "
+                f"prediction out of [phase.model], or add [model.prediction] with depth = "
+                f"{model.prediction_depth} to the recipe"
+            )
         raise UserError(
-            f"{about}model.prediction.depth = {model.prediction_depth} needs other weights than "
-            f"{recipe.model.prediction_depth}; use [model.prediction] with the same depth, of "
-            f"which a phase can change loss_weight"
+            f"{about}model.prediction.depth = {model.prediction_depth}, but [model.prediction] has "
+            f"depth = {depth}, which a phase cannot change; use depth = {depth} here, and change "
+            f"only loss_weight, for example loss_weight = 0.1"
         )
     if phase.first == 1 and recipe.batch.ramp and recipe.phase:
         (*ramp, _) = batches(phase.table["batch"], 1, None)

@@ -184,13 +184,14 @@ def imported_config(theirs: dict[str, Any]) -> ModelConfig:
     if different := differences(model, family):
         ours, others = described(different, model)
         raise UserError(
-            f"{ours} is not supported for {family.class_name}; use a model with {others}"
+            f"{', '.join(ours)} is not supported for {family.class_name}; use a model with "
+            f"{', '.join(others)}"
         )
     exported = AutoConfig.for_model(**hugging_face_config(model, family)).to_dict()
     unsupported = unsupported_attributes(theirs, exported, family)
     if unsupported:
-        texts = (f"{name} = {value!r}" for name, (value, _) in unsupported.items())
-        remedies = (f"{name} = {value!r}" for name, (_, value) in unsupported.items())
+        texts = (f"{name} = {json.dumps(value)}" for name, (value, _) in unsupported.items())
+        remedies = (f"{name} = {json.dumps(value)}" for name, (_, value) in unsupported.items())
         raise UserError(
             f"{', '.join(texts)}: not supported; use a model with {', '.join(remedies)}"
         )

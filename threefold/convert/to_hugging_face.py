@@ -81,8 +81,8 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
     family = BY_NAME[settings["model_type"]]
     if model.prediction is not None and not family.has_predictions:
         print(
-            f"{family.class_name} has no modules that predict further tokens; the export has the "
-            f"model without model.prediction"
+            f"{family.class_name} has no place for the weights of [model.prediction]; the export "
+            f"leaves them out, and the rest of the model is complete"
         )
     card = model_card(source, dtype)
     for name in TOKENIZER_FILES:
