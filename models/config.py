@@ -143,8 +143,8 @@ class Window:
     rope_theta: float | None = None
     """Base of the rotary positions of these layers; by default `model.rope_theta`."""
     rope_scaled: bool = True
-    """Scale the rotary positions of these layers, too, as `model.rope_scaling` says, which a later
-    phase may add."""
+    """Apply `model.rope_scaling` to these layers, too. It also counts if only a later phase adds
+    `rope_scaling`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_SIZE:
@@ -348,8 +348,8 @@ class Prediction:
     depth: int = 1
     """Number of modules, and of tokens that are predicted beyond the next one."""
     loss_weight: float = 0.3
-    """Factor of the mean loss of the modules, such as 0.3 at the start of DeepSeek-V3's training.
-    It is not part of the reported loss."""
+    """Weight of the modules' mean loss in training; DeepSeek-V3 starts with 0.3. The reported loss
+    does not include it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.depth <= MAX_PREDICTIONS:

@@ -471,15 +471,15 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
         done = prepare(*options, "--vocab-size", 300)
     assert "already finished" not in done.stdout
     assert (
-        f"{workspace} keeps 1 finished piece and 1 piece of another source or other options; rerun "
-        in done.stderr
+        f"{workspace} keeps 1 finished piece; rerun the same command to resume (1 more piece from "
+        f"an earlier source or earlier options will then be deleted)\n" in done.stderr
     )
     done = prepare(*options, "--vocab-size", 300)
     assert done.returncode == 0 and "1 of 1 piece already finished" in done.stdout
     assert (
         f"1 finished piece in {workspace} will be deleted when this command has finished, because "
         f"the source or an option has changed since the interruption; to keep them, press Ctrl-C "
-        f"and use another --output\n" in done.stdout
+        f"and rerun with another --output\n" in done.stdout
     )
 
 

@@ -111,8 +111,8 @@ class Tokenization:
             print(
                 f"{counted(len(outdated), 'finished piece')} in {self.folder.parent} will be "
                 f"deleted when this command has finished, because the source or an option has "
-                f"changed since the interruption; to keep them, press Ctrl-C and use another "
-                f"--output"
+                f"changed since the interruption; to keep them, press Ctrl-C and rerun with "
+                f"another --output"
             )
         return outdated
 

@@ -183,8 +183,6 @@ def _keep_finished(
     trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
     if pieces or trained:
         kept = counted(len(finished), "finished piece") if finished else "the tokenizer"
-        if others := len(pieces) - len(finished):
-            kept += f" and {counted(others, 'piece')} of another source or other options"
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:  # it says to rerun
             if not finished:
                 return f"{workspace} keeps {kept}"
@@ -194,6 +192,11 @@ def _keep_finished(
                 f"room for the other pieces and for a second copy of all pieces"
             )
         advice = "rerun the same command to resume"
+        if others := len(pieces) - len(finished):
+            advice += (
+                f" ({counted(others, 'more piece')} from an earlier source or earlier options will "
+                f"then be deleted)"
+            )
         if isinstance(error, EmptyPart):
             advice = f"add documents and rerun the command to use them, or delete {workspace.name}"
         elif isinstance(error, UserError):
