@@ -126,7 +126,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
                 f"another process has just prepared {output} with the same options; it is complete"
             )
         tokenization = plan(formats, pieces, options, workspace, held_out=held_out)
-        outdated |= tokenization.tell_outdated(pieces)
+        outdated |= tokenization.tell_outdated(pieces, is_shard=options.shard is not None)
         if options.shard is not None:
             shard, shards = options.shard
             run_pieces(tokenization, pieces[shard::shards], options.processes)

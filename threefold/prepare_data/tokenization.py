@@ -100,17 +100,21 @@ class Tokenization:
         skip = self.skip | self.formats[format_number].always_skipped
         return report if skip.issuperset(report.skipped) else None
 
-    def tell_outdated(self, pieces: Sequence[NumberedPiece]) -> set[str]:
+    def tell_outdated(self, pieces: Sequence[NumberedPiece], *, is_shard: bool) -> set[str]:
         """Print the number of finished pieces that belong to none of the pieces of the source.
+
+        Args:
+            is_shard: another command, without --shard, joins the pieces and deletes these
 
         Returns:
             names of these pieces
         """
         finished = {path.name for path in self.folder.glob("*") if not path.suffix}
         if outdated := finished - {self.name(*item) for item in pieces}:
+            command = "the command without --shard" if is_shard else "this command"
             print(
                 f"{counted(len(outdated), 'finished piece')} in {self.folder.parent} will be "
-                f"deleted when this command has finished, because the source or an option has "
+                f"deleted when {command} has finished, because the source or an option has "
                 f"changed since the interruption; to keep them, press Ctrl-C and rerun with "
                 f"another --output"
             )
