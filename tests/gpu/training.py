@@ -30,13 +30,15 @@ PRECISIONS = {  # run -> file of ds_configs/
     "fp16, ZeRO-1": "zero1_fp16",
     "fp32, ZeRO-3": "zero3_fp32",
 }
-RECIPES = ("tiny-moe", "tiny-mla", "tiny-muon", "tiny-window", "tiny-postnorm", "tiny-moe-bias",
-           "tiny-mup-256")  # fmt: skip
+RECIPES = ("tiny-moe", "tiny-mtp", "tiny-muon", "tiny-window", "tiny-postnorm", "tiny-mla",
+           "tiny-moe-bias", "tiny-mup-256")  # fmt: skip
 SMALL_RECIPES = ("tiny-postnorm", "tiny-muon")
 CORES_PER_RECIPE = 5  # its three runs
 # Rounding differs between devices. Routers and norms of outputs amplify the difference from 1e-7 in
 # the first steps to 1e-3 after 20 steps, so that fewer steps are compared.
-COMPARED_STEPS = dict.fromkeys(("tiny-moe", "tiny-moe-bias", "tiny-mla", "tiny-postnorm"), 5)
+COMPARED_STEPS = dict.fromkeys(
+    ("tiny-moe", "tiny-moe-bias", "tiny-mla", "tiny-mtp", "tiny-postnorm"), 5
+)
 RESUME = 60, 10, 25  # steps, steps between saves, and steps before the kill
 # Eight blocks: two chunks on each of four stages. Nothing is compiled, which would take most of the
 # time of a run of few steps.
