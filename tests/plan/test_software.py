@@ -68,9 +68,9 @@ def test_the_kernel_of_attention_depends_on_what_it_computes() -> None:
 def test_a_cpu_keeps_the_datasheets_efficiencies() -> None:
     own, cpu, gpu = THREEFOLD.on_device("cpu"), load_gpu("cpu"), load_gpu("H100")
     assert own is THREEFOLD.on_cpu and THREEFOLD.on_device("cuda") is THREEFOLD
-    kernels = own.kernels_on(cpu)
-    assert kernels.matmul_depth_cost == cpu.matmul_depth_cost
-    assert kernels.memory_efficiency == cpu.memory_efficiency
+    for kernels in (own.kernels_on(cpu), THREEFOLD.kernels_on(cpu)):
+        assert kernels.matmul_depth_cost == cpu.matmul_depth_cost
+        assert kernels.memory_efficiency == cpu.memory_efficiency
     assert THREEFOLD.kernels_on(gpu).memory_efficiency == THREEFOLD.memory_efficiency
     other = load_software("torchtitan")
     assert other.on_device("cpu") is other

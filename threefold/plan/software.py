@@ -186,8 +186,9 @@ class Software:
         return self.on_cpu if device == "cpu" and self.on_cpu is not None else self
 
     def kernels_on(self, gpu: Gpu) -> Gpu:
-        """Return the GPU with the efficiencies of this stack's kernels."""
-        return _with_efficiencies(gpu, self.depth_cost, self.memory_efficiency)
+        """Return the GPU with the efficiencies of this stack's kernels on it."""
+        stack = self.on_device(gpu.device)
+        return _with_efficiencies(gpu, stack.depth_cost, stack.memory_efficiency)
 
     def attention_speed(self, head_size: int, *, limited: bool) -> float:
         """Return the speed of fused attention relative to the datasheet.

@@ -266,7 +266,7 @@ def fitted_gpu(gpu: Gpu, measured: Measurements, gpus_per_node: int) -> Gpu:
 
 def matmul_share(gpu: Gpu, measured: Measurements) -> float:
     """Return the matmul efficiency for which the planner predicts the median rate of the ranks."""
-    size, kernels = measured.matmul_size, THREEFOLD.on_device(gpu.device).kernels_on(gpu)
+    size, kernels = measured.matmul_size, THREEFOLD.kernels_on(gpu)
     planned = matmul_seconds(kernels, measured.precision, rows=size, columns=size, inner=size)
     seconds = 2e-12 * size**3 / measured.median_tflops
     kernel = gpu.kernel_seconds
