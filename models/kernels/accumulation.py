@@ -11,8 +11,12 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 def adds_in_matmul(x: Tensor, total: torch.dtype) -> bool:
     """Return True if the device adds products of tensors like x to sums of type `total`."""
-    is_mixed = x.dtype in SIXTEEN_BITS and total == torch.float32
-    return x.device.type == "cuda" and is_mixed
+    return is_on_gpu(x) and x.dtype in SIXTEEN_BITS and total == torch.float32
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    """Return True for a tensor on a GPU, whose matmuls can add to sums of another type."""
+    return x.device.type == "cuda"
 
 
 def add_product(total: Tensor, grad: Tensor, x: Tensor, *, replace: bool) -> None:
@@ -31,10 +35,12 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, *, replace: bool) -> Non
             total.zero_()
     elif adds_in_matmul(x, total.dtype):
         multiply_into(total, grad.t(), x, replace=replace)
-    elif replace:
-        total.copy_(grad.t() @ x)
     else:
-        total.add_(grad.t() @ x)
+        product = grad.t() @ x
+        if replace:
+            total.copy_(product)
+        else:
+            total.add_(product)
 
 
 def multiply_into(total: Tensor, first: Tensor, second: Tensor, *, replace: bool) -> None:

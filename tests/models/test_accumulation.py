@@ -15,7 +15,6 @@ from threefold.config.loading import parse_recipe
 from threefold.pipeline.stage import replaced
 from threefold.prove.layouts import SCHEDULES
 from threefold.prove.training import held_weights, many_cases, start, train_step
-from threefold.trace.fake_cluster import adds_on_a_gpu
 
 OUT, IN = 6, 4
 STEPS = 2
@@ -92,7 +91,7 @@ def train_worker(corpus: str, changes: dict[str, Any]) -> tuple[Trained, Trained
     """Return losses, norms, weights and the number of added products, without and with them."""
     world, trained = join_world(), []
     with many_cases() as begin:
-        for adds in (accumulation.adds_in_matmul, adds_on_a_gpu):
+        for is_on_gpu in (accumulation.is_on_gpu, lambda x: True):
             begin()
             table = changed(small_recipe(Path(corpus)), **{"deepspeed": BF16.format(1)} | changes)
             calls = 0
@@ -103,7 +102,7 @@ def train_worker(corpus: str, changes: dict[str, Any]) -> tuple[Trained, Trained
                 emulated(*tensors, replace=replace)
 
             with (
-                replaced(accumulation, "adds_in_matmul", adds),
+                replaced(accumulation, "is_on_gpu", is_on_gpu),
                 replaced(accumulation, "multiply_into", noted),
             ):
                 engine, data = start(parse_recipe(table, "test"), world)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -246,13 +247,25 @@ def axes_of(tensor_size: int, split: bool, attention: str) -> ModelAxes:
 
 
 def worker() -> dict[str, Outcome]:
+    return outcomes_on_four_ranks(CASES, INFO, outcome)
+
+
+def outcomes_on_four_ranks(
+    cases: Mapping[str, tuple[ModelConfig, str, int, int, dict[str, Any]]],
+    info: Mapping[str, MicroBatchInfo],
+    outcome: Callable[..., Any],
+) -> dict[str, Any]:
+    """Return the outcome of each case on the axes that its settings describe; {} except on rank 0.
+
+    cases: name -> model, information, tensor ranks, context ranks, settings
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {}
-    for name, (config, info, tensor, _, settings) in CASES.items():
+    for name, (config, key, tensor, _, settings) in cases.items():
         settings = dict(settings)
         axes = axes_of(tensor, settings.pop("split", False), settings.pop("attention", "gather"))
-        found[name] = outcome(config, INFO[info], axes, **settings)
+        found[name] = outcome(config, info[key], axes, **settings)
     dist.barrier()
     return found if os.environ["RANK"] == "0" else {}
 

@@ -1,7 +1,6 @@
 """Prediction of further tokens against a plain formula in fp64, and on tensor and context ranks."""
 
 import functools
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +39,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
 from models.sharding import sharding_of
-from tests.models.test_latent_attention import axes_of
+from tests.models.test_latent_attention import outcomes_on_four_ranks
 from tests.models.test_transformer import gathered, relative
 from tests.ranks import run_ranks
 
@@ -271,15 +270,7 @@ CASES: dict[str, tuple[ModelConfig, str, int, int, dict[str, Any]]] = {
 
 
 def worker() -> dict[str, Outcome]:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {}
-    for name, (config, info, tensor, _, settings) in CASES.items():
-        settings = dict(settings)
-        axes = axes_of(tensor, settings.pop("split", False), settings.pop("attention", "gather"))
-        found[name] = outcome(config, INFO[info], axes, **settings)
-    dist.barrier()
-    return found if os.environ["RANK"] == "0" else {}
+    return outcomes_on_four_ranks(CASES, INFO, outcome)
 
 
 @functools.cache

@@ -145,12 +145,12 @@ def update_biases(
         amount: `model.experts.bias_update`
     """
     flats = state.weights
-    dense_layers = model.layers - model.expert_layers
+    assert model.experts is not None
     for fragment in state.fragments:
         match = ROUTER_BIAS.fullmatch(fragment.name)
         if match is None:
             continue
-        first = model.expert_layers if match[1] == "predictions" else -dense_layers
+        first = model.expert_layers if match[1] == "predictions" else -model.experts.dense_layers
         of_layer = torch.tensor(counts[first + int(match[2])], dtype=torch.float64)
         change = amount * torch.sign(of_layer.mean() - of_layer)
         own = change[fragment.elements.start : fragment.elements.stop].to(flats[fragment.flat])

@@ -358,7 +358,10 @@ class FlatGradients(ABC):
             gradient.add_to(total, replace=is_first)
         else:
             computed = gradient if isinstance(gradient, Tensor) else gradient()
-            total.copy_(computed) if is_first else total.add_(computed)
+            if is_first:
+                total.copy_(computed)
+            else:
+                total.add_(computed)
         self.has_gradient.add(parameter)
         self.complete.add(parameter)
         while self.coming and self.complete.issuperset(self.coming[0].starts):

@@ -197,7 +197,7 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
         replaced(attention, "padded_attention", _EfficientAttention.apply),
         replaced(norms, "sums_in_16_bits", lambda x: False),
         replaced(cross_entropy, "sums_in_tiles", lambda logits: True),
-        replaced(accumulation, "adds_in_matmul", adds_on_a_gpu),
+        replaced(accumulation, "is_on_gpu", lambda x: True),
         replaced(accumulation, "multiply_into", add_nothing),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
         replaced(compile.Fusing, "fuse", staticmethod(fuse)),
@@ -226,11 +226,6 @@ def varlen_in_16_bits(
 ) -> Callable[..., Any] | None:
     """Return torch's attention over documents, which runs on fake tensors of any device."""
     return varlen_attn if dtype in (torch.bfloat16, torch.float16) else None
-
-
-def adds_on_a_gpu(x: torch.Tensor, total: torch.dtype) -> bool:
-    """Return True if a GPU adds products of tensors like x to sums of type `total`."""
-    return x.dtype in accumulation.SIXTEEN_BITS and total == torch.float32
 
 
 def add_nothing(

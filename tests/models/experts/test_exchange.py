@@ -373,7 +373,7 @@ def test_compiled_sums_are_those_of_eager_mode(dtype: torch.dtype) -> None:
 
 
 def test_a_cpu_exchanges_tokens_eagerly() -> None:
-    """Whether a run compiles its kernels does not change its losses on a CPU."""
+    """A run on a CPU has the same losses with compiled kernels as without."""
     with mock.patch.object(torch, "compile", lambda function, **settings: torch.zeros_like):
         found = exchanged(torch.float32, compiled)
     assert all(map(torch.equal, found, exchanged(torch.float32, as_written)))
