@@ -30,17 +30,17 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor, *, replace: bool) -> Non
         x: [n, in]
         replace: the old values of `total` do not count
     """
-    if not len(x):  # an expert without tokens
-        if replace:
-            total.zero_()
-    elif adds_in_matmul(x, total.dtype):
+    is_empty = not len(x)  # an expert without tokens
+    if is_empty and not replace:
+        return
+    if adds_in_matmul(x, total.dtype) and not is_empty:
         multiply_into(total, grad.t(), x, replace=replace)
+        return
+    product = grad.t() @ x
+    if replace:
+        total.copy_(product)
     else:
-        product = grad.t() @ x
-        if replace:
-            total.copy_(product)
-        else:
-            total.add_(product)
+        total.add_(product)
 
 
 def multiply_into(total: Tensor, first: Tensor, second: Tensor, *, replace: bool) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.kernels import accumulation
 from models.parallel.layers import ProductGradient
@@ -134,6 +135,36 @@ def test_the_first_product_replaces_and_the_others_add() -> None:
     for number, gradient in enumerate(gradients):
         gradient.add_to(total, replace=number == 0)
     torch.testing.assert_close(total, sum(gradient() for gradient in gradients))
+
+
+class Recorded(TorchDispatchMode):
+    """Records the names of the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: tuple = (), keywords: Any = None
+    ) -> Any:
+        self.names.add(function._schema.name)
+        return function(*arguments, **(keywords or {}))
+
+
+def test_an_expert_without_tokens_runs_the_operations_of_the_others() -> None:
+    """The first use of an operation waits for the device, also for messages in flight."""
+    used = {}
+    for tokens in (3, 0):
+        total = torch.full((OUT, IN), torch.nan)
+        gradient = ProductGradient(torch.randn(tokens, OUT), torch.randn(tokens, IN))
+        with Recorded() as recorded:
+            gradient.add_to(total, replace=True)
+        used[tokens] = recorded.names
+    assert used[0] == used[3]
+    assert total.count_nonzero() == 0
+    with Recorded() as recorded:
+        gradient.add_to(total, replace=False)
+    assert not any("add" in name for name in recorded.names)
 
 
 def test_an_input_is_gathered_when_its_gradient_is_added() -> None:
