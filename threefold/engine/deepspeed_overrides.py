@@ -40,6 +40,8 @@ upstream change that would make the override removable.
   Ours: one sum over all groups. Reason: stages without experts have fewer groups, so others would
   wait for them; and the average is not the norm. Gain: correctness, and one collective per step
   instead of two. Removable if DeepSpeed sums the groups first and counts each expert once.
+- `keep_views`. Upstream: after each step, every weight is set to its part of the flat tensor again.
+  Ours: only if it is not that part yet. Gain: 0.2 ms per 30 weights. Removable if DeepSpeed checks.
 - `scale_in_update`. Upstream: a separate pass divides all gradients by the loss scale and clips
   them. Ours: fused AdamW divides each gradient as it reads it. Reason: AdamW has an argument for
   it. Gain: one pass over the gradients. Removable if DeepSpeed passes `grad_scale` to AdamW.
@@ -172,6 +174,7 @@ def without_needless_copies(optimizer: object) -> None:
     """Apply the changes of this file to an optimizer that DeepSpeed has created."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         share_fp32_weights(optimizer)
+        keep_views(optimizer)
         optimizer.scaled_global_norm = MethodType(norm_of_all_groups, optimizer)
         optimizer.has_moe_layers = False  # otherwise DeepSpeed changes the norm
         optimizer.unscale_and_clip_grads = MethodType(scale_in_update, optimizer)
@@ -193,6 +196,18 @@ def share_fp32_weights(optimizer: DeepSpeedZeroOptimizer) -> None:
         if own.dtype == master.dtype:
             master.data = own
     optimizer._link_all_hp_params()  # so that parameters point to their parts
+
+
+def keep_views(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Set the weights of a group to parts of their flat tensor only if they are not yet."""
+    set_views = optimizer._update_model_bit16_weights
+
+    def set_missing_views(number: int) -> None:
+        first, flat = optimizer.bit16_groups[number][0], optimizer.bit16_groups_flat[number]
+        if first.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+            set_views(number)
+
+    optimizer._update_model_bit16_weights = set_missing_views
 
 
 def gradient_norm(

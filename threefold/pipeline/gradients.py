@@ -241,6 +241,21 @@ class Bucket:
         return flat[start : start + parameter.numel()]
 
 
+@dataclass(eq=False, slots=True)
+class _Sum:
+    """The sum of a parameter's gradients.
+
+    total: the part of its bucket's tensor, once it has been used; None if that does not exist
+    has_gradient: a gradient has been added since the bucket was last summed
+    is_complete: the current pass has added its gradient
+    """
+
+    bucket: Bucket
+    total: Tensor | None = None
+    has_gradient: bool = False
+    is_complete: bool = False
+
+
 class FlatGradients(ABC):
     """One tensor for the gradients of each bucket, over several micro-batches.
 
@@ -301,12 +316,11 @@ class FlatGradients(ABC):
             at_once=at_once,
             accumulated=self._new_shards() if sharded else None,
         )
+        self.sums = {parameter: _Sum(bucket) for parameter, bucket in self.bucket_of.items()}
         # The method is held weakly: the garbage collector cannot free a cycle through a hook.
-        take = partial(_call_if_alive, WeakMethod(self._take))
-        for parameter in self.bucket_of:
-            parameter.register_post_accumulate_grad_hook(take)
-        self.views: dict[nn.Parameter, Tensor] = {}  # in the tensors that exist, as they are used
-        self.has_gradient: set[nn.Parameter] = set()  # since its bucket was last summed
+        take = WeakMethod(self._take)
+        for parameter, total in self.sums.items():
+            parameter.register_post_accumulate_grad_hook(partial(_call_if_alive, take, total))
         self.ended: set[int] = set()  # buckets without further gradients in this step
         self._end_cycle()
 
@@ -332,14 +346,14 @@ class FlatGradients(ABC):
 
     def _end_cycle(self) -> None:
         self.coming: list[Bucket] = []  # buckets that the current pass completes, in order
-        self.complete: set[nn.Parameter] = set()  # parameters that it has completed
+        self.missing: dict[int, int] = {}  # bucket's number -> gradients that it still needs
         self.cycle: list[Bucket] = []  # buckets of the current pass
         self.is_last = True  # also outside of passes, where `finish` reduces tied buckets
 
-    def _take(self, parameter: nn.Parameter) -> None:
+    def _take(self, of: _Sum, parameter: nn.Parameter) -> None:
         """Take a gradient from autograd, which also calls this hook when a gradient is deferred."""
         if parameter.grad is not None:
-            self.add(parameter, parameter.grad)
+            self._add(of, parameter, parameter.grad)
             parameter.grad = None
 
     def adds_in_matmul(self) -> bool:
@@ -348,24 +362,27 @@ class FlatGradients(ABC):
 
     def add(self, parameter: nn.Parameter, gradient: Tensor | WeightGradient) -> None:
         """Add a gradient of a micro-batch, or compute and add it."""
-        number = self.bucket_of[parameter].number
+        self._add(self.sums[parameter], parameter, gradient)
+
+    def _add(self, of: _Sum, parameter: nn.Parameter, gradient: Tensor | WeightGradient) -> None:
+        number = of.bucket.number
         assert number not in self.ended, "a gradient after a chunk's last pass"
-        total = self.views.get(parameter)
-        if total is None:
-            total = self.views[parameter] = self.of(parameter).view(parameter.shape)
-        is_first = parameter not in self.has_gradient
+        if of.total is None:
+            of.total = self.of(parameter).view(parameter.shape)
         if isinstance(gradient, ProductGradient):
-            gradient.add_to(total, replace=is_first)
+            gradient.add_to(of.total, replace=not of.has_gradient)
         else:
             computed = gradient if isinstance(gradient, Tensor) else gradient()
-            if is_first:
-                total.copy_(computed)
+            if of.has_gradient:
+                of.total.add_(computed)
             else:
-                total.add_(computed)
-        self.has_gradient.add(parameter)
-        self.complete.add(parameter)
-        while self.coming and self.complete.issuperset(self.coming[0].starts):
-            self._reduce(self.coming.pop(0))
+                of.total.copy_(computed)
+        of.has_gradient = True
+        if number in self.missing and not of.is_complete:
+            of.is_complete = True
+            self.missing[number] -= 1
+            while self.coming and not self.missing[self.coming[0].number]:
+                self._reduce(self.coming.pop(0))
 
     def _tensor(self, bucket: Bucket) -> Tensor:
         """Return the tensor of a bucket; create it if it does not exist."""
@@ -392,7 +409,10 @@ class FlatGradients(ABC):
         self.is_last = is_last
         self.cycle = self.cycles.get((kind, chunk), [])
         self.coming = list(self.cycle)
-        self.complete = set()
+        self.missing = {bucket.number: len(bucket.starts) for bucket in self.coming}
+        for bucket in self.coming:
+            for parameter in bucket.starts:
+                self.sums[parameter].is_complete = False
 
     def end_group(self) -> None:
         """Reduce what the pass has not completed; a weight without gradient gets zeros."""
@@ -407,23 +427,24 @@ class FlatGradients(ABC):
         """Begin to sum a bucket over the data ranks."""
         flat = self._tensor(bucket)
         for parameter in bucket.starts:
-            if parameter not in self.has_gradient:
+            of = self.sums[parameter]
+            if not of.has_gradient:
                 bucket.part_of(parameter, flat).zero_()
-        self.has_gradient.difference_update(bucket.starts)
+            of.has_gradient = False
+            if self.sharded:
+                of.total = None
         self.reduction.begin(bucket.number, flat, is_last=self.is_last)
         if self.sharded:
             del self.tensors[bucket.number]
-            for parameter in bucket.starts:
-                self.views.pop(parameter, None)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Sum tied gradients over stages, and give the optimizer its shard of the averages."""
         for weight, group in self.module.get_tied_weights_and_groups():
-            if weight not in self.has_gradient:
+            if not self.sums[weight].has_gradient:
                 self.of(weight).zero_()
             dist.all_reduce(self.of(weight), group=group)
-            self.has_gradient.add(weight)
+            self.sums[weight].has_gradient = True
         for bucket in self.tied:
             self._reduce(bucket)
         self._hand_over(self.reduction.finish())
@@ -581,12 +602,12 @@ def part_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:
 
 
 def _call_if_alive(
-    method: WeakMethod[Callable[[nn.Parameter], None]], parameter: nn.Parameter
+    method: WeakMethod[Callable[..., None]], of: _Sum, parameter: nn.Parameter
 ) -> None:
     """Call a method of an object that may have been freed."""
     found = method()
     if found is not None:
-        found(parameter)
+        found(of, parameter)
 
 
 def _divided_before(engine: PipelineEngine) -> float:

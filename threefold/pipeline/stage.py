@@ -7,7 +7,7 @@ same information about each micro-batch and the same recomputation as without a 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import module
@@ -142,6 +142,10 @@ class Stage(PipelineModule):
     def check_all_taken(self) -> None:
         """Check that every micro-batch has passed through every chunk."""
         assert not any(list(micro_batch_infos) for micro_batch_infos in self.micro_batch_infos)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; DeepSpeed calls this in each step, and modules are visited on a change."""
+        return self if mode == self.training else super().train(mode)
 
     def forward(self, x: Tensor, chunk: int, labels: Tensor | None = None) -> Tensor:
         """Run the next micro-batch through one of this rank's chunks.
