@@ -105,11 +105,13 @@ def test_large_tensors_are_averaged_in_blocks(run: Path, tmp_path: Path, monkeyp
     assert whole == blocks
 
 
-def test_damaged_checkpoints_are_not_averaged(run: Path) -> None:
+def test_damaged_checkpoints_are_skipped(run: Path) -> None:
+    assert open_checkpoint(run).manifest.step == 30
     file = run / "checkpoints" / "step-0000030" / "all.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
+    assert open_checkpoint(run).manifest.step == 20
     assert [source.manifest.step for source in sources_of([run], 2)] == [10, 20]
     with pytest.raises(UserError, match=r"--last 3: .* has 2 undamaged checkpoints; use --last 2"):
         sources_of([run], 3)

@@ -37,7 +37,7 @@ from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from tests.fault_injection.unread import UNREAD, Output
 from threefold.config.loading import REPOSITORY
 from threefold.prove.shrink import write_corpus
-from threefold.run_folder.history import published, step_of
+from threefold.run_folder.history import newest_step
 from threefold.runtime.exits import HUNG, INTERRUPTED, STOPPED
 
 HANG_SECONDS = 6
@@ -317,7 +317,7 @@ def judge(job: Job, outcome: Outcome) -> list[str]:
         words = job.words()
         wrong += [f"does not say {text!r}" for text in fault.says if not re.search(text, words)]
     lines = (job.folder / "metrics.jsonl").read_text().splitlines()
-    newest = max(map(step_of, published(job.folder / "checkpoints")), default=0)
+    newest = newest_step(job.folder / "checkpoints")
     if fault.saves and newest != json.loads(lines[-1])["step"]:
         wrong.append(f"saved step {newest}, had done {json.loads(lines[-1])['step']}")
     if wrong:

@@ -35,7 +35,7 @@ from tests.conftest import VOCAB_SIZE, changed, small_recipe
 from threefold.checkpoint.format import find_damages
 from threefold.prove.ranks import PRELOADED_MODULES
 from threefold.prove.shrink import write_corpus
-from threefold.run_folder.history import INCOMPLETE, published, step_of
+from threefold.run_folder.history import INCOMPLETE, newest_step, published
 from threefold.runtime.ranks import MAX_TRACEBACK_LINES, ForkedRanks, log_tails
 
 IMPORTED = [
@@ -156,7 +156,7 @@ class Run:
 
     def newest(self) -> int:
         """Return the step of the newest published checkpoint; 0 if there is none."""
-        return max(map(step_of, published(self.checkpoints)), default=0)
+        return newest_step(self.checkpoints)
 
     def last_words(self) -> str:
         """Return the end of every rank's output."""

@@ -52,7 +52,7 @@ from threefold.checkpoint.format import find_damages
 from threefold.config.loading import load_recipe
 from threefold.prove.shrink import write_corpus
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.history import published, step_of
+from threefold.run_folder.history import newest_step, published, step_of
 from threefold.run_folder.json_lines import LineFile
 from threefold.runtime.exits import REJECTED
 from threefold.runtime.ranks import ForkedRanks, log_file
@@ -275,7 +275,7 @@ class Soak:
         lines = [(line["step"], without_times(line)) for line in folder.read_metrics()]
         if [step for step, _ in lines] != list(range(1, len(lines) + 1)):
             wrong.append(f"steps {[step for step, _ in lines]}")
-        newest = max(map(step_of, self.published()), default=0)
+        newest = newest_step(self.folder / "checkpoints")
         if len(lines) < newest:
             wrong.append(f"metrics end at step {len(lines)}, and step {newest} is saved")
         reads, recipe = reads_of(self.folder), load_recipe(self.recipe, [])

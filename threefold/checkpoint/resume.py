@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,8 +27,8 @@ from threefold.checkpoint.compatibility import (
     initial_weights,
     key_of_initial_weights,
 )
-from threefold.checkpoint.format import Manifest, find_damages
-from threefold.checkpoint.state import CheckpointReader
+from threefold.checkpoint.format import find_damages
+from threefold.checkpoint.state import CheckpointReader, DamagedCheckpoint, newest_undamaged
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import parse_recipe
 from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
@@ -39,6 +40,7 @@ from threefold.run_folder.history import (
     NAME,
     Branch,
     History,
+    newest_step,
     published,
     set_aside,
     stamp_of,
@@ -209,13 +211,10 @@ def find(
         candidates = [Path(resume)]
     _agree(candidates)
     skipped: dict[Path, str] = {}
-    for path in candidates:
-        damage = find_damage(path, note)
-        if damage is None:
-            manifest = Manifest.read(path)
-            check_same_run(path, manifest, recipe, data)
-            return ResumePoint(CheckpointReader(path, manifest), skipped=skipped)
-        skipped[path] = damage
+    verified = partial(CheckpointReader.verified, find_damage=partial(find_damage, note=note))
+    for checkpoint in newest_undamaged(candidates, verified, skipped):
+        check_same_run(checkpoint.path, checkpoint.manifest, recipe, data)
+        return ResumePoint(checkpoint, skipped=skipped)
     if resume == "auto" and not candidates and any(folder.glob(ABANDONED)):
         left = ", ".join(str(path) for path in sorted(folder.glob(ABANDONED)))
         raise UserError(
@@ -267,12 +266,12 @@ def find_initial_weights(
     if path is None:
         return ResumePoint()
     key = key_of_initial_weights(recipe)
-    damage = find_damage(path, note)
-    if damage:
-        raise UserError(f"{key}: {damage}; {REMEDY_FOR_DAMAGED_WEIGHTS}")
-    manifest = Manifest.read(path)
-    check_same_model(key, manifest, recipe)
-    return ResumePoint(CheckpointReader(path, manifest), weights_only=True)
+    try:
+        checkpoint = CheckpointReader.verified(path, partial(find_damage, note=note))
+    except DamagedCheckpoint as damage:
+        raise UserError(f"{key}: {damage}; {REMEDY_FOR_DAMAGED_WEIGHTS}") from None
+    check_same_model(key, checkpoint.manifest, recipe)
+    return ResumePoint(checkpoint, weights_only=True)
 
 
 def abandon_others(folder: Path, point: ResumePoint, *, stamp: str) -> list[Path]:
@@ -430,8 +429,7 @@ def find_start(
     pending = history.branch if history.branch and history.branch.pending else None
     snapshot = ResumePoint()
     if find_in_memory and request.resume == "auto" and not pending:
-        newest = max(map(step_of, published(folder.checkpoints)), default=0)
-        snapshot = find_in_memory(history=history, at_least=newest)
+        snapshot = find_in_memory(history=history, at_least=newest_step(folder.checkpoints))
     if snapshot.checkpoint:
         # Only checkpoints on the disk end the count of rollbacks.
         saved = max((step for step in history.saved if step <= snapshot.progress.step), default=0)

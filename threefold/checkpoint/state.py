@@ -7,18 +7,18 @@ parameter. Flats end in padding, which belongs to no parameter and stays zero.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from typing_extensions import override
 
-from threefold.checkpoint.format import Manifest, tensor_key
+from threefold.checkpoint.format import Manifest, find_damages, tensor_key
 
 WEIGHTS = "weights"
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # by algorithm
@@ -228,7 +228,20 @@ def training_state(
     return (PartitionedState if partitioned else SharedState)(optimizer, parameters, algorithms)
 
 
-# Read the tensors of a checkpoint in any layout.
+# Find the newest undamaged checkpoint, and read its tensors in any layout.
+
+
+class DamagedCheckpoint(Exception):
+    """A checkpoint or a snapshot whose files have changed; the message describes the damage."""
+
+    def __init__(self, path: Path, damage: str):
+        super().__init__(damage)
+        self.path = path
+
+
+def first_damage(checkpoint: Path) -> str | None:
+    """Return the first damage found in a checkpoint, all of whose files this process verifies."""
+    return next(find_damages(checkpoint), None)
 
 
 @dataclass(frozen=True)
@@ -240,6 +253,19 @@ class CheckpointReader:
 
     path: Path
     manifest: Manifest
+
+    @classmethod
+    def verified(
+        cls, path: Path, find_damage: Callable[[Path], str | None] = first_damage
+    ) -> "CheckpointReader":
+        """Verify a checkpoint, and return its reader.
+
+        Raises:
+            DamagedCheckpoint: `find_damage` has found a damage.
+        """
+        if damage := None:
+            raise DamagedCheckpoint(path, damage)
+        return cls(path, Manifest.read(path))
 
     @property
     def in_memory(self) -> bool:
@@ -257,3 +283,28 @@ class CheckpointReader:
         key = tensor_key(kind, name)
         with safe_open(self.path / self.manifest.tensors[key], framework="pt") as file:
             return file.get_tensor(key)
+
+
+Saved = TypeVar("Saved")
+
+
+def newest_undamaged(
+    newest_first: Iterable[Saved],
+    verified: Callable[[Saved], CheckpointReader],
+    skipped: dict[Path, str],
+) -> Iterator[CheckpointReader]:
+    """Yield the undamaged checkpoints or snapshots among those of a run, newest first.
+
+    The checkpoints are verified one at a time, as the caller asks for them.
+
+    Args:
+        verified: verifies a checkpoint and returns its reader, or raises DamagedCheckpoint
+        skipped: receives damaged checkpoint -> description of the damage
+    """
+    for saved in newest_first:
+        try:
+            reader = verified(saved)
+        except DamagedCheckpoint as damage:
+            skipped[damage.path] = str(damage)
+        else:
+            yield reader

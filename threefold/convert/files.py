@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
@@ -16,12 +17,11 @@ from threefold.checkpoint.format import (
     FileRecord,
     Manifest,
     TensorFileWriter,
-    find_damages,
     manifest_damage,
     sha256,
     split_by_size,
 )
-from threefold.checkpoint.state import CheckpointReader
+from threefold.checkpoint.state import CheckpointReader, DamagedCheckpoint, newest_undamaged
 from threefold.config.phases import table_at
 from threefold.config.sections import short
 from threefold.data.manifest import is_corpus
@@ -189,27 +189,35 @@ def open_checkpoint(path: Path) -> CheckpointReader:
     Raises:
         UserError: The path has no checkpoint, or only damaged ones.
     """
+    if not (path / MANIFEST).is_file():
+        return undamaged(path, 1)[0]
     _reject_corpus(path)
-    if (path / "manifest.json").is_file():
-        damage = next(find_damages(path), None)
-        if damage:
-            _check_present([path])
-            raise UserError(f"{damage}; {_remedy(path)}")
-        return CheckpointReader(path, Manifest.read(path))
-    checkpoints = saved_in(path)
-    for checkpoint in reversed(checkpoints):
-        if next(find_damages(checkpoint), None) is None:
-            return CheckpointReader(checkpoint, Manifest.read(checkpoint))
-    if checkpoints:
-        _check_present(checkpoints)
-        damage = next(find_damages(checkpoints[-1]))
-        raise UserError(f"{path}: all checkpoints here are damaged; {damage}")
-    raise UserError(no_checkpoint(path))
+    try:
+        return CheckpointReader.verified(path)
+    except DamagedCheckpoint as damage:
+        _check_present([path])
+        raise UserError(f"{damage}; {_remedy(path)}") from None
 
 
-def saved_in(path: Path) -> list[Path]:
-    """Return the checkpoints of a run folder, or of a folder of checkpoints, oldest first."""
-    return published(path / "checkpoints") or published(path)
+def undamaged(run: Path, count: int) -> list[CheckpointReader]:
+    """Return the newest undamaged checkpoints of a run, at most `count`, newest first.
+
+    Args:
+        run: a run folder, or a folder of checkpoints
+
+    Raises:
+        UserError: The folder has no checkpoint, or only damaged ones.
+    """
+    _reject_corpus(run)
+    saves = published(run / "checkpoints") or published(run)
+    if not saves:
+        raise UserError(no_checkpoint(run))
+    damages: dict[Path, str] = {}
+    newest = newest_undamaged(reversed(saves), CheckpointReader.verified, damages)
+    if readers := list(islice(newest, count)):
+        return readers
+    _check_present(saves)
+    raise UserError(f"{run}: all checkpoints here are damaged; {damages[saves[-1]]}")
 
 
 def _reject_corpus(path: Path) -> None:
@@ -228,22 +236,6 @@ def _remedy(damaged: Path) -> str:
         run = folder.parent if folder.name == "checkpoints" else folder
         return f"use another checkpoint, or name {short(run)} to use its newest undamaged one"
     return "restore it from a copy, or use another checkpoint"
-
-
-def undamaged(run: Path, count: int) -> list[CheckpointReader]:
-    """Return the newest undamaged checkpoints of a run folder, at most `count`, newest first.
-
-    Raises:
-        UserError: The folder has no checkpoint.
-    """
-    _reject_corpus(run)
-    if not (saves := saved_in(run)):
-        raise UserError(no_checkpoint(run))
-    readers: list[CheckpointReader] = []
-    for checkpoint in reversed(saves):
-        if len(readers) < count and next(find_damages(checkpoint), None) is None:
-            readers.append(CheckpointReader(checkpoint, Manifest.read(checkpoint)))
-    return readers
 
 
 def model_of(source: CheckpointReader) -> ModelConfig:

@@ -33,7 +33,7 @@ from threefold.launch.diagnosis import (
 from threefold.launch.nodes import SECONDS_BETWEEN_LISTS, SECONDS_TO_CONNECT, Nodes
 from threefold.launch.replanning import Placement, Replanner
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.history import published, step_of
+from threefold.run_folder.history import newest_step
 from threefold.run_folder.lock import grant
 from threefold.runtime.exits import ECHO_SECONDS, HUNG, INTERRUPTED
 
@@ -58,7 +58,7 @@ class Announcements:
         If the file server does not answer, it is the step that was found last.
         """
         with contextlib.suppress(OSError):
-            self._newest = max(map(step_of, published(self.folder.checkpoints)), default=0)
+            self._newest = newest_step(self.folder.checkpoints)
         return self._newest
 
     def begin(self, attempt: Attempt, reason: str) -> None:

@@ -85,6 +85,11 @@ def published(folder: Path) -> list[Path]:
     return sorted(paths, key=step_of)
 
 
+def newest_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint of a folder; 0 if there is none."""
+    return max(map(step_of, published(folder)), default=0)
+
+
 def no_checkpoint(path: Path) -> str:
     """Say that a path has no checkpoint: what was looked for, where, and what exists there."""
     if not path.exists():

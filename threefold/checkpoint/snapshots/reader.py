@@ -26,7 +26,7 @@ from threefold.checkpoint.snapshots.node_memory import (
     SnapshotUnavailable,
     listings,
 )
-from threefold.checkpoint.state import CheckpointReader
+from threefold.checkpoint.state import CheckpointReader, DamagedCheckpoint, newest_undamaged
 from threefold.config.recipe import Recipe
 from threefold.run_folder.history import History
 
@@ -135,20 +135,21 @@ def find_snapshot(
     dist.broadcast_object_list(found)
     servers, candidates = found[0]
     clients = {server.node: Client(server) for server in servers}
-    skipped: dict[Path, str] = {}
-    for candidate in candidates:
+
+    def verified(candidate: Candidate) -> SnapshotReader:
         path = PLACE_IN_MESSAGES / candidate.name
         manifest = Manifest.parse(candidate.manifest, path)
         check_same_run(path, manifest, recipe, data)
         holders, damages = _verify(candidate, manifest, clients, note)
         if holders is None:
-            skipped[path] = "; ".join(damages)
-        else:
-            for damage in damages if dist.get_rank() == 0 else ():
-                print(f"warning: {damage}; the other copy is used", file=sys.stderr)
-            reader = SnapshotReader(path, manifest, candidate.name, holders)
-            return ResumePoint(reader, skipped=skipped)
-    return ResumePoint(skipped=skipped)
+            raise DamagedCheckpoint(path, "; ".join(damages))
+        for damage in damages if dist.get_rank() == 0 else ():
+            print(f"warning: {damage}; the other copy is used", file=sys.stderr)
+        return SnapshotReader(path, manifest, candidate.name, holders)
+
+    skipped: dict[Path, str] = {}
+    newest = next(newest_undamaged(candidates, verified, skipped), None)
+    return ResumePoint(newest, skipped=skipped)
 
 
 def _candidates(servers: Sequence[Server], history: History, at_least: int) -> Iterator[Candidate]:
