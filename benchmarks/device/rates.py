@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from benchmarks.taking_turns import serve
 from models.kernels.attention import causal_attention
 from threefold.engine.build import DTYPES
-from threefold.pretrain.preflight.measure import timed
-from threefold.runtime.processes import keep_memory, on_gpu
+from threefold.runtime.processes import driver_name, keep_memory, on_gpu
+from threefold.runtime.timing import Repetitions, matmul_tflops, timed
 
 REPEATS = 5
 MIN_SECONDS = 0.02  # timed together, so that reading the clock does not matter
@@ -37,8 +37,7 @@ class Rates:
 
     def name(self) -> str:
         """Return the device's name."""
-        on_cuda = self.device.type == "cuda"
-        return torch.cuda.get_device_name(self.device) if on_cuda else self.device.type
+        return driver_name()
 
     def properties(self) -> dict[str, float]:
         """Return the memory and multiprocessors of a GPU; empty for a CPU."""
@@ -53,9 +52,9 @@ class Rates:
     def large_matmul(self, precision: str) -> dict[str, float]:
         """Return the TFLOP/s of a large square matmul by library."""
         size = LARGE[self.device.type][precision]
-        left, right = self._matrix(precision, size, size), self._matrix(precision, size, size)
-        rates = {"torch.mm": 2e-12 * size**3 / self._fastest(lambda: left @ right)}
+        rates = {"torch.mm": matmul_tflops(size, DTYPES[precision], self.device, choose=min)}
         if self.device.type == "cpu":
+            left, right = (self._matrix(precision, size, size) for _ in range(2))
             product = torch.ops.mkldnn._linear_pointwise
             seconds = self._fastest(lambda: product(left, right, None, "none", [], ""))
             rates["oneDNN"] = 2e-12 * size**3 / seconds
@@ -114,6 +113,6 @@ class Rates:
     def _fastest(self, call: Callable[[], object]) -> float:
         """Return the fastest of several timings of a call, which other processes disturb least."""
         calls = 1
-        while calls * timed(call, calls, self.device, repetitions=1) < MIN_SECONDS:
+        while calls * timed(call, self.device, Repetitions(1, calls)) < MIN_SECONDS:
             calls *= 2
-        return timed(call, calls, self.device, repetitions=REPEATS, choose=min)
+        return timed(call, self.device, Repetitions(REPEATS, calls, min))

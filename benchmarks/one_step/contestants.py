@@ -38,7 +38,13 @@ from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.engine.build import build_from_recipe
-from threefold.runtime.processes import on_gpu, quiet, should_compile, start_processes
+from threefold.runtime.processes import (
+    driver_name,
+    on_gpu,
+    quiet,
+    should_compile,
+    start_processes,
+)
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # tokens and labels [b, s] of each micro-batch
 OVERLAPPED: Sequence[tuple[Any, str]] = (  # functions that begin a collective
@@ -138,9 +144,7 @@ class Contestant:
 
     def device_name(self) -> str:
         """Return the device's name."""
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_name(self.device)
-        return self.device.type
+        return driver_name()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -24,6 +24,7 @@ from threefold.gpus.datasheet import FOLDER, Gpu, gpus, load_gpu, read_gpu
 from threefold.plan.job import Machine
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
+from threefold.runtime import timing as runtime_timing
 from threefold.sweep.folder import SweepStopped
 from threefold.sweep.links import fit, timing
 from threefold.sweep.links.fit import FitFailed, fitted_gpu
@@ -155,15 +156,15 @@ def time_links() -> tuple[list[dict[str, Any]], list[float]]:
     """Measure two nodes of two ranks, with seconds that are always 1.0 and messages of ones."""
     world, control, messages = join_world(), dist.new_group(backend="gloo"), []
 
-    def message(self: timing.LinkTimer, size: int) -> torch.Tensor:
+    def message(size: int, device: torch.device) -> torch.Tensor:
         messages.append(torch.ones(size // 4))
         return messages[-1]
 
-    def timed(call: Any, calls: int, device: torch.device) -> float:
+    def timed(call: Any, device: torch.device, repetitions: runtime_timing.Repetitions) -> float:
         call()
         return 1.0
 
-    timing.LinkTimer._message, timing.timed = message, timed  # type: ignore[method-assign]
+    runtime_timing.zeros, runtime_timing.timed = message, timed
     timer = timing.LinkTimer(world, control, torch.device("cpu"), 2)
     found = [vars(each) for each in timer.measure([64, 128])]
     return found, [float(each[0]) for each in messages]

@@ -263,7 +263,7 @@ class CheckpointReader:
         Raises:
             DamagedCheckpoint: `find_damage` has found a damage.
         """
-        if damage := None:
+        if damage := find_damage(path):
             raise DamagedCheckpoint(path, damage)
         return cls(path, Manifest.read(path))
 

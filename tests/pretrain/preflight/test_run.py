@@ -44,8 +44,8 @@ def multiply(left, right):
     product = left @ right
     product[3, 5] += fault == "wrong"
     return product
-def timed(test, prepare, size, repetitions):
-    measured = seconds(test, prepare, size, repetitions)
+def timed(test, seconds_of, size, repetitions):
+    measured = seconds(test, seconds_of, size, repetitions)
     return None if measured is None else 1.0
 measure.wrong_rows = lambda *arguments: wrong_rows(*arguments, multiply=multiply)
 measure.LinkTest._seconds = timed

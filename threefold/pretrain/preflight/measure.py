@@ -7,105 +7,21 @@ rank waits for its device after every operation. Of several repetitions, the fas
 because disturbances only make them slower, and a faulty device or link is slow in all of them.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from threefold.engine.build import DTYPES
 from threefold.pretrain.preflight.evaluate import DeviceReport, LinkReport, Scope, pair_rounds
-
-# Timing of matmuls, transfers and all-reduces, for the preflight and for `sweep.py links`.
-
-TIMED_REPETITIONS = 7  # timed after one repetition for warm-up
-MATMULS_PER_REPETITION = 5
-Choose = Callable[[Sequence[float]], float]
-
-
-def matmul_tflops(
-    size: int, precision: str, device: torch.device, choose: Choose = median
-) -> float:
-    """Return this rank's rate of a square matmul in TFLOP/s.
-
-    The values are random, because a GPU draws less power, and is faster, with simpler ones. Torch's
-    own random numbers are left unchanged.
-
-    Args:
-        size: rows, columns and inner dimension
-        choose: chooses one of the measured times
-    """
-    generator = torch.Generator(device).manual_seed(0)
-    left, right = (
-        torch.randn(size, size, device=device, generator=generator).to(DTYPES[precision])
-        for _ in range(2)
-    )  # [size, size]
-    product = torch.empty_like(left)
-    seconds = timed(
-        lambda: torch.mm(left, right, out=product), MATMULS_PER_REPETITION, device, choose=choose
-    )
-    return 2e-12 * size**3 / seconds
-
-
-def timed(
-    call: Callable[[], object],
-    calls: int,
-    device: torch.device,
-    *,
-    repetitions: int = TIMED_REPETITIONS,
-    choose: Choose = median,
-) -> float:
-    """Return the time of a call in seconds, after a warm-up.
-
-    Args:
-        calls: number of calls that are timed together, so that reading the clock does not matter
-        repetitions: number of times that the calls are timed
-    """
-    times = []
-    for _ in range(1 + repetitions):
-        synchronize(device)
-        before = time.perf_counter()
-        for _ in range(calls):
-            call()
-        synchronize(device)
-        times.append((time.perf_counter() - before) / calls)
-    return choose(times[1:])
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def all_reduce(message: torch.Tensor, group: dist.ProcessGroup | None) -> Callable[[], object]:
-    """Return an all-reduce of a message; communication: all-reduce in `group`; None: all ranks."""
-    return lambda: dist.all_reduce(message, group=group)
-
-
-def transfer(message: torch.Tensor, pair: tuple[int, int], rank: int) -> Callable[[], object]:
-    """Return a transfer of a message there and back.
-
-    Communication: send and receive between the two ranks of the pair.
-
-    Args:
-        message: the message, which is overwritten by that of the peer
-        pair: two global ranks, one of which is `rank`
-    """
-    first, second = pair
-
-    def send_and_receive() -> None:
-        dist.send(message, second)
-        dist.recv(message, second)
-
-    def receive_and_send() -> None:
-        dist.recv(message, first)
-        dist.send(message, first)
-
-    return send_and_receive if rank == first else receive_and_send
-
+from threefold.runtime.processes import driver_name
+from threefold.runtime.timing import (
+    Repetitions,
+    matmul_tflops,
+    time_all_reduce,
+    time_transfer,
+)
 
 MATMUL_SIZE = {"cpu": 256, "cuda": 8192}  # rows, columns and inner dimension, by kind of device
 MATMUL_SIZE_FP32 = 4096  # on GPUs, where fp32 is up to 16 times slower
@@ -135,12 +51,11 @@ def release_memory(device: torch.device) -> None:
 
 def measure_device(precision: str, device: torch.device) -> DeviceReport:
     """Measure the device of this rank, and check its results."""
-    is_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
-    rate = free = None
+    name, rate, free = driver_name(), None, None
     try:
-        free = torch.cuda.mem_get_info(device)[0] / GIB if is_gpu else None
-        rate = matmul_tflops(matmul_size(device, precision), precision, device, choose=min)
+        free = torch.cuda.mem_get_info(device)[0] / GIB if device.type == "cuda" else None
+        size = matmul_size(device, precision)
+        rate = matmul_tflops(size, DTYPES[precision], device, choose=min)
         wrong = wrong_rows(CHECKED_SIZE[device.type], precision, device)
         release_memory(device)
     except RuntimeError as error:  # of CUDA, including a lack of memory
@@ -211,7 +126,7 @@ class LinkTest:
                 if partner is not None and seconds is not None:
                     rates[partner] = 1e-9 * size / seconds
         for axis, group in groups.items():
-            seconds, size = self._time(axis, partial(all_reduce, group=group))
+            seconds, size = self._time(axis, partial(time_all_reduce, group=group))
             ranks = dist.get_world_size(group)
             sizes[axis] = size
             if seconds is not None:  # NCCL's bus bandwidth
@@ -223,15 +138,12 @@ class LinkTest:
         if partner is None:
             return self._time(measure, None)
         pair = (min(self.rank, partner), max(self.rank, partner))
-        seconds, size = self._time(
+        return self._time(
             f"{measure} between rank {pair[0]} and rank {pair[1]}",
-            partial(transfer, pair=pair, rank=self.rank),
+            partial(time_transfer, pair=pair, rank=self.rank),
         )
-        return (None if seconds is None else seconds / 2), size  # there and back
 
-    def _time(
-        self, name: str, prepare: Callable[[torch.Tensor], Callable[[], object]] | None
-    ) -> tuple[float | None, int]:
+    def _time(self, name: str, seconds_of: Callable[..., float] | None) -> tuple[float | None, int]:
         """Time an operation; return the seconds and the size of its message.
 
         First send a message of PROBE_BYTES untimed, which connects the ranks, and then a timed one.
@@ -240,27 +152,23 @@ class LinkTest:
 
         Args:
             name: the measurement, for hang reports
-            prepare: returns the operation with a message; None if this rank has no partner, so that
-                the seconds are None, too
+            seconds_of: times the operation, given the size of the message, the device and the
+                repetitions; None if this rank has no partner, so that the seconds are None, too
         """
         self.note(f"preflight: {name}")
         probe = PROBE_BYTES[self.device.type]
-        seconds = self._seconds(prepare, probe, repetitions=1)
+        seconds = self._seconds(seconds_of, probe, repetitions=1)
         slowest = torch.tensor(seconds or 0.0, dtype=torch.float32, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         size = message_bytes(slowest.item(), probe, MESSAGE_BYTES[self.device.type])
-        return self._seconds(prepare, size, repetitions=REPETITIONS), size
+        return self._seconds(seconds_of, size, repetitions=REPETITIONS), size
 
     def _seconds(
-        self,
-        prepare: Callable[[torch.Tensor], Callable[[], object]] | None,
-        size: int,
-        repetitions: int,
+        self, seconds_of: Callable[..., float] | None, size: int, repetitions: int
     ) -> float | None:
-        if prepare is None:
+        if seconds_of is None:
             return None
-        message = torch.zeros(size // 4, dtype=torch.float32, device=self.device)  # [size / 4]
-        return timed(prepare(message), 1, self.device, repetitions=repetitions, choose=min)
+        return seconds_of(size, self.device, Repetitions(repetitions, choose=min))
 
 
 def message_bytes(seconds: float, probe: int, most: int) -> int:

@@ -1,6 +1,7 @@
-"""Timing of matmuls, transfers and all-reduces in the workers of a sweep."""
+"""Measurement of a cluster by the workers of a sweep: their matmuls and the links between them."""
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -10,9 +11,15 @@ from deepspeed.accelerator import get_accelerator
 
 from models.errors import UserError
 from threefold.config.parallel_dims import LaunchEnvironment
+from threefold.engine.build import DTYPES
 from threefold.gpus.datasheet import processor_name
-from threefold.pretrain.preflight.measure import all_reduce, matmul_tflops, timed, transfer
 from threefold.runtime.processes import check_machine, on_gpu
+from threefold.runtime.timing import (
+    Repetitions,
+    matmul_tflops,
+    time_all_reduce,
+    time_transfer,
+)
 from threefold.sweep.links.measurements import (
     OPERATIONS,
     LinkTime,
@@ -22,7 +29,7 @@ from threefold.sweep.links.measurements import (
 )
 from threefold.sweep.trial import Result
 
-MAX_CALLS = 20  # of one repetition, timed together so that reading the clock does not matter
+MAX_CALLS = 20  # of one repetition
 BYTES_PER_REPETITION = {"cpu": 2**26, "cuda": 2**30}
 
 
@@ -47,7 +54,8 @@ def measure_links(
             f"ranks run on {device.type}; unset DS_ACCELERATOR, or use --gpu cpu"
         )
     size = request["matmul_size"]
-    rates = gathered(RankRate.here(matmul_tflops(size, request["precision"], device)), control)
+    rate = matmul_tflops(size, DTYPES[request["precision"]], device)
+    rates = gathered(RankRate.here(rate), control)
     check_hosts([rate.host for rate in rates], request["gpus_per_node"])
     links = LinkTimer(world, control, device, request["gpus_per_node"])
     measured = Measurements(
@@ -151,24 +159,20 @@ class LinkTimer:
     def _time(self, operation: Operation, size: int, scope: Scope) -> LinkTime:
         """Time an operation with messages of `size` bytes; collective."""
         is_transfer = operation == "transfer"
-        call: Callable[[], object] | None = None  # on ranks that take no part
+        seconds_of: Callable[..., float] | None = None  # on ranks that take no part
         if not is_transfer:
-            call = all_reduce(self._message(size), scope.group)
+            seconds_of = partial(time_all_reduce, group=scope.group)
         elif self.world.rank in scope.pair:
-            call = transfer(self._message(size), scope.pair, self.world.rank)
+            seconds_of = partial(time_transfer, pair=scope.pair, rank=self.world.rank)
         calls = max(1, min(MAX_CALLS, BYTES_PER_REPETITION[self.device.type] // size))
         dist.barrier(group=self.control)
-        seconds = timed(call, calls, self.device) if call else None
+        repetitions = Repetitions(calls=calls)
+        seconds = seconds_of(size, self.device, repetitions) if seconds_of else None
         measured = [of_rank for of_rank in gathered(seconds, self.control) if of_rank is not None]
         return LinkTime(
             operation=operation,
             across_nodes=scope.across_nodes,
             ranks=2 if is_transfer else scope.ranks,
             bytes=size,
-            # A transfer is timed as a message there and back.
-            seconds=median(measured) / (2 if is_transfer else 1),
+            seconds=median(measured),
         )
-
-    def _message(self, size: int) -> torch.Tensor:
-        """Return a tensor of zeros, whose sums stay zero."""
-        return torch.zeros(size // 4, dtype=torch.float32, device=self.device)  # [size / 4]
