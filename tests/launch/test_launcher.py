@@ -726,10 +726,10 @@ def test_the_newest_checkpoint_is_remembered_if_the_disk_fails(
     told = Announcements(RunFolder(tmp_path), None, 1)  # type: ignore[arg-type]
     assert told.newest_checkpoint() == 7
 
-    def fail(folder: Path) -> list[Path]:
+    def fail(folder: Path) -> int:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(launcher_module, "published", fail)
+    monkeypatch.setattr(launcher_module, "newest_step", fail)
     assert told.newest_checkpoint() == 7
 
 
