@@ -1,0 +1,1 @@
+"""Measurements of speed and memory; BENCHMARKS.md has their results."""

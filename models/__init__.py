@@ -1,0 +1,1 @@
+"""The network: pure torch, and DeepSpeed's LayerSpec."""

@@ -1,0 +1,1 @@
+"""The datasheet of a device, fitted to its measured matmuls, attention and memory."""

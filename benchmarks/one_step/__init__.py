@@ -1,0 +1,1 @@
+"""One training step of this code and of others: time, memory and overhead."""

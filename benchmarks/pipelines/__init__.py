@@ -1,0 +1,1 @@
+"""Pipeline schedules with layers that sleep or compute, compared with their simulation."""

@@ -1,0 +1,1 @@
+"""Architectures and weights of transformers' model families."""

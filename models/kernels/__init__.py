@@ -1,0 +1,1 @@
+"""Element-wise operations, norms and attention on one rank, eager or compiled."""

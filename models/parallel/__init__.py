@@ -1,0 +1,1 @@
+"""Tensor parallelism: split layers, their collectives, and the loss of a split vocabulary."""
