@@ -28,7 +28,7 @@ from threefold.runtime import timing as runtime_timing
 from threefold.sweep.folder import SweepStopped
 from threefold.sweep.links import fit, timing
 from threefold.sweep.links.fit import FitFailed, fitted_gpu
-from threefold.sweep.links.measure_cluster import Preflight
+from threefold.sweep.links.measure_cluster import ClusterMeasurement
 from threefold.sweep.links.measurements import SIZES, LinkTime, Measurements, RankRate
 from threefold.sweep.ranks.launchers import LocalLauncher
 
@@ -272,18 +272,18 @@ def test_an_earlier_file_survives_a_failed_write(
     assert file.read_text() == "new" and os.listdir(tmp_path) == [file.name]
 
 
-def preflight_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Preflight:
-    """Return a preflight that writes into a folder and measures nothing."""
+def measurement_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterMeasurement:
+    """Return a measurement that writes into a folder and measures nothing."""
     measured = measured_on(load_gpu("H100"), nodes=1, gpus_per_node=8)  # reads all datasheets
     monkeypatch.setattr(datasheet, "FOLDER", folder)
-    monkeypatch.setattr(Preflight, "_measure", lambda self, launcher: measured)
-    return Preflight.of(name, nodes=1, gpus_per_node=8, gpu="H100", seconds=None)
+    monkeypatch.setattr(ClusterMeasurement, "_measure", lambda self, launcher: measured)
+    return ClusterMeasurement.of(name, nodes=1, gpus_per_node=8, gpu="H100", seconds=None)
 
 
 def test_the_file_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    preflight = preflight_of("my-H100", tmp_path, monkeypatch)
-    _, gpu = preflight.run(LocalLauncher(Path("absent")))
-    text = preflight.file.read_text()
+    measurement = measurement_of("my-H100", tmp_path, monkeypatch)
+    _, gpu = measurement.run(LocalLauncher(Path("absent")))
+    text = measurement.file.read_text()
     assert text.startswith("# Written by `python recipes/sweep.py links my-H100`\n")
     assert f"# on {date.today()}, by 8 ranks on 1 node: NVIDIA H100 80GB HBM3, torch" in text
     assert "# The network between nodes was not measured." in text
@@ -298,14 +298,14 @@ def test_the_file_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_failed_write_stops_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    preflight = preflight_of("my-H100", tmp_path, monkeypatch)
+    measurement = measurement_of("my-H100", tmp_path, monkeypatch)
 
     def fail(source: Any, target: Any) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(SweepStopped, match=r"cannot be written \(Read-only file system\)"):
-        preflight.run(LocalLauncher(Path("absent")))
+        measurement.run(LocalLauncher(Path("absent")))
     assert os.listdir(tmp_path) == []
 
 
@@ -370,10 +370,10 @@ def test_two_real_ranks_write_a_datasheet_that_plans_use(
     with monkeypatch.context() as patched:
         patched.setattr(datasheet, "FOLDER", tmp_path)
         clear_caches()
-        preflight = Preflight.of("two-cores", **size, seconds=None)
-        measured, _ = run_ranks(2, measure_here, preflight._request()["links"])
-        patched.setattr(Preflight, "_measure", lambda self, launcher: measured)
-        _, gpu = preflight.run(LocalLauncher(Path("absent")))
+        measurement = ClusterMeasurement.of("two-cores", **size, seconds=None)
+        measured, _ = run_ranks(2, measure_here, measurement._request()["links"])
+        patched.setattr(ClusterMeasurement, "_measure", lambda self, launcher: measured)
+        _, gpu = measurement.run(LocalLauncher(Path("absent")))
         clear_caches()
         planned = run_here(plan.main, "--gpu", "two-cores", "--json", "--top", "0")
         assert datasheet.is_cpu("two-cores") and not datasheet.is_cpu("H100")

@@ -282,7 +282,7 @@ def abandon_others(folder: Path, point: ResumePoint, *, stamp: str) -> list[Path
 
     Args:
         folder: the run's checkpoints
-        found: the checkpoint at which the branch begins
+        point: the checkpoint at which the branch begins
         stamp: part of the new names of the checkpoints
     """
     own = is_own(folder, point.reader().path)
@@ -421,7 +421,7 @@ def find_start(
             None without snapshots
 
     Raises:
-        UserError: the events cannot be read, or `resume_point.find` raised the error.
+        UserError: the events cannot be read, or `find` rejects the request.
     """
     history = _agree_on_history(folder)
     if (request.once, request.resume) in history.requests:

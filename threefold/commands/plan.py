@@ -36,7 +36,7 @@ from threefold.plan.job import (
     recipe_on_cluster,
 )
 from threefold.plan.memory.peak import fits
-from threefold.plan.report import phase_rows, phases_lines, phases_table
+from threefold.plan.report import phase_row, phases_lines, phases_table
 from threefold.plan.search import DEFAULT_HEADROOM, SearchResult, largest, members, search
 from threefold.plan.software import THREEFOLD, load_software
 from threefold.plan.time.step import step_time
@@ -117,7 +117,8 @@ def plan(options: argparse.Namespace) -> int:
     count = max(options.top, 1 if options.write else 0)
     result = search(job, count, headroom=options.headroom) if count else SearchResult()
     steps = len(whole.steps_of(options.phase or whole.names[0]))
-    phases = phase_rows(whole, machine, software, adjust) if len(whole.segments) > 1 else []
+    segments = whole.segments if len(whole.segments) > 1 else ()
+    phases = [phase_row(segment, machine, software, adjust) for segment in segments]
     if options.json:
         table: dict[str, Any] = {"cluster": cluster.model_dump()}
         table |= {"links": report.links_table(machine)}

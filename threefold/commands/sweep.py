@@ -29,7 +29,7 @@ from threefold.runtime.output import printer, stdout_for_json, use_nonblocking_o
 from threefold.sweep import report
 from threefold.sweep.choice import Request, choose
 from threefold.sweep.folder import SweepFolder, SweepStopped
-from threefold.sweep.links.measure_cluster import Preflight, report_lines, report_table
+from threefold.sweep.links.measure_cluster import ClusterMeasurement, report_lines, report_table
 from threefold.sweep.ranks.launchers import (
     DeepSpeedLauncher,
     Launcher,
@@ -170,16 +170,16 @@ def measure_links(options: argparse.Namespace) -> int:
 
     The datasheet NAME keeps the values of --gpu that are not measured.
     """
-    preflight = Preflight.of(
+    measurement = ClusterMeasurement.of(
         options.name, nodes=options.nodes, gpus_per_node=options.gpus_per_node, gpu=options.gpu,
         seconds=options.seconds_per_trial,
     )  # fmt: skip
     with stdout_for_json(options.json):
-        measured, gpu = preflight.run(launcher_of(options))
+        measured, gpu = measurement.run(launcher_of(options))
     if options.json:
-        print(json.dumps(report_table(measured, gpu, preflight.kind, preflight.file)))
+        print(json.dumps(report_table(measured, gpu, measurement.kind, measurement.file)))
     else:
-        for line in report_lines(measured, gpu, preflight.kind, preflight.file):
+        for line in report_lines(measured, gpu, measurement.kind, measurement.file):
             print(line, flush=True)
     return 0
 

@@ -33,8 +33,8 @@ class Layout(Section):
     """Pipeline stages, which divide the layers. More than one requires ZeRO-1 or ZeRO-2."""
 
     context: Count = 1
-    """Ranks that divide each sequence (context parallelism), for long sequences. To ZeRO they are
-    data ranks."""
+    """Number of ranks that divide each sequence (context parallelism). Each holds 1 / `context` of
+    the activations, so that longer sequences fit. ZeRO treats them as data ranks."""
 
     context_attention: ContextAttention = "gather"
     """Algorithm of attention over context ranks. "gather": all-gather keys and values. "ring": pass

@@ -185,15 +185,11 @@ class Recipe(Section):
         """True if tensor ranks divide the tokens, between layers or to choose experts."""
         return self.layout.sequence_parallel or self.model.experts is not None
 
-    def _length_divisor(self, context: int) -> int:
-        """Return the number that a sequence length must be a multiple of, for `context` ranks."""
-        tensor = self.layout.tensor if self._divides_tokens else 1
-        return context * (math.lcm(2, tensor) if context > 1 else tensor)
-
     @property
     def _working_length(self) -> str:
         """The nearest sequence lengths that pass, or a context axis that passes if none does."""
-        divisor = self._length_divisor(self.layout.context)
+        context, tensor = self.layout.context, self.layout.tensor if self._divides_tokens else 1
+        divisor = context * (math.lcm(2, tensor) if context > 1 else tensor)
         if divisor > MAX_SIZE:
             return 'layout.context = 1 with layout.context_attention = "gather"'
         lengths = nearest_multiples(self.model.sequence_length, divisor)

@@ -37,17 +37,6 @@ SCHEDULE_NAMES = {
 Window = tuple[float, float]  # seconds since the step's start
 
 
-def draw_comparison(
-    pipeline: Pipeline, predicted: Timeline, measured: Timeline, *, title: str, file: Path
-) -> None:
-    """Write a picture of a step's passes: predicted above, measured below.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    save_figure(comparison(pipeline, predicted, measured, title), file)
-
-
 def save_figure(figure: Figure, file: Path) -> None:
     """Write a figure in the format that the file's suffix names.
 

@@ -353,21 +353,15 @@ class PhaseRow:
     problem: str
 
 
-def phase_rows(
-    plan: PhasePlan, machine: Machine, software: Software, adjust: Callable[[Job], Job]
-) -> list[PhaseRow]:
-    """Return the predictions for each segment of a run.
+def phase_row(
+    segment: Segment, machine: Machine, software: Software, adjust: Callable[[Job], Job]
+) -> PhaseRow:
+    """Return the predictions for a segment of a run.
 
     Args:
         software: the software that the times are predicted for
         adjust: applies a calibration to a job
     """
-    return [_row(segment, machine, software, adjust) for segment in plan.segments]
-
-
-def _row(
-    segment: Segment, machine: Machine, software: Software, adjust: Callable[[Job], Job]
-) -> PhaseRow:
     recipe = segment.recipe
     job, problem = own_job(recipe, machine, software)
     job = adjust(job) if job else None

@@ -157,17 +157,14 @@ def _distances(
     for name, values in expected.items():
         # The difference of a bias is relative to its layer's weight, because both form one affine
         # map. A bias that has grown from zero in a few steps is too small to be the divisor.
-        weight = expected.get(_weight_of(name), values)
+        # The weight of "up_5_bias" is "up_5", and that of "up.bias" is "up.weight".
+        of_weight = name.removesuffix("_bias").replace(".bias", ".weight")
+        weight = expected.get(of_weight, values)
         for part, rows in split_noise(name, model).items():
             size = max(float(values[rows].norm()), float(weight[rows].norm()))
             difference = _finite(float((got[name][rows] - values[rows]).norm()) / (size or 1.0))
             (noise if part.endswith(NOISE_SUFFIX) else distances)[part] = difference
     return distances, noise
-
-
-def _weight_of(bias: str) -> str:
-    """Return the name of the weight of a bias, such as "mlp.experts.up_5" of "up_5_bias"."""
-    return bias.removesuffix("_bias").replace(".bias", ".weight")
 
 
 def split_noise(name: str, model: ModelConfig) -> dict[str, slice | list[int]]:

@@ -60,7 +60,11 @@ class Meter:
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "memory_gb": peak_memory_gb(self.on_gpu),
             **(expert_metrics(experts) if experts else {}),
-            **prediction_metrics(prediction_losses or ()),
+            # The first one is the loss of the token after the next one.
+            **{
+                f"prediction_loss_{depth}": loss
+                for depth, loss in enumerate(prediction_losses or (), start=1)
+            },
         }
 
 
@@ -73,11 +77,6 @@ def expert_metrics(report: "ExpertReport") -> dict[str, Any]:
         "expert_entropy": report.entropy,
         "expert_dropped": report.dropped,
     }
-
-
-def prediction_metrics(losses: Sequence[float]) -> dict[str, float]:
-    """Return the losses of further tokens as metrics: the first is the token after the next one."""
-    return {f"prediction_loss_{depth}": loss for depth, loss in enumerate(losses, start=1)}
 
 
 def peak_memory_gb(on_gpu: bool) -> float:

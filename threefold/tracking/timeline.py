@@ -88,7 +88,7 @@ class TimelineRecorder:
 
     def _write(self, of_ranks: Sequence[Steps], step: int) -> None:
         # Imported here, because a run without a timeline should not wait a second for matplotlib.
-        from threefold.pipeline.picture import draw_comparison
+        from threefold.pipeline.picture import comparison, save_figure
 
         trace = perfetto_trace(of_ranks, self.dims)
         measured = measured_passes(of_ranks, self.dims, step)
@@ -96,13 +96,9 @@ class TimelineRecorder:
         picture = self.folder.path / "timeline.svg"
         try:
             write_whole(self.folder.path / "timeline.json", json.dumps(trace))
-            draw_comparison(
-                pipeline,
-                simulate(pipeline, typical_seconds(measured)),
-                measured,
-                title=f"{self.engine.recipe.name}, step {step}",
-                file=picture,
-            )
+            predicted = simulate(pipeline, typical_seconds(measured))
+            title = f"{self.engine.recipe.name}, step {step}"
+            save_figure(comparison(pipeline, predicted, measured, title), picture)
             first = min(of_ranks[0])
             self.show(step, "timeline", picture)
             print(f"the timeline of steps {first} to {step} is in {picture} and timeline.json")

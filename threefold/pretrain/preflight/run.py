@@ -86,7 +86,7 @@ def warnings(result: PreflightResult, hosts: Sequence[str]) -> list[str]:
 
 
 def sentence(issue: Issue, hosts: Sequence[str]) -> str:
-    """Return a issue as a sentence."""
+    """Return an issue as a sentence."""
     ranks, measure = issue.ranks, issue.measure
     names = dict.fromkeys(hosts[rank] for rank in ranks)
     numbers = shortened(map(str, ranks))

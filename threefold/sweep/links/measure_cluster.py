@@ -33,7 +33,7 @@ VERBS = {"out_of_memory": "ran out of memory", "hung": "hung", "crashed": "crash
 
 
 @dataclass(frozen=True)
-class Preflight:
+class ClusterMeasurement:
     """A measurement of a cluster.
 
     Attributes:
@@ -56,8 +56,8 @@ class Preflight:
         gpus_per_node: int | None,
         gpu: str | None,
         seconds: float | None,
-    ) -> "Preflight":
-        """Return the preflight that the options describe; None stands for a default.
+    ) -> "ClusterMeasurement":
+        """Return the measurement that the options describe; None stands for a default.
 
         Raises:
             UserError: an option is not valid.
@@ -174,7 +174,7 @@ SHOWN_LINKS = (
 
 
 def report_lines(measured: Measurements, gpu: Gpu, kind: WorkerKind, file: Path) -> Iterator[str]:
-    """Yield the table of a preflight."""
+    """Yield the table of a measurement."""
     rank, slowest = measured.slowest
     yield (
         f"{kind.size} rank{'s' * (kind.size > 1)} on {kind.nodes} node{'s' * (kind.nodes > 1)}: "

@@ -92,7 +92,7 @@ def gathered(value: Any, control: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-class Scope(NamedTuple):
+class LinkScope(NamedTuple):
     """The ranks between which links are measured.
 
     Attributes:
@@ -144,19 +144,19 @@ class LinkTimer:
             for size in sizes
         ]
 
-    def _scopes(self) -> list[Scope]:
+    def _scopes(self) -> list[LinkScope]:
         """Return the scopes that this world has."""
         size, per_node = self.world.size, self.gpus_per_node
         first_of_node = self.world.rank // per_node * per_node
         scopes = []
         if per_node > 1:
             pair = (first_of_node, first_of_node + 1)
-            scopes.append(Scope(across_nodes=False, ranks=per_node, pair=pair, group=self.node))
+            scopes.append(LinkScope(across_nodes=False, ranks=per_node, pair=pair, group=self.node))
         if size > per_node:
-            scopes.append(Scope(across_nodes=True, ranks=size, pair=(0, per_node), group=None))
+            scopes.append(LinkScope(across_nodes=True, ranks=size, pair=(0, per_node), group=None))
         return scopes
 
-    def _time(self, operation: Operation, size: int, scope: Scope) -> LinkTime:
+    def _time(self, operation: Operation, size: int, scope: LinkScope) -> LinkTime:
         """Time an operation with messages of `size` bytes; collective."""
         is_transfer = operation == "transfer"
         seconds_of: Callable[..., float] | None = None  # on ranks that take no part
