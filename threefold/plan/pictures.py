@@ -1,6 +1,6 @@
 """Pictures of plans and measured runs: timelines, heat maps, predictions and measurements.
 
-Both are drawn from the results of `plan.py table`, which `planning.measured.comparison` returns.
+Both are drawn from the results of `plan.py table`, which `calibration/fit.py` returns.
 """
 
 from collections import defaultdict

@@ -148,7 +148,7 @@ def held_state(engine: Engine, kind: str) -> dict[str, Tensor]:
     """Return this tensor rank's part of an optimizer state of all weights that have it; collective.
 
     Args:
-        kind: "fp32" for the fp32 weights, or a kind of `checkpoint/state.py`
+        kind: "fp32" for the fp32 weights, or one of KINDS in `checkpoint/state.py`
     """
     optimizer = engine.wrapped.optimizer
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # not ZeRO-3

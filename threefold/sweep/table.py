@@ -1,4 +1,4 @@
-"""Rows of sweep.csv: the columns of `planning.measured.table` and additional ones of a sweep."""
+"""Rows of sweep.csv: the columns of `plan.py table`'s input, and those of a sweep."""
 
 import csv
 import io

@@ -3,7 +3,7 @@
 The model, DeepSpeed's engine, its optimizer and its schedule are the real ones, built by
 `build_from_recipe`, on fake tensors and a process group that does nothing (`fake_cluster.py`). The
 second step is counted, because Adam's moments exist by then, as in all later steps. It is shortened
-to the micro-batches that reach the peak memory (`shortened_step.py`).
+to the micro-batches that reach the peak memory.
 
 Not counted: memory inside kernels and libraries (cuBLAS' workspace, NCCL's buffers, flash
 attention's fp32 accumulators in its backward pass), the CUDA context, and fragmentation in the
