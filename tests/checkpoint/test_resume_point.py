@@ -165,14 +165,14 @@ def test_all_ranks_learn_of_damage(
         assert shares == 3
         return iter([f"{checkpoint} is damaged"] if share == damaged_share else [])
 
-    def gather(everyones: list[str | None], own: str | None) -> None:
+    def gather(everyones: list[str | None], own: str | None, group: None) -> None:
         reports = [next(damages(HERE, share=n, shares=3, note=None), None) for n in range(3)]
         assert own == reports[rank]
         everyones[:] = reports
 
     monkeypatch.setattr(resume, "find_damages", damages)
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
     monkeypatch.setattr(dist, "all_gather_object", gather)
     expected = None if damaged_share is None else f"{HERE} is damaged"
     assert find_damage(HERE) == expected

@@ -535,10 +535,10 @@ def test_auto_compiles_on_gpus_only() -> None:
                 assert should_compile("auto") == together
 
 
-def gathering(others: bool) -> Callable[[list, bool], None]:
+def gathering(others: bool) -> Callable[[list, bool, None], None]:
     """Return a gather in which this rank has a compiler, and the other one may not."""
 
-    def gather(found: list, own: bool) -> None:
+    def gather(found: list, own: bool, group: None) -> None:
         found[:] = [True, others]
 
     return gather

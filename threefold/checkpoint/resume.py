@@ -50,6 +50,7 @@ from threefold.run_folder.history import (
 from threefold.run_folder.json_lines import flush
 from threefold.run_folder.lock import FolderInUse
 from threefold.run_folder.progress import Progress
+from threefold.runtime.processes import gathered
 
 # Find and verify the checkpoint from which a run starts or resumes.
 
@@ -300,14 +301,11 @@ def find_damage(checkpoint: Path, note: Note = no_note) -> str | None:
     """Return the first damage found in a checkpoint; collective, each rank verifies a share."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     own = next(find_damages(checkpoint, share=rank, shares=ranks, note=note), None)
-    everyones: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, own)
-    return next((damage for damage in everyones if damage), None)
+    return next((damage for damage in gathered(own) if damage), None)
 
 
 def _agree(candidates: list[Path]) -> None:
-    everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyones, [path.name for path in candidates])
+    everyones = gathered([path.name for path in candidates])
     if any(names != everyones[0] for names in everyones):
         raise UserError(
             f"the ranks see different checkpoints ({sorted(map(tuple, everyones))}); use a "

@@ -58,7 +58,7 @@ from threefold.run_folder.history import (
     step_of,
 )
 from threefold.run_folder.progress import Progress
-from threefold.runtime.processes import RankTree
+from threefold.runtime.processes import RankTree, gathered
 
 # Assembly of logical tensors from the pieces on the ranks of one stage.
 #
@@ -114,9 +114,8 @@ class Assembly:
             if fragment.name in sent
             and (tensor.rank == 0 or not self.shardings[fragment.name].replicated)
         ]
-        everyones: list[Any] = [None] * dist.get_world_size(group)
         kinds = {name: state.kinds(name) for name in self.shardings}
-        dist.all_gather_object(everyones, (self.shardings, kinds, own), group=group)
+        everyones = gathered((self.shardings, kinds, own), group)
         self.shardings = {}
         self.kinds: dict[str, tuple[str, ...]] = {}
         for shardings, kinds, _ in everyones:  # ranks may hold different experts

@@ -35,6 +35,7 @@ from threefold.engine.experts import (
 )
 from threefold.engine.parameter_groups import rules_of
 from threefold.pipeline.engine import ScheduledEngine
+from threefold.runtime.processes import gathered
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.rank_comparison import ReplicaGroup, diverged_replicas
 
@@ -82,9 +83,7 @@ class Stopwatch:
 
     def take_of_all_ranks(self) -> list[float]:
         """Return the seconds since the last call on every rank, by rank; collective."""
-        of_ranks = [0.0] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, self.take())
-        return of_ranks
+        return gathered(self.take())
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from models.parallel.collectives import TensorAxis, wait_for
 from models.sharding import MatrixPart, Sharding, sharding_of
 from threefold.checkpoint.state import Fragment, TrainingState
 from threefold.engine.muon import orthogonalize
+from threefold.runtime.processes import gathered
 
 # Plan of the exchange that gathers logical matrices from the shards of an optimizer's state.
 #
@@ -312,9 +313,7 @@ def gather_shards(
 
     `plan.py trace`, which simulates one rank, replaces this function; it reads `state`.
     """
-    shards: list[list[Shard]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(shards, own, group=group)
-    return shards
+    return gathered(own, group)
 
 
 def update_scale(shape: tuple[int, int]) -> float:

@@ -1,6 +1,7 @@
 """The start of a run on all ranks, from the supervisor to the first step, and its orderly end."""
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ from threefold.run_folder.lock import FolderInUse
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, PortInUse, exit_now
 from threefold.runtime.processes import (
     check_machine,
-    hosts_of_ranks,
+    gathered,
     on_gpu,
     start_processes,
     threads_on_first_node,
@@ -84,8 +85,7 @@ def raise_on_all_ranks() -> Iterator[None]:
         problem = error
     is_defect = problem is not None and not isinstance(problem, UserError)
     in_use = isinstance(problem, FolderInUse)
-    of_ranks: list[tuple[bool, bool, str]] = [(False, False, "")] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (is_defect, in_use, str(problem or "")))
+    of_ranks = gathered((is_defect, in_use, str(problem or "")))
     if problem and is_defect:
         raise problem
     for rank, (failed, *_) in enumerate(of_ranks):
@@ -176,7 +176,7 @@ def join(
         in_use = lock_run_folder(folder, wait_seconds=wait_seconds)
     if in_use:
         raise FolderInUse(in_use, alive=True)
-    hosts = hosts_of_ranks()
+    hosts = gathered(socket.gethostname())
     supervisor.name_hosts(hosts)
     check_placement(experiment.dims, hosts)
     return RunHandle(folder, supervisor, memory_of_all_nodes(recipe))
@@ -190,8 +190,7 @@ def memory_of_all_nodes(recipe: Recipe) -> NodeMemory | None:
     memory = NodeMemory.from_environment(os.environ)
     if not recipe.checkpoint.snapshot_every:
         return None
-    everyones: list[bool] = [False] * dist.get_world_size()
-    dist.all_gather_object(everyones, memory is not None)
+    everyones = gathered(memory is not None)
     if all(everyones):
         return memory
     if dist.get_rank() == 0:

@@ -132,6 +132,7 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 MAX_KEPT_BLOCK_BYTES = 32 * 2**20  # glibc's upper limit of the threshold
 NO_TIMEOUT = timedelta(days=365)
+T = TypeVar("T")
 COLLECTIVE_TIMEOUT_MARGIN = timedelta(minutes=5)  # on top of the patience of supervision
 
 
@@ -154,9 +155,7 @@ def should_compile(setting: bool | Literal["auto"]) -> bool:
     here = would_compile(setting)
     if setting != "auto" or not on_gpu():
         return here
-    by_rank = [False] * dist.get_world_size()
-    dist.all_gather_object(by_rank, here)
-    return all(by_rank)
+    return all(gathered(here))
 
 
 def would_compile(setting: bool | Literal["auto"]) -> bool:
@@ -366,11 +365,11 @@ def keep_memory() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
-def hosts_of_ranks() -> list[str]:
-    """Return the name of each rank's node, by rank; collective."""
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return hosts
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of each rank of a group, by rank; None: all ranks. Collective."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def threads_on_first_node() -> tuple[int, int, int]:
@@ -378,9 +377,7 @@ def threads_on_first_node() -> tuple[int, int, int]:
 
     The threads are those of all its ranks, and the cores those that any of them may use.
     """
-    mine = (socket.gethostname(), torch.get_num_threads(), os.sched_getaffinity(0))
-    everyones = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
+    everyones = gathered((socket.gethostname(), torch.get_num_threads(), os.sched_getaffinity(0)))
     ranks = [(threads, cores) for host, threads, cores in everyones if host == everyones[0][0]]
     cores = set().union(*(cores for _, cores in ranks))
     return len(ranks), sum(threads for threads, _ in ranks), len(cores)
@@ -398,8 +395,6 @@ def quiet() -> contextlib.AbstractContextManager:
 # most one group of at most FAN_OUT ranks.
 
 FAN_OUT = 32  # maximum number of ranks in a group
-
-T = TypeVar("T")
 
 
 def levels(ranks: int, fan_out: int) -> list[list[list[int]]]:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from threefold.runtime.processes import gathered
+
 INTEGERS_BY_BYTES = {2: torch.int16, 4: torch.int32}  # bytes of an element -> integer type
 MAX_ELEMENTS_AT_ONCE = 2**22  # of a tensor that is summed as int64
 MULTIPLIER = 0x9E3779B97F4A7C1  # a large odd number, so that factors differ in all their bits
@@ -47,9 +49,7 @@ def diverged_replicas(groups: Iterable[ReplicaGroup], device: torch.device) -> l
     dist.all_reduce(count)
     if not count:
         return []
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, found)
-    return sorted({sentence for sentences in of_ranks for sentence in sentences})
+    return sorted({sentence for sentences in gathered(found) for sentence in sentences})
 
 
 def _compare(copies: ReplicaGroup) -> list[str]:

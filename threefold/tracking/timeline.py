@@ -23,6 +23,7 @@ from threefold.pipeline.engine import Event, Recording, passes_of
 from threefold.pipeline.simulation import Timeline, simulate, typical_seconds
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import write_whole
+from threefold.runtime.processes import gathered
 
 Show = Callable[[int, str, Path], None]
 Steps = dict[int, list[Event]]  # the events of each recorded step
@@ -80,8 +81,7 @@ class TimelineRecorder:
         """Write the files after the last of the selected steps; collective at that step."""
         if step != self.last or not self.steps:
             return
-        of_ranks: list[Steps] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(of_ranks, self.steps)
+        of_ranks = gathered(self.steps)
         self.steps = {}
         if dist.get_rank() == 0:
             self._write(of_ranks, step)

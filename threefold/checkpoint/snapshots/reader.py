@@ -29,6 +29,7 @@ from threefold.checkpoint.snapshots.node_memory import (
 from threefold.checkpoint.state import CheckpointReader, DamagedCheckpoint, newest_undamaged
 from threefold.config.recipe import Recipe
 from threefold.run_folder.history import History
+from threefold.runtime.processes import gathered
 
 # Read the tensors of a snapshot, in any layout, from the memory of the nodes.
 
@@ -229,8 +230,7 @@ def _verify(
                 own[file] = node
                 break
             damages.append(damage)
-    everyones: list[Any] = [None] * ranks
-    dist.all_gather_object(everyones, (own, damages))
+    everyones = gathered((own, damages))
     nodes_of = {file: node for files, _ in everyones for file, node in files.items()}
     found = [damage for _, own in everyones for damage in own]
     if nodes_of.keys() != manifest.files.keys():

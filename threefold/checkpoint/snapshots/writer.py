@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from threefold.checkpoint.writer import (
     united,
 )
 from threefold.run_folder.progress import Progress
+from threefold.runtime.processes import gathered
 
 # Copies of a node's files in the memory of a partner node.
 #
@@ -87,9 +87,7 @@ class Partners:
             sources, files = [], {}
             problem = problem or f"{error.filename or workspace}: {error.strerror}"
         own = self.ranks.index(dist.get_rank())
-        everyones: list[Any] = [None] * size
-        dist.all_gather_object(everyones, files, group=self.group)
-        arriving: dict[str, int] = everyones[(own - 1) % size]
+        arriving = gathered(files, self.group)[(own - 1) % size]
         destinations, problem = _create(workspace, arriving, problem)
         # Chunks of both directions travel at the same time; each side waits before the next one.
         outgoing = [part for source in sources for part in source.split(CHUNK_BYTES)]

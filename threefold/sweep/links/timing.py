@@ -13,7 +13,7 @@ from models.errors import UserError
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.engine.build import DTYPES
 from threefold.gpus.datasheet import processor_name
-from threefold.runtime.processes import check_machine, on_gpu
+from threefold.runtime.processes import check_machine, gathered, on_gpu
 from threefold.runtime.timing import (
     Repetitions,
     matmul_tflops,
@@ -83,13 +83,6 @@ def check_hosts(hosts: list[str], gpus_per_node: int) -> None:
                 f"and --gpus-per-node {gpus_per_node} places them on one node; use the number of "
                 f"ranks on each node"
             )
-
-
-def gathered(value: Any, control: dist.ProcessGroup) -> list[Any]:
-    """Return the value of each rank; collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, control)
-    return values
 
 
 class LinkScope(NamedTuple):

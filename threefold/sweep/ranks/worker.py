@@ -18,7 +18,7 @@ from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine
 from threefold.prove.training import shared_groups, start
-from threefold.runtime.processes import on_gpu, start_processes
+from threefold.runtime.processes import gathered, on_gpu, start_processes
 from threefold.sweep.breakdown import split_of_rank
 from threefold.sweep.links.timing import measure_links
 from threefold.sweep.ranks.engines import checked_recipe, release
@@ -102,8 +102,7 @@ def measure(
         of_rank.parts = run_split_steps(engine, data, control)
     device = engine.device_name
     release(engine)
-    of_ranks: list[Any] = [None] * world.size
-    dist.all_gather_object(of_ranks, of_rank, control)
+    of_ranks = gathered(of_rank, control)
     del engine
     gc.collect()  # an engine has reference cycles
     return result_of(of_ranks, request["warm_up"], device)
