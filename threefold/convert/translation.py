@@ -1,0 +1,421 @@
+"""Translate the configuration of another program into a recipe, with a line for every key.
+
+`foreign_tables.py` has a table of keys and a function for each program. The translation applies
+them, and reports each key as taken, derived, without effect here, not supported or unknown. What
+changes the loss and cannot be expressed is reported first, and in the recipe's header.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from models.errors import UserError, counted, toml_value
+from threefold.config.deepspeed_json import shipped_json
+from threefold.config.deepspeed_schema import SETTINGS, Review, review_settings
+from threefold.config.loading import REPOSITORY, apply_overrides, parse_recipe
+from threefold.config.optimization import learning_rate
+from threefold.config.phases import PhasePlan
+from threefold.config.recipe import Recipe
+from threefold.convert.foreign_files import Foreign
+
+# The kinds of lines of a report, in their order.
+NOT_SUPPORTED, UNKNOWN, ASSUMED = "not supported", "unknown", "assumed"
+DERIVED, TAKEN, DEFAULT, FREE = "derived", "taken", "default", "no effect"
+ORDER = (NOT_SUPPORTED, UNKNOWN, ASSUMED, DERIVED, TAKEN, DEFAULT, FREE)
+MAX_CHARACTERS = 60  # of a value in a report
+RATE_SAMPLES = 4000  # steps whose learning rates are compared
+
+
+@dataclass(frozen=True)
+class Line:
+    """The report about one key.
+
+    Attributes:
+        key: in the source; "" for what a program does without a key
+        status: one of ORDER
+        text: our keys, and the reason
+        changes_loss: the recipe trains something else than the source because of this key
+    """
+
+    key: str
+    value: Any
+    status: str
+    text: str
+    changes_loss: bool = False
+
+    def __str__(self) -> str:
+        value = " ".join(map(str, self.value)) if isinstance(self.value, list) else self.value
+        shown = "" if value is None else f" = {value}"
+        if len(shown) > MAX_CHARACTERS:
+            shown = f"{shown[:MAX_CHARACTERS]}..."
+        arrow = " -> " if self.key and self.text else ""
+        return f"{self.status}: {self.key}{shown}{arrow}{self.text}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens to a key whose meaning needs no other key.
+
+    Attributes:
+        target: our key, which takes the value; "" for none
+        reason: the reason why it has no effect, or is not supported
+        harmless: values with which a key that is not supported has no effect; None if it has none
+            with any value
+    """
+
+    target: str = ""
+    reason: str = ""
+    harmless: tuple[Any, ...] | None = None
+
+
+def takes(target: str) -> Rule:
+    """Return the rule of a key whose value our key takes."""
+    return Rule(target=target)
+
+
+def free(reason: str, keys: str) -> dict[str, Rule]:
+    """Return the rule of keys, separated by spaces, that have no effect on what is trained."""
+    return dict.fromkeys(keys.split(), Rule(reason=reason))
+
+
+def breaks(reason: str, *harmless: Any) -> Rule:
+    """Return the rule of a key that changes the loss and is not supported.
+
+    harmless: values with which it changes nothing, in addition to False and None
+    """
+    return Rule(reason=reason, harmless=(False, None, *harmless))
+
+
+@dataclass(frozen=True)
+class Program:
+    """The configuration language of another program.
+
+    Attributes:
+        name: of the program
+        table: key -> rule; "section.*" is the rule of all other keys of a section, without effect
+        defaults: values of keys that a file leaves out, where they matter
+        derive: sets the keys that follow from several keys, which it reads with `get`
+        required: keys without which there is nothing to translate
+        differences: what the program always computes differently
+    """
+
+    name: str
+    table: Mapping[str, Rule]
+    defaults: Mapping[str, Any]
+    derive: Callable[["Translation"], None]
+    required: Sequence[str] = ()
+    differences: Sequence[str] = ()
+
+
+@dataclass
+class Translation:
+    """A recipe in the making.
+
+    Attributes:
+        ranks: number of GPUs; None if neither the files nor the user say
+        recipe: table of the recipe
+        deepspeed: settings of DeepSpeed, "block.key" -> value; "zero_optimization.stage" decides
+            the JSON with `precision`
+        rate: learning rate of the source after a number of steps, to compare it with ours
+    """
+
+    foreign: Foreign
+    program: Program
+    name: str
+    ranks: int | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    precision: str = "bf16"
+    rate: Callable[[int], float] | None = None
+
+    def has(self, *keys: str) -> bool:
+        """Return whether the files set one of the keys."""
+        return any(self.foreign.values.get(key) not in (None, False) for key in keys)
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        """Return the value of a key, or the program's default."""
+        value = self.foreign.values.get(key)
+        return self.program.defaults.get(key, otherwise) if value is None else value
+
+    def ours(self, target: str, otherwise: Any = None) -> Any:
+        """Return the value of our key so far."""
+        section: Any = self.recipe
+        for part in target.split("."):
+            section = section.get(part) if isinstance(section, dict) else None
+        return otherwise if section is None else section
+
+    def put(self, target: str, value: Any) -> None:
+        """Set our key; None removes it."""
+        *sections, key = target.split(".")
+        table = self.recipe
+        for part in sections:
+            table = table.setdefault(part, {})
+        if value is None:
+            table.pop(key, None)
+        else:
+            table[key] = value
+
+    def derive(self, keys: str, settings: Mapping[str, Any], text: str = "") -> None:
+        """Set our keys, and report the source's keys, separated by spaces, as derived."""
+        for target, value in settings.items():
+            self.put(target, value)
+        shown = [f"{target} = {toml_value(v)}" for target, v in settings.items() if v is not None]
+        about = ", ".join(shown) + (f" ({text})" if text else "")
+        names = keys.split()
+        present = [key for key in names if key in self.foreign.values]
+        for key in present:
+            self.say(key, DERIVED, about)
+        if not present and about:
+            default = self.program.defaults.get(names[0])
+            self.lines.append(Line(names[0], default, DEFAULT, about))
+
+    def say(self, key: str, status: str, text: str, *, changes_loss: bool = False) -> None:
+        """Report a key; what changes the loss replaces an earlier line about the same key."""
+        line = Line(key, self.foreign.values.get(key), status, text, changes_loss)
+        if all(other.key != key or other.changes_loss for other in self.lines) or changes_loss:
+            self.lines = [n for n in self.lines if not (key and n.key == key and changes_loss)]
+            self.lines.append(line)
+
+    def differs(self, key: str, text: str) -> None:
+        """Report a key that changes the loss and is not supported."""
+        self.say(key, NOT_SUPPORTED, text, changes_loss=True)
+
+    def assume(self, target: str, value: Any, text: str) -> None:
+        """Set our key to a value that the source does not have, unless it is set."""
+        if self.ours(target) is None:
+            self.put(target, value)
+            self.note(ASSUMED, f"{target} = {toml_value(value)}: {text}")
+
+    def note(self, status: str, text: str) -> None:
+        """Report something that belongs to no key."""
+        self.lines.append(Line("", None, status, text))
+
+    # The steps of a translation, in their order.
+
+    def apply_table(self) -> None:
+        """Apply the rules of single keys, also to the program's defaults."""
+        for key, rule in self.program.table.items():
+            value, given = self.get(key), key in self.foreign.values
+            if given and self.foreign.values[key] is None:
+                self.say(key, FREE, "the default")
+            elif rule.target and value is not None:
+                self.put(rule.target, value)
+                status = TAKEN if given else DEFAULT
+                self.lines.append(Line(key, value, status, f"{rule.target} = {toml_value(value)}"))
+            elif given and rule.harmless is not None:
+                if any(value is one or value == one for one in rule.harmless):
+                    self.say(key, FREE, "switched off")
+                else:
+                    self.differs(key, rule.reason)
+            elif given and rule.reason:
+                self.say(key, FREE, rule.reason)
+
+    def report_the_rest(self) -> None:
+        """Report the keys that no rule knows, and what the program always does differently."""
+        known = {line.key for line in self.lines}
+        for key, value in self.foreign.values.items():
+            section, dot, _ = key.partition(".")
+            if key in known:
+                continue
+            if value is None or value == []:
+                self.say(key, FREE, "the default")
+            elif dot and (rule := self.program.table.get(f"{section}.*")):
+                self.say(key, FREE, rule.reason)
+            else:
+                text = "no rule for this key; it may change the loss"
+                self.say(key, UNKNOWN, text, changes_loss=True)
+        for text in self.program.differences:
+            self.lines.append(Line("", None, NOT_SUPPORTED, text, changes_loss=True))
+        for note in self.foreign.notes:
+            self.lines.append(Line("", None, UNKNOWN, note, changes_loss=False))
+
+    def choose_deepspeed(self, folder: Path | None) -> dict[str, Any] | None:
+        """Set the recipe's JSON: a shipped one, or one with settings of its own.
+
+        Args:
+            folder: the folder of the recipe; None if it is not written
+
+        Returns:
+            The content of a JSON to write next to the recipe; None if a shipped one has the
+            settings.
+        """
+        stage, own = self.deepspeed.pop("zero_optimization.stage", 1) or 1, dict[str, Any]()
+        for path, value in self.deepspeed.items():
+            block, _, key = path.rpartition(".")
+            review = Review()
+            table: Any = SETTINGS.get(block, {}) if block else SETTINGS
+            prefix = f"{block}." if block else ""
+            accepted = review_settings({key: value}, review, table, prefix)
+            names = (path, f"deepspeed_extra_args.{path}")
+            source = next((n for n in names if n in self.foreign.values), f"deepspeed.{path}")
+            if block == "zero_optimization" and accepted:
+                self._about(source, value, FREE, "buckets and overlap are chosen here")
+            elif block in ("fp16", "bf16") and (key == "enabled" or self.precision != block):
+                self._about(source, value, DERIVED, f"precision {self.precision}")
+            elif accepted:
+                own.setdefault(block, {})[key] = accepted[key]
+                self._about(source, value, TAKEN, f"DeepSpeed's {path}")
+            elif review.findings:
+                self._about(source, value, NOT_SUPPORTED, review.findings[0])
+            else:
+                reason = next(iter(review.without_effect), "switched off")
+                self._about(source, value, FREE, reason)
+        stage = 2 if stage > 2 and self._divides_layers() else stage
+        shipped = shipped_json(stage, self.precision)
+        content = json.loads((REPOSITORY / shipped).read_text(encoding="utf-8"))
+        merged = {**content, **own.pop("", {})}
+        merged |= {block: {**content.get(block, {}), **inner} for block, inner in own.items()}
+        self.put("deepspeed", shipped)
+        if merged == content:
+            return None
+        if folder is not None:
+            path = folder.resolve() / f"{self.name}.json"
+            inside = path.is_relative_to(REPOSITORY)
+            self.put("deepspeed", str(path.relative_to(REPOSITORY) if inside else path))
+        return merged
+
+    def _divides_layers(self) -> bool:
+        """Return whether the layout needs ZeRO-2 or less."""
+        keys = ("layout.pipeline", "layout.expert", "layout.dp_shard")
+        return any(self.ours(key, 0) > (key != "layout.dp_shard") for key in keys)
+
+    def _about(self, key: str, value: Any, status: str, text: str) -> None:
+        if all(line.key != key for line in self.lines):
+            self.lines.append(Line(key, value, status, text))
+
+    def complete(self) -> None:
+        """Add what every recipe needs and the source does not have."""
+        about = "the source does not say; choose it"
+        for target, value in (
+            ("training.steps", 1000), ("batch.global_sequences", self.ours("batch.micro_sequences", 1)),
+            ("batch.micro_sequences", 1), ("optimizer.learning_rate", 3e-4),
+            ("optimizer.schedule", {"warmup_steps": 0, "decay": "constant"}), ("seed", 1234),
+            ("training.evaluate_every", 0), ("checkpoint.every", 1000),
+        ):  # fmt: skip
+            self.assume(target, value, about)
+        folder = f"data/{self.name}"
+        paths = {"data.train": [{"path": f"{folder}/train"}], "data.tokenizer": f"{folder}/tokenizer"}
+        if self.ours("training.evaluate_every"):
+            paths["data.validation"] = f"{folder}/validation"
+        for target, value in paths.items():
+            self.assume(target, value, "as prepare_data.py writes it")
+        self.put("name", self.name)
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A finished translation.
+
+    Attributes:
+        table: of the recipe
+        deepspeed: content of a JSON to write next to it; None if a shipped one is used
+        lines: the report, in the order of ORDER
+    """
+
+    recipe: Recipe
+    table: dict[str, Any]
+    deepspeed: dict[str, Any] | None
+    lines: tuple[Line, ...]
+
+    @property
+    def warnings(self) -> list[Line]:
+        """The lines about what changes the loss and is not in the recipe."""
+        return [line for line in self.lines if line.changes_loss]
+
+    def text(self, sources: Sequence[Path]) -> str:
+        """Return the recipe as TOML, with what changes the loss in its header."""
+        names = ", ".join(path.name for path in sources)
+        lines = [f"Translated from {names} by convert.py recipe."]
+        if self.warnings:
+            lines.append("The source trains something else in these respects:")
+            lines += [f"- {line}" for line in self.warnings]
+        lines += [f"Check: {line}" for line in self.lines if line.status == ASSUMED]
+        header = "\n".join(f"# {' '.join(line.split())}" for line in lines)
+        order = [name for name in Recipe.model_fields if name in self.table]
+        return f"{header}\n\n{tomli_w.dumps({name: self.table[name] for name in order})}"
+
+    def write(self, path: Path, sources: Sequence[Path]) -> list[Path]:
+        """Write the recipe, and its DeepSpeed JSON if it has one of its own.
+
+        Returns:
+            the files
+
+        Raises:
+            UserError: a file exists or cannot be written.
+        """
+        files = {path: self.text(sources)}
+        if self.deepspeed is not None:
+            text = json.dumps(self.deepspeed, indent=2) + "\n"
+            files[path.parent / f"{self.table['name']}.json"] = text
+        for file, content in files.items():
+            try:
+                with file.open("x", encoding="utf-8") as opened:
+                    opened.write(content)
+            except FileExistsError:
+                raise UserError(f"--output {file}: the file exists; use another name") from None
+            except OSError as error:
+                raise UserError(
+                    f"--output {file} cannot be written ({error.strerror}); use another folder"
+                ) from None
+        return list(files)
+
+
+def translate(
+    foreign: Foreign,
+    program: Program,
+    *,
+    name: str,
+    ranks: int | None = None,
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+) -> Translated:
+    """Translate the content of configuration files.
+
+    Args:
+        name: of the recipe
+        ranks: number of GPUs, which decides the global batch of sources that do not have it
+        overrides: `section.key=value`, applied last
+        folder: the folder that the recipe is written to; None if it is only printed
+
+    Raises:
+        UserError: the result is not a valid recipe; the message names our key.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "translated"
+    work = Translation(foreign, program, name, ranks=ranks or foreign.ranks)
+    if missing := [key for key in program.required if work.get(key) is None]:
+        raise UserError(
+            f"the files do not set {', '.join(missing)}, which a configuration of {program.name} "
+            f"needs; name all files of the run"
+        )
+    work.apply_table()
+    program.derive(work)
+    deepspeed = work.choose_deepspeed(folder)
+    work.report_the_rest()
+    work.complete()
+    apply_overrides(work.recipe, overrides)
+    shipped = {**work.recipe, "deepspeed": shipped_json(1, work.precision)}
+    recipe = parse_recipe(work.recipe if deepspeed is None else shipped, f"recipe of {name}")
+    if work.rate is not None:
+        work.lines.append(_about_rates(recipe, work.rate))
+    lines = sorted(work.lines, key=lambda line: (not line.changes_loss, ORDER.index(line.status)))
+    return Translated(recipe, work.recipe, deepspeed, tuple(lines))
+
+
+def _about_rates(recipe: Recipe, theirs: Callable[[int], float]) -> Line:
+    """Return a line with the largest difference of the learning rates of the same steps."""
+    steps, peak = recipe.training.steps, recipe.optimizer.learning_rate
+    plan = PhasePlan(recipe)
+    numbers = {*range(1, min(steps, RATE_SAMPLES) + 1), *range(1, steps + 1, -(-steps // RATE_SAMPLES))}
+    worst = max(abs(plan.at(n).learning_rate(n) - theirs(n)) for n in numbers) / peak
+    text = (
+        f"the learning rates of the same steps differ by at most {worst:.2g} of the peak, because "
+        f"the source counts samples and rounds them to no whole step"
+    )
+    return Line("", None, NOT_SUPPORTED if worst > 1e-3 else DERIVED, text, worst > 1e-3)
