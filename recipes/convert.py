@@ -1,12 +1,16 @@
-"""Convert checkpoints to and from Hugging Face or to another layout, on a machine without a GPU.
+"""Convert checkpoints and configurations of other programs, on a machine without a GPU.
 
     python recipes/convert.py to-hf runs/tiny runs/tiny/hugging_face --prompt "def "
     python recipes/convert.py to-hf runs/7b/checkpoints/step-0100000 exported --dtype bf16
     python recipes/convert.py from-hf ~/Qwen3-0.6B data/qwen3
     python recipes/convert.py average runs/7b --last 5 --output averaged
     python recipes/convert.py reshape runs/7b moved --ranks 64 --set layout.tensor=8
+    python recipes/convert.py recipe gpt-neox/configs/125M.yml --ranks 8 --output recipes/125m.toml
 
-Each command holds one tensor in memory at a time. The checkpoint to read is a checkpoint folder, or
+`recipe` translates a configuration of GPT-NeoX, Megatron-LM, Megatron-DeepSpeed, nanotron,
+torchtitan or transformers and reports every key; scripts are read, never executed.
+
+Each of the others holds one tensor in memory at a time. The checkpoint to read is a checkpoint folder, or
 a run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output
 folder appears when it is complete; --overwrite replaces an earlier output of the same command if
 its files have not changed. To start a run in any layout from the weights that `from-hf` or

@@ -149,8 +149,9 @@ class ResumePoint:
         """
         step = self.progress.step + 1
         old, steps = old_segment.learning_rate(step), old_segment.schedule_end
-        is_constant = old_segment.recipe.optimizer.schedule.decay == "constant"
-        if old_segment.schedule_first == new_segment.schedule_first == 1 and not is_constant:
+        schedule = old_segment.recipe.optimizer.schedule
+        can_keep = schedule.decay != "constant" and schedule.counts == "steps"
+        if old_segment.schedule_first == new_segment.schedule_first == 1 and can_keep:
             if not old:
                 return (
                     "to train longer, add a [[phase]] with its own schedule, because the schedule "

@@ -1,6 +1,7 @@
-"""The command recipes/convert.py: checkpoints to and from transformers, averages, other layouts."""
+"""The command recipes/convert.py: checkpoints to other formats and layouts, foreign recipes."""
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,6 +105,42 @@ def reshape_command(options: argparse.Namespace) -> None:
     )
 
 
+def recipe_command(options: argparse.Namespace) -> None:
+    """Translate the configuration of another program into a recipe."""
+    # The YAML reader and the tables of all programs are needed here only.
+    from threefold.convert.foreign_files import read_foreign
+    from threefold.convert.foreign_tables import PROGRAMS
+    from threefold.convert.translation import translate
+
+    target = options.output
+    if target is not None and target.suffix != ".toml":
+        raise UserError(f"--output {target}: a recipe ends in .toml; use {target.stem}.toml")
+    foreign = read_foreign(options.files)
+    program = PROGRAMS[foreign.program]
+    translated = translate(
+        foreign,
+        program,
+        name=(target or options.files[0]).stem,
+        ranks=options.ranks,
+        overrides=options.set,
+        folder=None if target is None else target.parent,
+    )
+    if target is not None:
+        written = translated.write(target, options.files)
+    print(f"{', '.join(map(str, options.files))}: a configuration of {program.name}")
+    for line in translated.lines:
+        print(f"  {'LOSS  ' if line.changes_loss else '      '}{line}")
+    if count := len(translated.warnings):
+        lines = "The line" if count == 1 else f"The {count} lines"
+        print(f"{lines} marked LOSS: the source trains something else than this recipe.")
+    if target is not None:
+        print(f"wrote {', '.join(map(str, written))}; next: python recipes/plan.py {target}")
+        return
+    print(f"\n{translated.text(options.files)}", end="")
+    if translated.deepspeed is not None:
+        print(f"\n# DeepSpeed's JSON:\n{json.dumps(translated.deepspeed, indent=2)}")
+
+
 @contextmanager
 def output(
     options: argparse.Namespace, reading: Path | Sequence[Path], files: "OutputFiles"
@@ -175,7 +212,9 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="to-hf | from-hf | average | reshape")
+    commands = parser.add_subparsers(
+        required=True, metavar="to-hf | from-hf | average | reshape | recipe"
+    )
     export_parser = commands.add_parser("to-hf", help="checkpoint -> transformers")
     export_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
     export_parser.add_argument(
@@ -203,6 +242,22 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     reshape_parser.add_argument("--ranks", type=count, required=True, help="in the new layout")
     add_overrides(reshape_parser)
     reshape_parser.set_defaults(command=reshape_command)
+    recipe_parser = commands.add_parser(
+        "recipe", help="configuration of another program -> a recipe"
+    )
+    recipe_parser.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        help="GPT-NeoX or nanotron YAML, a Megatron script or argument list, torchtitan TOML, or "
+        "a config.json of transformers",
+    )
+    recipe_parser.add_argument("--output", type=Path, help="recipe to write; default: print it")
+    recipe_parser.add_argument(
+        "--ranks", type=count, metavar="N", help="GPUs, if the source's batch depends on them"
+    )
+    add_overrides(recipe_parser)
+    recipe_parser.set_defaults(command=recipe_command)
     for subparser in (export_parser, import_parser, average_parser, reshape_parser):
         if subparser is not average_parser:  # which takes several folders to read
             subparser.add_argument("output", type=Path, help="folder to write")

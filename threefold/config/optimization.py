@@ -103,6 +103,12 @@ class Schedule(Section):
     """Shape of the decay of "wsd": "linear", "sqrt" (1 - sqrt(x), where x is the completed share of
     `decay_steps`; the best shape in arXiv 2405.18392) or "cosine"."""
 
+    counts: Literal["steps", "sequences"] = "steps"
+    """Unit of `warmup_steps`, `steps` and `decay_steps`: optimizer steps, or sequences read since
+    the schedule began, as Megatron's `--lr-decay-samples`. With "sequences", a batch that grows
+    does not change the learning rate of a sample; `steps` is required unless the decay is
+    "constant"."""
+
     minimum_learning_rate: Annotated[float, Field(ge=0)] = 0.0
     """Learning rate at the last step of the schedule; at most `optimizer.learning_rate`."""
 
@@ -167,6 +173,11 @@ class Optimizer(Section):
             )
         if schedule.steps is not None:
             self._check_schedule_steps(schedule.steps)
+        elif schedule.counts == "sequences" and schedule.decay != "constant":
+            raise UserError(
+                'optimizer.schedule.counts = "sequences" needs the length of the schedule in '
+                "sequences; use for example optimizer.schedule.steps = 1000000"
+            )
         return self
 
     def _check_schedule_steps(self, steps: int) -> None:
@@ -259,7 +270,8 @@ def learning_rate(step: int, optimizer: Optimizer, steps: int) -> float:
     Later steps have the minimum.
 
     Args:
-        step: number of the step, from the first one of the schedule
+        step: number of the step, from the first one of the schedule; or of the sequences read by
+            the end of the step, if the schedule counts these
         steps: number of steps of the schedule, if it does not set its own (`schedule.steps`)
     """
     peak, schedule = optimizer.learning_rate, optimizer.schedule

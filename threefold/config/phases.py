@@ -202,6 +202,7 @@ class Segment:
         number: number of the phase, from 0
         recipe: the recipe of these steps, without phases and without a ramp
         schedule_first, schedule_last: first and last step of the learning rate's schedule
+        schedule_sequences: sequences that are read from the schedule's first step to this segment
         part: number of the part of the data, from 0; a part ends where the corpora, their weights,
             the sequence length, the separation of documents or the rotary positions change
     """
@@ -213,6 +214,7 @@ class Segment:
     recipe: Recipe
     schedule_first: int
     schedule_last: int
+    schedule_sequences: int
     part: int
 
     @property
@@ -229,6 +231,9 @@ class Segment:
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         own = step - self.schedule_first + 1
+        if self.recipe.optimizer.schedule.counts == "sequences":
+            batch = self.recipe.batch.global_sequences
+            own = self.schedule_sequences + (step - self.first + 1) * batch
         return learning_rate(
             own, self.recipe.optimizer, self.schedule_last - self.schedule_first + 1
         )
@@ -432,15 +437,17 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
     steps = recipe.training.steps
     if not recipe.phase and recipe.batch.ramp is None:
         whole = (1, steps)
-        return (_segment("first", 0, whole, recipe, schedule=whole, part=0),)
+        return (_segment("first", 0, whole, recipe, schedule=whole, read=0, part=0),)
     tables = phase_tables(recipe.model_dump(mode="json"))
     schedules = [phase.first for phase in tables if phase.begins_schedule]
     segments: list[Segment] = []
+    read = 0  # sequences since the schedule began
     for number, (phase, following) in enumerate(zip(tables, [*tables[1:], None], strict=True)):
         last = following.first - 1 if following else steps
         first_of_schedule = max(first for first in schedules if first <= phase.first)
         later = [first for first in schedules if first > phase.first]
         schedule = (first_of_schedule, later[0] - 1 if later else steps)
+        read = 0 if phase.begins_schedule else read
         for first, end, sequences in batches(phase.table["batch"], phase.first, last):
             assert end is not None
             plain = _plain_recipe(phase, sequences)
@@ -448,8 +455,11 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
             if segments and _data_of(segments[-1].recipe) != _data_of(plain):
                 part += 1
             segments.append(
-                _segment(phase.name, number, (first, end), plain, schedule=schedule, part=part)
+                _segment(
+                    phase.name, number, (first, end), plain, schedule=schedule, read=read, part=part
+                )
             )
+            read += segments[-1].steps * sequences
         _check_phase(recipe, segments[-1], phase)
     return tuple(segments)
 
@@ -461,6 +471,7 @@ def _segment(
     recipe: Recipe,
     *,
     schedule: tuple[int, int],
+    read: int,
     part: int,
 ) -> Segment:
     return Segment(
@@ -471,6 +482,7 @@ def _segment(
         recipe=recipe,
         schedule_first=schedule[0],
         schedule_last=schedule[1],
+        schedule_sequences=read,
         part=part,
     )
 

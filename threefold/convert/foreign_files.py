@@ -259,7 +259,7 @@ class Shell:
             return
         if statement.startswith("HERE_DOCUMENT "):
             _, number, target = f"{statement} ".split(" ", 2)
-            name = self.expand(target).strip("\"'")
+            name = self.expand(target).strip("\"' ")
             self.documents[name] = self.expand(self.documents[number])
         elif match := ASSIGNMENT.fullmatch(statement.strip()):
             name, plus, value = match[1], match[2], match[3].strip()
@@ -426,9 +426,11 @@ def _read_command(shell: Shell, foreign: Foreign, paths: list[Path]) -> None:
     if all(isinstance(count, int) for count in counts):
         foreign.ranks = counts[0] * counts[1]
     foreign.values |= _options(arguments)
+    if start:
+        foreign.values["script"] = words[start - 1].rpartition("/")[2]
     foreign.notes += shell.notes
     config = str(foreign.values.get("deepspeed-config", ""))
-    if config in shell.documents:
+    if config and config in shell.documents:
         foreign.deepspeed = dict(flat(json.loads(repair_json(shell.documents[config])[1])))
 
 

@@ -12,12 +12,17 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
+from models.errors import UserError, reason_of, toml_value
+from models.hugging_face.config import GPT2_SIZES
+from models.hugging_face.config import SIZES as SIZES_OF_HUB
 from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.sections import MAX_COUNT
 from threefold.convert.foreign_files import scalar
 from threefold.convert.translation import (
     ASSUMED,
     DERIVED,
     FREE,
+    TAKEN,
     Program,
     Rule,
     Translation,
@@ -80,13 +85,14 @@ def schedule(
     start: float,
     end: float,
     minimum: float,
+    counts: str = "steps",
     text: str = "",
 ) -> None:
     """Set the schedule: warm-up, constant until `start`, then down to the minimum at `end`.
 
     Args:
         shape: "cosine", "linear", "sqrt" or "constant"
-        warmup, start, end: steps, which are rounded
+        warmup, start, end: steps or sequences, as `counts` says; they are rounded
     """
     warmup, start, end = (round(steps) for steps in (warmup, start, end))
     values: dict[str, Any] = {"warmup_steps": warmup, "decay": shape}
@@ -94,6 +100,8 @@ def schedule(
         values |= {"steps": end, "minimum_learning_rate": minimum}
         if start > warmup or shape == "sqrt":
             values |= {"decay": "wsd", "decay_steps": end - start, "decay_shape": shape}
+    if counts != "steps":
+        values["counts"] = counts
     t.derive(keys, {"optimizer.schedule": values}, text)
 
 
@@ -306,7 +314,7 @@ NEOX = Program(
         "te_fp8_format": breaks("matrix products are in the recipe's precision"),
         **free("part of te_fp8_format", "te_fp8_wgrad te_fp8_amax_history_len "
                "te_fp8_amax_compute_algo te_fp8_margin te_fp8_mha"),
-        "finetune": breaks("convert.py from-hf and training.initial_weights start from weights"),
+        "finetune": breaks("training.initial_weights starts from weights"),
         "load": Rule(reason=FILES),
         "opt_pos_emb_offset": breaks("positions begin with 0", 0),
         "use_shared_fs": Rule(reason=FILES),
@@ -349,6 +357,13 @@ NEOX = Program(
     },
     derive=_neox,
     required=("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+    numbers=(
+        "intermediate_size expansion_factor mlp_multiple_of make_vocab_size_divisible_by "
+        "model_parallel_size pipe_parallel_size train_micro_batch_size_per_gpu "
+        "gradient_accumulation_steps train_batch_size train_iters lr_decay_iters "
+        "lr_decay_fraction warmup min_lr optimizer.params.lr optimizer.params.eps "
+        "init_method_std checkpoint_factor"
+    ),
     differences=(SHIFT_OF_NEOX,),
 )  # fmt: skip
 
@@ -657,7 +672,7 @@ def _number(text: str) -> int:
 
 
 class _Growth:
-    """The samples that a run has read after a number of steps, while the batch grows."""
+    """The steps of a run whose batch grows."""
 
     def __init__(self, levels: Sequence[tuple[float, int]]):
         self.parts: list[tuple[int, int, int]] = []  # (steps, samples before, batch)
@@ -667,11 +682,6 @@ class _Growth:
             if end < math.inf and end > samples:
                 count = math.ceil((end - samples) / size)
                 steps, samples = steps + count, samples + count * size
-
-    def samples(self, steps: int) -> int:
-        """Return the samples of the first `steps` steps."""
-        first, before, size = max(part for part in self.parts if part[0] <= steps)
-        return before + (steps - first) * size
 
     def steps(self, samples: float) -> float:
         """Return the steps after which `samples` samples are read."""
@@ -707,7 +717,14 @@ def _batch_and_rate_of_megatron(t: Translation) -> None:
     if (steps := t.get("train-iters")) is None and samples is not None:
         steps = int(growth.steps(samples))
     t.derive("train-iters train-samples train-tokens", {"training.steps": steps})
+    schedule_keys = (
+        "lr-decay-style min-lr lr-warmup-fraction lr-warmup-iters lr-warmup-samples "
+        "lr-warmup-tokens lr-decay-iters lr-decay-samples lr-decay-tokens lr-wsd-decay-style "
+        "lr-wsd-decay-iters lr-wsd-decay-samples"
+    )
     if steps is None or not t.has("lr"):
+        for key in filter(t.has, schedule_keys.split()):
+            t.differs(key, "the files set no lr, or no number of steps; write [optimizer.schedule]")
         return
 
     def in_samples(name: str) -> float | None:
@@ -725,32 +742,20 @@ def _batch_and_rate_of_megatron(t: Translation) -> None:
         shape = "linear"
         t.differs("lr-wsd-decay-style" if annealing else "lr-decay-style", "ours is linear")
     start = decay - annealing if annealing else warmup
-    keys = (
-        "lr-decay-style min-lr lr-warmup-fraction lr-warmup-iters lr-warmup-samples "
-        "lr-warmup-tokens lr-decay-iters lr-decay-samples lr-decay-tokens lr-wsd-decay-style "
-        "lr-wsd-decay-iters lr-wsd-decay-samples"
-    )
-    bounds = [growth.steps(value) for value in (warmup, start, decay)]
+    bounds = [value / batch for value in (warmup, start, decay)]
     exact = all(math.isclose(value, round(value), abs_tol=1e-6) for value in bounds)
-    text = "" if exact else "in samples, rounded to steps"
-    schedule(t, keys, shape, warmup=bounds[0], start=bounds[1], end=bounds[2], minimum=minimum, text=text)
-    by_iterations = any(t.has(f"lr-{name}-iters") for name in ("decay", "warmup"))
-    if exact and (len(levels) == 1 or (by_iterations and t.has("rampup-batch-size"))):
-        return
-    fall = {
-        "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2, "linear": lambda x: 1 - x,
-        "sqrt": lambda x: 1 - math.sqrt(x), "constant": lambda x: 1.0,
-    }[shape]  # fmt: skip
-
-    def rate(step: int) -> float:
-        """Return Megatron's learning rate (OptimizerParamScheduler.get_lr)."""
-        read = growth.samples(step)
-        if read <= warmup and warmup > 0:
-            return peak * read / warmup
-        share = min(1.0, max(0.0, (read - start) / (decay - start)))
-        return minimum + (peak - minimum) * fall(share) if shape != "constant" else peak
-
-    t.rate = rate
+    text, counts = "", "steps"
+    if len(levels) > 1 or not exact:
+        counts = "sequences" if decay <= MAX_COUNT else "steps"
+        text = "samples of the source, rounded to steps" if counts == "steps" else ""
+    if counts == "sequences":
+        bounds = [warmup, start, decay]
+    schedule(
+        t, schedule_keys, shape, warmup=bounds[0], start=bounds[1], end=bounds[2],
+        minimum=minimum, counts=counts, text=text,
+    )  # fmt: skip
+    if len(levels) > 1 and counts == "steps":
+        t.differs("lr-decay-style", "the program counts samples, and the batch grows")
 
 
 MEGATRON = Program(
@@ -817,8 +822,13 @@ MEGATRON = Program(
         "disable-moe-token-dropping": Rule(reason="no token is dropped"),
         "glu-linear-offset": Rule(reason="part of clamped_swiglu"),
         "activation-func-clamp-value": Rule(reason="part of clamped_swiglu, whose limit is 7"),
+        "script": breaks(
+            "only causal language models are trained", "pretrain_gpt.py", "pretrain_llama.py"
+        ),
+        "loss-on-targets-only": breaks("every position counts in the loss"),
+        "pretrained-checkpoint": breaks("training.initial_weights starts from weights"),
         "softmax-type": breaks("set model.attention_sinks yourself", "vanilla"),
-        "finetune": breaks("convert.py from-hf and training.initial_weights start from weights"),
+        "finetune": breaks("training.initial_weights starts from weights"),
         "universal-checkpoint": Rule(reason="every checkpoint resumes in every layout"),
         "apply-layernorm-1p": Rule(reason="the same function, with weights around 1"),
         "init-method-xavier-uniform": breaks("weights are drawn from a normal distribution"),
@@ -884,6 +894,15 @@ MEGATRON = Program(
     },
     derive=_megatron,
     required=("num-layers", "hidden-size", "num-attention-heads", "seq-length"),
+    numbers=(
+        "ffn-hidden-size micro-batch-size global-batch-size train-iters train-samples "
+        "train-tokens lr min-lr lr-warmup-fraction lr-warmup-iters lr-warmup-samples "
+        "lr-warmup-tokens lr-decay-iters lr-decay-samples lr-decay-tokens lr-wsd-decay-iters "
+        "lr-wsd-decay-samples tensor-model-parallel-size pipeline-model-parallel-size "
+        "context-parallel-size ds-sequence-parallel-size make-vocab-size-divisible-by vocab-size "
+        "num-layers-per-virtual-pipeline-stage rotary-base adam-beta1 adam-beta2 "
+        "moe-ffn-hidden-size moe-shared-expert-intermediate-size zero-stage"
+    ),
     differences=(ONE_LATER,),
 )  # fmt: skip
 
@@ -1279,4 +1298,47 @@ TORCHTITAN = Program(
     ),
 )  # fmt: skip
 
-PROGRAMS = {"neox": NEOX, "megatron": MEGATRON, "nanotron": NANOTRON, "torchtitan": TORCHTITAN}
+# transformers, whose config.json has a model only.
+
+
+def _transformers(t: Translation) -> None:
+    # Importing transformers takes seconds, and the other programs do not need it.
+    from transformers import AutoConfig
+
+    from threefold.convert.from_hugging_face import imported_config
+
+    values = dict(t.foreign.values)
+    kind = values.pop("model_type")
+    try:
+        theirs = AutoConfig.for_model(kind, **values)
+    except Exception as error:  # transformers' configs raise many classes
+        raise UserError(
+            f"transformers rejects the configuration: {reason_of(error)}; use a model without code "
+            f"of its own"
+        ) from None
+    model = _plain(imported_config(theirs.to_dict()))
+    t.recipe["model"] = model
+    names = {theirs: ours for sizes in (SIZES_OF_HUB, GPT2_SIZES) for ours, theirs in sizes.items()}
+    for key in t.foreign.values:
+        if key in names and names[key] in model:
+            t.say(key, TAKEN, f"model.{names[key]} = {toml_value(model[names[key]])}")
+        t.say(key, DERIVED, "[model]")
+
+
+TRANSFORMERS = Program(
+    name="transformers",
+    table=free(
+        "not part of the training of a model",
+        "architectures bos_token_id eos_token_id pad_token_id transformers_version torch_dtype dtype "
+        "use_cache pretraining_tp max_window_layers _name_or_path task_specific_params auto_map "
+        "output_router_logits",
+    ),
+    defaults={},
+    derive=_transformers,
+    required=("model_type",),
+)
+
+PROGRAMS = {
+    "neox": NEOX, "megatron": MEGATRON, "nanotron": NANOTRON, "torchtitan": TORCHTITAN,
+    "transformers": TRANSFORMERS,
+}  # fmt: skip

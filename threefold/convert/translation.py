@@ -6,10 +6,9 @@ changes the loss and cannot be expressed is reported first, and in the recipe's 
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from models.errors import UserError, counted, toml_value
 from threefold.config.deepspeed_json import shipped_json
 from threefold.config.deepspeed_schema import SETTINGS, Review, review_settings
 from threefold.config.loading import REPOSITORY, apply_overrides, parse_recipe
-from threefold.config.optimization import learning_rate
-from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.convert.foreign_files import Foreign
 
@@ -29,7 +26,6 @@ NOT_SUPPORTED, UNKNOWN, ASSUMED = "not supported", "unknown", "assumed"
 DERIVED, TAKEN, DEFAULT, FREE = "derived", "taken", "default", "no effect"
 ORDER = (NOT_SUPPORTED, UNKNOWN, ASSUMED, DERIVED, TAKEN, DEFAULT, FREE)
 MAX_CHARACTERS = 60  # of a value in a report
-RATE_SAMPLES = 4000  # steps whose learning rates are compared
 
 
 @dataclass(frozen=True)
@@ -102,6 +98,7 @@ class Program:
         defaults: values of keys that a file leaves out, where they matter
         derive: sets the keys that follow from several keys, which it reads with `get`
         required: keys without which there is nothing to translate
+        numbers: keys that `derive` computes with, separated by spaces
         differences: what the program always computes differently
     """
 
@@ -110,6 +107,7 @@ class Program:
     defaults: Mapping[str, Any]
     derive: Callable[["Translation"], None]
     required: Sequence[str] = ()
+    numbers: str = ""
     differences: Sequence[str] = ()
 
 
@@ -122,7 +120,6 @@ class Translation:
         recipe: table of the recipe
         deepspeed: settings of DeepSpeed, "block.key" -> value; "zero_optimization.stage" decides
             the JSON with `precision`
-        rate: learning rate of the source after a number of steps, to compare it with ours
     """
 
     foreign: Foreign
@@ -133,7 +130,6 @@ class Translation:
     lines: list[Line] = field(default_factory=list)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     precision: str = "bf16"
-    rate: Callable[[int], float] | None = None
 
     def has(self, *keys: str) -> bool:
         """Return whether the files set one of the keys."""
@@ -167,7 +163,8 @@ class Translation:
         for target, value in settings.items():
             self.put(target, value)
         shown = [f"{target} = {toml_value(v)}" for target, v in settings.items() if v is not None]
-        about = ", ".join(shown) + (f" ({text})" if text else "")
+        about = ", ".join(shown)
+        about += f" ({text})" if text and about else text
         names = keys.split()
         present = [key for key in names if key in self.foreign.values]
         for key in present:
@@ -177,7 +174,9 @@ class Translation:
             self.lines.append(Line(names[0], default, DEFAULT, about))
 
     def say(self, key: str, status: str, text: str, *, changes_loss: bool = False) -> None:
-        """Report a key; what changes the loss replaces an earlier line about the same key."""
+        """Report a key of the files; what changes the loss replaces earlier lines about it."""
+        if key not in self.foreign.values and not changes_loss:
+            return
         line = Line(key, self.foreign.values.get(key), status, text, changes_loss)
         if all(other.key != key or other.changes_loss for other in self.lines) or changes_loss:
             self.lines = [n for n in self.lines if not (key and n.key == key and changes_loss)]
@@ -394,6 +393,14 @@ def translate(
             f"the files do not set {', '.join(missing)}, which a configuration of {program.name} "
             f"needs; name all files of the run"
         )
+    for key in (*program.required, *program.numbers.split()):
+        value = work.get(key)
+        if value is not None and not isinstance(value, int | float) and key != "model_type":
+            shown = " ".join(value) if isinstance(value, list) else value
+            raise UserError(
+                f"{key} = {shown} is not a number; write the number into the file, for example "
+                f"in place of a variable that the file does not set"
+            )
     work.apply_table()
     program.derive(work)
     deepspeed = work.choose_deepspeed(folder)
@@ -402,20 +409,5 @@ def translate(
     apply_overrides(work.recipe, overrides)
     shipped = {**work.recipe, "deepspeed": shipped_json(1, work.precision)}
     recipe = parse_recipe(work.recipe if deepspeed is None else shipped, f"recipe of {name}")
-    if work.rate is not None:
-        work.lines.append(_about_rates(recipe, work.rate))
     lines = sorted(work.lines, key=lambda line: (not line.changes_loss, ORDER.index(line.status)))
     return Translated(recipe, work.recipe, deepspeed, tuple(lines))
-
-
-def _about_rates(recipe: Recipe, theirs: Callable[[int], float]) -> Line:
-    """Return a line with the largest difference of the learning rates of the same steps."""
-    steps, peak = recipe.training.steps, recipe.optimizer.learning_rate
-    plan = PhasePlan(recipe)
-    numbers = {*range(1, min(steps, RATE_SAMPLES) + 1), *range(1, steps + 1, -(-steps // RATE_SAMPLES))}
-    worst = max(abs(plan.at(n).learning_rate(n) - theirs(n)) for n in numbers) / peak
-    text = (
-        f"the learning rates of the same steps differ by at most {worst:.2g} of the peak, because "
-        f"the source counts samples and rounds them to no whole step"
-    )
-    return Line("", None, NOT_SUPPORTED if worst > 1e-3 else DERIVED, text, worst > 1e-3)

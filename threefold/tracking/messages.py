@@ -243,7 +243,9 @@ def longer_training(recipe: Recipe) -> str:
             "to train longer, add a [[phase]] with its own schedule; the current schedule has "
             "decayed to a learning rate of 0"
         )
-    stretched = learning_rate(last + 1 - before, segment.recipe.optimizer, steps - before)
+    stretched = rate  # a schedule that counts sequences has its own length
+    if segment.recipe.optimizer.schedule.counts == "steps":
+        stretched = learning_rate(last + 1 - before, segment.recipe.optimizer, steps - before)
     if stretched <= MAX_RATE_CHANGE * rate:
         return f"to train longer, raise training.steps above {last}"
     if not before:

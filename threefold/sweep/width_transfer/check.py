@@ -188,7 +188,9 @@ def check_warm_up(recipe: Recipe) -> None:
     Raises:
         UserError: the warm-up is as long as the training, or longer.
     """
-    warm_up, steps = recipe.optimizer.schedule.warmup_steps, recipe.training.steps
+    schedule, steps = recipe.optimizer.schedule, recipe.training.steps
+    sequences = recipe.batch.global_sequences if schedule.counts == "sequences" else 1
+    warm_up = -(-schedule.warmup_steps // sequences)
     if warm_up >= steps:
         raise UserError(
             f"{recipe.name}: optimizer.schedule.warmup_steps = {warm_up} leaves no steps at the "
