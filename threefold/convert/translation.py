@@ -25,6 +25,11 @@ from threefold.convert.foreign_files import Foreign
 NOT_SUPPORTED, UNKNOWN, ASSUMED = "not supported", "unknown", "assumed"
 DERIVED, TAKEN, DEFAULT, FREE = "derived", "taken", "default", "no effect"
 ORDER = (NOT_SUPPORTED, UNKNOWN, ASSUMED, DERIVED, TAKEN, DEFAULT, FREE)
+DEEPSPEED_DEFAULTS = {
+    "fp16.loss_scale": 0, "fp16.initial_scale_power": 16, "fp16.loss_scale_window": 1000,
+    "fp16.hysteresis": 2, "fp16.min_loss_scale": 1, "fp16.consecutive_hysteresis": False,
+    "prescale_gradients": False, "gradient_predivide_factor": 1.0,
+}  # fmt: skip
 MAX_CHARACTERS = 60  # of a value in a report
 
 
@@ -258,6 +263,8 @@ class Translation:
                 self._about(source, value, FREE, "buckets and overlap are chosen here")
             elif block in ("fp16", "bf16") and (key == "enabled" or self.precision != block):
                 self._about(source, value, DERIVED, f"precision {self.precision}")
+            elif accepted and accepted[key] == DEEPSPEED_DEFAULTS.get(path):
+                self._about(source, value, TAKEN, "DeepSpeed's default")
             elif accepted:
                 own.setdefault(block, {})[key] = accepted[key]
                 self._about(source, value, TAKEN, f"DeepSpeed's {path}")
@@ -306,6 +313,7 @@ class Translation:
         for target, value in paths.items():
             self.assume(target, value, "as prepare_data.py writes it")
         self.put("name", self.name)
+        self.recipe.setdefault("layout", {})
 
 
 @dataclass(frozen=True)
