@@ -455,7 +455,7 @@ def rows(clones: Path, folder: Path) -> list[tuple[str, ...]]:
             " to ".join(dict.fromkeys(f"{source.batch(n):,}" for n in (1, steps))),
             f"{steps:,}",
             "equal" if comparison.is_equal else str(comparison),
-            ", ".join(f"`{key}`" for key in differing) or "-",
+            ", ".join(differing) or "-",
         ))  # fmt: skip
     return table
 

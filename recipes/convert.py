@@ -5,7 +5,7 @@
     python recipes/convert.py from-hf ~/Qwen3-0.6B data/qwen3
     python recipes/convert.py average runs/7b --last 5 --output averaged
     python recipes/convert.py reshape runs/7b moved --ranks 64 --set layout.tensor=8
-    python recipes/convert.py recipe gpt-neox/configs/125M.yml --ranks 8 --output recipes/125m.toml
+    python recipes/convert.py recipe gpt-neox/configs/125M.yml --ranks 8 --output recipes/mine.toml
 
 `recipe` translates a configuration of GPT-NeoX, Megatron-LM, Megatron-DeepSpeed, nanotron,
 torchtitan or transformers and reports every key; scripts are read, never executed.

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -357,3 +358,15 @@ def test_the_errors_of_published_tables_are_those_shown() -> None:
             f" {summary['bias_percent']:+.1f} ",
         ]
         assert cells in shown, name
+
+
+def test_the_answers_are_commands_that_load() -> None:
+    page = PAGES["docs/answers.md"]
+    assert len(set(re.findall(r"github\.com/\S+/issues/\d+", page))) >= 20
+    answers = [shlex.split(span) for span in spans(page) if span.startswith("python recipes/")]
+    assert len(answers) >= 20
+    for words in answers:
+        recipes = [word for word in words if word.endswith(".toml")]
+        overrides = [value for option, value in pairwise(words) if option == "--set"]
+        for recipe in set(recipes) - CREATED_BY_EXAMPLES:
+            load_recipe(REPOSITORY / recipe, overrides)
