@@ -24,7 +24,7 @@ from models.cost import parameter_count
 from models.errors import UserError
 from threefold.config.phases import PhasePlan
 from threefold.convert.foreign_files import Foreign, read_foreign
-from threefold.convert.foreign_tables import PROGRAMS
+from threefold.convert.foreign_programs import PROGRAMS
 from threefold.convert.translation import Translated, translate
 
 Values = Mapping[str, Any]
@@ -109,7 +109,7 @@ def padded(tokens: int, multiple: int) -> int:
 
 def of_neox(v: Values, ranks: int | None, vocabulary: int) -> Expected:
     """Return what a configuration of GPT-NeoX trains; `vocabulary`: if it does not say itself."""
-    hidden, layers = v["hidden_size"], v["num_layers"]
+    hidden, layers, heads = v["hidden_size"], v["num_layers"], v["num_attention_heads"]
     gated = v.get("activation") == "swiglu"
     ffn = v.get("intermediate_size") or 4 * hidden
     ffn = int(ffn * 2 / 3) // 2 if gated else ffn
@@ -120,13 +120,16 @@ def of_neox(v: Values, ranks: int | None, vocabulary: int) -> Expected:
     parameters = transformer(
         layers=layers, hidden=hidden, ffn=ffn, vocabulary=padded(vocabulary, multiple),
         queries=hidden,
-        keys=hidden * (v.get("num_kv_heads") or v["num_attention_heads"]) // v["num_attention_heads"],
+        keys=hidden * (v.get("num_kv_heads") or heads) // heads,
         gated=gated, norm_bias=not rms, tied=not v.get("no_weight_tying", False),
         biases=(v.get("use_bias_in_attn_linear", True), v.get("use_bias_in_mlp", True)),
         positions=v["max_position_embeddings"] if v.get("pos_emb", "learned") == "learned" else 0,
     )  # fmt: skip
     data = (ranks or tensor * pipeline) // (tensor * pipeline)
-    micro, accumulation = v.get("train_micro_batch_size_per_gpu", 1), v.get("gradient_accumulation_steps", 1)
+    micro, accumulation = (
+        v.get("train_micro_batch_size_per_gpu", 1),
+        v.get("gradient_accumulation_steps", 1),
+    )
     batch = v.get("train_batch_size") or micro * accumulation * data
     peak, low = v["optimizer.params.lr"], v.get("min_lr", 0.0)
     end = v.get("lr_decay_iters") or v["train_iters"]
@@ -151,7 +154,9 @@ def of_megatron(v: Values, vocabulary: int) -> Expected:
     gated, bias = "swiglu" in v, "disable-bias-linear" not in v
     ffn = v.get("ffn-hidden-size") or 4 * hidden
     size = v.get("kv-channels") or hidden // heads
-    groups = v.get("num-key-value-heads") or (v["num-query-groups"] if "group-query-attention" in v else heads)
+    groups = v.get("num-key-value-heads") or (
+        v["num-query-groups"] if "group-query-attention" in v else heads
+    )
     experts = v.get("num-experts") or 0
     rotary = v.get("position-embedding-type") == "rope" or "use-rotary-position-embeddings" in v
     learned = not rotary and v.get("position-embedding-type") != "alibi"
@@ -185,7 +190,11 @@ def of_megatron(v: Values, vocabulary: int) -> Expected:
             batch = 0
             for pair in v["step-batch-size-schedule"].split():
                 tokens, size = pair.split(":")
-                bound = int(float(tokens[:-1]) * units[tokens[-1]]) if tokens[-1] in units else int(tokens)
+                bound = (
+                    int(float(tokens[:-1]) * units[tokens[-1]])
+                    if tokens[-1] in units
+                    else int(tokens)
+                )
                 batch = int(size) if read >= bound // length else batch
             return batch
         return last
@@ -217,7 +226,7 @@ def of_megatron(v: Values, vocabulary: int) -> Expected:
 
     def rate(n: int) -> float:
         read = samples(n)
-        if 0 < warmup and read <= warmup:
+        if warmup > 0 and read <= warmup:
             return peak * read / warmup
         if read > decay:
             return low
@@ -232,7 +241,9 @@ def of_megatron(v: Values, vocabulary: int) -> Expected:
 
 def of_nanotron(v: Values) -> Expected:
     """Return what a configuration of nanotron trains."""
-    m = {key.removeprefix("model.model_config."): n for key, n in v.items() if "model_config." in key}
+    m = {
+        key.removeprefix("model.model_config."): n for key, n in v.items() if "model_config." in key
+    }
     hidden, heads = m["hidden_size"], m["num_attention_heads"]
     keys = hidden // heads * (m.get("num_key_value_heads") or heads)
     multiple = v["model.make_vocab_size_divisible_by"] * v["parallelism.tp"]
@@ -242,10 +253,14 @@ def of_nanotron(v: Values) -> Expected:
         biases=(False, False), norm_bias=False, tied=m["tie_word_embeddings"],
     )  # fmt: skip
     batch = (
-        v["tokens.micro_batch_size"] * v["tokens.batch_accumulation_per_replica"] * v["parallelism.dp"]
+        v["tokens.micro_batch_size"]
+        * v["tokens.batch_accumulation_per_replica"]
+        * v["parallelism.dp"]
     )
     at = "optimizer.learning_rate_scheduler."
-    warmup, start, length = (v.get(f"{at}lr_{k}") for k in ("warmup_steps", "decay_starting_step", "decay_steps"))
+    warmup, start, length = (
+        v.get(f"{at}lr_{k}") for k in ("warmup_steps", "decay_starting_step", "decay_steps")
+    )
     if length is None:
         length = v["tokens.train_steps"] - (warmup or 0) - (start or 0)
     start = (warmup or 0) if start is None else start
@@ -253,13 +268,17 @@ def of_nanotron(v: Values) -> Expected:
 
     def rate(n: int) -> float:
         if n <= (warmup or 0):
-            return peak * n / max(1, warmup)
+            return peak * n / max(1, warmup or 0)
         if n < start:
             return peak
         if n >= start + length:
             return low
         x = (n - start) / length
-        fall = {"cosine": (1 + math.cos(math.pi * x)) / 2, "linear": 1 - x, "1-sqrt": 1 - math.sqrt(x)}
+        fall = {
+            "cosine": (1 + math.cos(math.pi * x)) / 2,
+            "linear": 1 - x,
+            "1-sqrt": 1 - math.sqrt(x),
+        }
         return low + (peak - low) * fall[style]
 
     return Expected(parameters, lambda step: batch, rate)
@@ -301,7 +320,9 @@ def of_torchtitan(v: Values, ranks: int | None) -> Expected:
             keys=groups * size, gated=True, biases=(False, False), norm_bias=False, tied=tied,
             head_norms=2 * size if name == "qwen3" else 0,
         )  # fmt: skip
-    shards = math.prod(v.get(f"parallelism.{a}_parallel_degree", 1) for a in ("tensor", "pipeline", "context"))
+    shards = math.prod(
+        v.get(f"parallelism.{a}_parallel_degree", 1) for a in ("tensor", "pipeline", "context")
+    )
     total = v.get("training.global_batch_size", -1)
     batch = total if total > 0 else v["training.local_batch_size"] * ((ranks or shards) // shards)
     at = "lr_scheduler."
@@ -320,7 +341,11 @@ def of_torchtitan(v: Values, ranks: int | None) -> Expected:
         if current < warmup + stable:
             return peak
         x = (current + 1 - warmup - stable) / decay
-        fall = {"linear": 1 - x, "sqrt": 1 - math.sqrt(x), "cosine": (1 + math.cos(math.pi * x)) / 2}
+        fall = {
+            "linear": 1 - x,
+            "sqrt": 1 - math.sqrt(x),
+            "cosine": (1 + math.cos(math.pi * x)) / 2,
+        }
         return peak * (low + (1 - low) * fall[kind])
 
     return Expected(parameters, lambda step: batch, rate)
@@ -439,7 +464,7 @@ def files_of(clones: Path, program: str, files: tuple[str, ...], folder: Path) -
 
 def rows(clones: Path, folder: Path) -> list[tuple[str, ...]]:
     """Return a row for each published configuration: file, numbers, and what differs."""
-    table = []
+    table: list[tuple[str, ...]] = []
     for program, files, ranks, vocabulary in PUBLISHED:
         paths = files_of(clones, program, files, folder)
         foreign = read_foreign(paths)

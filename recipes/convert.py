@@ -10,8 +10,8 @@
 `recipe` translates a configuration of GPT-NeoX, Megatron-LM, Megatron-DeepSpeed, nanotron,
 torchtitan or transformers and reports every key; scripts are read, never executed.
 
-Each of the others holds one tensor in memory at a time. The checkpoint to read is a checkpoint folder, or
-a run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output
+The others hold one tensor in memory at a time. The checkpoint to read is a checkpoint folder, or a
+run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output
 folder appears when it is complete; --overwrite replaces an earlier output of the same command if
 its files have not changed. To start a run in any layout from the weights that `from-hf` or
 `average` writes, name them in training.initial_weights. You never need `reshape` to resume: use it

@@ -17,7 +17,7 @@ from threefold.commands import convert
 from threefold.config.loading import load_recipe
 from threefold.config.phases import PhasePlan
 from threefold.convert.foreign_files import Shell, read_foreign
-from threefold.convert.foreign_tables import PROGRAMS
+from threefold.convert.foreign_programs import PROGRAMS
 from threefold.convert.translation import Translated, translate
 
 NEOX_125M = """
@@ -87,7 +87,8 @@ EOT
 export LAUNCHER="python -m torch.distributed.run --nproc_per_node $GPUS_PER_NODE --nnodes $NNODES"
 export CMD=" `pwd`/pretrain_gpt.py --tensor-model-parallel-size $TP_SIZE \
     --pipeline-model-parallel-size 12 --num-layers 70 --hidden-size 14336 \
-    --num-attention-heads $((14336 / 128)) --seq-length $SEQ_LEN --max-position-embeddings $SEQ_LEN \
+    --num-attention-heads $((14336 / 128)) --seq-length $SEQ_LEN \
+    --max-position-embeddings $SEQ_LEN \
     --micro-batch-size $MICRO_BATCH_SIZE --rampup-batch-size 192 16 9_765_625 \
     --global-batch-size 2048 --train-samples 220_000_000 --init-method-std 0.0048 \
     --embed-layernorm --bf16 --seed 42 --position-embedding-type alibi --checkpoint-activations \
@@ -234,7 +235,9 @@ def test_every_key_has_a_line_and_the_recipe_can_be_read(name: str, tmp_path: Pa
     assert all(line.key in header for line in result.warnings)
 
 
-def test_what_changes_the_loss_is_named_first_and_nothing_unknown_is_dropped(tmp_path: Path) -> None:
+def test_what_changes_the_loss_is_named_first_and_nothing_unknown_is_dropped(
+    tmp_path: Path,
+) -> None:
     result = translated(tmp_path, "bloom.slurm", BLOOM)
     keys = [line.key for line in result.warnings if line.key]
     assert keys == ["embed-layernorm", "position-embedding-type", "some-new-option"]
@@ -309,7 +312,9 @@ def test_a_config_of_transformers_gives_the_model(tmp_path: Path) -> None:
     )
     result = translated(tmp_path, "config.json", config)
     assert translations.parameter_count(result.recipe.model) == 596_049_920
-    assert lines_about(result, "hidden_size") == ["taken: hidden_size = 1024 -> model.hidden_size = 1024"]
+    assert lines_about(result, "hidden_size") == [
+        "taken: hidden_size = 1024 -> model.hidden_size = 1024"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -319,7 +324,11 @@ def test_a_config_of_transformers_gives_the_model(tmp_path: Path) -> None:
         ("x.py", "", "configurations in Python are not translated"),
         ("x.toml", "a = ", "is not valid"),
         ("x.sh", "echo hello", "no command or variable has --num-layers"),
-        ("x.yml", NEOX_125M.replace('"hidden_size": 768', '"hidden_size": "<H>"'), "is not a number"),
+        (
+            "x.yml",
+            NEOX_125M.replace('"hidden_size": 768', '"hidden_size": "<H>"'),
+            "is not a number",
+        ),
         ("x.json", "{}", "model_type"),
         ("missing.yml", None, "no such file"),
     ],

@@ -109,7 +109,7 @@ def recipe_command(options: argparse.Namespace) -> None:
     """Translate the configuration of another program into a recipe."""
     # The YAML reader and the tables of all programs are needed here only.
     from threefold.convert.foreign_files import read_foreign
-    from threefold.convert.foreign_tables import PROGRAMS
+    from threefold.convert.foreign_programs import PROGRAMS
     from threefold.convert.translation import translate
 
     target = options.output

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from models.errors import UserError, reason_of
 from threefold.config.json_repair import repair_json
@@ -171,7 +171,9 @@ def option(name: str) -> str:
 # The part of a shell's language that training scripts use.
 
 NAME = r"[A-Za-z_]\w*"
-ASSIGNMENT = re.compile(rf"(?:(?:export|declare|local|readonly)\s+(?:-\w+\s+)*)?({NAME})(\+?)=(.*)", re.S)
+ASSIGNMENT = re.compile(
+    rf"(?:(?:export|declare|local|readonly)\s+(?:-\w+\s+)*)?({NAME})(\+?)=(.*)", re.S
+)
 HERE_DOCUMENT = re.compile(rf"<<-?\s*(['\"]?)({NAME})\1(?:\s*>+\s*(\S+))?")
 EXPANSION = re.compile(
     rf"(?<!\\)(?:\$\(\((?P<sum>.*?)\)\)|\$\((?P<command>[^()]*(?:\([^()]*\)[^()]*)*)\)"
@@ -249,7 +251,9 @@ class Shell:
                     if inner.strip() == start[2]:
                         break
                     body.append(inner)
-                target = start[3] or (re.search(r">+\s*(\S+)", line[: start.start()]) or ["", ""])[1]
+                target = (
+                    start[3] or (re.search(r">+\s*(\S+)", line[: start.start()]) or ["", ""])[1]
+                )
                 kept[-1] = f"HERE_DOCUMENT {len(self.documents)} {target}"
                 self.documents[str(len(self.documents))] = "\n".join(body)
         return "\n".join(kept)

@@ -1,20 +1,21 @@
 """Translate the configuration of another program into a recipe, with a line for every key.
 
-`foreign_tables.py` has a table of keys and a function for each program. The translation applies
-them, and reports each key as taken, derived, without effect here, not supported or unknown. What
-changes the loss and cannot be expressed is reported first, and in the recipe's header.
+`foreign_programs.py`, `foreign_neox.py` and `foreign_megatron.py` have a table of keys and a
+function for each program. The translation applies them, and reports each key as taken, derived,
+without effect here, not supported or unknown. What changes the loss and cannot be expressed is
+reported first, and in the recipe's header.
 """
 
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import tomli_w
 
-from models.errors import UserError, counted, toml_value
+from models.errors import UserError, toml_value
 from threefold.config.deepspeed_json import shipped_json
 from threefold.config.deepspeed_schema import SETTINGS, Review, review_settings
 from threefold.config.loading import REPOSITORY, apply_overrides, parse_recipe
@@ -31,6 +32,25 @@ DEEPSPEED_DEFAULTS = {
     "prescale_gradients": False, "gradient_predivide_factor": 1.0,
 }  # fmt: skip
 MAX_CHARACTERS = 60  # of a value in a report
+
+# Reasons and facts that the tables of several programs name.
+
+LOGGING = "metrics go to metrics.jsonl and Weights & Biases; see docs/run-folder-and-metrics.md"
+KERNELS = "kernels are chosen here; the result is the same"
+COMMUNICATION = "communication is organised here; the result is the same"
+FILES = "the run folder holds checkpoints and logs"
+START = "hosts come from Slurm or a hostfile; see docs/multi-node-and-slurm.md"
+READING = "corpora are read by memory map in one process; see docs/data.md"
+SUPERVISION = "launch.py and [supervision] do this; see docs/fault-tolerance.md"
+RANDOM = "random numbers depend on a token's position and the seed, never on a rank"
+SUMS = "gradients are accumulated and summed in fp32"
+ONE_LATER = (
+    "the program uses the learning rate of n completed steps in step n + 1, so its first step has "
+    "the rate 0; here step n has the rate of n"
+)
+SHIFT_OF_NEOX = ONE_LATER.replace("rate 0;", "rate of the first step twice;")
+ALL_DECAY = "the program's weight decay includes norms and biases; here they have none"
+GPT2_TOKENS, LLAMA2_TOKENS, NEOX_TOKENS = 50257, 32000, 50277  # of the tokenizers of these names
 
 
 @dataclass(frozen=True)
@@ -282,9 +302,9 @@ class Translation:
         if merged == content:
             return None
         if folder is not None:
-            path = folder.resolve() / f"{self.name}.json"
-            inside = path.is_relative_to(REPOSITORY)
-            self.put("deepspeed", str(path.relative_to(REPOSITORY) if inside else path))
+            file = folder.resolve() / f"{self.name}.json"
+            inside = file.is_relative_to(REPOSITORY)
+            self.put("deepspeed", str(file.relative_to(REPOSITORY) if inside else file))
         return merged
 
     def _divides_layers(self) -> bool:
@@ -300,20 +320,101 @@ class Translation:
         """Add what every recipe needs and the source does not have."""
         about = "the source does not say; choose it"
         for target, value in (
-            ("training.steps", 1000), ("batch.global_sequences", self.ours("batch.micro_sequences", 1)),
+            ("training.steps", 1000),
+            ("batch.global_sequences", self.ours("batch.micro_sequences", 1)),
             ("batch.micro_sequences", 1), ("optimizer.learning_rate", 3e-4),
             ("optimizer.schedule", {"warmup_steps": 0, "decay": "constant"}), ("seed", 1234),
             ("training.evaluate_every", 0), ("checkpoint.every", 1000),
         ):  # fmt: skip
             self.assume(target, value, about)
         folder = f"data/{self.name}"
-        paths = {"data.train": [{"path": f"{folder}/train"}], "data.tokenizer": f"{folder}/tokenizer"}
+        paths: dict[str, Any] = {
+            "data.train": [{"path": f"{folder}/train"}],
+            "data.tokenizer": f"{folder}/tokenizer",
+        }
         if self.ours("training.evaluate_every"):
             paths["data.validation"] = f"{folder}/validation"
         for target, value in paths.items():
             self.assume(target, value, "as prepare_data.py writes it")
         self.put("name", self.name)
         self.recipe.setdefault("layout", {})
+
+
+# Steps that several programs share.
+
+
+def spread(t: Translation, keys: str, micro: int, accumulation: int | None, shards: int) -> None:
+    """Set the batch of a program that counts micro-batches per data rank.
+
+    Args:
+        accumulation: micro-batches per step and data rank
+        shards: ranks that share a data rank
+    """
+    ranks = t.ranks
+    if ranks is None:
+        ranks = shards
+        t.note(ASSUMED, f"the global batch is that of {ranks} GPUs, the fewest; use --ranks N")
+    batches = accumulation or 1
+    sequences = micro * batches * (ranks // shards)
+    text = f"{micro} x {batches} micro-batches x {ranks // shards} data ranks of {ranks} GPUs"
+    t.derive(keys, {"batch.global_sequences": sequences, "batch.micro_sequences": micro}, text)
+
+
+def vocabulary(t: Translation, keys: str, tokens: int, multiple: int, text: str) -> None:
+    """Set the vocabulary with the rows of padding, which take part in the source's softmax."""
+    size = -(-tokens // multiple) * multiple
+    about = f"{text}{tokens:,} tokens, in multiples of {multiple}" if size != tokens else text
+    t.derive(keys, {"model.vocab_size": size}, about)
+
+
+def schedule(
+    t: Translation,
+    keys: str,
+    shape: str,
+    *,
+    warmup: float,
+    start: float,
+    end: float,
+    minimum: float,
+    counts: str = "steps",
+    text: str = "",
+) -> None:
+    """Set the schedule: warm-up, constant until `start`, then down to the minimum at `end`.
+
+    Args:
+        shape: "cosine", "linear", "sqrt" or "constant"
+        warmup, start, end: steps or sequences, as `counts` says; they are rounded
+    """
+    warmup, start, end = (round(steps) for steps in (warmup, start, end))
+    values: dict[str, Any] = {"warmup_steps": warmup, "decay": shape}
+    if shape != "constant":
+        values |= {"steps": end, "minimum_learning_rate": minimum}
+        if start > warmup or shape == "sqrt":
+            values |= {"decay": "wsd", "decay_steps": end - start, "decay_shape": shape}
+    if counts != "steps":
+        values["counts"] = counts
+    t.derive(keys, {"optimizer.schedule": values}, text)
+
+
+def corpora(t: Translation, keys: str, paths: Sequence[tuple[float, str]]) -> None:
+    """Set the corpora, whose files prepare_data.py has to write anew."""
+    names = [PurePath(path).name.strip("<>") or f"corpus-{n}" for n, (_, path) in enumerate(paths)]
+    names = [name if names.count(name) == 1 else f"{name}-{n}" for n, name in enumerate(names)]
+    train = [
+        {"path": f"data/{t.name}/{name}", "weight": float(weight)}
+        for name, (weight, _) in zip(names, paths, strict=True)
+    ]
+    t.derive(keys, {"data.train": train}, "prepare the text with prepare_data.py")
+
+
+def table_of_positions(t: Translation, key: str, length: str, rotary: bool) -> None:
+    """Report the number of positions, which is the size of a table if they are learned."""
+    if not rotary and t.get(key) not in (None, t.get(length)):
+        t.differs(key, f"the table of positions has {t.get(length)} rows, as {length}")
+    t.say(key, FREE, "rotary positions have no table" if rotary else "model.sequence_length")
+
+
+# The result.
 
 
 @dataclass(frozen=True)
