@@ -28,6 +28,7 @@ PYTHONS = BROAD | {"OSError", "KeyError", "TypeError", "AttributeError", "IndexE
                    "RecursionError", "UnicodeDecodeError"}  # fmt: skip
 INVARIANTS = {  # function that raises a plain ValueError -> why no user can cause it
     "threefold/pipeline/simulation.py: simulate": "no order of passes is made by users",
+    "threefold/convert/foreign_files.py: Shell._sum.evaluate": "the caller catches it",
     "threefold/prove/ranks.py: run_cases": "prove.py only makes layouts of at most --ranks",
 }
 FOREIGN = "the line calls a library, which raises many classes for data that it cannot read"
@@ -36,6 +37,12 @@ CONTINUES = "what fails is reported, and the run continues without it"
 RAISES = "the exception is raised again, or ends the process with its traceback"
 CATCHES = {  # function that catches one of BROAD -> why no defect becomes a user's mistake there
     "models/experts/overlap.py: Turns._run_one": RAISES,
+    "threefold/convert/foreign_files.py: scalar": PARSING,
+    "threefold/convert/foreign_files.py: _parse": PARSING,
+    "threefold/convert/foreign_files.py: _words": PARSING,
+    "threefold/convert/foreign_files.py: Shell._holds": PARSING,
+    "threefold/convert/foreign_files.py: Shell._sum": PARSING,
+    "threefold/convert/foreign_programs.py: _transformers": FOREIGN,
     "threefold/convert/from_hugging_face.py: TheirFiles._names": PARSING,
     "threefold/convert/from_hugging_face.py: read_config": FOREIGN,
     "threefold/gpus/datasheet.py: _read_toml": PARSING,

@@ -1,5 +1,6 @@
 import pytest
 
+from models.errors import UserError
 from threefold.config.optimization import Optimizer, learning_rate
 
 
@@ -50,3 +51,9 @@ def test_a_schedule_has_its_own_length(decay: str, settings: dict[str, int]) -> 
 
 def test_without_warm_up_the_first_step_is_near_the_peak() -> None:
     assert rates("cosine", warmup_steps=0)[0] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_schedule_in_sequences_needs_a_length() -> None:
+    with pytest.raises(UserError, match=r"optimizer\.schedule\.steps = 1000000"):
+        rates("cosine", counts="sequences")
+    assert rates("cosine", counts="sequences", steps=100) == rates("cosine")
