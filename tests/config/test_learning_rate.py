@@ -1,6 +1,5 @@
 import pytest
 
-from models.errors import UserError
 from threefold.config.optimization import Optimizer, learning_rate
 
 
@@ -54,6 +53,6 @@ def test_without_warm_up_the_first_step_is_near_the_peak() -> None:
 
 
 def test_a_schedule_in_sequences_needs_a_length() -> None:
-    with pytest.raises(UserError, match=r"optimizer\.schedule\.steps = 1000000"):
+    with pytest.raises(ValueError, match=r"optimizer\.schedule\.steps = 1000000"):
         rates("cosine", counts="sequences")
     assert rates("cosine", counts="sequences", steps=100) == rates("cosine")
