@@ -501,7 +501,7 @@ def main() -> int:
         except UserError as problem:
             print(f"translations.py: {problem}", file=sys.stderr)
             return 2
-    head = ("source", "configuration", "parameters", "batch", "steps", "the three", "not supported")
+    head = ("source", "configuration", "parameters", "batch", "steps", "compared", "not supported")
     if options.markdown:
         print("\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *table)))
     else:

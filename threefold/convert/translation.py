@@ -42,7 +42,6 @@ FILES = "the run folder holds checkpoints and logs"
 START = "hosts come from Slurm or a hostfile; see docs/multi-node-and-slurm.md"
 READING = "corpora are read by memory map in one process; see docs/data.md"
 SUPERVISION = "launch.py and [supervision] do this; see docs/fault-tolerance.md"
-RANDOM = "random numbers depend on a token's position and the seed, never on a rank"
 SUMS = "gradients are accumulated and summed in fp32"
 ONE_LATER = (
     "the program uses the learning rate of n completed steps in step n + 1, so its first step has "
