@@ -76,6 +76,15 @@ def test_tokens_are_converted_exactly(small: dict[str, Any], tokens: int, step: 
     assert plan.tokens_before(step) >= tokens > plan.tokens_before(step - 1)
 
 
+def test_a_phase_begins_after_trillions_of_tokens(small: dict[str, Any]) -> None:
+    tokens = 14_800_000_000_000
+    table = staged(small, {"name": "late", "start_tokens": tokens, "optimizer": {"weight_decay": 0}})
+    table["model"]["sequence_length"] = 2**17
+    table["training"]["steps"] = 10**9
+    step = plan_of(table).steps_of("late")[0]
+    assert step == tokens // (8 * 2**17) + 2
+
+
 def test_tokens_count_over_earlier_phases(small: dict[str, Any]) -> None:
     late = {"name": "late", "start_tokens": 2048 + 3 * 512, "batch": {"global_sequences": 16}}
     assert plan_of(staged(small, LONG, late)).steps_of("late")[0] == 12

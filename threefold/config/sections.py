@@ -18,7 +18,9 @@ from models.errors import UserError, toml_line, toml_value
 # docs/recipe-reference.md, which threefold/plan/recipe_reference.py generates.
 
 MAX_COUNT = 10**9
+MAX_TOKENS = 10**16
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 # 1 equals True in Python, so a number has to become something else before it is compared.
@@ -418,7 +420,7 @@ class Phase(Section):
     start_step: Annotated[int, Field(ge=2)] | None = None
     """First step of the phase."""
 
-    start_tokens: Count | None = None
+    start_tokens: Tokens | None = None
     """Alternative to `start_step`: number of tokens. The phase begins with the first step before
     which the run has read at least that many."""
 
