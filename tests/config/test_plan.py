@@ -78,7 +78,8 @@ def test_tokens_are_converted_exactly(small: dict[str, Any], tokens: int, step: 
 
 def test_a_phase_begins_after_trillions_of_tokens(small: dict[str, Any]) -> None:
     tokens = 14_800_000_000_000
-    table = staged(small, {"name": "late", "start_tokens": tokens, "optimizer": {"weight_decay": 0}})
+    late = {"name": "late", "start_tokens": tokens, "optimizer": {"weight_decay": 0}}
+    table = staged(small, late)
     table["model"]["sequence_length"] = 2**17
     table["training"]["steps"] = 10**9
     step = plan_of(table).steps_of("late")[0]
