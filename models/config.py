@@ -123,9 +123,29 @@ class RopeScaling:
 
 # Attention that differs between layers.
 
-MIN_FACTOR = 1e-6  # of scores and logits, whose quotient by a smaller limit could overflow
+MIN_FACTOR = 1e-6  # of scores, embeddings and logits
+# The gradient of c tanh(x / c) is 0 in fp32 beyond x = 9c. Scores and logits of initial weights are
+# near 1, so a model with a smaller cap would not train.
+MIN_SOFT_CAP = 0.1
+# The largest base in use is about 1e11, for contexts of 4M tokens. Frequencies of a base far below 1
+# overflow in fp32.
+ROPE_THETA_LIMITS = (1.0, 1e12)
 
 AttentionKind = Literal["full", "window", "nope"]
+
+
+def check_factor(
+    key: str, value: float, *, least: float = MIN_FACTOR, works: str = "leave {} out"
+) -> None:
+    """Check a factor of values or of a loss, which would overflow in fp32 far above MAX_SIZE.
+
+    works: the advice, with {} in place of the key
+
+    Raises:
+        UserError: it is outside of the limits.
+    """
+    if not least <= value <= MAX_SIZE:
+        raise UserError(f"{key} = {value} is not in {least:g} .. {MAX_SIZE}; {works.format(key)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +169,21 @@ class Window:
     def __post_init__(self) -> None:
         if not 1 <= self.size <= MAX_SIZE:
             raise UserError(f"size = {self.size} is not in 1 .. {MAX_SIZE}; use size = 4096")
-        if self.rope_theta is not None and not self.rope_theta > 0:
-            raise UserError(f"rope_theta = {self.rope_theta} must be above 0; use 10000.0")
+        if self.rope_theta is not None:
+            check_rope_theta(self.rope_theta)
+
+
+def check_rope_theta(theta: float) -> None:
+    """Check the base of rotary positions.
+
+    Raises:
+        UserError: it is outside of the limits.
+    """
+    least, most = ROPE_THETA_LIMITS
+    if not least <= theta <= most:
+        raise UserError(
+            f"rope_theta = {theta} is not in {least:g} .. {most:g}; use rope_theta = 10000.0"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,12 +302,8 @@ class Experts:
                 f"shared = {self.shared} experts have more than {MAX_SIZE} columns; use shared = 1"
             )
         for key in ("shared", "dense_layers", "balance_loss", "z_loss", "bias_update"):
-            if getattr(self, key) < 0:
-                raise UserError(f"{key} = {getattr(self, key)} is below 0; use {key} = 0")
-        if self.output_scale <= 0:
-            raise UserError(
-                f"output_scale = {self.output_scale} is not above 0; use output_scale = 1.0"
-            )
+            check_factor(key, getattr(self, key), least=0, works="use {} = 0")
+        check_factor("output_scale", self.output_scale, works="use {} = 1.0")
         self._check_groups()
         if self.normalize and self.router == "softmax-after-topk":
             raise UserError(
@@ -357,10 +386,7 @@ class Prediction:
                 f"depth = {self.depth} is not in 1 .. {MAX_PREDICTIONS}; use depth = 1, or leave "
                 f"the section out to predict one token"
             )
-        if not self.loss_weight > 0:
-            raise UserError(
-                f"loss_weight = {self.loss_weight} is not above 0; use loss_weight = 0.3"
-            )
+        check_factor("loss_weight", self.loss_weight, works="use {} = 0.3")
 
 
 # The activation of an MLP.
@@ -486,7 +512,8 @@ class ModelConfig:
     """Factor of the attention scores; by default head_size^-0.5, with `latent`
     (head_size + rotary_size)^-0.5."""
     attention_soft_cap: float | None = None
-    """Limit c of the attention scores, which become c tanh(score / c), as in Gemma 2."""
+    """Limit c of the attention scores, which become c tanh(score / c), as in Gemma 2; at least 0.1,
+    because scores far above the limit have no gradient."""
     latent: LatentAttention | None = None
     """Multi-head latent attention in place of separate keys and values, as in DeepSeek-V3."""
     rope_theta: float = 10000.0
@@ -494,11 +521,13 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Scale rotary positions for sequences longer than those of the original training."""
     partial_rotary_factor: float = 1.0
-    """Share of the columns of a head that are rotated, the first ones; 0.5 in GLM-4.5."""
+    """Share of the columns of a head that are rotated, the first ones; 0.5 in GLM-4.5. The number
+    of columns is rounded down, as in transformers, and must be even."""
     embedding_multiplier: float = 1.0
     """Factor of the embedded tokens, such as the square root of the hidden size in Gemma."""
     logit_soft_cap: float | None = None
-    """Limit c of the logits, which become c tanh(logit / c), as in Gemma 2."""
+    """Limit c of the logits, which become c tanh(logit / c), as in Gemma 2; at least 0.1, because
+    logits far above the limit have no gradient."""
     z_loss: float = 0.0
     """Factor of the mean squared logsumexp of the logits, such as 1e-5 (PaLM, arXiv 2204.02311,
     section 5). It is not part of the reported loss."""
@@ -536,10 +565,14 @@ class ModelConfig:
             if not 1 <= value <= MAX_SIZE:
                 nearest = min(max(value, 1), MAX_SIZE)
                 raise UserError(f"{key} = {value} is not in 1 .. {MAX_SIZE}; use {key} = {nearest}")
-        for key in ("rope_theta", "norm_epsilon", "initial_std"):
-            if not getattr(self, key) > 0:
+        check_rope_theta(self.rope_theta)
+        for key in ("norm_epsilon", "initial_std"):
+            if not 0 < getattr(self, key) <= MAX_SIZE:
                 default = type(self).__dataclass_fields__[key].default
-                raise UserError(f"{key} = {getattr(self, key)} must be above 0; use {default}")
+                raise UserError(
+                    f"{key} = {getattr(self, key)} is not above 0 and at most {MAX_SIZE}; use "
+                    f"{key} = {default}"
+                )
         for key in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, key) < 1:
                 raise UserError(
@@ -586,17 +619,21 @@ class ModelConfig:
         if self.latent is not None:
             self._check_latent()
         pattern = self.attention_pattern
+        has_window = self.window is not None
         if not 1 <= len(pattern) <= self.layers:
+            fitting = shortest_pattern(pattern[: self.layers])
+            if not fitting or ("window" in fitting) != has_window:
+                fitting = example_pattern(self.layers, has_window=has_window)
             raise UserError(
                 f"attention_pattern has {len(pattern)} entries for layers = {self.layers}; use "
-                f"attention_pattern = "
-                f"{toml_value(example_pattern(self.layers, has_window=self.window is not None))}"
+                f"attention_pattern = {toml_value(fitting)}"
             )
-        if ("window" in pattern) != (self.window is not None):
-            problem = 'attention_pattern has "window"' if self.window is None else "window is set"
+        if ("window" in pattern) != has_window:
+            problem = "window is set" if has_window else 'attention_pattern has "window"'
             remedy = "add [model.window] with size = 4096"
-            if self.window is not None:
-                remedy = 'use attention_pattern = ["window"], or leave window out'
+            if has_window:
+                mixed = toml_value(("window", *pattern)[: self.layers])
+                remedy = f"leave window out, or use attention_pattern = {mixed}"
             if self.latent is not None:
                 remedy = "leave window out"
             missing = "window is missing" if self.window is None else "no layer has it"
@@ -614,29 +651,29 @@ class ModelConfig:
                     f'{what} requires positions = "rope", not "{self.positions}"; leave it out'
                 )
         self._check_effect_of_rotation()
-        columns = self.attention_head_size * share
-        if not 0 < share <= 1 or (share != 1 and columns % 2):
-            nearest = min(max(2, columns // 2 * 2), self.attention_head_size)
+        size, columns = self.attention_head_size, int(self.attention_head_size * share)
+        if not 0 < share <= 1 or (share != 1 and (columns % 2 or not columns)):
+            nearest = min(max(2, columns // 2 * 2), size)
+            works = nearest / size
+            if int(size * works) < nearest:  # such as 30 / 44
+                works = math.nextafter(works, 1)
+            problem = f"of head_size = {size} is {columns} columns, not an even number of them"
             raise UserError(
-                f"partial_rotary_factor = {share} of head_size = {self.attention_head_size} is not "
-                f"an even number of columns; use partial_rotary_factor = "
-                f"{nearest / self.attention_head_size}"
+                f"partial_rotary_factor = {share} "
+                f"{problem if 0 < share <= 1 else 'is not above 0 and at most 1'}; use "
+                f"partial_rotary_factor = {works}"
             )
         if self.qk_norm_over != "head" and not self.qk_norm:
             raise UserError(
                 f'qk_norm_over = "{self.qk_norm_over}" has no effect with qk_norm = false; use '
                 f"qk_norm = true"
             )
-        for key in (
-            "attention_scale", "attention_soft_cap", "logit_soft_cap", "embedding_multiplier",
-        ):  # fmt: skip
-            value = getattr(self, key)
-            if value is not None and not MIN_FACTOR <= value <= MAX_SIZE:
-                raise UserError(
-                    f"{key} = {value} is not in {MIN_FACTOR} .. {MAX_SIZE}; leave {key} out"
-                )
-        if self.z_loss < 0:
-            raise UserError(f"z_loss = {self.z_loss} is below 0; use z_loss = 0")
+        for key, least in {
+            "attention_scale": MIN_FACTOR, "attention_soft_cap": MIN_SOFT_CAP,
+            "logit_soft_cap": MIN_SOFT_CAP, "embedding_multiplier": MIN_FACTOR, "z_loss": 0.0,
+        }.items():  # fmt: skip
+            if getattr(self, key) is not None:
+                check_factor(key, getattr(self, key), least=least)
 
     def _check_effect_of_rotation(self) -> None:
         """Check that the keys about rotary positions have an effect.
@@ -925,7 +962,8 @@ def example_pattern(layers: int, *, has_window: bool) -> tuple[AttentionKind, ..
 def shortest_pattern(kinds: Sequence[AttentionKind]) -> tuple[AttentionKind, ...]:
     """Return the shortest `attention_pattern` that gives the layers these kinds of attention."""
     layers = tuple(kinds)
-    return next(layers[:n] for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n])
+    lengths = range(1, len(layers) + 1)
+    return next((layers[:n] for n in lengths if layers[n:] == layers[:-n]), ())
 
 
 def nearest_multiples(value: int, divisor: int, *, most: int = MAX_SIZE) -> str:

@@ -17,6 +17,7 @@ ANY = object()  # every value of a feature
 NO_BIAS: frozenset[str] = frozenset()
 ATTENTION_BIAS = frozenset({"qkv", "output"})
 ALL_BIASES = ATTENTION_BIAS | {"mlp"}
+BIAS_KEYS = {"qkv": "qkv_bias", "output": "attention_output_bias"}  # part -> key; default: `bias`
 
 # Features of a model -> values that a class has, unless its entry says otherwise: those of Llama.
 LLAMA_FEATURES: dict[str, tuple[Any, ...]] = {
@@ -29,6 +30,7 @@ LLAMA_FEATURES: dict[str, tuple[Any, ...]] = {
     "attention_pattern": ("full",),
     "window.rope_theta": (None,),
     "window.rope_scaled": (True,),
+    "rope_scaling.type": (ANY,),
     "rope_scaling.truncate": (ANY,),
     "partial_rotary_factor": (1.0,),
     "attention_sinks": (False,),
@@ -220,6 +222,7 @@ FAMILIES = (
             "biases": (NO_BIAS,),
             "attention_pattern": ("full", "window"),
             "partial_rotary_factor": (ANY,),
+            "rope_scaling.type": (None,),  # transformers 5.23 has only "longrope"
             "head_size": (None,),
         },
         windows="sliding_window",
@@ -381,6 +384,7 @@ def features_of(config: ModelConfig) -> dict[str, Any]:
         "attention_pattern": " and ".join(sorted(set(pattern))),
         "window.rope_theta": window.rope_theta if window is not None and has_own_base else None,
         "window.rope_scaled": window is None or scaling is None or window.rope_scaled,
+        "rope_scaling.type": scaling.type if scaling is not None else None,
         "rope_scaling.truncate": scaling is None or scaling.truncate,
         "partial_rotary_factor": config.partial_rotary_factor,
         "attention_sinks": config.attention_sinks,
@@ -434,13 +438,14 @@ def family_of(config: ModelConfig) -> Family:
     )
 
 
-def _distance(different: Mapping[str, tuple[Any, Any]]) -> int:
+def _distance(different: Mapping[str, tuple[Any, Any]]) -> float:
     """Return the number of differences.
 
     One between a dense model and one with experts is large, and so is one of latent attention.
+    One of the rotary scaling is small, because a run can change the scaling of imported weights.
     """
     is_large = "none" in different.get("experts.router", ()) or "latent" in different
-    return len(different) + len(FAMILIES) * is_large
+    return len(different) + len(FAMILIES) * is_large - 0.5 * ("rope_scaling.type" in different)
 
 
 def described(
@@ -459,16 +464,23 @@ def described(
     ]
     if "window" not in pattern and config.window is not None:
         theirs.append(f"{NONE}model.window")
+    _, biases = different.get("biases", ("", NO_BIAS))
+    for part, key in BIAS_KEYS.items() if "biases" in different else ():
+        if getattr(config, key) is not None and (part in biases) == ("mlp" in biases):
+            theirs.append(f"{NONE}model.{key}")
     return ours, theirs
 
 
 def _setting(feature: str, value: Any, config: ModelConfig) -> str:
     """Return the keys of a recipe that give a feature a value."""
     if feature == "biases":
-        keys = {"qkv": "model.qkv_bias", "output": "model.attention_output_bias"}
-        others = {keys[part]: part in value for part in keys if (part in value) != ("mlp" in value)}
-        settings = {"model.bias": "mlp" in value, **others}
-        return ", ".join(f"{key} = {str(is_on).lower()}" for key, is_on in settings.items())
+        settings = {"bias": "mlp" in value}
+        settings |= {
+            key: part in value
+            for part, key in BIAS_KEYS.items()
+            if (part in value) != ("mlp" in value)
+        }
+        return ", ".join(f"model.{key} = {str(is_on).lower()}" for key, is_on in settings.items())
     if feature == "qk_norm":
         has_norm = f"model.qk_norm = {str(value != 'none').lower()}"
         return has_norm + ', model.qk_norm_over = "projection"' * (value == "projection")
@@ -487,6 +499,8 @@ def _setting(feature: str, value: Any, config: ModelConfig) -> str:
     elif feature in ("experts.shared", "experts.dense_layers"):
         own = getattr(config.experts, feature.removeprefix("experts."), 0)
         value = (own or 1) if value else 0
+    if value is None and feature == "rope_scaling.type":
+        return f"{NONE}model.rope_scaling"
     if value is None or (feature == "latent" and not value):
         return f"{NONE}model.{feature}"
     if feature == "latent":

@@ -118,6 +118,7 @@ def _suggestion(location: Location, recipe: type[BaseModel]) -> str:
     siblings = [path[-1] for path in known if path[:-1] == section]
     elsewhere = [".".join(path) for path in known if path[-1] == key]
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
+    close = close or [sibling for sibling in siblings if sibling.endswith(f"_{key}")][:1]
     if section == ["model"] and key in THEIR_NAMES:
         return f"did you mean model.{THEIR_NAMES[key]}?"
     if close:
