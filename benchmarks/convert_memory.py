@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from models.config import ModelConfig
 from models.cost import parameter_count
-from models.hugging_face.config import model_settings
+from models.hugging_face.config import imported_model
 from models.hugging_face.weights import counterparts
 from models.layer_specs import logical_shapes
 from threefold.checkpoint.format import TensorFileWriter
@@ -53,7 +53,7 @@ def write_their_model(folder: Path, sizes: dict[str, int]) -> ModelConfig:
     """Write a folder like save_pretrained does, without holding the model in memory."""
     config = AutoConfig.for_model("llama", **sizes)
     config.save_pretrained(folder)
-    model = ModelConfig(**model_settings(config.to_dict()))
+    model = imported_model(config.to_dict())
     table, shapes = counterparts(model), logical_shapes(model)
     theirs = {k: v for n in table for k, v in table[n].shapes(shapes[n]).items()}
     numbers = np.random.default_rng(0).standard_normal(2**20, dtype=np.float32)

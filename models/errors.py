@@ -25,7 +25,10 @@ def reason_of(error: Exception) -> str:
         error: raised by the operating system, a parser or a library, or by reading a key of parsed
             content
     """
-    message = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    message = lines[0]
+    if message.endswith(":") and len(lines) > 1:  # huggingface_hub: the reason, with its class
+        message = lines[1].partition("Error: ")[2] or lines[1]
     match error:
         case UserError():
             return message
@@ -41,6 +44,8 @@ def reason_of(error: Exception) -> str:
             return f"byte {error.start} is {error.object[error.start]:#04x}, not UTF-8"
         case RecursionError():
             return "its values are nested too deeply"
+        case KeyError() if len(error.args) == 1 and " " in str(error.args[0]):  # a sentence
+            return str(error.args[0])
         case KeyError() if len(error.args) == 1:
             return f'it has no "{error.args[0]}"'
         case TypeError() | AttributeError():

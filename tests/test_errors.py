@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tomli_w
+from transformers import AutoConfig
 
 from models.errors import UserError, reason_of
 from recipes import pretrain
@@ -45,6 +46,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/convert/foreign_programs.py: _transformers": FOREIGN,
     "threefold/convert/from_hugging_face.py: TheirFiles._names": PARSING,
     "threefold/convert/from_hugging_face.py: read_config": FOREIGN,
+    "threefold/convert/to_hugging_face.py: their_config": FOREIGN,
     "threefold/gpus/datasheet.py: _read_toml": PARSING,
     "threefold/prepare_data/corpus.py: find_damages": PARSING,
     "threefold/prepare_data/tasks.py: items_of_samples": PARSING,
@@ -260,6 +262,9 @@ def test_messages_do_not_show_the_text_of_pythons_exceptions() -> None:
         (lambda: json.loads("[" * 100_000), "its values are nested too deeply"),
         (lambda: json.loads("1" * 4301), "a number has more than 4,300 digits"),
         (lambda: json.loads("{}")["files"], 'it has no "files"'),
+        (lambda: {}["no key `a` in b"], "no key `a` in b"),
+        (lambda: AutoConfig.for_model("llama", vocab_size=""), "Field 'vocab_size' expected int, "
+         "got str (value: '')"),
         (lambda: json.loads("5")["files"], "a value has another type than expected"),
         (lambda: json.loads("[]").get("files"), "a value has another type than expected"),
         (Path("/no/such").read_bytes, "No such file or directory: /no/such"),
@@ -282,7 +287,7 @@ SCRIPTS = {  # command -> the defect's place, as a user's own line of Python wou
     "from threefold.prepare_data import formats\nformats.document = defect",
     "convert": "from threefold.commands import convert as command\n"
     "from threefold.convert import from_hugging_face\n"
-    "from_hugging_face.model_settings = defect",
+    "from_hugging_face.imported_model = defect",
     "pretrain": "from recipes import pretrain as command\n"
     "from threefold.data import dataset\ndataset.TrainingData._micro_batch = defect",
 }

@@ -1,11 +1,14 @@
 """Conversion between the settings of a model and the config of transformers."""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from models.config import (
     SCALING_KEYS,
+    WITHOUT_ROTATION,
     AttentionKind,
     Experts,
     LatentAttention,
@@ -98,7 +101,9 @@ def rope_scaling_in(theirs: Mapping[str, Any], positions: int) -> RopeScaling | 
     if kind == "yarn" and values["attention_factor"] is None:
         values["attention_factor"] = _attention_factor(theirs, factor)
     given = {key: value for key, value in values.items() if value is not None}
-    return RopeScaling(type=kind, factor=float(factor), **given)
+    names = {key: key for key in SCALING_KEYS[kind]} | {"factor": "factor", "type": "rope_type"}
+    with their_names(names | THEIR_ROPE_KEYS, "model.rope_scaling"):
+        return RopeScaling(type=kind, factor=float(factor), **given)
 
 
 def _attention_factor(theirs: Mapping[str, Any], factor: float) -> float | None:
@@ -256,10 +261,59 @@ def export_problem(config: ModelConfig) -> str:
     return ""
 
 
-def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of our ModelConfig, given all attributes of transformers' config.
+@contextmanager
+def their_names(attributes: Mapping[str, str], section: str = "model") -> Iterator[None]:
+    """Reword an error about our keys, which a config.json does not have.
 
-    `unsupported_attributes` finds the attributes that these settings do not reflect.
+    Args:
+        attributes: our key -> the attribute that it is read from; other keys are named with their
+            section
+
+    Raises:
+        UserError: as in the block, with advice only if it is about attributes
+    """
+    try:
+        yield
+    except UserError as error:
+
+        def renamed(text: str) -> str:
+            keys = r"(?<![\w.])[a-z]\w*(\.\w+)?(?= = | is missing)"
+            return re.sub(keys, lambda key: attributes.get(key[0], f"{section}.{key[0]}"), text)
+
+        problem, _, advice = map(renamed, str(error).partition("; "))
+        advice = re.sub(r"(, or |^)leave .*", "", advice)
+        if not advice or f" {section}." in advice:
+            advice = "use another model"
+        raise UserError(f"{problem}; {advice}") from None
+
+
+def imported_model(theirs: Mapping[str, Any]) -> ModelConfig:
+    """Return our ModelConfig, given all attributes of transformers' config.
+
+    `unsupported_attributes` finds the attributes that it does not reflect.
+
+    Raises:
+        UserError: our model does not support the architecture; the message names the attribute.
+    """
+    settings = _settings(theirs)
+    family = BY_NAME[theirs["model_type"]]
+    names = dict(GPT2_SIZES if family.name == "gpt2" else SIZES)
+    names |= {
+        "logit_soft_cap": "final_logit_softcapping",
+        "partial_rotary_factor": "partial_rotary_factor",
+        "rope_theta": "rope_theta",
+        "rope_scaling.type": "rope_type",
+    }
+    if theirs.get("head_dim"):
+        names["head_size"] = "head_dim"
+    names |= {f"latent.{key}": attribute for key, attribute in LATENT_SIZES.items()}
+    names |= {f"experts.{key}": attribute for key, attribute in family.experts.items()}
+    with their_names(names):
+        return ModelConfig(**settings)
+
+
+def _settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of our ModelConfig.
 
     Raises:
         UserError: our model does not support the architecture; the message names the attribute.
@@ -299,8 +353,14 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
     }
     if family.values("latent") == (True,):
         settings |= _latent_in(theirs)
-    if scalar := theirs.get("query_pre_attn_scalar"):
-        settings["attention_scale"] = None if scalar == their_head_size else scalar**-0.5
+    scalar = theirs.get("query_pre_attn_scalar")
+    if scalar is not None and not scalar > 0:
+        raise UserError(
+            f"query_pre_attn_scalar = {scalar} is not above 0; use a model with "
+            f"query_pre_attn_scalar = {their_head_size}"
+        )
+    if scalar is not None and scalar != their_head_size:
+        settings["attention_scale"] = scalar**-0.5
     if family.values("embedding_multiplier") != (1.0,):
         settings["embedding_multiplier"] = theirs["hidden_size"] ** 0.5
     return settings
@@ -308,7 +368,8 @@ def model_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _latent_in(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of latent attention."""
-    latent = LatentAttention(**{key: theirs[name] for key, name in LATENT_SIZES.items()})
+    with their_names(LATENT_SIZES, "model.latent"):
+        latent = LatentAttention(**{key: theirs[name] for key, name in LATENT_SIZES.items()})
     settings: dict[str, Any] = {"latent": latent, "head_size": theirs["qk_nope_head_dim"]}
     rope = theirs.get("rope_parameters") or {}
     under, factor = rope.get("mscale_all_dim"), rope.get("factor")
@@ -323,21 +384,29 @@ def _attention_in(theirs: Mapping[str, Any], family: Family) -> dict[str, Any]:
     layers, size = theirs["num_hidden_layers"], theirs.get("sliding_window")
     kinds: list[AttentionKind] = ["full"] * layers
     if family.windows == "no_rope_layers":
-        kinds = ["full" if has_rope else "nope" for has_rope in theirs["no_rope_layers"]]
+        has_rope = theirs["no_rope_layers"]
+        if len(has_rope) < layers:
+            raise UserError(
+                f"no_rope_layers has {len(has_rope)} entries for num_hidden_layers = {layers}; use "
+                f"an entry for each layer, such as {[1] * layers}"
+            )
+        kinds = ["full" if is_rotated else "nope" for is_rotated in has_rope[:layers]]
     elif family.windows == "sliding_window":
-        kinds = ["window" if size else "full"] * layers
+        kinds = ["full" if size is None else "window"] * layers
     elif types := theirs.get("layer_types"):
         kinds = ["window" if kind == SLIDING else "full" for kind in types]
     rope = window_rope = theirs.get("rope_parameters") or {}
     if family.rope_per_kind:  # transformers 5.23 reads `truncate` only next to the kinds
         truncate = rope.get("truncate", True)
         rope, window_rope = (rope[kind] | {"truncate": truncate} for kind in (FULL, SLIDING))
-    rotated = rope.get("partial_rotary_factor") or 1.0
-    if rotated != 1 and family.values("partial_rotary_factor") == (1.0,):
-        raise UserError(
-            f"partial_rotary_factor = {rotated} is not supported for {family.class_name}; use a "
-            f"model with 1.0"
-        )
+    shares = [table.get("partial_rotary_factor") for table in (rope, window_rope)]
+    rotated, *others = (1.0 if share is None else share for share in shares)
+    for share in (rotated, *others):
+        if share != 1 and family.values("partial_rotary_factor") == (1.0,):
+            raise UserError(
+                f"partial_rotary_factor = {share} is not supported for {family.class_name}; use a "
+                f"model with 1.0"
+            )
     positions = theirs["max_position_embeddings"]
     theta = float(rope.get("rope_theta", 10000.0))
     scaling = rope_scaling_in(rope, positions)
@@ -356,11 +425,19 @@ def _attention_in(theirs: Mapping[str, Any], family: Family) -> dict[str, Any]:
                 f"rope_parameters: the scaling of {SLIDING} differs from that of {FULL}, which is "
                 f"not supported; use a model in which it is the same or none"
             )
-        settings["window"] = Window(
-            size=size or 0,
-            rope_theta=None if own_theta == theta else own_theta,
-            rope_scaled=own_scaling == scaling,
-        )
+        if size is None:
+            raise UserError(
+                f"sliding_window = null, but layer_types has {SLIDING}; use a model with a window, "
+                f"such as sliding_window = 4096"
+            )
+        with their_names({"size": "sliding_window", "rope_theta": "rope_theta"}, "model.window"):
+            settings["window"] = Window(
+                size=size,
+                rope_theta=None if own_theta == theta else own_theta,
+                rope_scaled=own_scaling == scaling,
+            )
+    if set(kinds) == {"nope"}:
+        settings |= WITHOUT_ROTATION
     return settings
 
 
@@ -384,7 +461,8 @@ def _experts_in(theirs: Mapping[str, Any], family: Family) -> Experts | None:
         values["normalize"] = bool(values["normalize"])
     for key in {"balance_loss", "output_scale"} & values.keys():
         values[key] = float(values[key])
-    return Experts(router=router, **values)
+    with their_names(family.experts, "model.experts"):
+        return Experts(router=router, **values)
 
 
 def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -407,7 +485,7 @@ def _gpt2_settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Attributes that do not change what a class computes in training, that a run sets anew, or of which
-# `model_settings` itself rejects what is not supported; not in a class that has them as constants.
+# `imported_model` itself rejects what is not supported; not in a class that has them as constants.
 FREE_ATTRIBUTES = frozenset({
     "activation_function", "architectures", "attention_dropout", "attn_logit_softcapping",
     "attn_pdrop", "bos_token_id", "chunk_size_feed_forward", "dtype", "embd_pdrop", "eos_token_id",
@@ -425,7 +503,7 @@ IGNORED_PREFIXES = ("_", "summary_")
 def unsupported_attributes(
     theirs: Mapping[str, Any], exported: Mapping[str, Any], family: Family
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the attributes of a config that the settings of `model_settings` do not reflect.
+    """Return the attributes of a config that `imported_model` does not reflect.
 
     Args:
         theirs: all attributes of transformers' config

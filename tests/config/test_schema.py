@@ -38,7 +38,19 @@ BAD: list[tuple[str, int, str, str]] = [
     ("model.dropout=1.5", 2, "model.dropout = 1.5", "use dropout = 0.1"),
     ("model.attention_dropout=1", 2, "attention_dropout = 1.0", "use attention_dropout = 0.1"),
     ("model.head_size=33", 2, "model.head_size = 33", "use head_size = 34"),
-    ("model.rope_theta=-1", 2, "model.rope_theta = -1", "use 10000.0"),
+    ("model.rope_theta=0.99", 2, "model.rope_theta = 0.99 is not in 1", "use rope_theta = 10000.0"),
+    ("model.rope_theta=2e12", 2, "model.rope_theta = 2000000000000.0", "use rope_theta = 10000.0"),
+    (
+        'model.window={size=64,rope_theta=1e-300};model.attention_pattern=["window"]', 2,
+        "model.window.rope_theta = 1e-300", "use rope_theta = 10000.0",
+    ),
+    ("model.z_loss=1e39", 2, "model.z_loss = 1e+39 is not in 0 .. 16777216", "leave z_loss out"),
+    ("model.sinks=true", 2, "unknown key model.sinks", "did you mean model.attention_sinks?"),
+    ("model.partial_rotary_factor=1.1", 2, "= 1.1 is not above 0 and at most 1", "factor = 1.0"),
+    (
+        "model.head_size=44;model.partial_rotary_factor=0.71", 2,
+        "partial_rotary_factor = 0.71 of head_size = 44 is 31 columns", "= 0.6818181818181819",
+    ),
     (
         "model.rope_scaling.factor=0.5;model.rope_scaling.type=linear", 2,
         "model.rope_scaling.factor = 0.5 is below 1", "use factor = 8.0",
@@ -76,6 +88,19 @@ BAD: list[tuple[str, int, str, str]] = [
         "model.attention_pattern has 5 entries", 'use attention_pattern = ["full"]',
     ),
     (
+        'model.window.size=64;model.attention_pattern=["nope","full","window","nope","full"]', 2,
+        "model.attention_pattern has 5 entries",
+        'use attention_pattern = ["nope", "full", "window"]',
+    ),
+    (
+        'model.window.size=64;model.attention_pattern=["full","full","full","full","window"]', 2,
+        "model.attention_pattern has 5 entries", 'use attention_pattern = ["window", "full"]',
+    ),
+    (
+        'model.window.size=64;model.attention_pattern=["nope"]', 2,
+        "model.window is set, but no layer has it", 'out, or use attention_pattern = ["window", "n',
+    ),
+    (
         'model.window={size=64,rope_theta=1.0};model.attention_pattern=["window"];'
         "model.rope_scaling={type='yarn',factor=2.0,original_sequence_length=256}", 2,
         "model.window.rope_theta = 1.0 must be above 1", "use window.rope_theta = 10000.0",
@@ -95,7 +120,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ),
     ("model.attention_scale=1e300", 2, "attention_scale = 1e+300", "leave attention_scale out"),
     ("model.attention_soft_cap=-1", 2, "attention_soft_cap = -1", "leave attention_soft_cap out"),
-    ("model.logit_soft_cap=1e-300", 2, "logit_soft_cap = 1e-300", "leave logit_soft_cap out"),
+    ("model.logit_soft_cap=0.09", 2, "= 0.09 is not in 0.1 .. 16777216", "leave logit_soft_cap out"),
     ("model.embedding_multiplier=0", 2, "multiplier = 0", "leave embedding_multiplier out"),
     ("model.hiden_size=192", 2, "unknown key model.hiden_size", "did you mean model.hidden_size?"),
     # the layout

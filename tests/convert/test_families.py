@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.config import ModelConfig, Prediction
+from models.errors import UserError
 from models.hugging_face.families import BY_NAME
 from models.hugging_face.weights import counterparts
 from models.layer_specs import logical_parameters, run_layers, vocabulary_tables
@@ -25,7 +26,7 @@ from threefold.commands.convert import from_hf
 from threefold.config.loading import parse_recipe
 from threefold.convert.files import model_of, open_checkpoint
 from threefold.convert.from_hugging_face import import_model, read_config
-from threefold.convert.to_hugging_face import export
+from threefold.convert.to_hugging_face import export, their_config
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -59,11 +60,12 @@ FAMILIES: dict[str, dict[str, Any]] = {  # model_type, variant -> settings; wind
             },
         ),
     },
+    "smollm3, nope": {"no_rope_layers": [0, 0, 0, 0]},
     "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
-    "phi3": {
+    "phi3": {  # rotates 4 of 16 columns, which are 0.3 x 16 rounded down
         "sliding_window": 16,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.3,
         },
     },
     "phi3, windows": {"sliding_window": 16},
@@ -268,3 +270,9 @@ def test_other_classes_have_no_predictions(tmp_path: Path) -> None:
     config, _ = read_config(tmp_path / "theirs")
     predicting = replace(config, prediction=Prediction(depth=2))
     assert counterparts(predicting) == counterparts(config)
+
+
+def test_a_config_that_transformers_rejects_is_a_users_error() -> None:
+    scaled = {"model_type": "phi3", "rope_parameters": YARN | {"rope_type": "linear"}}
+    with pytest.raises(UserError, match=r"as Phi3ForCausalLM: .* must be one of .*, got linear; use"):
+        their_config(scaled)

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from models import attention
 from models.config import ModelConfig, RopeScaling
 from models.errors import UserError
-from models.hugging_face.config import hugging_face_config, model_settings
+from models.hugging_face.config import hugging_face_config, imported_model
 from models.hugging_face.weights import from_hugging_face, to_hugging_face
 from models.initialization import initialize
 from models.kernels import rotary
@@ -139,13 +139,13 @@ def test_positions_up_to_a_million_are_exact() -> None:
 def test_a_config_survives_a_round_trip(name: str, tmp_path: Path) -> None:
     config = config_of(SCALINGS.get(name))
     AutoConfig.for_model(**hugging_face_config(config)).save_pretrained(tmp_path)
-    back = model_settings(AutoConfig.from_pretrained(tmp_path).to_dict())
+    back = imported_model(AutoConfig.from_pretrained(tmp_path).to_dict())
     scaling = config.rope_scaling
     explicit = scaling and replace(
         scaling, attention_factor=scaling.amplitude if scaling.type == "yarn" else None
     )
-    assert back["rope_scaling"] in (scaling, explicit)
-    assert back["rope_theta"] == config.rope_theta
+    assert back.rope_scaling in (scaling, explicit)
+    assert back.rope_theta == config.rope_theta
     assert ModelConfig.from_table(asdict(config)) == config
 
 
@@ -165,9 +165,9 @@ def test_published_configs_are_read() -> None:
     }  # fmt: skip
     for family, (settings, scaling) in published.items():
         theirs = AutoConfig.for_model(family, **settings)
-        found = model_settings(theirs.to_dict())
-        assert found["rope_scaling"] == scaling
-        assert found["rope_theta"] == settings["rope_theta"]
+        found = imported_model(theirs.to_dict())
+        assert found.rope_scaling == scaling
+        assert found.rope_theta == settings["rope_theta"]
 
 
 def test_a_missing_factor_of_yarn_is_derived() -> None:
@@ -176,7 +176,7 @@ def test_a_missing_factor_of_yarn_is_derived() -> None:
         "original_max_position_embeddings": 4096,
     }  # fmt: skip
     theirs = AutoConfig.for_model("llama", rope_parameters=rope, max_position_embeddings=16384)
-    assert model_settings(theirs.to_dict())["rope_scaling"].factor == 4.0
+    assert imported_model(theirs.to_dict()).rope_scaling.factor == 4.0
 
 
 @pytest.mark.parametrize("factor", [0, None, "8"])
@@ -184,7 +184,7 @@ def test_an_unusable_factor_is_rejected(factor: Any) -> None:
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}
     theirs = AutoConfig.for_model("llama").to_dict() | {"rope_parameters": rope}
     with pytest.raises(UserError, match=r"factor = .* is not a number of at least 1; .* 8\.0"):
-        model_settings(theirs)
+        imported_model(theirs)
 
 
 def test_mscale_becomes_the_attention_factor() -> None:
@@ -194,7 +194,7 @@ def test_mscale_becomes_the_attention_factor() -> None:
     }  # fmt: skip
     theirs = AutoConfig.for_model("llama", rope_parameters=rope)
     _, amplitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, CPU)
-    found = model_settings(theirs.to_dict())["rope_scaling"]
+    found = imported_model(theirs.to_dict()).rope_scaling
     assert found.amplitude == pytest.approx(amplitude) != 1.0
 
 
@@ -251,5 +251,5 @@ def test_scaling_requires_rotary_positions() -> None:
 
 def test_an_unset_type_is_no_scaling() -> None:
     theirs = AutoConfig.for_model("llama").to_dict()
-    found = model_settings(theirs | {"rope_parameters": {"rope_type": None, "rope_theta": 1e4}})
-    assert found["rope_scaling"] is None
+    found = imported_model(theirs | {"rope_parameters": {"rope_type": None, "rope_theta": 1e4}})
+    assert found.rope_scaling is None

@@ -10,7 +10,7 @@ import transformers
 
 from models.config import ModelConfig
 from models.cost import active_parameter_count, parameter_count
-from models.hugging_face.config import model_settings
+from models.hugging_face.config import imported_model
 from threefold.config.loading import REPOSITORY, load_recipe
 
 # The class of each model, and the attributes of its config.json that are not the class's defaults.
@@ -102,7 +102,7 @@ def test_recipes_have_the_parameters_of_transformers() -> None:
 def test_recipes_have_the_architecture_of_the_released_models() -> None:
     for name in RELEASED:
         ours = model_of(name)
-        theirs = ModelConfig(**model_settings(released(name).to_dict()))
+        theirs = imported_model(released(name).to_dict())
         without = {key: getattr(theirs, key) for key in FREE}
         if ours.window and theirs.window and theirs.rope_scaling is None:  # nothing is scaled
             without["window"] = replace(ours.window, rope_scaled=theirs.window.rope_scaled)

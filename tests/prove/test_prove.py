@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -47,7 +48,7 @@ from threefold.engine.muon_exchange import MatrixExchange, update_scale
 from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 from threefold.prove import compare as compare_module
-from threefold.prove import picture
+from threefold.prove import picture, training
 from threefold.prove import ranks as proof_ranks
 from threefold.prove.compare import TrainingResult, compare
 from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
@@ -902,6 +903,23 @@ def test_a_failure_does_not_hide_the_result_before_it(
     pool = proof_ranks.RankPool([first, second], folder=tmp_path, seconds=60, relay=None)
     assert list(pool.results()) == [(first, mock.sentinel.result)]
     assert (pool.done, pool.failure) == (1, "rank 1: ValueError: a lost tensor")
+
+
+def test_a_loss_that_is_not_finite_is_named_without_a_traceback(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine, data = mock.Mock(), mock.Mock()
+    engine.train_step.return_value.loss = math.nan
+    monkeypatch.setattr(training, "train_cases", lambda _: [training.train_step(engine, data, 1)])
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    proof_ranks._run_cases(sender, [], None)
+    index, text = pickle.loads(receiver.recv_bytes())
+    assert index == 0 and text.startswith("the loss of step 1 is nan, so")
+    assert "Traceback" not in capsys.readouterr().err
+    small = made_small(recipe_of(corpus, {}), corpus, steps=1)
+    monkeypatch.setattr(prove, "run_cases", lambda cases, **_: [(cases[0], text)])
+    (finding,) = prove.prove(small, [], ranks=1)
+    assert finding.result == f"the single process that layouts are compared with: {text}"
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ def prove(
         print(f"no seed of {MAX_SEEDS} avoids this; layouts may differ", file=sys.stderr)
     cases = [replace(case, recipe=case.recipe.model_copy(update={"seed": seed})) for case in cases]
     if not isinstance(expected, TrainingResult):
-        yield CaseResult(first, expected)
+        yield CaseResult(first, f"the single process that layouts are compared with: {expected}")
         return
     for case, outcome in run_cases(cases, ranks=ranks, seconds=SECONDS_PER_LAYOUT):
         if isinstance(outcome, TrainingResult):

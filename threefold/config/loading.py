@@ -118,7 +118,6 @@ def _suggestion(location: Location, recipe: type[BaseModel]) -> str:
     siblings = [path[-1] for path in known if path[:-1] == section]
     elsewhere = [".".join(path) for path in known if path[-1] == key]
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.7)
-    close = close or [sibling for sibling in siblings if sibling.endswith(f"_{key}")][:1]
     if section == ["model"] and key in THEIR_NAMES:
         return f"did you mean model.{THEIR_NAMES[key]}?"
     if close:
@@ -205,10 +204,11 @@ OTHER_EXAMPLES = {  # of sections that cannot be combined with the others
 RAMP_EXAMPLE = {"start_sequences": 8, "increment": 8, "samples": 1000}
 PHASE_EXAMPLE = {"name": "long", "start_step": 1000, "model": {"sequence_length": 512}}
 TASK_EXAMPLE = {"name": "next_line", "path": "data/tasks/next_line.jsonl"}
-# Keys of transformers about attention -> ours.
+# Names in transformers about attention -> our keys.
 THEIR_NAMES = {
     "sliding_window": "window.size", "layer_types": "attention_pattern", "head_dim": "head_size",
     "attn_logit_softcapping": "attention_soft_cap", "final_logit_softcapping": "logit_soft_cap",
+    "sinks": "attention_sinks",
 }  # fmt: skip
 MAX_NESTING = 20  # of tables and arrays
 MAX_CHARACTERS_SHOWN = 100  # of a line

@@ -16,7 +16,7 @@ from models.config import ModelConfig, Prediction
 from models.errors import UserError, a_few, counted, reason_of
 from models.hugging_face.config import (
     hugging_face_config,
-    model_settings,
+    imported_model,
     unsupported_attributes,
 )
 from models.hugging_face.families import BY_NAME, Family, described, differences
@@ -24,6 +24,7 @@ from models.hugging_face.weights import Counterpart, counterparts
 from models.layer_specs import logical_shapes
 from threefold.checkpoint.format import Manifest
 from threefold.convert.files import write_weights
+from threefold.convert.to_hugging_face import their_config
 from threefold.run_folder.folder import versions
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -158,10 +159,12 @@ def read_config(folder: Path) -> tuple[ModelConfig, Family]:
         # Without the argument, transformers asks on the terminal whether to run the folder's code.
         theirs = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' configs raise many classes
-        raise UserError(
-            f"{folder / 'config.json'}: {reason_of(error)}; use a model without code of its own, "
-            f"as save_pretrained of transformers writes it"
-        ) from None
+        advice = "correct config.json, or write it again with save_pretrained of transformers"
+        if "trust_remote_code" in str(error):
+            advice = "use a model without code of its own, such as one of the families"
+        elif "does not recognize this architecture" in str(error):
+            advice = f"use one of {', '.join(BY_NAME)}"
+        raise UserError(f"{folder / 'config.json'}: {reason_of(error)}; {advice}") from None
     try:
         return imported_config(theirs.to_dict()), BY_NAME[theirs.model_type]
     except UserError as problem:
@@ -179,7 +182,7 @@ def imported_config(theirs: dict[str, Any]) -> ModelConfig:
             "quantization_config: quantized weights are not supported; load the model with "
             "transformers, dequantize it, and save it in bf16"
         )
-    model = ModelConfig(**model_settings(theirs))
+    model = imported_model(theirs)
     family = BY_NAME[theirs["model_type"]]
     if different := differences(model, family):
         ours, others = described(different, model)
@@ -187,7 +190,7 @@ def imported_config(theirs: dict[str, Any]) -> ModelConfig:
             f"{', '.join(ours)} is not supported for {family.class_name}; use a model with "
             f"{', '.join(others)}"
         )
-    exported = AutoConfig.for_model(**hugging_face_config(model, family)).to_dict()
+    exported = their_config(hugging_face_config(model, family)).to_dict()
     unsupported = unsupported_attributes(theirs, exported, family)
     if unsupported:
         texts = (f"{name} = {json.dumps(value)}" for name, (value, _) in unsupported.items())

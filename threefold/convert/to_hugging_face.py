@@ -4,13 +4,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from models.cost import parameter_count
-from models.errors import UserError, counted
+from models.errors import UserError, counted, reason_of
 from models.hugging_face.config import hugging_face_config
 from models.hugging_face.families import BY_NAME
 from models.hugging_face.weights import counterparts
@@ -91,7 +93,7 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
     if tokenizer:
         begin_texts_as_in_training(source, folder, name=f"--tokenizer {tokenizer}")
     special = special_tokens(tokenizer)
-    config = AutoConfig.for_model(**settings, **special)
+    config = their_config(settings | special)
     config.architectures = [family.class_name]
     config.dtype = DTYPES[dtype][1]
     config.save_pretrained(folder)
@@ -104,6 +106,21 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
             records[file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
     text = json.dumps({"written_by": WRITTEN_BY, "files": records}, indent=1) + "\n"
     (folder / FILE_RECORDS).write_text(text, encoding="utf-8")
+
+
+def their_config(settings: dict[str, Any]) -> PreTrainedConfig:
+    """Return transformers' config with settings of `hugging_face_config`.
+
+    Raises:
+        UserError: the class rejects a value.
+    """
+    try:
+        return AutoConfig.for_model(**settings)
+    except (StrictDataclassError, KeyError, ValueError) as error:
+        raise UserError(
+            f"transformers rejects this model as {BY_NAME[settings['model_type']].class_name}: "
+            f"{reason_of(error)}; use another value in the recipe's [model] section"
+        ) from None
 
 
 def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:

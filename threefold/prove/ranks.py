@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from models.errors import UserError
 from threefold.prove.compare import ResumeResult, TrainingResult
 from threefold.prove.layouts import ProofCase
 from threefold.runtime.ranks import ForkedRanks, log_tails, send
@@ -144,6 +145,8 @@ def _run_cases(pipe: Connection, cases: Sequence[ProofCase], relay: Path | None)
             if outcome is not None:  # of rank 0
                 send(pipe, (done, outcome))
             done += 1
-    except Exception as problem:  # any exception is the result of this case
+    except UserError as problem:
+        send(pipe, (done, str(problem)))
+    except Exception as problem:  # any other exception is the result of this case, too
         traceback.print_exc()
         send(pipe, (done, f"{type(problem).__name__}: {problem}"))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import Tensor
 
+from models.errors import UserError
 from models.sharding import Sharding, sharding_of
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import LaunchEnvironment
@@ -132,8 +133,19 @@ def start(recipe: Recipe, world: LaunchEnvironment) -> tuple[Engine, TrainingDat
 
 
 def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
-    """Run a step, counted from 1, at the recipe's learning rate."""
-    return engine.train_step(data.step(step), data.plan.at(step).learning_rate(step))
+    """Run a step, counted from 1, at the recipe's learning rate.
+
+    Raises:
+        UserError: the loss is not finite. DeepSpeed skips such a step, so that there would be no
+            states of the optimizer to compare.
+    """
+    result = engine.train_step(data.step(step), data.plan.at(step).learning_rate(step))
+    if not math.isfinite(result.loss):
+        raise UserError(
+            f"the loss of step {step} is {result.loss}, so there is nothing to compare; find the "
+            f"key of [model] or [optimizer] that causes it, such as optimizer.learning_rate"
+        )
+    return result
 
 
 def held_weights(engine: Engine) -> dict[str, Tensor]:

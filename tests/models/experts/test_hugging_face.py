@@ -19,7 +19,7 @@ from models.hugging_face import weights as weights_module
 from models.hugging_face.config import (
     export_problem,
     hugging_face_config,
-    model_settings,
+    imported_model,
 )
 from models.hugging_face.weights import Counterpart, from_hugging_face, to_hugging_face
 from models.initialization import initialize
@@ -199,7 +199,7 @@ def test_settings_survive_a_round_trip(name: str, tmp_path: Path) -> None:
     if config.experts.router != "sigmoid":  # Dots1's config has no balance loss
         config = replace(config, experts=replace(config.experts, balance_loss=0.001))
     AutoConfig.for_model(**hugging_face_config(config)).save_pretrained(tmp_path)
-    back = ModelConfig(**model_settings(AutoConfig.from_pretrained(tmp_path).to_dict()))
+    back = imported_model(AutoConfig.from_pretrained(tmp_path).to_dict())
     expected = replace(config, initial_std=back.initial_std)
     if name.startswith("Mixtral"):
         assert config.experts is not None
@@ -236,7 +236,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # recipe -> config.json of the release
 def test_a_recipe_has_the_published_architecture(recipe: str) -> None:
     theirs = AutoConfig.for_model(**PUBLISHED[recipe]).to_dict()
     ours = load_recipe(REPOSITORY / "recipes" / f"{recipe}.toml").model
-    assert ModelConfig(**model_settings(theirs)) == replace(ours, sequence_length=32768)
+    assert imported_model(theirs) == replace(ours, sequence_length=32768)
 
 
 DEFAULTS = {  # of attributes that transformers leaves open
@@ -321,6 +321,13 @@ def test_a_seeded_fault_is_noticed(fault: str, tmp_path: Path) -> None:
     assert largest_difference(ours, run_theirs(config, tmp_path)) > 1e-3
 
 
+def per_kind(*shares: float | None) -> dict[str, Any]:
+    return {
+        f"{kind}_attention": {"rope_type": "default", "partial_rotary_factor": share}
+        for kind, share in zip(("full", "sliding"), shares, strict=True)
+    }
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
@@ -331,6 +338,19 @@ def test_a_seeded_fault_is_noticed(fault: str, tmp_path: Path) -> None:
         ("llama", {"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ("phi3", {"resid_pdrop": 0.1}, r"resid_pdrop = 0\.1: not supported; .* = 0\.0"),
         ("gemma3_text", {"attn_logit_softcapping": 3.0}, r"attn_logit_soft.* = 3\.0: .* = null"),
+        ("gemma3_text", {"query_pre_attn_scalar": -4}, "scalar = -4 is not above 0; .* = 256"),
+        ("gemma3_text", {"query_pre_attn_scalar": 10**14}, r"model\.attention_scale = .*another mod"),
+        ("gemma3_text", {"final_logit_softcapping": 0.0}, "^final_logit_softcapping = 0.0 .* model$"),
+        ("mistral", {"sliding_window": 0}, "^sliding_window = 0 is not in 1 .*; use sliding_w"),
+        ("olmo3", {"sliding_window": None}, "^sliding_window = null, but layer_types has"),
+        ("olmo3", {"rope_parameters": per_kind(0.5, None)}, "factor = 0.5 is not supported for Olmo3"),
+        ("olmo3", {"rope_parameters": per_kind(None, 0.5)}, "factor = 0.5 is not supported for Olmo3"),
+        ("olmo3", {"rms_norm_eps": 0.0}, "^rms_norm_eps = 0.0 .*; use rms_norm_eps = 1e-05"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0}}, "= 0 is not above 0 .* = 0.02"),
+        ("smollm3", {"no_rope_layers": []}, "has 0 entries for num_hidden_layers = 36; .* 1, 1"),
+        ("mixtral", {"num_local_experts": 1}, "^num_local_experts = 1 is .*; use num_.* = 8$"),
+        ("mixtral", {"num_experts_per_tok": 9}, "^num_experts_per_tok = 9 .* num_local_experts = 8; "),
+        ("mixtral", {"num_key_value_heads": 5}, "^num_key_value_heads = 5 does .* num_attention_heads"),
     ],
 )
 def test_an_architecture_that_we_lack_is_rejected(
@@ -371,9 +391,9 @@ def test_a_model_without_a_class_is_rejected(
             "tiny-window",
             ["model.rope_scaling={type='linear',factor=2.0}", "model.window.rope_scaled=false"],
             'attention_pattern = ["window", "nope", "window", "full"], model.window.rope_theta = '
-            "1000.0, model.window.rope_scaled = false, model.attention_sinks = true; use "
-            'model.attention_pattern = ["full"], model.attention_sinks = false and leave '
-            "model.window out (P",
+            '1000.0, model.window.rope_scaled = false, model.rope_scaling.type = "linear", '
+            'model.attention_sinks = true; use model.attention_pattern = ["full"], '
+            "model.attention_sinks = false and leave model.rope_scaling, model.window out (P",
         ),
         (
             "olmo3/7b",
@@ -385,6 +405,16 @@ def test_a_model_without_a_class_is_rejected(
             "mistral/7b",
             ["model.window.rope_theta=5e5", "model.qkv_bias=true"],
             "model.window.rope_theta = 500000.0; leave model.window.rope_theta out (Qwen2",
+        ),
+        (
+            "tiny",
+            ["model.partial_rotary_factor=0.5", "model.rope_scaling={type='linear',factor=2.0}"],
+            'model.rope_scaling.type = "linear"; leave model.rope_scaling out (Phi3',
+        ),
+        (
+            "tiny-postnorm",
+            ["model.qkv_bias=true"],
+            "; use model.bias = false and leave model.logit_soft_cap, model.qkv_bias out (Olmo2",
         ),
     ],
 )  # fmt: skip
