@@ -490,10 +490,6 @@ def test_an_invalid_reshape_is_rejected(
     [
         ("llama", {"attention_bias": True}, r"self_attn\.q_proj\.bias is in none of"),
         ("llama", {"hidden_act": "gelu"}, 'hidden_act = "gelu": not supported; .* "silu"'),
-        (
-            "llama", {"hidden_act": None},
-            "Field 'hidden_act' expected str, got NoneType .*; correct config.json, or write it",
-        ),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
         ("llama", {"model_type": "gemma"}, "model_type = 'gemma' is not supported"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers = \[1\]: not supported"),
@@ -505,6 +501,11 @@ def test_an_invalid_reshape_is_rejected(
         ("llama", {"intermediate_size": 100}, r"has the shape \(96, 64\) but config.json implies"),
         ("llama", {"num_hidden_layers": 3}, "layers.2.input_layernorm.weight is in none of"),
         ("llama", {"num_hidden_layers": 1}, "tensors? without a place in a model"),
+        (
+            "llama",
+            {"hidden_act": None},
+            "Field 'hidden_act' expected str, got NoneType .*; correct config.json, or write it",
+        ),
     ],
 )
 def test_unsupported_architectures_are_rejected(
