@@ -263,8 +263,10 @@ def test_messages_do_not_show_the_text_of_pythons_exceptions() -> None:
         (lambda: json.loads("1" * 4301), "a number has more than 4,300 digits"),
         (lambda: json.loads("{}")["files"], 'it has no "files"'),
         (lambda: {}["no key `a` in b"], "no key `a` in b"),
-        (lambda: AutoConfig.for_model("llama", vocab_size=""), "Field 'vocab_size' expected int, "
-         "got str (value: '')"),
+        (
+            lambda: AutoConfig.for_model("llama", vocab_size=""),
+            "Field 'vocab_size' expected int, got str (value: '')",
+        ),
         (lambda: json.loads("5")["files"], "a value has another type than expected"),
         (lambda: json.loads("[]").get("files"), "a value has another type than expected"),
         (Path("/no/such").read_bytes, "No such file or directory: /no/such"),

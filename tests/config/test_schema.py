@@ -120,7 +120,7 @@ BAD: list[tuple[str, int, str, str]] = [
     ),
     ("model.attention_scale=1e300", 2, "attention_scale = 1e+300", "leave attention_scale out"),
     ("model.attention_soft_cap=-1", 2, "attention_soft_cap = -1", "leave attention_soft_cap out"),
-    ("model.logit_soft_cap=0.09", 2, "= 0.09 is not in 0.1 .. 16777216", "leave logit_soft_cap out"),
+    ("model.logit_soft_cap=0.09", 2, "= 0.09 is not in 0.1 .. 1677721", "leave logit_soft_cap out"),
     ("model.embedding_multiplier=0", 2, "multiplier = 0", "leave embedding_multiplier out"),
     ("model.hiden_size=192", 2, "unknown key model.hiden_size", "did you mean model.hidden_size?"),
     # the layout

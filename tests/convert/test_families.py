@@ -274,5 +274,7 @@ def test_other_classes_have_no_predictions(tmp_path: Path) -> None:
 
 def test_a_config_that_transformers_rejects_is_a_users_error() -> None:
     scaled = {"model_type": "phi3", "rope_parameters": YARN | {"rope_type": "linear"}}
-    with pytest.raises(UserError, match=r"as Phi3ForCausalLM: .* must be one of .*, got linear; use"):
+    with pytest.raises(
+        UserError, match=r"as Phi3ForCausalLM: .* must be one of .*, got linear; use"
+    ):
         their_config(scaled)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from models.cost import parameter_count

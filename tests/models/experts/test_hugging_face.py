@@ -339,18 +339,42 @@ def per_kind(*shares: float | None) -> dict[str, Any]:
         ("phi3", {"resid_pdrop": 0.1}, r"resid_pdrop = 0\.1: not supported; .* = 0\.0"),
         ("gemma3_text", {"attn_logit_softcapping": 3.0}, r"attn_logit_soft.* = 3\.0: .* = null"),
         ("gemma3_text", {"query_pre_attn_scalar": -4}, "scalar = -4 is not above 0; .* = 256"),
-        ("gemma3_text", {"query_pre_attn_scalar": 10**14}, r"model\.attention_scale = .*another mod"),
-        ("gemma3_text", {"final_logit_softcapping": 0.0}, "^final_logit_softcapping = 0.0 .* model$"),
+        (
+            "gemma3_text",
+            {"query_pre_attn_scalar": 10**14},
+            r"model\.attention_scale = .*another mod",
+        ),
+        (
+            "gemma3_text",
+            {"final_logit_softcapping": 0.0},
+            "^final_logit_softcapping = 0.0 .* model$",
+        ),
         ("mistral", {"sliding_window": 0}, "^sliding_window = 0 is not in 1 .*; use sliding_w"),
         ("olmo3", {"sliding_window": None}, "^sliding_window = null, but layer_types has"),
-        ("olmo3", {"rope_parameters": per_kind(0.5, None)}, "factor = 0.5 is not supported for Olmo3"),
-        ("olmo3", {"rope_parameters": per_kind(None, 0.5)}, "factor = 0.5 is not supported for Olmo3"),
+        (
+            "olmo3",
+            {"rope_parameters": per_kind(0.5, None)},
+            "factor = 0.5 is not supported for Olmo3",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": per_kind(None, 0.5)},
+            "factor = 0.5 is not supported for Olmo3",
+        ),
         ("olmo3", {"rms_norm_eps": 0.0}, "^rms_norm_eps = 0.0 .*; use rms_norm_eps = 1e-05"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 0}}, "= 0 is not above 0 .* = 0.02"),
         ("smollm3", {"no_rope_layers": []}, "has 0 entries for num_hidden_layers = 36; .* 1, 1"),
         ("mixtral", {"num_local_experts": 1}, "^num_local_experts = 1 is .*; use num_.* = 8$"),
-        ("mixtral", {"num_experts_per_tok": 9}, "^num_experts_per_tok = 9 .* num_local_experts = 8; "),
-        ("mixtral", {"num_key_value_heads": 5}, "^num_key_value_heads = 5 does .* num_attention_heads"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 9},
+            "^num_experts_per_tok = 9 .* num_local_experts = 8; ",
+        ),
+        (
+            "mixtral",
+            {"num_key_value_heads": 5},
+            "^num_key_value_heads = 5 does .* num_attention_heads",
+        ),
     ],
 )
 def test_an_architecture_that_we_lack_is_rejected(
