@@ -127,8 +127,8 @@ MIN_FACTOR = 1e-6  # of scores, embeddings and logits
 # The gradient of c tanh(x / c) is 0 in fp32 beyond x = 9c. Scores and logits of initial weights are
 # near 1, so a model with a smaller cap would not train.
 MIN_SOFT_CAP = 0.1
-# Published bases are between 1e4 and 1e11 (contexts of 4M tokens). Frequencies of a base far below
-# 1 overflow in fp32.
+# Far beyond any model, so that a typing error is reported; frequencies of a base far below 1
+# overflow in fp32.
 ROPE_THETA_LIMITS = (1.0, 1e12)
 
 AttentionKind = Literal["full", "window", "nope"]
