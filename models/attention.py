@@ -4,16 +4,19 @@ s sequence, b micro-batch, h hidden, t tensor ranks, a/t query heads and g/t key
 this rank, d head size. Under sequence parallelism the residual stream is [s/t, b, h].
 """
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from models.config import AttentionKind, ModelConfig
 from models.context_parallel.attention import (
+    Divided,
     attention_with_dropout,
     gather_keys,
     gathered_attention,
@@ -23,7 +26,7 @@ from models.context_parallel.attention import (
 )
 from models.context_parallel.collectives import ContextAxis
 from models.context_parallel.division import Slices
-from models.context_parallel.tiles import tiles_of
+from models.context_parallel.tiles import noting_logits, tiles_of
 from models.experts.routing import ExpertAxis
 from models.initialization import query_multiplier
 from models.kernels.attention import (
@@ -32,7 +35,7 @@ from models.kernels.attention import (
     in_blocks,
     varlen_kernel,
 )
-from models.kernels.attention_parts import Limits
+from models.kernels.attention_parts import LargestLogits, Limits
 from models.kernels.compile import Fusing
 from models.kernels.elementwise import Order, heads_first
 from models.kernels.norms import norm_heads
@@ -91,6 +94,7 @@ class AttentionCore(Fusing):
         self.query_multiplier = query_multiplier(config)
         self.frequencies = rotary_frequencies(config, kind)
         self.has_table_of_its_own = self.frequencies not in (None, rotary_frequencies(config))
+        self.largest_logits: LargestLogits | None = None  # set if the optimizer limits logits
         window = config.window.size if kind == "window" and config.window else None
         self.limits: Limits | None = None
         if window is not None or config.attention_soft_cap is not None:
@@ -127,12 +131,13 @@ class AttentionCore(Fusing):
             lengths = info.documents.lengths if info.documents else None
             limits = self.limits and self.limits.for_part(division.length, 0)
             tiles = tiles_of(division.slices, lengths, limits)
+            divided = Divided(context, division, tiles, self.largest_logits)
             if limits is not None and limits.window is not None:
-                y = windowed_attention(q, k, v, context, division, tiles, sinks)
+                y = windowed_attention(q, k, v, divided, sinks)
             elif context.attention == "ring":
-                y = ring_attention(q, k, v, context, division, tiles, sinks)
+                y = ring_attention(q, k, v, divided, sinks)
             else:
-                y = gathered_attention(q, k, v, context, division, tiles, sinks)
+                y = gathered_attention(q, k, v, divided, sinks)
         return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, a/t * d]
 
     def _attend(
@@ -151,6 +156,11 @@ class AttentionCore(Fusing):
             sinks: of the heads in q, [a/t]; None: none
             head: number of the first head among this tensor rank's heads
         """
+        if self.largest_logits is not None:
+            slices = info.slices or (range(q.shape[2]),)
+            lengths = info.documents.lengths if info.documents else None
+            tiles = tiles_of(slices, lengths, self.limits)
+            q = noting_logits(q, k, tiles, self.largest_logits, head=head)
         if self._drops(info):
             return attention_with_dropout(
                 q,
@@ -183,6 +193,17 @@ class AttentionCore(Fusing):
         if lengths is None:
             return causal_attention(q, k, v, limits=self.limits, sinks=sinks)
         return document_attention(q, k, v, lengths, varlen=varlen, limits=self.limits, sinks=sinks)
+
+    @abstractmethod
+    def rescaled_rows(self, factors: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the parameters whose rescaling multiplies the logits of each head by its factor.
+
+        Args:
+            factors: of this rank's query heads, [a/t]
+
+        Returns:
+            Parameters, and the factor of each of their rows on this rank.
+        """
 
     def _drops(self, info: MicroBatchInfo) -> bool:
         """Return True if attention probabilities are dropped."""
@@ -277,6 +298,21 @@ class Attention(AttentionCore):
         inputs = (q, k, v) if self.sinks is None else (q, k, v, self.sinks)
         y = recomputed(core, *inputs) if self.recompute_core else core(*inputs)
         return self.output(y)
+
+    @override
+    def rescaled_rows(self, factors: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the projection of queries, keys and values.
+
+        If each query head has a key of its own, both are multiplied by the square root of the
+        factor. A shared key stays as it is, so that the other heads keep their logits.
+        """
+        keys = values = factors.new_ones(self.kv_heads)
+        if self.heads == self.kv_heads:
+            factors = keys = factors.sqrt()
+        rows = torch.cat([factors, keys, values]).repeat_interleave(self.config.attention_head_size)
+        for parameter in (self.qkv.weight, self.qkv.bias):
+            if parameter is not None:
+                yield parameter, rows
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -9,14 +9,17 @@ keys and values, d columns of a query or key from the latents, r rotated columns
 value. Under sequence parallelism the residual stream is [s/t, b, h].
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from models.attention import AttentionCore, ModelAxes, recomputed
 from models.config import AttentionKind, ModelConfig
+from models.context_parallel.attention import Divided
 from models.context_parallel.collectives import gather, heads_to_sequence, sequence_to_heads
 from models.context_parallel.division import Division
 from models.context_parallel.latents import (
@@ -108,6 +111,21 @@ class LatentAttention(AttentionCore):
         y = recomputed(core, q, latent) if self.recompute_core else core(q, latent)
         return self.output(y)
 
+    @override
+    def rescaled_rows(self, factors: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the projections to queries and to keys and values.
+
+        Keys and columns of queries that are not rotated are multiplied by the square root of the
+        factor, and rotated columns of queries by the factor, because all heads share the rotated
+        key (Kimi K2, arXiv 2507.20534, algorithm 1).
+        """
+        roots, d = factors.sqrt()[:, None], self.config.attention_head_size
+        rotated = factors[:, None].expand(-1, self.latent.rotary_size)
+        queries = self.q if self.latent.query_rank is None else self.q_up
+        yield queries.weight, torch.cat([roots.expand(-1, d), rotated], dim=1).flatten()
+        values = roots.new_ones(self.heads, self.latent.value_size)
+        yield self.kv_up.weight, torch.cat([roots.expand(-1, d), values], dim=1).flatten()
+
     def _queries(self, x: Tensor) -> Tensor:
         """[s, b, h] (s/t under sequence parallelism) to [s, b, a/t * (d + r)]."""
         if self.latent.query_rank is None:
@@ -151,9 +169,12 @@ class LatentAttention(AttentionCore):
                 latent,
                 self.kv_up.weight,
                 Expansion(self.config.attention_head_size, self.fuse, self.kv_up.deferral),
-                context,
-                division,
-                tiles_of(division.slices, lengths),
+                Divided(
+                    context,
+                    division,
+                    tiles_of(division.slices, lengths),
+                    self.largest_logits,
+                ),
             )
         return y.permute(2, 0, 1, 3).flatten(2)
 

@@ -49,7 +49,7 @@ class Block(Fusing):
             input_is_split=tensor.sequence_parallel,
             tensor=tensor,
         )
-        self.name = f"blocks.{number}"
+        self.name, self.number = f"blocks.{number}", number
         self.norm_placement = config.norm_placement
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         # Modules are in the order of the forward pass, in which gradients are put into buckets.

@@ -196,6 +196,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
         seconds=seconds.total,
         experts=result.experts,
         prediction_losses=result.prediction_losses,
+        largest_logit=result.largest_logit,
     )
     metrics |= {"between_seconds": seconds.between, "data_seconds": data_seconds}
     metrics["epoch"] = run.data.epoch(step)

@@ -9,7 +9,7 @@ b micro-batch, a query heads, g key-value heads, s sequence, c context ranks, d 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from models.context_parallel.tiles import (
     pieces,
     write_gradients_of_own,
 )
-from models.kernels.attention_parts import Limits, Part, sink_gradient
+from models.kernels.attention_parts import LargestLogits, Limits, Part, sink_gradient
 from models.kernels.compile import Function
 from models.kernels.dropout import drop_out
 from models.parallel.collectives import wait_for
@@ -47,6 +47,20 @@ from models.parallel.micro_batch_info import (
     token_positions,
 )
 
+
+class Divided(NamedTuple):
+    """The division of a layer's queries and keys among context ranks.
+
+    tiles: the result of `tiles_of` for this rank's slices
+    logits: notes the largest logits in the backward pass; None: nobody needs them
+    """
+
+    axis: ContextAxis
+    division: Division
+    tiles: Sequence[Tile]
+    logits: LargestLogits | None = None
+
+
 # Causal attention whose keys and values are divided among context ranks.
 #
 # b micro-batch, a query heads, g key-value heads, s sequence, c context ranks, d head size.
@@ -56,9 +70,7 @@ def gathered_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    axis: ContextAxis,
-    division: Division,
-    tiles: Sequence[Tile],
+    divided: Divided,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of this rank's queries to all earlier keys: [b, a, s/c, d].
@@ -73,10 +85,9 @@ def gathered_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
-        tiles: the result of `tiles_of`
         sinks: logits [a] of keys without a value that all queries see; None: none
     """
-    return _GatheredAttention.apply(q, k, v, sinks, axis, division, tiles)
+    return _GatheredAttention.apply(q, k, v, sinks, divided)
 
 
 def gather_keys(k: Tensor, v: Tensor, axis: ContextAxis, order: Order) -> tuple[Tensor, Tensor]:
@@ -90,18 +101,19 @@ def gather_keys(k: Tensor, v: Tensor, axis: ContextAxis, order: Order) -> tuple[
 
 class _GatheredAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, axis, division, tiles):
+    def forward(ctx, q, k, v, sinks, divided):
+        axis, division, tiles, _ = divided
         gathered = begin_gather(torch.stack([k, v]), axis, division.order)
         parts = attend_to_own(q, k, v, tiles)
         keys, values = gathered()
         del gathered  # and the tensor in the order of ranks
         attend_to_others(parts, q, keys, values, pieces(tiles, division.whole))
-        ctx.where = axis, division, tiles
+        ctx.where = divided
         return _assembled(ctx, q, k, v, sinks, parts)
 
     @staticmethod
     def backward(ctx, grad):
-        (axis, division, tiles), (k, v, sinks, merged) = ctx.where, _saved(ctx, grad)
+        (axis, division, tiles, _), (k, v, sinks, merged) = ctx.where, _saved(ctx, grad)
         q = merged.q
         gathered = begin_gather(torch.stack([k, v]), axis, division.order)
         grad_q, *own = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
@@ -115,15 +127,14 @@ class _GatheredAttention(torch.autograd.Function):
         grad_k, grad_v = (
             (one + other).to(k.dtype) for one, other in zip(own, received, strict=True)
         )
-        return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None
 
 
 def _assembled(
     ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, parts: Sequence[Part]
 ) -> Tensor:
     """Return the output of all tiles, and save what the backward pass needs."""
-    _, _, tiles = ctx.where
-    out, logsumexp = assemble(q, tiles, parts, sinks)
+    out, logsumexp = assemble(q, ctx.where.tiles, parts, sinks)
     ctx.save_for_backward(q, k, v, out, logsumexp, sinks)
     return out
 
@@ -131,7 +142,7 @@ def _assembled(
 def _saved(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Merged]:
     """Return keys, values, sinks and the merged attention."""
     q, k, v, out, logsumexp, sinks = ctx.saved_tensors
-    return k, v, sinks, Merged(q, grad, out, logsumexp)
+    return k, v, sinks, Merged(q, grad, out, logsumexp, ctx.where.logits)
 
 
 def _of_sinks(merged: Merged, sinks: Tensor | None) -> Tensor | None:
@@ -145,9 +156,7 @@ def windowed_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    axis: ContextAxis,
-    division: Division,
-    tiles: Sequence[Tile],
+    divided: Divided,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of this rank's queries within a sliding window: [b, a, s/c, d].
@@ -162,26 +171,27 @@ def windowed_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
-        tiles: the result of `tiles_of`, with a window in the limits
+        divided: the division, with a window in the limits of the tiles
         sinks: as in `gathered_attention`
     """
-    return _WindowedAttention.apply(q, k, v, sinks, axis, division, tiles)
+    return _WindowedAttention.apply(q, k, v, sinks, divided)
 
 
 class _WindowedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, axis, division, tiles):
+    def forward(ctx, q, k, v, sinks, divided):
+        axis, division, tiles, _ = divided
         exchanged = begin_exchange(torch.stack([k, v]), axis, division, _window(tiles))
         parts = attend_to_own(q, k, v, tiles)
         attend_to_others(parts, q, k, v, pieces(tiles, division.slices))
         (keys, values), received = exchanged()
         attend_to_others(parts, q, keys, values, pieces(tiles, received))
-        ctx.where = axis, division, tiles
+        ctx.where = divided
         return _assembled(ctx, q, k, v, sinks, parts)
 
     @staticmethod
     def backward(ctx, grad):
-        (axis, division, tiles), (k, v, sinks, merged) = ctx.where, _saved(ctx, grad)
+        (axis, division, tiles, _), (k, v, sinks, merged) = ctx.where, _saved(ctx, grad)
         q = merged.q
         exchanged = begin_exchange(torch.stack([k, v]), axis, division, _window(tiles))
         grad_q = torch.empty_like(q, dtype=torch.float32)
@@ -194,7 +204,7 @@ class _WindowedAttention(torch.autograd.Function):
         returned = begin_return(totals, axis, division, _window(tiles))
         add_gradients_of_others((grad_q, *own), merged, k, v, pieces(tiles, division.slices))
         grad_k, grad_v = returned(own).to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None
 
 
 def _window(tiles: Sequence[Tile]) -> int:
@@ -207,9 +217,7 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    axis: ContextAxis,
-    division: Division,
-    tiles: Sequence[Tile],
+    divided: Divided,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of this rank's queries to all earlier keys: [b, a, s/c, d].
@@ -221,10 +229,9 @@ def ring_attention(
         q: queries of this rank, [b, a, s/c, d]
         k: keys of this rank, [b, g, s/c, d]
         v: values of this rank, [b, g, s/c, d]
-        tiles: the result of `tiles_of`
         sinks: as in `gathered_attention`
     """
-    return _RingAttention.apply(q, k, v, sinks, axis, division, tiles)
+    return _RingAttention.apply(q, k, v, sinks, divided)
 
 
 def begin_pass(x: Tensor, axis: ContextAxis) -> Callable[[], Tensor]:
@@ -254,7 +261,8 @@ def begin_pass(x: Tensor, axis: ContextAxis) -> Callable[[], Tensor]:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, axis, division, tiles):
+    def forward(ctx, q, k, v, sinks, divided):
+        axis, division, tiles, _ = divided
         held = torch.stack([k, v])
         parts = attend_to_own(q, k, v, tiles)
         for step in range(axis.size):
@@ -264,12 +272,12 @@ class _RingAttention(torch.autograd.Function):
             attend_to_others(parts, q, keys, values, others)
             if passed is not None:
                 held = passed()
-        ctx.where = axis, division, tiles
+        ctx.where = divided
         return _assembled(ctx, q, k, v, sinks, parts)
 
     @staticmethod
     def backward(ctx, grad):
-        (axis, division, tiles), (k, v, sinks, merged) = ctx.where, _saved(ctx, grad)
+        (axis, division, tiles, _), (k, v, sinks, merged) = ctx.where, _saved(ctx, grad)
         q = merged.q
         held = torch.stack([k, v])
         grad_q = torch.empty_like(q, dtype=torch.float32)
@@ -289,7 +297,7 @@ class _RingAttention(torch.autograd.Function):
                 held = passed()
         assert arriving is not None
         grad_k, grad_v = arriving().to(k.dtype)
-        return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None, None, None
+        return grad_q.to(q.dtype), grad_k, grad_v, _of_sinks(merged, sinks), None
 
 
 def slices_at(step: int, axis: ContextAxis, division: Division) -> Slices:

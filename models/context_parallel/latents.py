@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.context_parallel.attention import begin_pass, slices_at
-from models.context_parallel.collectives import ContextAxis, begin_gather, reduce_scatter
+from models.context_parallel.attention import Divided, begin_pass, slices_at
+from models.context_parallel.collectives import begin_gather, reduce_scatter
 from models.context_parallel.division import Division
 from models.context_parallel.tiles import (
     Merged,
-    Tile,
     add_gradients_of_others,
     assemble,
     attend_to_others,
@@ -94,9 +93,7 @@ def gathered_latent_attention(
     latent: Tensor,
     weight: nn.Parameter,
     expansion: Expansion,
-    axis: ContextAxis,
-    division: Division,
-    tiles: Sequence[Tile],
+    divided: Divided,
 ) -> Tensor:
     """Return the attention of this rank's queries to all earlier keys: [b, a, s/c, v].
 
@@ -108,26 +105,26 @@ def gathered_latent_attention(
         q: queries of this rank, [b, a, s/c, k]
         latent: latents of this rank, [b, 1, s/c, n]
         weight: of the expansion; rows for the key, then for the value of each head
-        tiles: the result of `tiles_of`
     """
-    return _Gathered.apply(q, latent, weight, expansion, axis, division, tiles)
+    return _Gathered.apply(q, latent, weight, expansion, divided)
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, latent, weight, expansion, axis, division, tiles):
+    def forward(ctx, q, latent, weight, expansion, divided):
+        axis, division, tiles, _ = divided
         gathered = begin_gather(latent, axis, division.order)
         heads = q.shape[1]
         keys, values = expansion(latent, weight, heads)
         parts = attend_to_own(q, keys, values, tiles)
         keys, values = expansion(gathered(), weight, heads)
         attend_to_others(parts, q, keys, values, pieces(tiles, division.whole))
-        ctx.where = weight, expansion, axis, division, tiles
+        ctx.where = weight, expansion, divided
         return _assembled(ctx, q, latent, parts)
 
     @staticmethod
     def backward(ctx, grad):
-        weight, expansion, axis, division, tiles = ctx.where
+        weight, expansion, (axis, division, tiles, _) = ctx.where
         latent, merged = _saved(ctx, grad)
         q = merged.q
         gathered = begin_gather(latent, axis, division.order)
@@ -145,13 +142,13 @@ class _Gathered(torch.autograd.Function):
         grad_latent, grad_weight = expansion.gradients(whole, weight, totals)
         received = reduce_scatter(grad_latent, axis, division.order)
         grad_weight = expansion.hand_over(weight, grad_weight)
-        return grad_q.to(q.dtype), received.to(latent.dtype), grad_weight, None, None, None, None
+        return grad_q.to(q.dtype), received.to(latent.dtype), grad_weight, None, None
 
 
 def _assembled(ctx: Any, q: Tensor, latent: Tensor, parts: Sequence[Part]) -> Tensor:
     """Return the output of all tiles, and save what the backward pass needs."""
-    *_, tiles = ctx.where
-    out, logsumexp = assemble(q, tiles, parts)
+    _, _, divided = ctx.where
+    out, logsumexp = assemble(q, divided.tiles, parts)
     ctx.save_for_backward(q, latent, out, logsumexp)
     return out
 
@@ -159,7 +156,8 @@ def _assembled(ctx: Any, q: Tensor, latent: Tensor, parts: Sequence[Part]) -> Te
 def _saved(ctx: Any, grad: Tensor) -> tuple[Tensor, Merged]:
     """Return the latents and the merged attention."""
     q, latent, out, logsumexp = ctx.saved_tensors
-    return latent, Merged(q, grad, out, logsumexp)
+    _, _, divided = ctx.where
+    return latent, Merged(q, grad, out, logsumexp, divided.logits)
 
 
 def _add_own(total: Tensor, own: Tensor, division: Division) -> None:
@@ -174,9 +172,7 @@ def ring_latent_attention(
     latent: Tensor,
     weight: nn.Parameter,
     expansion: Expansion,
-    axis: ContextAxis,
-    division: Division,
-    tiles: Sequence[Tile],
+    divided: Divided,
 ) -> Tensor:
     """Return the attention of this rank's queries to all earlier keys: [b, a, s/c, v].
 
@@ -186,14 +182,15 @@ def ring_latent_attention(
     gradients in fp32.
 
     Args:
-        q, latent, weight, tiles: as in `gathered_latent_attention`
+        q, latent, weight: as in `gathered_latent_attention`
     """
-    return _Ring.apply(q, latent, weight, expansion, axis, division, tiles)
+    return _Ring.apply(q, latent, weight, expansion, divided)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, latent, weight, expansion, axis, division, tiles):
+    def forward(ctx, q, latent, weight, expansion, divided):
+        axis, division, tiles, _ = divided
         held, parts = latent.contiguous(), []
         for step in range(axis.size):
             passed = begin_pass(held, axis) if step < axis.size - 1 else None
@@ -204,12 +201,12 @@ class _Ring(torch.autograd.Function):
             attend_to_others(parts, q, keys, values, others)
             if passed is not None:
                 held = passed()
-        ctx.where = weight, expansion, axis, division, tiles
+        ctx.where = weight, expansion, divided
         return _assembled(ctx, q, latent, parts)
 
     @staticmethod
     def backward(ctx, grad):
-        weight, expansion, axis, division, tiles = ctx.where
+        weight, expansion, (axis, division, tiles, _) = ctx.where
         latent, merged = _saved(ctx, grad)
         q, held = merged.q, latent.contiguous()
         grad_q = torch.empty_like(q, dtype=torch.float32)
@@ -232,4 +229,4 @@ class _Ring(torch.autograd.Function):
                 held = passed()
         assert arriving is not None
         of_weight = expansion.hand_over(weight, grad_weight.to(weight.dtype))
-        return grad_q.to(q.dtype), arriving().to(latent.dtype), of_weight, None, None, None, None
+        return grad_q.to(q.dtype), arriving().to(latent.dtype), of_weight, None, None

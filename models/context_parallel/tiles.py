@@ -15,6 +15,7 @@ from torch import Tensor
 from models.context_parallel.division import Lengths, Slices
 from models.kernels.attention_parts import (
     Gradients,
+    LargestLogits,
     Limits,
     Part,
     attend,
@@ -203,17 +204,21 @@ class Merged(NamedTuple):
 
     q, grad, out: [b, a, s/c, d]
     logsumexp: [b, a, s/c]
+    logits: notes the logits of each part whose gradients are computed; None: nobody needs them
     """
 
     q: Tensor
     grad: Tensor
     out: Tensor
     logsumexp: Tensor
+    logits: LargestLogits | None = None
 
     def gradients(
         self, at: Index, k: Tensor, v: Tensor, *, causal: bool, limits: Limits | None
     ) -> Gradients:
         """Return the gradients that pass through the keys k and values v of the queries at `at`."""
+        if self.logits is not None:
+            self.logits.note(self.q[at], k, causal=causal, limits=limits)
         whole = self.out[at], self.logsumexp[at]
         return attend_backward(self.grad[at], self.q[at], k, v, whole, causal=causal, limits=limits)
 
@@ -246,3 +251,41 @@ def add_gradients_of_others(
         found = merged.gradients(at, keys[there], values[there], causal=False, limits=piece.limits)
         for total, part, index in zip(grads, found, (at, there, there), strict=True):
             total[index] += part
+
+
+# The largest logits of attention that does not divide keys among context ranks.
+
+
+def noting_logits(
+    q: Tensor, k: Tensor, tiles: Sequence[Tile], logits: LargestLogits, *, head: int
+) -> Tensor:
+    """Return the queries; their backward pass notes the logits.
+
+    The forward pass may be recomputed, or belong to a validation.
+
+    Args:
+        q: queries in the slices of the tiles, [b, a, n, d]
+        k: keys of whole sequences, [b, g, s, d]
+        head: number of the first head in q
+    """
+    return _NotingLogits.apply(q, k, tiles, logits, head)
+
+
+class _NotingLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, tiles, logits, head):
+        ctx.save_for_backward(q, k)
+        ctx.where = tiles, logits, head
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (q, k), (tiles, logits, head) = ctx.saved_tensors, ctx.where
+        for tile in tiles:
+            first, count = tile.before.stop, tile.rows.stop - tile.rows.start
+            keys = k[tile.sequences, :, first : first + count]
+            logits.note(q[tile.own], keys, causal=True, limits=tile.own_limits, head=head)
+        for piece in pieces(tiles, (range(k.shape[2]),)):
+            keys, queries = k[piece.keys], q[piece.queries]
+            logits.note(queries, keys, causal=False, limits=piece.limits, head=head)
+        return grad, None, None, None, None

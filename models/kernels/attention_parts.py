@@ -488,6 +488,49 @@ def hide_earlier(scores: Tensor, block: Block, limits: Limits) -> None:
         scores.unflatten(1, (-1, last - first))[..., :width].add_(earlier)
 
 
+class LargestLogits:
+    """The largest logit of each query head of a layer on this rank, over all noted parts.
+
+    A logit is a score that its query sees, scaled but not capped. The scores of a block of queries
+    are computed again, because fused kernels do not return their maximum. In 16 bits they are
+    rounded once; the product is accumulated in fp32.
+
+    heads: number of query heads on this rank
+    """
+
+    def __init__(self, heads: int):
+        self.heads = heads
+        self.values: Tensor | None = None  # fp32 [a]; None: nothing was noted
+
+    def reset(self) -> None:
+        """Forget everything, before a step."""
+        self.values = None
+
+    @torch.no_grad()
+    def note(
+        self, q: Tensor, k: Tensor, *, causal: bool, limits: Limits | None = None, head: int = 0
+    ) -> None:
+        """Note the logits of q [b, a, n, d] and k [b, g, m, d], without waiting for the device.
+
+        Args:
+            causal, limits: as in `attend`
+            head: number of the first head in q
+        """
+        if self.values is None:
+            self.values = q.new_full((self.heads,), float("-inf"), dtype=torch.float32)
+        keys, values = k.flatten(0, 1), self.values[head : head + q.shape[1]]
+        is_windowed = limits is not None and limits.window is not None
+        for block in blocks_of(q.shape[2], k.shape[2], limits, causal=causal, rows=ROWS):
+            first, last, low, high = block
+            scores = scaled_scores(grouped_rows(q, k, first, last), keys[:, low:high])
+            if causal:
+                hide_later(scores, block)
+            if limits is not None and is_windowed:
+                hide_earlier(scores, block, limits)
+            largest = scores.view(len(q), q.shape[1], -1).amax(dim=(0, 2))
+            torch.maximum(values, largest, out=values)
+
+
 REFERENCE = Kernel(
     _reference_forward, _reference_backward, grouped=False, any_value_size=True
 )  # materialises the scores

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from models.attention import ModelAxes, rotary_table
-from models.context_parallel.attention import ring_attention, windowed_attention
+from models.context_parallel.attention import Divided, ring_attention, windowed_attention
 from models.context_parallel.collectives import ContextAxis, from_rank_order, to_rank_order
 from models.context_parallel.division import (
     Lengths,
@@ -146,7 +146,7 @@ def received_bytes(window: int | None) -> int:
         return exchange(output, *rest, **settings)
 
     with mock.patch.object(dist, "all_to_all_single", counted):
-        function(q, k, v, axis, division, tiles).sum().backward()
+        function(q, k, v, Divided(axis, division, tiles)).sum().backward()
     dist.all_reduce(received)
     return int(received)
 

@@ -140,6 +140,11 @@ class Optimizer(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled weight decay, multiplied by the learning rate in each step."""
 
+    qk_clip: Annotated[float, Field(gt=0)] | None = None
+    """Limit of the attention logits (QK-clip, arXiv 2507.20534, algorithm 1). After an update, the
+    weights of the queries and keys of a head are rescaled if the head's largest logit of the step
+    exceeds the limit. Kimi K2 uses 100 with Muon. Leave it out for no limit."""
+
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
 

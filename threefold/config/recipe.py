@@ -126,6 +126,16 @@ class Recipe(Section):
         return self.training.evaluate_every if every is None else every
 
     @model_validator(mode="after")
+    def _check_qk_clip(self) -> "Recipe":
+        limit = self.optimizer.qk_clip
+        if limit is not None and self.model.qk_norm:
+            raise UserError(
+                f"optimizer.qk_clip = {limit} has no effect with model.qk_norm = true, because the "
+                f"norms undo the rescaling of queries and keys; leave optimizer.qk_clip out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_tensor(self) -> "Recipe":
         model, tensor = self.model, self.layout.tensor
         keys = ["heads", "kv_heads", *(["ffn_hidden_size"] if model.has_dense_layers else [])]

@@ -34,6 +34,7 @@ from threefold.engine.experts import (
     update_biases,
 )
 from threefold.engine.parameter_groups import rules_of
+from threefold.engine.qk_clip import QueryKeyClip
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.runtime.processes import gathered
 from threefold.supervision.hang_report import Breadcrumb
@@ -94,12 +95,14 @@ class StepResult:
         loss: in nats per token, mean of the global batch
         grad_norm: norm of the gradients before clipping
         prediction_losses: in nats per token, mean over the labels of each further token that count
+        largest_logit: largest attention logit of any head, if the optimizer limits logits
     """
 
     loss: float
     grad_norm: float
     experts: ExpertReport | None = None
     prediction_losses: list[float] | None = None
+    largest_logit: float | None = None
 
 
 class Engine(ABC):
@@ -128,6 +131,14 @@ class Engine(ABC):
         self._tokens_per_micro_batch = recipe.tokens_per_step // self.micro_batches
         if recipe.model.experts and recipe.model.experts.bias_update:
             wrapped.optimizer.optimizer.register_step_pre_hook(self._update_biases)
+        self.clip: QueryKeyClip | None = None
+        if (limit := recipe.optimizer.qk_clip) is not None:
+            self.clip = clip = QueryKeyClip(
+                wrapped.module, recipe.model, limit=limit, tensor=axes.tensor
+            )
+            wrapped.optimizer.optimizer.register_step_post_hook(
+                lambda optimizer, *_: clip.rescale(optimizer, self.state)
+            )
 
     @property
     def compiled(self) -> bool:
@@ -155,6 +166,7 @@ class Engine(ABC):
             grad_norm=float(self.wrapped.get_global_grad_norm()),
             experts=self._expert_report() if self.recipe.model.experts else None,
             prediction_losses=self._prediction_losses() if self.recipe.model.prediction else None,
+            largest_logit=float(self.clip.largest(self.device).max()) if self.clip else None,
         )
 
     @property
@@ -168,6 +180,8 @@ class Engine(ABC):
             layer.statistics.reset()
         for table in self.tables:
             table.prediction_sums = None
+        if self.clip is not None:
+            self.clip.reset()
 
     def _expert_report(self) -> ExpertReport:
         """Return the report of this step; collective when it is called for the first time."""

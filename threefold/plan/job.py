@@ -151,6 +151,8 @@ class Job:
         optimizer: `optimizer.kind` of the recipe
         separate_documents: attention needs the kernel for documents, although it is counted over
             whole sequences
+        limits_logits: the recipe has `optimizer.qk_clip`, so that backward passes find the largest
+            attention logits
     """
 
     model: ModelConfig
@@ -162,6 +164,7 @@ class Job:
     expert_imbalance: float = 1.0
     optimizer: str = "adamw"
     separate_documents: bool = False
+    limits_logits: bool = False
 
     def with_layout(self, layout: PlannedLayout) -> "Job":
         """Return the same job in another layout; `dataclasses.replace` takes much longer."""
@@ -175,6 +178,7 @@ class Job:
             expert_imbalance=self.expert_imbalance,
             optimizer=self.optimizer,
             separate_documents=self.separate_documents,
+            limits_logits=self.limits_logits,
         )
 
     def with_model(self, model: ModelConfig) -> "Job":
@@ -335,6 +339,7 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
         software=replace(software, footprint={**software.footprint, kind: footprint}),
         optimizer=recipe.optimizer.kind,
         separate_documents=recipe.data.separate_documents,
+        limits_logits=recipe.optimizer.qk_clip is not None,
     )
 
 

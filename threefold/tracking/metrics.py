@@ -32,7 +32,7 @@ class Meter:
     def line(
         self, progress: Progress, *, loss: float, grad_norm: float, learning_rate: float,
         seconds: float, experts: "ExpertReport | None" = None,
-        prediction_losses: Sequence[float] | None = None,
+        prediction_losses: Sequence[float] | None = None, largest_logit: float | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Return the metrics of the newest step.
 
@@ -41,6 +41,7 @@ class Meter:
             grad_norm: gradient norm before clipping
             experts: use of the experts; None for a dense model
             prediction_losses: mean loss of each further token; None if none is predicted
+            largest_logit: largest attention logit; None if the optimizer does not limit logits
 
         Returns:
             The metrics; `mfu` is None if the peak of the device is unknown.
@@ -65,6 +66,7 @@ class Meter:
                 f"prediction_loss_{depth}": loss
                 for depth, loss in enumerate(prediction_losses or (), start=1)
             },
+            **({} if largest_logit is None else {"largest_attention_logit": largest_logit}),
         }
 
 

@@ -227,6 +227,7 @@ ELEMENTWISE_KERNELS = 8  # launches in a block's forward pass
 # Reads and writes of an attention's output, in 16 bits, to multiply it by the share of the keys in
 # fp32: converted (3), multiplied (4), converted back (3).
 SINK_MOVES = 10
+LARGEST_LOGIT_KERNELS = 5  # launches for the largest logits of a block of queries
 ATTENTION_BLOCK = 128  # keys of a block of flash attention with heads of up to 128 columns
 
 
@@ -332,7 +333,7 @@ def block_passes(job: Job) -> ForwardBackward:
     columns = _column_collectives(job)
     forward = (matmuls + core + elementwise) / software.kernel_efficiency
     backward = (
-        matmuls_backward + core_backward + elementwise_backward
+        matmuls_backward + core_backward + elementwise_backward + _largest_logits(job)
     ) / software.kernel_efficiency
     recomputing = PassTime()
     if layout.recompute == "full":
@@ -474,6 +475,25 @@ def _attention(job: Job) -> tuple[float, float]:
         scores + values + softmax + 3 * gpu.kernel_seconds,
         again + scores + 3 * values + softmax_backward + 3 * gpu.kernel_seconds,
     )
+
+
+def _largest_logits(job: Job) -> float:
+    """Return the time in which the backward pass computes the scores again for their maximum.
+
+    The scores of `ATTENTION_BLOCK` queries at a time are written, masked where they are in the
+    future, and read once.
+    """
+    if not job.limits_logits:
+        return 0.0
+    model, layout, gpu = job.model, job.layout, job.gpu
+    rows = model.sequence_length // layout.context
+    columns = ceil(computed_columns(model) / 2)
+    batch = layout.micro_sequences * model.heads // layout.tensor
+    scores = matmul_seconds(
+        gpu, job.precision, rows=rows, columns=columns, inner=model.score_size, batch=batch
+    )
+    read = memory_seconds(gpu, batch * rows * columns * BYTES[job.precision])
+    return scores + read + LARGEST_LOGIT_KERNELS * ceil(rows / ATTENTION_BLOCK) * gpu.kernel_seconds
 
 
 def _has_limited_attention(job: Job) -> bool:
