@@ -48,13 +48,15 @@ class Setting:
     memory_kept_by: str = "ours"
 
 
-def entries(setting: Setting, precision: str) -> dict[str, Entry]:
+def entries(setting: Setting, shape: Shape, precision: str) -> dict[str, Entry]:
     """Return the contestants by name, ours first; without a compiler only those that need none.
 
     In bf16 transformers' weights are fp32 under autocast on a CPU, where its bf16 weights would
-    leave norms and losses in bf16, and as in our JSON on a GPU, where people train so.
+    leave norms and losses in bf16, and as in our JSON on a GPU, where people train so. With experts
+    they are bf16 everywhere, because autocast leaves the matmuls of transformers' experts in fp32.
     """
-    usual = precision == "bf16" and bool(setting.cores)
+    has_experts = shape.recipe(precision).model.experts is not None
+    usual = precision == "bf16" and bool(setting.cores) and not has_experts
     llama = partial(Entry, "transformers", keeps_memory=setting.memory_kept_by == "all")
     found = {
         OURS: OUR_ENTRY,
@@ -93,7 +95,7 @@ def compare(
     Raises:
         AssertionError: the contestants have not computed the same, or not in this precision.
     """
-    found = entries(setting, precision)
+    found = entries(setting, shape, precision)
     turns: dict[str, list[Turn]] = {}
     facts: dict[str, dict[str, Any]] = {}
     over: dict[str, float] = {}
