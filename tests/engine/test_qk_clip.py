@@ -14,7 +14,7 @@ from torch import Tensor
 from models.attention import AttentionCore
 from models.errors import UserError
 from models.parallel.micro_batch_info import MicroBatchInfo
-from tests.conftest import changed, small_recipe
+from tests.conftest import changed, selected, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
@@ -140,11 +140,11 @@ def worker(corpus: str, layouts: dict[str, tuple[str, dict[str, Any]]]) -> dict[
     return found
 
 
-def plain_worker(corpus: str) -> dict[str, Outcome]:
+def plain_worker(corpus: str, models: list[str]) -> dict[str, Outcome]:
     """Return what `worker` does, for one process that is rescaled by `rescale`."""
     found, world = {}, LaunchEnvironment.from_environment(os.environ)
     with many_cases() as begin:
-        for model in MODELS:
+        for model in models:
             begin()
             recipe = recipe_of(Path(corpus), model)
             engine, data = start(recipe, world)
@@ -161,9 +161,11 @@ def plain_worker(corpus: str) -> dict[str, Outcome]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(corpus: Path) -> dict[str, Outcome]:
-    plain = run_ranks(1, plain_worker, str(corpus))[0]
-    return plain | run_ranks(2, worker, str(corpus), LAYOUTS)[0]
+def outcomes(corpus: Path, request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    chosen = selected(request, test_every_layout_clips_as_a_plain_implementation, "layout")
+    layouts = {name: LAYOUTS[name] for name in chosen}
+    plain = run_ranks(1, plain_worker, str(corpus), sorted({m for m, _ in layouts.values()}))[0]
+    return plain | run_ranks(2, worker, str(corpus), layouts)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

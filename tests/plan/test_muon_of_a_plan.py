@@ -17,6 +17,7 @@ from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import memory_of_stage
 from threefold.plan.memory.working import muon_working_bytes
 from threefold.plan.stage_contents import elements_of, matrices_of_layers
+from threefold.plan.time.step import step_time
 from threefold.plan.time.update import (
     muon_time,
     newton_schulz_seconds,
@@ -114,3 +115,15 @@ def test_muon_adds_its_work_and_its_exchanges_to_the_update() -> None:
     assert 0.4 < muon_time(more) / muon_time(planned) < 0.75
     slower = replace(planned, machine=replace(planned.machine, network_gigabytes_per_second=1.0))
     assert muon_time(slower) > 1.5 * muon_time(planned)
+
+
+def test_the_largest_logits_add_their_scores_to_the_backward_pass() -> None:
+    path = REPOSITORY / "recipes" / "kimi" / "k2.toml"
+    recipe = load_recipe(path)
+    machine = Machine.of_cluster(recipe.cluster)
+    clipped = job_of(recipe, machine)
+    plain = replace(clipped, limits_logits=False)
+    assert step_time(clipped.with_layout(clipped.layout)) == step_time(clipped)
+    # The scores are one of the seven products of attention, and are written and read once more.
+    assert 1.005 < step_time(clipped).total / step_time(plain).total < 1.05
+    assert memory_of_stage(clipped, 0) == memory_of_stage(plain, 0)
