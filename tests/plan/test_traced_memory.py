@@ -83,6 +83,9 @@ VARIANTS = {
         "layout.sequence_parallel=true",
     ],
     "zb-v, full": ["layout.pipeline=4", "layout.schedule=zb-v", "layout.recompute=full"],
+    "zb-v, full, two stages": [
+        "layout.pipeline=2", "layout.schedule=zb-v", "layout.recompute=full",
+    ],
     "fp16": ["deepspeed=ds_configs/zero1_fp16.json", "layout.pipeline=2", "model.layers=2"],
     "fp32": ["deepspeed=ds_configs/zero1_fp32.json", "layout.pipeline=2"],
     "dualpipev, uneven": [
@@ -291,7 +294,7 @@ QUICK = (
 LONG = (  # the other layouts are exhaustive tests
     "sequence parallel, stages", "full by 2", "interleaved", "zb-v, tensor", "zero-2, stages",
     "context, tensor, stages", "experts, columns", "muon, experts", "norms of outputs",
-    "windows, ring", "latent, sequence parallel",
+    "windows, ring", "latent, sequence parallel", "zb-v, full, two stages",
 )  # fmt: skip
 assert set(QUICK + LONG) <= set(VARIANTS)
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}

@@ -6,11 +6,12 @@ columns of all queries and of all keys, a heads, t tensor ranks; bytes.
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from operator import mul
+from operator import le, mul
 
 from models.config import GATED, LatentAttention, ModelConfig
 from models.cost import context_columns, kinds_of_layers
-from threefold.pipeline.schedules import SCHEDULES, stage_and_chunk
+from threefold.pipeline.balance import pass_proportions
+from threefold.pipeline.schedules import SCHEDULES, Kind, Pipeline, stage_and_chunk
 from threefold.plan.job import Job, PlannedLayout, once_per_job
 from threefold.plan.software import Footprint
 from threefold.plan.stage_contents import (
@@ -20,6 +21,8 @@ from threefold.plan.stage_contents import (
     tokens_per_micro_batch,
 )
 
+# Stages of the longest pipeline whose ZB-V passes are counted; the time grows with their cube.
+MAX_COUNTED_STAGES = 8
 ROW_NUMBER_BYTES = 8 * 4 + 4  # of a token and expert: indices of rows and the gate
 
 
@@ -31,11 +34,13 @@ class HeldMicroBatches:
         whole: in each chunk, micro-batches between their forward and their backward pass
         left: in each chunk, micro-batches with only the weight-gradient pass left
         ends: one micro-batch in `left` still has to run the backward pass of its last block
+        counted: the numbers are those of each chunk, not means over the chunks
     """
 
     whole: tuple[float, ...]
     left: tuple[float, ...]
     ends: bool = False
+    counted: bool = False
 
     @cached_property
     def count(self) -> float:
@@ -136,10 +141,60 @@ def most_activations(job: Job, stage: int, *, forward_of_zb_v: bool = False) -> 
         deferred and none of them has started. In the other schedules, both kinds of passes have the
         same peak.
     """
-    moments = in_flight(job.layout, stage, job.micro_batches)
-    if forward_of_zb_v:
+    layout, micro_batches = job.layout, job.micro_batches
+    moments = in_flight(layout, stage, micro_batches)
+    if layout.schedule == "zb-v" and layout.pipeline <= MAX_COUNTED_STAGES:
+        proportions = pass_proportions(job.model, layout.recompute)
+        enough = min(micro_batches, 2 * layout.pipeline)
+        moments = counted_in_flight(layout.pipeline, enough, proportions)[stage][forward_of_zb_v]
+    elif forward_of_zb_v:
         moments = tuple(replace(held, ends=False) for held in moments)
     return max(held_activations(job, stage, held) for held in moments) + receive_bytes(job)
+
+
+@lru_cache(maxsize=1024)
+def counted_in_flight(
+    stages: int, micro_batches: int, proportions: tuple[int, int, int]
+) -> tuple[tuple[tuple[HeldMicroBatches, ...], tuple[HeldMicroBatches, ...]], ...]:
+    """Return the moments of ZB-V from its order, for each stage in backward and in forward passes.
+
+    The number of deferred weight gradients depends on the durations of the passes. In a short
+    pipeline, a formula for all lengths is wrong by a large share of it.
+    """
+    pipeline = Pipeline(
+        stages=stages, micro_batches=micro_batches, virtual_stages=2, schedule="zb-v",
+        proportions=proportions,
+    )  # fmt: skip
+    of_stages = []
+    for order in pipeline.orders:
+        whole, left = [0, 0], [0, 0]
+        forward, begun, ended = (set[tuple[int, ...]]() for _ in range(3))
+        for work in order:
+            if work.kind == Kind.FORWARD:
+                whole[work.chunk] += 1
+                forward.add((*whole, *left))
+            elif work.kind == Kind.BACKWARD:
+                begun.add((*whole, *left))
+                whole[work.chunk] -= 1
+                left[work.chunk] += 1
+                ended.add((*whole, *left))
+            else:
+                left[work.chunk] -= 1
+        backward = (*_largest(begun, ends=False), *_largest(ended, ends=True))
+        of_stages.append((backward, _largest(forward, ends=False)))
+    return tuple(of_stages)
+
+
+def _largest(counts: set[tuple[int, ...]], *, ends: bool) -> tuple[HeldMicroBatches, ...]:
+    """Return the moments whose counts no other moment reaches or exceeds in every number.
+
+    counts: those of `whole`, then those of `left`
+    """
+    return tuple(
+        HeldMicroBatches(one[:2], one[2:], ends=ends, counted=True)
+        for one in sorted(counts)
+        if not any(one != other and all(map(le, one, other)) for other in counts)
+    )
 
 
 def held_activations(job: Job, stage: int, moment: HeldMicroBatches) -> float:
@@ -159,7 +214,7 @@ def held_activations(job: Job, stage: int, moment: HeldMicroBatches) -> float:
             job.layout.schedule, job.layout.pipeline, len(job.blocks_of_virtual_stages) - 1
         )
         whole, left = moment.whole[chunk], moment.left[chunk]
-        if SCHEDULES[job.layout.schedule].folded:
+        if SCHEDULES[job.layout.schedule].folded and not moment.counted:
             # The numbers of ZB-V are means over both chunks. After the loss of a micro-batch, its
             # backward pass through the last chunk follows at once, and its weight pass soon, except
             # with full recomputation, whose backward passes take longer.
