@@ -112,8 +112,8 @@ class Contestant:
             torch.set_num_threads(1)
         world = start(keeps_memory=entry.keeps_memory)
         warm_libraries()
-        # On a CPU, torch's attention has no fused kernel for values with fewer columns than keys, and
-        # would convert them to fp32.
+        # On a CPU, torch has no fused attention for values with fewer columns than keys, and would
+        # convert them to fp32.
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
         self.recipe = shape.recipe(precision, **more)
         self.device = torch.device(get_accelerator().current_device_name())
