@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from models.config import ModelConfig
+from models.config import ModelConfig, Prediction
 from models.cost import active_parameter_count, parameter_count
 from models.hugging_face.config import imported_model
 from threefold.config.loading import REPOSITORY, load_recipe
@@ -83,7 +83,9 @@ TRAINING_OF_EXPERTS = ("bias_update", "balance_loss", "z_loss")
 
 
 def model_of(name: str) -> ModelConfig:
-    return load_recipe(REPOSITORY / "recipes" / f"{name}.toml").model
+    """Return a recipe's model without the prediction modules, which transformers' classes lack."""
+    model = load_recipe(REPOSITORY / "recipes" / f"{name}.toml").model
+    return replace(model, prediction=None)
 
 
 def released(name: str) -> Any:
@@ -97,6 +99,13 @@ def test_recipes_have_the_parameters_of_transformers() -> None:
             theirs = transformers.AutoModelForCausalLM.from_config(released(name))
         count = sum(parameter.numel() for parameter in theirs.parameters())
         assert parameter_count(model_of(name)) == count + BUFFERS.get(name, 0), name
+
+
+def test_the_module_of_deepseek_v3_is_in_the_released_files_with_copies_of_both_tables() -> None:
+    model = load_recipe(REPOSITORY / "recipes" / "deepseek" / "v3.toml").model
+    assert model.prediction == Prediction(depth=1, loss_weight=0.3)
+    copies = 2 * model.vocab_size * model.hidden_size
+    assert parameter_count(model) + copies == 684_489_845_504
 
 
 def test_recipes_have_the_architecture_of_the_released_models() -> None:
