@@ -11,6 +11,7 @@ from models.errors import STRICT_SECTION, UserError, toml_value
 # Scaling of rotary positions, to continue training on longer sequences.
 
 MAX_SIZE = 2**24  # far beyond any model, so that a typing error is reported instead of a hang
+FP8_TILE = 128  # elements with one scale, and side of a block of a weight, in FP8
 SCALING_KEYS = {  # keys of each type besides `type` and `factor`
     "linear": (),
     "llama3": ("original_sequence_length", "low_frequency_factor", "high_frequency_factor"),

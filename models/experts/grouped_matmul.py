@@ -4,11 +4,13 @@ n rows, sorted by group; g groups; r_i rows of group i.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.kernels.fp8 import Fp8, Quantized
 from models.parallel.layers import GradientReceiver, ProductGradient, weight_gradient
 
 
@@ -17,6 +19,7 @@ def grouped_matmul(
     weights: Sequence[nn.Parameter],
     rows: Sequence[int],
     deferral: GradientReceiver | None,
+    fp8: Fp8 | None = None,
 ) -> Tensor:
     """Multiply the rows of each group by the transpose of the group's weight.
 
@@ -27,10 +30,13 @@ def grouped_matmul(
         weights: g weights [out, in]
         rows: r_i of each group; their sum is n
         deferral: receives the weight gradients; None: the backward pass computes them
+        fp8: quantization of all groups; None: the matmuls have the type of the weights
 
     Returns:
         [n, out]
     """
+    if fp8 is not None:
+        return _QuantizedGroups.apply(x, tuple(rows), fp8, deferral, *weights)
     return _GroupedMatmul.apply(x, tuple(rows), deferral, *weights)
 
 
@@ -52,12 +58,50 @@ class _GroupedMatmul(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = _multiply(grad, ctx.weights, ctx.rows, transposed=False)
-        pairs = zip(grad.split(ctx.rows), x.detach().split(ctx.rows), strict=True)
-        if ctx.deferral is None:
-            return grad_x, None, None, *(weight_gradient(*pair) for pair in pairs)
-        for weight, pair in zip(ctx.weights, pairs, strict=True):
-            ctx.deferral.put(weight, ProductGradient(*pair))
-        return grad_x, None, None, *(None for _ in ctx.weights)
+        return grad_x, None, None, *_weight_gradients(ctx, grad, x.detach())
+
+
+def _weight_gradients(ctx: Any, grad: Tensor, x: Tensor) -> list[Tensor | None]:
+    """Return the weight gradients of all groups, or None for each if they are deferred."""
+    pairs = zip(grad.split(ctx.rows), x.split(ctx.rows), strict=True)
+    if ctx.deferral is None:
+        return [weight_gradient(*pair) for pair in pairs]
+    for weight, pair in zip(ctx.weights, pairs, strict=True):
+        ctx.deferral.put(weight, ProductGradient(*pair))
+    return [None for _ in ctx.weights]
+
+
+class _QuantizedGroups(torch.autograd.Function):
+    """The matmuls of all groups with inputs, weights and gradients in FP8.
+
+    No kernel of torch multiplies groups with tiles of 1 x 128, so that the product is one of
+    dequantized matrices, which are exact in bf16. For the weight gradient, the gradient of the
+    output is not quantized, because tiles along the tokens of an expert would depend on the ranks
+    whose tokens arrive together.
+    """
+
+    @staticmethod
+    def forward(ctx, x, rows, fp8, deferral, *weights):
+        ctx.rows, ctx.fp8, ctx.deferral, ctx.weights = rows, fp8, deferral, weights
+        quantized = fp8.rows(x)
+        ctx.save_for_backward(quantized.values, quantized.scales)
+        ctx.dtype = x.dtype
+        return _multiply_dequantized(quantized, ctx, transposed=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        grad_x = _multiply_dequantized(ctx.fp8.outputs_of(grad), ctx, transposed=False)
+        values, scales = ctx.saved_tensors
+        x = Quantized(values, scales, (values.shape[-1],)).dequantized(ctx.dtype)
+        return grad_x, None, None, None, *_weight_gradients(ctx, grad, x)
+
+
+def _multiply_dequantized(x: Quantized, ctx: Any, *, transposed: bool) -> Tensor:
+    """Return what `_multiply` does, of rows and weights in FP8."""
+    inner = torch.float32 if x.values.device.type == "cpu" else torch.bfloat16
+    weights = [ctx.fp8.weight(weight).dequantized(inner) for weight in ctx.weights]
+    return _multiply(x.dequantized(inner), weights, ctx.rows, transposed=transposed).to(ctx.dtype)
 
 
 def _multiply(

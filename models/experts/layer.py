@@ -33,6 +33,7 @@ from models.parallel.collectives import (
     gather_from_tensor_axis,
     scatter_to_tensor_axis,
 )
+from models.kernels.fp8 import Fp8
 from models.parallel.layers import Deferral, Deferring
 from models.sharding import Sharding, declared_parameter
 
@@ -291,18 +292,25 @@ class ExpertMLPs(Deferring, Fusing):
         """
         # m differs between micro-batches. Fewer than two rows would be compiled separately.
         fuse = for_any_rows(self.fuse) if len(x) > 1 else as_written
-        x = grouped_matmul(x, self._of_all("up_{}"), rows, up_deferral or self.deferral)
+        ups, downs = self._of_all("up_{}"), self._of_all("down_{}")
+        of_ups, of_downs = (self._quantization(weights[0]) for weights in (ups, downs))
+        x = grouped_matmul(x, ups, rows, up_deferral or self.deferral, of_ups)
         if self.has_bias:
             x = add_to_groups(x, self._of_all("up_{}_bias"), rows)
         if self.activation in ACTIVATIONS:
             x = ACTIVATIONS[self.activation](x, fuse)
         else:
             x = gelu(x, None, fuse, exact=self.activation == "gelu_erf")
-        y = grouped_matmul(x, self._of_all("down_{}"), rows, self.deferral)
+        y = grouped_matmul(x, downs, rows, self.deferral, of_downs)
         if self.has_bias:
             biases = self._of_all("down_{}_bias")
             y = add_to_groups(y, biases, rows, first_column=self.columns.rank * len(biases[0]))
         return y
+
+    def _quantization(self, weight: nn.Parameter) -> Fp8 | None:
+        """Return the quantization of the matmuls with weights like this one, for any rows."""
+        fp8 = self.quantization(weight, self.columns)
+        return fp8 and replace(fp8, fuse=for_any_rows(fp8.fuse))
 
     def _of_all(self, name: str) -> list[nn.Parameter]:
         """Return the parameters of a kind of this rank's experts, in their order."""

@@ -3,6 +3,7 @@
 Shapes: s sequence (s/t under sequence parallelism where noted), b micro-batch, t tensor ranks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.kernels.accumulation import add_product
-from models.kernels.compile import Fusing
+from models.kernels.accumulation import add_product, adds_in_matmul
+from models.kernels.compile import Function, Fusing
 from models.kernels.elementwise import look_up
+from models.kernels.fp8 import Fp8, Quantized, product
 from models.kernels.norms import Branch, add_and_norm, input_and_norm, norm
 from models.parallel.collectives import (
     TensorAxis,
@@ -24,7 +26,7 @@ from models.parallel.collectives import (
     leave_tensor_region,
     sum_of_copies,
 )
-from models.sharding import Role, Sharding, declared_parameter
+from models.sharding import Role, Sharding, declared_parameter, sharding_of
 
 # Deferred weight gradients, which a pipeline computes while it would otherwise be idle.
 #
@@ -37,9 +39,21 @@ from models.sharding import Role, Sharding, declared_parameter
 WeightGradient = Callable[[], Tensor]
 
 
+class AddedGradient(ABC):
+    """A WeightGradient that can also be added to a sum, if possible in its matmul."""
+
+    @abstractmethod
+    def __call__(self) -> Tensor:
+        """Return the gradient, [out, in]."""
+
+    @abstractmethod
+    def add_to(self, total: Tensor, *, replace: bool) -> None:
+        """Add the gradient to a sum, or replace the sum by it."""
+
+
 @dataclass(frozen=True)
-class ProductGradient:
-    """The gradient of W in x W^T: a WeightGradient that can also be added to a sum in its matmul.
+class ProductGradient(AddedGradient):
+    """The gradient of W in x W^T.
 
     grad: [s, b, out], or rows of an expert, [r, out]
     x: [s, b, in] (s/t if it is gathered), or [r, in]
@@ -51,16 +65,48 @@ class ProductGradient:
     gather: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self) -> Tensor:
-        """Return the gradient, [out, in]."""
         return weight_gradient(self.grad, self._whole_x())
 
     def add_to(self, total: Tensor, *, replace: bool) -> None:
-        """Add the gradient to a sum, or replace the sum by it."""
         whole_x = self._whole_x().flatten(0, -2)
         add_product(total, self.grad.flatten(0, -2), whole_x, replace=replace)
 
     def _whole_x(self) -> Tensor:
         return self.x if self.gather is None else self.gather(self.x)
+
+
+@dataclass(frozen=True)
+class QuantizedGradient(AddedGradient):
+    """The gradient of W in x W^T, whose two factors are quantized along the tokens.
+
+    fp8: quantization of the layer
+    grad: [out, b * s]
+    x: function that returns the quantized input of the layer, [s, b, in]
+    dtype: type of the gradient, which is that of the weight
+    """
+
+    fp8: Fp8
+    grad: Quantized
+    x: Callable[[], Quantized]
+    dtype: torch.dtype
+
+    def __call__(self) -> Tensor:
+        return self._product(self.dtype)
+
+    def add_to(self, total: Tensor, *, replace: bool) -> None:
+        """Add the gradient to a sum, or replace the sum by it.
+
+        On a GPU it is not rounded to 16 bits before it is added.
+        """
+        wide = adds_in_matmul(total.new_empty(0, dtype=self.dtype), total.dtype)
+        gradient = self._product(total.dtype if wide else self.dtype)
+        if replace:
+            total.copy_(gradient)
+        else:
+            total.add_(gradient)
+
+    def _product(self, dtype: torch.dtype) -> Tensor:
+        return product(self.grad, self.fp8.tokens(self.x().dequantized(self.dtype)), dtype)
 
 
 class Deferral:
@@ -93,12 +139,21 @@ GradientReceiver = Deferral | ImmediateAddition
 
 
 class Deferring(nn.Module):
-    """A module whose backward pass may defer the weight gradient.
+    """A module whose backward pass may defer the weight gradient, and whose matmuls may be in FP8.
 
     deferral: receives the weight gradient; None: the backward pass computes it
+    fp8: compiles the quantization to FP8; None: the matmuls have the type of the weights
     """
 
     deferral: GradientReceiver | None = None
+    fp8: Callable[[Function], Function] | None = None
+
+    def quantization(self, weight: nn.Parameter, tensor: TensorAxis) -> Fp8 | None:
+        """Return the quantization of the matmuls with a weight; None: they are not in FP8."""
+        if self.fp8 is None:
+            return None
+        parts = sharding_of(weight).matrix_parts(tensor)
+        return Fp8(tuple(len(part.rows) for part in parts), self.fp8)
 
 
 def defer_weights(module: nn.Module, deferral: GradientReceiver) -> None:
@@ -136,8 +191,11 @@ class ColumnParallelLinear(Deferring):
         bias: Tensor | None = self.bias
         if bias is not None and not bias_gradient:
             bias = bias.detach()
+        tensor, fp8 = self.tensor, self.quantization(self.weight, self.tensor)
+        if fp8 is not None:
+            return _QuantizedMatmul.apply(x, self.weight, bias, fp8, tensor, self.deferral)
         return column_parallel_matmul(
-            x, self.weight, bias, tensor=self.tensor, deferral=self.deferral
+            x, self.weight, bias, tensor=tensor, deferral=self.deferral
         )
 
 
@@ -160,7 +218,9 @@ class RowParallelLinear(Deferring):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in/t] to [s, b, out] (s/t under sequence parallelism), without the bias."""
-        return leave_tensor_region(matmul(x, self.weight, None, self.deferral), self.tensor)
+        fp8 = self.quantization(self.weight, self.tensor)
+        y = matmul(x, self.weight, None, self.deferral, fp8)
+        return leave_tensor_region(y, self.tensor)
 
     def bias_here(self) -> Tensor | None:
         """Return the bias for this rank's positions.
@@ -188,11 +248,12 @@ class ReplicatedLinear(Deferring):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, in] to [s, b, out] (both s/t under sequence parallelism)."""
         tensor, deferral = self.tensor, self.deferral
+        fp8 = self.quantization(self.weight, tensor)
         if not tensor.sequence_parallel or tensor.size == 1:
-            return matmul(x, self.weight, None, deferral)
+            return matmul(x, self.weight, None, deferral, fp8)
         if deferral is None:
-            return F.linear(x, copy_to_tensor_axis(self.weight, tensor))
-        return matmul(x, self.weight, None, _SumOfCopies(deferral, tensor))
+            return matmul(x, copy_to_tensor_axis(self.weight, tensor), None, None, fp8)
+        return matmul(x, self.weight, None, _SumOfCopies(deferral, tensor), fp8)
 
 
 class _SumOfCopies(Deferral):
@@ -221,9 +282,15 @@ def column_parallel_matmul(
 
 
 def matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, deferral: GradientReceiver | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    deferral: GradientReceiver | None,
+    fp8: Fp8 | None = None,
 ) -> Tensor:
     """Return x W^T + bias without communication: [s, b, in] to [s, b, out]."""
+    if fp8 is not None:
+        return _QuantizedMatmul.apply(x, weight, bias, fp8, TensorAxis(), deferral)
     if deferral is None:
         return F.linear(x, weight, bias)
     return _DeferredMatmul.apply(x, weight, bias, deferral)
@@ -293,6 +360,59 @@ class _ColumnParallelMatmul(torch.autograd.Function):
             ctx.deferral.put(ctx.weight, ProductGradient(grad, x.detach(), gather))
         grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
         return grad_x(), grad_weight, grad_bias, None, None
+
+
+class _QuantizedMatmul(torch.autograd.Function):
+    """x W^T + bias whose three products are in FP8, with the communication of the other layers.
+
+    The input is kept in FP8, and under sequence parallelism it is gathered in FP8, whose tiles lie
+    within one token. Its gradient is summed over the ranks in the type of the weights. The two
+    factors of the weight gradient are quantized along the tokens; both have all tokens that the
+    context rank has of a sequence.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, fp8, tensor, deferral):
+        own = fp8.rows(x)
+        ctx.weight, ctx.where = weight, (fp8, tensor, deferral)
+        ctx.save_for_backward(own.values, own.scales)
+        whole = _begin_gather(own, tensor)()
+        y = product(whole, fp8.weight(weight), x.dtype)
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        fp8, tensor, deferral = ctx.where
+        values, scales = ctx.saved_tensors
+        own = Quantized(values, scales, (values.shape[-1],))
+        defers = isinstance(deferral, Deferral)
+        gathered = (lambda: _begin_gather(own, tensor)()) if defers else _begin_gather(own, tensor)
+        weight = fp8.weight(ctx.weight).transposed()
+        grad_copy = product(fp8.outputs_of(grad), weight, grad.dtype)
+        if not defers:
+            whole = gathered()
+            gathered = lambda: whole  # noqa: E731
+        grad_x = begin_sum_of_copies(grad_copy, tensor)
+        gradient = QuantizedGradient(fp8, fp8.tokens(grad), gathered, ctx.weight.dtype)
+        grad_weight = None
+        if deferral is None:
+            grad_weight = gradient()
+        else:
+            deferral.put(ctx.weight, gradient)
+        grad_bias = grad.flatten(0, 1).sum(0) if ctx.needs_input_grad[2] else None
+        return grad_x(), grad_weight, grad_bias, None, None, None
+
+
+def _begin_gather(own: Quantized, tensor: TensorAxis) -> Callable[[], Quantized]:
+    """Begin to gather positions under sequence parallelism; return a function that waits for them.
+
+    Not all backends of torch.distributed have E4M3, so that its bytes are sent.
+    """
+    if not tensor.sequence_parallel or tensor.size == 1:
+        return lambda: own
+    values = begin_all_gather(own.values.view(torch.uint8), tensor)
+    scales = begin_all_gather(own.scales, tensor)
+    return lambda: Quantized(values().view(own.values.dtype), scales(), own.columns)
 
 
 # The token embedding with its vocabulary split over the tensor axis.

@@ -539,6 +539,14 @@ def _combinations(recipe: Recipe, config: dict[str, Any], dims: ParallelDims) ->
     """
     for problem in _unsuitable_stages(recipe, config, dims):
         yield Problem(problem, "zero_optimization", "stage", 2)
+    if recipe.training.matmul_precision == "fp8" and precision(config) == "fp16":
+        problem = (
+            f'training.matmul_precision = "fp8" with weights in fp16 ({recipe.deepspeed}), whose '
+            f"range is smaller than that of the scales; use deepspeed = "
+            f'"{shipped_json(zero_stage(config), "bf16")}", or training.matmul_precision = '
+            f'"weights"'
+        )
+        yield Problem(problem, "fp16", "enabled", False)
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     untied = gradients not in (None, precision(config)) and (
         precision(config) != "bf16" or gradients != "fp32"

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import model_validator
 
-from models.config import ModelConfig, nearest_divisors
+from models.config import FP8_TILE, ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
 from threefold.config.sections import Count, NonNegative, Section
 from threefold.pipeline.schedules import (
@@ -323,6 +323,57 @@ def check_dp_shard(model: ModelConfig, layout: Layout, world_size: int) -> None:
             f"because expert ranks already divide the data ranks; use layout.dp_shard = 0, or "
             f"layout.expert = 1"
         )
+
+
+def check_fp8(model: ModelConfig, layout: Layout) -> None:
+    """Check that no tile or block of a matrix in FP8 is divided between ranks.
+
+    Raises:
+        UserError: one is divided; the message gives a value that works.
+    """
+    shares = _divided_in_fp8(model, layout)
+    # 1 if a size has no whole block, because one rank may have smaller ones.
+    gcd = math.gcd(*shares.values())
+    whole = gcd // FP8_TILE if gcd % FP8_TILE == 0 else 1
+    for key, size in shares.items():
+        if layout.tensor > 1 and size % (FP8_TILE * layout.tensor):
+            works = math.gcd(layout.tensor, whole)
+            raise UserError(
+                f"{key} = {size} is not divisible by {FP8_TILE} x layout.tensor = "
+                f"{FP8_TILE * layout.tensor}, so that tensor ranks would divide blocks of {FP8_TILE} x "
+                f'{FP8_TILE} of training.matmul_precision = "fp8"; use layout.tensor = {works}, or '
+                f'training.matmul_precision = "weights"'
+            )
+    slices = 2 * layout.context if layout.context > 1 else 1
+    # Tensor ranks divide the tokens of the projections that all of them have.
+    repeats = layout.tensor if layout.sequence_parallel and model.latent else 1
+    ranks = math.lcm(slices, layout.context * repeats)
+    if ranks > 1 and model.sequence_length % (FP8_TILE * ranks):
+        divisor = math.lcm(FP8_TILE * ranks, layout.context * layout.tensor)
+        lengths = nearest_multiples(model.sequence_length, divisor)
+        raise UserError(
+            f"model.sequence_length = {model.sequence_length} is not divisible by {FP8_TILE} x "
+            f"{ranks}, so that ranks would divide tiles of {FP8_TILE} tokens of "
+            f'training.matmul_precision = "fp8"; use model.sequence_length = {lengths}, or '
+            f'training.matmul_precision = "weights"'
+        )
+
+
+def _divided_in_fp8(model: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Return the sizes that tensor ranks divide of matrices in FP8, by description."""
+    sizes = {"columns of the queries": model.query_size}
+    if model.latent is None:
+        sizes["columns of the keys (model.kv_heads x head size)"] = model.key_value_size
+    else:
+        sizes["columns of the values"] = model.attention_output_size
+    if model.has_dense_layers:
+        sizes["model.ffn_hidden_size"] = model.ffn_hidden_size
+    if model.experts is not None and model.experts.shared:
+        key = "model.experts.shared x model.experts.ffn_hidden_size"
+        sizes[key] = model.experts.shared_ffn_hidden_size
+    if model.experts is not None and layout.expert_tensor > 1:
+        sizes["model.experts.ffn_hidden_size"] = model.experts.ffn_hidden_size
+    return sizes
 
 
 # The checks of a new axis, which recipe.py calls: with a model, and on a number of ranks.

@@ -251,6 +251,11 @@ class Training(Section):
     """Checkpoint whose weights the run starts from, such as one that `convert.py from-hf` has
     written. Leave it out to draw the weights from the seed."""
 
+    matmul_precision: Literal["weights", "fp8"] = "weights"
+    """Precision of the matmuls of attention, MLPs and experts: that of the weights, or FP8 with one
+    scale per 128 elements of an activation and per 128 x 128 of a weight; see docs/fp8.md. "fp8"
+    needs weights in bf16 or fp32."""
+
     compile: Switch = "auto"
     """Compile the element-wise operations. "auto" compiles on GPUs if a compiler is installed. The
     first compilation takes 10 to 20 seconds."""

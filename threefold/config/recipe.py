@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
-from threefold.config.layout import MODEL_CHECKS, WORLD_CHECKS, Cluster, Layout
+from threefold.config.layout import MODEL_CHECKS, WORLD_CHECKS, Cluster, Layout, check_fp8
 from threefold.config.optimization import Batch, Optimizer, Training
 from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.sections import (
@@ -188,6 +188,12 @@ class Recipe(Section):
     def _check_layout(self) -> "Recipe":
         for check in MODEL_CHECKS:
             check(self.model, self.layout)
+        return self
+
+    @model_validator(mode="after")
+    def _check_fp8(self) -> "Recipe":
+        if self.training.matmul_precision == "fp8":
+            check_fp8(self.model, self.layout)
         return self
 
     @property

@@ -19,9 +19,10 @@ from torch import nn
 
 from models.experts.layer import expert_layers
 from models.initialization import initialize
-from models.kernels.compile import compile_kernels
+from models.kernels.compile import as_written, compile_kernels, compiled
 from models.layer_specs import (
     SequentialModel,
+    compute_in_fp8,
     expect_gradient_scale,
     layer_names,
     layer_specs,
@@ -172,8 +173,11 @@ def build_model(
                 created=ShardedCreation(recipe, config=config, axes=axes, dtype=dtype),
             )
     mark_experts(model, axes)
-    if should_compile(recipe.training.compile):
+    compiles = should_compile(recipe.training.compile)
+    if compiles:
         compile_kernels(model)
+    if recipe.training.matmul_precision == "fp8":
+        compute_in_fp8(model, compiled if compiles else as_written)
     return model
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models.experts.layer import expert_layers
 from models.kernels import accumulation
 from models.parallel.collectives import reduce_scatter_single, wait_for
-from models.parallel.layers import Deferring, ProductGradient, WeightGradient
+from models.parallel.layers import AddedGradient, Deferring, WeightGradient
 from threefold.pipeline.schedules import BACKWARD, WEIGHT, Kind
 
 # Sums of buckets over the data ranks; each rank gets the shard that it owns.
@@ -369,7 +369,7 @@ class FlatGradients(ABC):
         assert number not in self.ended, "a gradient after a chunk's last pass"
         if of.total is None:
             of.total = self.of(parameter).view(parameter.shape)
-        if isinstance(gradient, ProductGradient):
+        if isinstance(gradient, ProductGradient | QuantizedGradient):
             gradient.add_to(of.total, replace=not of.has_gradient)
         else:
             computed = gradient if isinstance(gradient, Tensor) else gradient()

@@ -1,0 +1,202 @@
+"""Matmuls of matrices that are quantized to FP8 in tiles and blocks, as in DeepSeek-V3.
+
+Activations and gradients have one scale per row and 128 columns (a tile of 1 x 128), weights have
+one per block of 128 x 128 (arXiv 2412.19437, section 3.3). All values are E4M3. All scales are
+powers of two, as those of the paper's cached activations are: a quantized number is then exact in
+bf16 and fp32, so that the emulated product has the same inputs as that of a GPU, and a matrix that
+is quantized along its rows can be quantized again along its columns with little further error.
+
+Neither tiles nor blocks cross the parts of a joined dimension (q|k|v, gate|up), and the last one of
+a part may be smaller. If 128 divides each rank's share of a part, the quantized values therefore do
+not depend on the layout.
+
+m rows, such as tokens; n output columns; k summed columns; s sequence, b micro-batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from models.config import FP8_TILE as TILE
+from models.kernels.compile import Function, as_written
+
+E4M3 = torch.float8_e4m3fn
+MANTISSA_BITS = 23  # of fp32; a sign and 8 bits of the exponent precede them
+MANTISSA = (1 << MANTISSA_BITS) - 1
+BIAS = 127  # of the exponent
+# The largest number of E4M3 is 448 = 1.75 x 2^8.
+LARGEST_EXPONENT = 8
+LARGEST_MANTISSA = 0b11 << (MANTISSA_BITS - 2)
+
+Parts = tuple[int, ...]  # sizes of the parts of a dimension
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix in FP8, or a tensor whose last dimension has tiles.
+
+    Attributes:
+        values: E4M3, [..., k]
+        scales: fp32; one per tile, [..., tiles of k], or per block, [blocks of n, blocks of k]
+        columns: parts of the last dimension
+        rows: parts of the first dimension of a matrix with blocks; None: each row has tiles
+    """
+
+    values: Tensor
+    scales: Tensor
+    columns: Parts
+    rows: Parts | None = None
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the numbers, which bf16 and fp32 represent exactly."""
+        wide = _tiles(self.values.float(), self.columns, -1)  # [..., tiles, 128]
+        if self.rows is None:
+            wide = wide * self.scales.unsqueeze(-1)
+        else:
+            wide = _tiles(wide, self.rows, 0) * self.scales[:, None, :, None]
+            wide = _without_tiles(wide, self.rows, 0)
+        return _without_tiles(wide, self.columns, -1).to(dtype)
+
+    def transposed(self) -> "Quantized":
+        """Return the transpose of a matrix with blocks."""
+        assert self.rows is not None, "the tiles of a transpose are not rows"
+        return Quantized(self.values.t(), self.scales.t(), self.rows, self.columns)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if no tile or block is smaller than the others."""
+        return not any(size % TILE for size in (*self.columns, *(self.rows or ())))
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """The quantization of the matrices of a linear layer.
+
+    outputs: parts of the layer's outputs on this rank, which are rows of its weight
+    fuse: compiles the quantization
+    """
+
+    outputs: Parts
+    fuse: Callable[[Function], Function] = as_written
+
+    def rows(self, x: Tensor, columns: Parts | None = None) -> Quantized:
+        """Quantize x [..., k] in tiles along its last dimension, which has the given parts."""
+        columns = columns or (x.shape[-1],)
+        return Quantized(*self.fuse(quantize_rows)(x, columns), columns)
+
+    def outputs_of(self, grad: Tensor) -> Quantized:
+        """Quantize the gradient of the outputs, [..., n], in tiles along n."""
+        return self.rows(grad, self.outputs)
+
+    def tokens(self, x: Tensor) -> Quantized:
+        """Quantize x [s, b, k] in tiles along each sequence: [k, b * s]."""
+        by_token = x.permute(2, 1, 0)  # [k, b, s]
+        values, scales = self.fuse(quantize_rows)(by_token, (len(x),))
+        return Quantized(values.flatten(1), scales.flatten(1), (len(x),) * x.shape[1])
+
+    def weight(self, weight: Tensor) -> Quantized:
+        """Quantize a weight [n, k] in blocks."""
+        columns = (weight.shape[1],)
+        quantized = self.fuse(quantize_blocks)(weight.detach(), self.outputs, columns)
+        return Quantized(*quantized, columns, self.outputs)
+
+
+def quantize_rows(x: Tensor, columns: Parts) -> tuple[Tensor, Tensor]:
+    """Return the values of x [..., k] in E4M3, and the scales of its tiles in fp32."""
+    tiles = _tiles(x.float(), columns, -1)  # [..., tiles, 128]
+    scales, inverse = power_of_two_scales(tiles.abs().amax(-1))
+    values = (tiles * inverse.unsqueeze(-1)).to(E4M3)
+    return _without_tiles(values, columns, -1), scales
+
+
+def quantize_blocks(weight: Tensor, rows: Parts, columns: Parts) -> tuple[Tensor, Tensor]:
+    """Return the values of a weight [n, k] in E4M3, and the scales of its blocks in fp32."""
+    blocks = _tiles(_tiles(weight.float(), columns, -1), rows, 0)  # [blocks, 128, blocks, 128]
+    scales, inverse = power_of_two_scales(blocks.abs().amax((1, 3)))
+    values = (blocks * inverse[:, None, :, None]).to(E4M3)
+    return _without_tiles(_without_tiles(values, rows, 0), columns, -1), scales
+
+
+def power_of_two_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest powers of two with `largest` / scale <= 448, and their inverses.
+
+    They are computed in integers, so that no rounding of a logarithm can change them. A tile with a
+    number that is not finite becomes NaN.
+
+    largest: absolute values in fp32
+    """
+    bits = largest.view(torch.int32)
+    exponent = (bits >> MANTISSA_BITS) - BIAS - LARGEST_EXPONENT
+    exponent = exponent + ((bits & MANTISSA) > LARGEST_MANTISSA).int()
+    exponent = exponent.clamp(min=1 - BIAS)  # the smallest power with an inverse
+    return _power_of_two(exponent), _power_of_two(-exponent)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return ((exponent + BIAS) << MANTISSA_BITS).view(torch.float32)
+
+
+def _tiles(x: Tensor, parts: Sequence[int], dimension: int) -> Tensor:
+    """Split a dimension into tiles, [tiles, 128]; the last tile of a part is filled with zeros."""
+    if any(size % TILE for size in parts):
+        after = (x.dim() - 1 - dimension) % x.dim()  # dimensions that follow
+        filled = [
+            F.pad(part, (0, 0) * after + (0, -part.shape[dimension] % TILE))
+            for part in x.split(parts, dimension)
+        ]
+        x = torch.cat(filled, dimension)
+    return x.unflatten(dimension, (-1, TILE))
+
+
+def _without_tiles(x: Tensor, parts: Sequence[int], dimension: int) -> Tensor:
+    """Undo `_tiles`."""
+    first = dimension if dimension >= 0 else x.dim() - 1 + dimension
+    x = x.flatten(first, first + 1)
+    if not any(size % TILE for size in parts):
+        return x
+    filled = x.split([size + -size % TILE for size in parts], first)
+    whole = [part.narrow(first, 0, size) for part, size in zip(filled, parts, strict=True)]
+    return torch.cat(whole, first)
+
+
+def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return a b^T, summed in fp32: [..., k] and [n, k] to [..., n].
+
+    On a Hopper GPU one matmul in FP8 computes it if each dimension consists of whole tiles. On a
+    CPU the dequantized matrices are multiplied in fp32, and on all other GPUs in bf16, which
+    represents them exactly; there, the result has at most the precision of `dtype`.
+    """
+    shape, rows = (*a.values.shape[:-1], len(b.values)), a.values.flatten(0, -2)
+    device = rows.device
+    is_whole = a.is_whole and b.is_whole and len(rows) % TILE == len(b.values) % TILE == 0
+    if device.type == "cuda" and is_whole and torch.cuda.get_device_capability(device) == (9, 0):
+        return _scaled_product(a, b, dtype).view(shape)
+    inner = torch.float32 if device.type == "cpu" else torch.bfloat16
+    y = a.dequantized(inner).flatten(0, -2) @ b.dequantized(inner).t()
+    return y.to(dtype).view(shape)
+
+
+def _scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return a b^T [m, n] in one matmul.
+
+    torch expects the scales of tiles with adjacent rows, [m, k / 128] with strides (1, m), and
+    those of blocks as [k / 128, n / 128] with strides (1, k / 128) (torch/_meta_registrations.py).
+    """
+    by_tile, by_block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    b_scales = _column_major(b.scales) if b.rows is None else b.scales.contiguous().t()
+    return F.scaled_mm(
+        a.values.flatten(0, -2),
+        b.values.contiguous().t(),
+        _column_major(a.scales.flatten(0, -2)),
+        by_tile,
+        b_scales,
+        by_tile if b.rows is None else by_block,
+        output_dtype=dtype,
+    )
+
+
+def _column_major(x: Tensor) -> Tensor:
+    return x.t().contiguous().t()
