@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.kernels.fp8 import Fp8, Quantized
+from models.kernels.fp8 import Fp8, Quantized, inner_type
 from models.parallel.layers import GradientReceiver, ProductGradient, weight_gradient
 
 
@@ -99,7 +99,7 @@ class _QuantizedGroups(torch.autograd.Function):
 
 def _multiply_dequantized(x: Quantized, ctx: Any, *, transposed: bool) -> Tensor:
     """Return what `_multiply` does, of rows and weights in FP8."""
-    inner = torch.float32 if x.values.device.type == "cpu" else torch.bfloat16
+    inner = inner_type(ctx.dtype)
     weights = [ctx.fp8.weight(weight).dequantized(inner) for weight in ctx.weights]
     return _multiply(x.dequantized(inner), weights, ctx.rows, transposed=transposed).to(ctx.dtype)
 

@@ -15,6 +15,7 @@ m rows, such as tokens; n output columns; k summed columns; s sequence, b micro-
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -51,14 +52,15 @@ class Quantized:
     rows: Parts | None = None
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the numbers, which bf16 and fp32 represent exactly."""
-        wide = _tiles(self.values.float(), self.columns, -1)  # [..., tiles, 128]
+        """Return the numbers in bf16 or fp32, which represent them exactly."""
+        scales = self.scales.to(dtype)
+        wide = _tiles(_reals(self.values, dtype), self.columns, -1)  # [..., tiles, 128]
         if self.rows is None:
-            wide = wide * self.scales.unsqueeze(-1)
+            wide = wide * scales.unsqueeze(-1)
         else:
-            wide = _tiles(wide, self.rows, 0) * self.scales[:, None, :, None]
+            wide = _tiles(wide, self.rows, 0) * scales[:, None, :, None]
             wide = _without_tiles(wide, self.rows, 0)
-        return _without_tiles(wide, self.columns, -1).to(dtype)
+        return _without_tiles(wide, self.columns, -1)
 
     def transposed(self) -> "Quantized":
         """Return the transpose of a matrix with blocks."""
@@ -93,8 +95,7 @@ class Fp8:
 
     def tokens(self, x: Tensor) -> Quantized:
         """Quantize x [s, b, k] in tiles along each sequence: [k, b * s]."""
-        by_token = x.permute(2, 1, 0)  # [k, b, s]
-        values, scales = self.fuse(quantize_rows)(by_token, (len(x),))
+        values, scales = self.fuse(quantize_tokens)(x)
         return Quantized(values.flatten(1), scales.flatten(1), (len(x),) * x.shape[1])
 
     def weight(self, weight: Tensor) -> Quantized:
@@ -106,17 +107,25 @@ class Fp8:
 
 def quantize_rows(x: Tensor, columns: Parts) -> tuple[Tensor, Tensor]:
     """Return the values of x [..., k] in E4M3, and the scales of its tiles in fp32."""
-    tiles = _tiles(x.float(), columns, -1)  # [..., tiles, 128]
+    tiles = _tiles(x, columns, -1)  # [..., tiles, 128]
     scales, inverse = power_of_two_scales(tiles.abs().amax(-1))
-    values = (tiles * inverse.unsqueeze(-1)).to(E4M3)
+    values = (tiles * inverse.to(x.dtype).unsqueeze(-1)).to(E4M3)
     return _without_tiles(values, columns, -1), scales
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `quantize_rows` does of the transpose of x [s, b, k]: [k, b, s]."""
+    tiles = _tiles(x, (len(x),), 0)  # [tiles, 128, b, k]
+    scales, inverse = power_of_two_scales(tiles.abs().amax(1))
+    values = _without_tiles((tiles * inverse.to(x.dtype).unsqueeze(1)).to(E4M3), (len(x),), 0)
+    return values.permute(2, 1, 0).contiguous(), scales.permute(2, 1, 0).contiguous()
 
 
 def quantize_blocks(weight: Tensor, rows: Parts, columns: Parts) -> tuple[Tensor, Tensor]:
     """Return the values of a weight [n, k] in E4M3, and the scales of its blocks in fp32."""
-    blocks = _tiles(_tiles(weight.float(), columns, -1), rows, 0)  # [blocks, 128, blocks, 128]
+    blocks = _tiles(_tiles(weight, columns, -1), rows, 0)  # [blocks, 128, blocks, 128]
     scales, inverse = power_of_two_scales(blocks.abs().amax((1, 3)))
-    values = (blocks * inverse[:, None, :, None]).to(E4M3)
+    values = (blocks * inverse.to(weight.dtype)[:, None, :, None]).to(E4M3)
     return _without_tiles(_without_tiles(values, rows, 0), columns, -1), scales
 
 
@@ -126,9 +135,12 @@ def power_of_two_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
     They are computed in integers, so that no rounding of a logarithm can change them. A tile with a
     number that is not finite becomes NaN.
 
-    largest: absolute values in fp32
+    largest: absolute values
+
+    Returns:
+        Both in fp32. A product with an inverse is exact in the type of `largest`, too.
     """
-    bits = largest.view(torch.int32)
+    bits = largest.float().view(torch.int32)
     exponent = (bits >> MANTISSA_BITS) - BIAS - LARGEST_EXPONENT
     exponent = exponent + ((bits & MANTISSA) > LARGEST_MANTISSA).int()
     exponent = exponent.clamp(min=1 - BIAS)  # the smallest power with an inverse
@@ -137,6 +149,23 @@ def power_of_two_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + BIAS) << MANTISSA_BITS).view(torch.float32)
+
+
+def _reals(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return E4M3 values in another type.
+
+    On a CPU they are looked up, because torch's conversion is four times as slow.
+    """
+    if values.device.type != "cpu":
+        return values.to(dtype)
+    bits = values.contiguous().view(torch.uint8)
+    return _table(dtype).index_select(0, bits.flatten().int()).view(values.shape)
+
+
+@cache
+def _table(dtype: torch.dtype) -> Tensor:
+    """Return all values of E4M3, in the order of their bits."""
+    return torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
 
 
 def _tiles(x: Tensor, parts: Sequence[int], dimension: int) -> Tensor:
@@ -165,18 +194,22 @@ def _without_tiles(x: Tensor, parts: Sequence[int], dimension: int) -> Tensor:
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Return a b^T, summed in fp32: [..., k] and [n, k] to [..., n].
 
-    On a Hopper GPU one matmul in FP8 computes it if each dimension consists of whole tiles. On a
-    CPU the dequantized matrices are multiplied in fp32, and on all other GPUs in bf16, which
-    represents them exactly; there, the result has at most the precision of `dtype`.
+    On a Hopper GPU one matmul in FP8 computes it if each dimension consists of whole tiles.
+    Otherwise the dequantized matrices are multiplied, in bf16 if `dtype` is, which is exact.
     """
     shape, rows = (*a.values.shape[:-1], len(b.values)), a.values.flatten(0, -2)
     device = rows.device
     is_whole = a.is_whole and b.is_whole and len(rows) % TILE == len(b.values) % TILE == 0
     if device.type == "cuda" and is_whole and torch.cuda.get_device_capability(device) == (9, 0):
         return _scaled_product(a, b, dtype).view(shape)
-    inner = torch.float32 if device.type == "cpu" else torch.bfloat16
+    inner = inner_type(dtype)
     y = a.dequantized(inner).flatten(0, -2) @ b.dequantized(inner).t()
     return y.to(dtype).view(shape)
+
+
+def inner_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which dequantized matrices are multiplied; their sums are in fp32."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def _scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
