@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from models.attention import ModelAxes, recomputed
 from models.config import ModelConfig
 from models.initialization import output_multiplier
-from models.kernels.compile import Function, Fusing
+from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
 from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
 from models.parallel.cross_entropy import soft_capped, vocab_parallel_loss
@@ -323,21 +323,19 @@ def vocabulary_tables(module: nn.Module) -> list[VocabularyTable]:
     return [layer for layer in module.modules() if isinstance(layer, VocabularyTable)]
 
 
-def compute_in_fp8(module: nn.Module, fuse: Callable[[Function], Function]) -> None:
+def compute_in_fp8(module: nn.Module) -> None:
     """Let the matmuls of attention, MLPs and experts run in FP8.
 
     The expansion of latents to keys and values stays in the type of the weights: over context ranks
     that exchange latents, the gradient of its output is a partial sum, whose tiles would depend on
     the layout.
-
-    fuse: compiles the quantization
     """
     for block in module.modules():
         if not isinstance(block, Block):
             continue
         for name, layer in block.named_modules():
             if isinstance(layer, Deferring) and not name.endswith("kv_up"):
-                layer.fp8 = fuse
+                layer.fp8 = True
 
 
 class LearnedPositions(Fusing):

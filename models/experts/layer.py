@@ -233,7 +233,7 @@ class _RouterLogits(torch.autograd.Function):
         return grad_x, grad_weight.to(weight.dtype), grad_bias, None
 
 
-class ExpertMLPs(Deferring, Fusing):
+class ExpertMLPs(Deferring):
     """This rank's experts: the same MLP as in a dense layer.
 
     Each weight and bias of an expert is a parameter of its own, so that its name and logical shape

@@ -15,7 +15,6 @@ m rows, such as tokens; n output columns; k summed columns; s sequence, b micro-
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -154,18 +153,13 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 def _reals(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return E4M3 values in another type.
 
-    On a CPU they are looked up, because torch's conversion is four times as slow.
+    On a CPU they are looked up in a table, because torch's conversion is four times as slow.
     """
     if values.device.type != "cpu":
         return values.to(dtype)
+    table = torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
     bits = values.contiguous().view(torch.uint8)
-    return _table(dtype).index_select(0, bits.flatten().int()).view(values.shape)
-
-
-@cache
-def _table(dtype: torch.dtype) -> Tensor:
-    """Return all values of E4M3, in the order of their bits."""
-    return torch.arange(256, dtype=torch.uint8).view(E4M3).to(dtype)
+    return table.index_select(0, bits.flatten().int()).view(values.shape)
 
 
 def _tiles(x: Tensor, parts: Sequence[int], dimension: int) -> Tensor:
@@ -197,14 +191,14 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     On a Hopper GPU one matmul in FP8 computes it if each dimension consists of whole tiles.
     Otherwise the dequantized matrices are multiplied, in bf16 if `dtype` is, which is exact.
     """
-    shape, rows = (*a.values.shape[:-1], len(b.values)), a.values.flatten(0, -2)
-    device = rows.device
-    is_whole = a.is_whole and b.is_whole and len(rows) % TILE == len(b.values) % TILE == 0
+    m, n = a.values.shape[:-1].numel(), len(b.values)
+    device, is_whole = a.values.device, a.is_whole and b.is_whole and m % TILE == n % TILE == 0
     if device.type == "cuda" and is_whole and torch.cuda.get_device_capability(device) == (9, 0):
-        return _scaled_product(a, b, dtype).view(shape)
+        # No view, because autograd does not let the output of a function be a view that a
+        # collective changes in place.
+        return torch._unsafe_view(_scaled_product(a, b, dtype), (*a.values.shape[:-1], n))
     inner = inner_type(dtype)
-    y = a.dequantized(inner).flatten(0, -2) @ b.dequantized(inner).t()
-    return y.to(dtype).view(shape)
+    return (a.dequantized(inner) @ b.dequantized(inner).t()).to(dtype)
 
 
 def inner_type(dtype: torch.dtype) -> torch.dtype:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models.kernels.accumulation import add_product, adds_in_matmul
-from models.kernels.compile import Function, Fusing
+from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
 from models.kernels.fp8 import Fp8, Quantized, product
 from models.kernels.norms import Branch, add_and_norm, input_and_norm, norm
@@ -138,22 +138,22 @@ class ImmediateAddition:
 GradientReceiver = Deferral | ImmediateAddition
 
 
-class Deferring(nn.Module):
+class Deferring(Fusing):
     """A module whose backward pass may defer the weight gradient, and whose matmuls may be in FP8.
 
     deferral: receives the weight gradient; None: the backward pass computes it
-    fp8: compiles the quantization to FP8; None: the matmuls have the type of the weights
+    fp8: the matmuls are in FP8, otherwise in the type of the weights
     """
 
     deferral: GradientReceiver | None = None
-    fp8: Callable[[Function], Function] | None = None
+    fp8: bool = False
 
     def quantization(self, weight: nn.Parameter, tensor: TensorAxis) -> Fp8 | None:
         """Return the quantization of the matmuls with a weight; None: they are not in FP8."""
-        if self.fp8 is None:
+        if not self.fp8:
             return None
         parts = sharding_of(weight).matrix_parts(tensor)
-        return Fp8(tuple(len(part.rows) for part in parts), self.fp8)
+        return Fp8(tuple(len(part.rows) for part in parts), self.fuse)
 
 
 def defer_weights(module: nn.Module, deferral: GradientReceiver) -> None:

@@ -250,6 +250,27 @@ BAD: list[tuple[str, int, str, str]] = [
         "cluster.nodes = 4", "--set cluster.nodes=1 --set cluster.gpus_per_node=2",
     ),
     ('cluster={nodes = 4, gpu = "H100"}', 2, "cluster.gpus_per_node is missing", "= 8"),
+    # matmuls in FP8
+    ("training.matmul_precision=fp4", 2, 'training.matmul_precision = "fp4"', "fp8"),
+    (
+        "training.matmul_precision=fp8;layout.tensor=2;layout.pipeline=1", 2,
+        "columns of the queries = 192 is not divisible by 128 x layout.tensor = 256",
+        "use layout.tensor = 1",
+    ),
+    (
+        "training.matmul_precision=fp8;layout.tensor=8;layout.pipeline=1;model.heads=8;"
+        "model.kv_heads=8;model.head_size=64", 8,
+        "columns of the queries = 512 is not divisible", "use layout.tensor = 4",
+    ),
+    (
+        "training.matmul_precision=fp8;layout.tensor=2;layout.pipeline=1;model.head_size=128;"
+        "model.ffn_hidden_size=576", 2,
+        "model.ffn_hidden_size = 576 is not divisible", "use layout.tensor = 1",
+    ),
+    (
+        "training.matmul_precision=fp8;layout.context=2;layout.pipeline=1", 2,
+        "model.sequence_length = 256 is not divisible by 128 x 4", "sequence_length = 512",
+    ),
     # the batch, the optimizer, the run
     ("batch.micro_sequences=3", 2, "batch.global_sequences = 32", "30 or 33"),
     ("batch.micro_sequences=0", 2, "batch.micro_sequences = 0", "micro_sequences = 4"),

@@ -340,8 +340,8 @@ def check_fp8(model: ModelConfig, layout: Layout) -> None:
             works = math.gcd(layout.tensor, whole)
             raise UserError(
                 f"{key} = {size} is not divisible by {FP8_TILE} x layout.tensor = "
-                f"{FP8_TILE * layout.tensor}, so that tensor ranks would divide blocks of {FP8_TILE} x "
-                f'{FP8_TILE} of training.matmul_precision = "fp8"; use layout.tensor = {works}, or '
+                f"{FP8_TILE * layout.tensor}, so that tensor ranks would divide the blocks of "
+                f'training.matmul_precision = "fp8"; use layout.tensor = {works}, or '
                 f'training.matmul_precision = "weights"'
             )
     slices = 2 * layout.context if layout.context > 1 else 1
@@ -353,7 +353,7 @@ def check_fp8(model: ModelConfig, layout: Layout) -> None:
         lengths = nearest_multiples(model.sequence_length, divisor)
         raise UserError(
             f"model.sequence_length = {model.sequence_length} is not divisible by {FP8_TILE} x "
-            f"{ranks}, so that ranks would divide tiles of {FP8_TILE} tokens of "
+            f"{ranks}, so that ranks would divide the tiles of tokens of "
             f'training.matmul_precision = "fp8"; use model.sequence_length = {lengths}, or '
             f'training.matmul_precision = "weights"'
         )

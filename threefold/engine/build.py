@@ -19,7 +19,7 @@ from torch import nn
 
 from models.experts.layer import expert_layers
 from models.initialization import initialize
-from models.kernels.compile import as_written, compile_kernels, compiled
+from models.kernels.compile import compile_kernels
 from models.layer_specs import (
     SequentialModel,
     compute_in_fp8,
@@ -173,11 +173,10 @@ def build_model(
                 created=ShardedCreation(recipe, config=config, axes=axes, dtype=dtype),
             )
     mark_experts(model, axes)
-    compiles = should_compile(recipe.training.compile)
-    if compiles:
-        compile_kernels(model)
     if recipe.training.matmul_precision == "fp8":
-        compute_in_fp8(model, compiled if compiles else as_written)
+        compute_in_fp8(model)
+    if should_compile(recipe.training.compile):
+        compile_kernels(model)
     return model
 
 

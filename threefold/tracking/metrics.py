@@ -21,12 +21,14 @@ class Meter:
 
     Args:
         recipe: the recipe of the run, with its phases
+        precision: that of the weights; the MFU of matmuls in FP8 is relative to the FP8 peak
         device_name: "cpu", or the name of the GPU
     """
 
     def __init__(self, recipe: Recipe, world_size: int, *, precision: str, device_name: str):
         self.plan, self.world_size = PhasePlan(recipe), world_size
-        self.peak_tflops = peak_tflops(device_name, precision)
+        kind = recipe.training.matmul_precision
+        self.peak_tflops = peak_tflops(device_name, precision if kind == "weights" else kind)
         self.on_gpu = device_name != "cpu"
 
     def line(
