@@ -27,13 +27,13 @@ from models.experts.routing import (
 )
 from models.kernels.compile import Fusing, as_written, for_any_rows
 from models.kernels.elementwise import ACTIVATIONS, gelu
+from models.kernels.fp8 import Fp8
 from models.parallel.collectives import (
     TensorAxis,
     copy_to_tensor_axis,
     gather_from_tensor_axis,
     scatter_to_tensor_axis,
 )
-from models.kernels.fp8 import Fp8
 from models.parallel.layers import Deferral, Deferring
 from models.sharding import Sharding, declared_parameter
 

@@ -69,7 +69,7 @@ class Quantized:
     @property
     def is_whole(self) -> bool:
         """True if no tile or block is smaller than the others."""
-        return not any(size % TILE for size in (*self.columns, *(self.rows or ())))
+        return not _has_smaller_tiles((*self.columns, *(self.rows or ())))
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Fp8:
     def rows(self, x: Tensor, columns: Parts | None = None) -> Quantized:
         """Quantize x [..., k] in tiles along its last dimension, which has the given parts."""
         columns = columns or (x.shape[-1],)
-        return Quantized(*self.fuse(quantize_rows)(x, columns), columns)
+        return Quantized(*self._fused(quantize_rows, columns)(x, columns), columns)
 
     def outputs_of(self, grad: Tensor) -> Quantized:
         """Quantize the gradient of the outputs, [..., n], in tiles along n."""
@@ -94,14 +94,22 @@ class Fp8:
 
     def tokens(self, x: Tensor) -> Quantized:
         """Quantize x [s, b, k] in tiles along each sequence: [k, b * s]."""
-        values, scales = self.fuse(quantize_tokens)(x)
+        values, scales = self._fused(quantize_tokens, (len(x),))(x)
         return Quantized(values.flatten(1), scales.flatten(1), (len(x),) * x.shape[1])
 
     def weight(self, weight: Tensor) -> Quantized:
         """Quantize a weight [n, k] in blocks."""
         columns = (weight.shape[1],)
-        quantized = self.fuse(quantize_blocks)(weight.detach(), self.outputs, columns)
+        quantize = self._fused(quantize_blocks, (*columns, *self.outputs))
+        quantized = quantize(weight.detach(), self.outputs, columns)
         return Quantized(*quantized, columns, self.outputs)
+
+    def _fused(self, function: Function, sizes: Parts) -> Function:
+        """Return the function, compiled if all tiles are whole.
+
+        Compiled by torch 2.13 for a CPU, it returns zeros for a part's last tile if it is smaller.
+        """
+        return function if _has_smaller_tiles(sizes) else self.fuse(function)
 
 
 def quantize_rows(x: Tensor, columns: Parts) -> tuple[Tensor, Tensor]:
@@ -162,9 +170,14 @@ def _reals(values: Tensor, dtype: torch.dtype) -> Tensor:
     return table.index_select(0, bits.flatten().int()).view(values.shape)
 
 
+def _has_smaller_tiles(sizes: Sequence[int]) -> bool:
+    """Return True if the last tile of a part is smaller than the others."""
+    return any(size % TILE for size in sizes)
+
+
 def _tiles(x: Tensor, parts: Sequence[int], dimension: int) -> Tensor:
     """Split a dimension into tiles, [tiles, 128]; the last tile of a part is filled with zeros."""
-    if any(size % TILE for size in parts):
+    if _has_smaller_tiles(parts):
         after = (x.dim() - 1 - dimension) % x.dim()  # dimensions that follow
         filled = [
             F.pad(part, (0, 0) * after + (0, -part.shape[dimension] % TILE))
@@ -178,7 +191,7 @@ def _without_tiles(x: Tensor, parts: Sequence[int], dimension: int) -> Tensor:
     """Undo `_tiles`."""
     first = dimension if dimension >= 0 else x.dim() - 1 + dimension
     x = x.flatten(first, first + 1)
-    if not any(size % TILE for size in parts):
+    if not _has_smaller_tiles(parts):
         return x
     filled = x.split([size + -size % TILE for size in parts], first)
     whole = [part.narrow(first, 0, size) for part, size in zip(filled, parts, strict=True)]

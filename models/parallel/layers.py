@@ -3,7 +3,6 @@
 Shapes: s sequence (s/t under sequence parallelism where noted), b micro-batch, t tensor ranks.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,21 +38,9 @@ from models.sharding import Role, Sharding, declared_parameter, sharding_of
 WeightGradient = Callable[[], Tensor]
 
 
-class AddedGradient(ABC):
-    """A WeightGradient that can also be added to a sum, if possible in its matmul."""
-
-    @abstractmethod
-    def __call__(self) -> Tensor:
-        """Return the gradient, [out, in]."""
-
-    @abstractmethod
-    def add_to(self, total: Tensor, *, replace: bool) -> None:
-        """Add the gradient to a sum, or replace the sum by it."""
-
-
 @dataclass(frozen=True)
-class ProductGradient(AddedGradient):
-    """The gradient of W in x W^T.
+class ProductGradient:
+    """The gradient of W in x W^T: a WeightGradient that can also be added to a sum in its matmul.
 
     grad: [s, b, out], or rows of an expert, [r, out]
     x: [s, b, in] (s/t if it is gathered), or [r, in]
@@ -65,9 +52,11 @@ class ProductGradient(AddedGradient):
     gather: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self) -> Tensor:
+        """Return the gradient, [out, in]."""
         return weight_gradient(self.grad, self._whole_x())
 
     def add_to(self, total: Tensor, *, replace: bool) -> None:
+        """Add the gradient to a sum, or replace the sum by it."""
         whole_x = self._whole_x().flatten(0, -2)
         add_product(total, self.grad.flatten(0, -2), whole_x, replace=replace)
 
@@ -76,7 +65,7 @@ class ProductGradient(AddedGradient):
 
 
 @dataclass(frozen=True)
-class QuantizedGradient(AddedGradient):
+class QuantizedGradient:
     """The gradient of W in x W^T, whose two factors are quantized along the tokens.
 
     fp8: quantization of the layer
@@ -91,6 +80,7 @@ class QuantizedGradient(AddedGradient):
     dtype: torch.dtype
 
     def __call__(self) -> Tensor:
+        """Return the gradient, [out, in]."""
         return self._product(self.dtype)
 
     def add_to(self, total: Tensor, *, replace: bool) -> None:
@@ -194,9 +184,7 @@ class ColumnParallelLinear(Deferring):
         tensor, fp8 = self.tensor, self.quantization(self.weight, self.tensor)
         if fp8 is not None:
             return _QuantizedMatmul.apply(x, self.weight, bias, fp8, tensor, self.deferral)
-        return column_parallel_matmul(
-            x, self.weight, bias, tensor=tensor, deferral=self.deferral
-        )
+        return column_parallel_matmul(x, self.weight, bias, tensor=tensor, deferral=self.deferral)
 
 
 class RowParallelLinear(Deferring):

@@ -271,6 +271,10 @@ BAD: list[tuple[str, int, str, str]] = [
         "training.matmul_precision=fp8;layout.context=2;layout.pipeline=1", 2,
         "model.sequence_length = 256 is not divisible by 128 x 4", "sequence_length = 512",
     ),
+    (
+        "training.matmul_precision=fp8;deepspeed=ds_configs/zero1_fp16.json", 2,
+        'training.matmul_precision = "fp8" with weights in fp16', "ds_configs/zero1_bf16.json",
+    ),
     # the batch, the optimizer, the run
     ("batch.micro_sequences=3", 2, "batch.global_sequences = 32", "30 or 33"),
     ("batch.micro_sequences=0", 2, "batch.micro_sequences = 0", "micro_sequences = 4"),

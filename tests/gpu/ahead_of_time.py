@@ -54,6 +54,9 @@ RECIPES = {  # name -> (file in recipes/, ranks, changes)
     "experts with biases": ("tiny-moe-bias.toml", 2, (PRECISION.format("bf16"),)),
     "partial rotation": ("tiny-window.toml", 2, (PRECISION.format("bf16"),)),
     "latent attention": ("tiny-mla.toml", 2, (PRECISION.format("bf16"),)),
+    "FP8": ("tiny-fp8.toml", 2, ()),
+    "experts in FP8": ("tiny-moe.toml", 2, (PRECISION.format("bf16"),
+                       "training.matmul_precision='fp8'")),
     "mup": ("tiny-mup-64.toml", 1, ()),
 }  # fmt: skip
 H100 = SimpleNamespace(  # as torch.cuda.get_device_properties describes it

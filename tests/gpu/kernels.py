@@ -25,8 +25,10 @@ from models.kernels.attention import document_attention, varlen_kernel
 from models.kernels.attention_parts import Limits, sink_gradient
 from models.kernels.compile import as_written, compiled
 from models.kernels.elementwise import look_up
+from models.kernels.fp8 import Fp8
 from models.parallel.collectives import TensorAxis
 from models.parallel.cross_entropy import vocab_parallel_loss
+from models.parallel.layers import matmul
 from tests.gpu.runs import overrides, start
 from tests.gpu.setting import Result, Setting
 from tests.gpu.training import NEAR, SAME, compare
@@ -326,6 +328,32 @@ def error_of_sums(dtype: torch.dtype, device: torch.device) -> float:
     return largest_error([total], [expected])
 
 
+def matmul_in_fp8(device: torch.device) -> float:
+    """Return the largest error of the three matmuls of a layer in FP8.
+
+    The reference multiplies the matrices that a CPU has quantized, in fp64. A Hopper GPU multiplies
+    in FP8.
+    """
+    generator = torch.Generator().manual_seed(0)
+    outputs = 256, 128  # of each part of a joined weight
+    shapes = (256, 2, 384), (sum(outputs), 384)
+    x, weight = (torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes)
+    on_cpu = Fp8(outputs)
+    fuse = compiled if device.type == "cuda" and has_compiler() else as_written
+    found = with_gradients(
+        lambda x, weight: matmul(x, weight, None, None, Fp8(outputs, fuse)),
+        [x.to(device), weight.to(device)],
+    )
+    grad = weights_like(found[0]).cpu()
+    quantized = [on_cpu.rows(x), on_cpu.weight(weight), on_cpu.outputs_of(grad)]
+    again = on_cpu.tokens(quantized[0].dequantized(x.dtype))
+    exact = (each.dequantized(torch.float32).double().to(device)
+             for each in (*quantized, on_cpu.tokens(grad), again))  # fmt: skip
+    of_x, of_weight, of_grad, grad_by_token, x_by_token = exact
+    expected = of_x @ of_weight.t(), of_grad @ of_weight, grad_by_token @ x_by_token.t()
+    return largest_error(found, expected)
+
+
 COMPARISONS = {  # name -> function that returns an error, its limit
     "attention over documents at once, bf16": (documents_at_once, ROUNDED),
     "attention over documents one by one, bf16": (documents_one_by_one, ROUNDED),
@@ -338,6 +366,7 @@ COMPARISONS = {  # name -> function that returns an error, its limit
     "windows, sinks and soft cap, fp32": (windows_and_caps_in_fp32, EXACT),
     f"loss in {PARTS_OF_LOSS} parts, fp16": (loss_in_parts, ROUNDED),
     "embedding of repeated tokens, bf16": (repeated_tokens, ROUNDED_ONCE),
+    "quantization and matmuls in FP8": (matmul_in_fp8, ROUNDED_ONCE),
 }
 SUMS = {  # name -> function that returns the error of sums over several micro-batches
     "sums of weight gradients, bf16": partial(error_of_sums, torch.bfloat16),

@@ -110,7 +110,7 @@ def test_layouts_pass_on_several_ranks(tmp_path: Path) -> None:
 def test_kernels_pass_on_two_ranks(tmp_path: Path) -> None:
     outcome = run("kernels", Setting(output=tmp_path, **CPU | {"gpus": 2}))
     rows = [line for line in outcome.lines if line.endswith("| yes |")]
-    assert len(rows) == 16 and any(line.startswith("| tied GPT") for line in rows)
+    assert len(rows) == 17 and any(line.startswith("| tied GPT") for line in rows)
 
 
 @pytest.mark.parametrize(("factor", "failures"), [(1.0, 0), (1.05, 1)])

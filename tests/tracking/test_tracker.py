@@ -338,6 +338,10 @@ def test_the_meter_counts_flops_of_the_whole_world(small) -> None:
     assert one["mfu"] is None
     gpu = Meter(recipe, 1, precision="bf16", device_name="NVIDIA A100-SXM4-80GB")
     assert gpu.peak_tflops == 312.0
+    training = recipe.training.model_copy(update={"matmul_precision": "fp8"})
+    in_fp8 = recipe.model_copy(update={"training": training})
+    gpu = Meter(in_fp8, 1, precision="bf16", device_name="NVIDIA A100-SXM4-80GB")
+    assert gpu.peak_tflops is None, "an A100 has no FP8"
     assert one["memory_gb"] > 0.05
 
 

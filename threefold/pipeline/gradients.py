@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models.experts.layer import expert_layers
 from models.kernels import accumulation
 from models.parallel.collectives import reduce_scatter_single, wait_for
-from models.parallel.layers import AddedGradient, Deferring, WeightGradient
+from models.parallel.layers import Deferring, ProductGradient, QuantizedGradient, WeightGradient
 from threefold.pipeline.schedules import BACKWARD, WEIGHT, Kind
 
 # Sums of buckets over the data ranks; each rank gets the shard that it owns.
