@@ -86,7 +86,8 @@ class Fp8:
     def rows(self, x: Tensor, columns: Parts | None = None) -> Quantized:
         """Quantize x [..., k] in tiles along its last dimension, which has the given parts."""
         columns = columns or (x.shape[-1],)
-        return Quantized(*self._fused(quantize_rows, columns)(x, columns), columns)
+        values, scales = self._fused(quantize_rows, columns)(x, columns)
+        return Quantized(values, scales, columns)
 
     def outputs_of(self, grad: Tensor) -> Quantized:
         """Quantize the gradient of the outputs, [..., n], in tiles along n."""
@@ -101,8 +102,8 @@ class Fp8:
         """Quantize a weight [n, k] in blocks."""
         columns = (weight.shape[1],)
         quantize = self._fused(quantize_blocks, (*columns, *self.outputs))
-        quantized = quantize(weight.detach(), self.outputs, columns)
-        return Quantized(*quantized, columns, self.outputs)
+        values, scales = quantize(weight.detach(), self.outputs, columns)
+        return Quantized(values, scales, columns, self.outputs)
 
     def _fused(self, function: Function, sizes: Parts) -> Function:
         """Return the function, compiled if all tiles are whole.
@@ -209,7 +210,7 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     if device.type == "cuda" and is_whole and torch.cuda.get_device_capability(device) == (9, 0):
         # No view, because autograd does not let the output of a function be a view that a
         # collective changes in place.
-        return torch._unsafe_view(_scaled_product(a, b, dtype), (*a.values.shape[:-1], n))
+        return torch.ops.aten._unsafe_view(_scaled_product(a, b, dtype), (*a.values.shape[:-1], n))
     inner = inner_type(dtype)
     return (a.dequantized(inner) @ b.dequantized(inner).t()).to(dtype)
 

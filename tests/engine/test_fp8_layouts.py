@@ -223,8 +223,10 @@ def test_the_layout_does_not_change_quantized_values(key: Key, tiles: dict[Key, 
     for (layer, kind), share in shares.items():
         if kind == "weight" or (layer, kind) == ("blocks.0.attention.qkv.weight", "input"):
             assert share == 0, (layer, kind)
-        elif key in EXACT and (kind == "input" or layer == "blocks.1.mlp.down.weight"):
-            # The gradients of the last layer are the first, before sums differ in the last bits.
+        elif key in EXACT and kind == "input":
             assert share == 0, (layer, kind)
+        elif key in EXACT and layer == "blocks.1.mlp.down.weight":
+            # These gradients are the first ones; the loss alone is summed in another order.
+            assert share < MAX_SHARE, (layer, kind)
         elif kind == "input" and layer.startswith("blocks.0."):
             assert share < MAX_SHARE, (layer, kind)

@@ -163,4 +163,5 @@ def test_a_key_that_older_versions_lacked_counts_only_if_it_is_set() -> None:
     other = trial_of(model__attention_sinks=True)
     newer = without_later_keys(other.recipe.model, other.recipe.model_dump(mode="json")["model"])
     assert set(newer) - set(older) == {"attention_sinks"}
-    assert trial.identity != other.identity
+    in_fp8 = trial_of(training__matmul_precision="fp8")
+    assert len({trial.identity, other.identity, in_fp8.identity}) == 3

@@ -204,6 +204,8 @@ class Trial:
             old_key, key = old.removeprefix("layout."), new.removeprefix("layout.")
             table["layout"][old_key] = table["layout"].pop(key)
         blocks = {"layers_per_stage": list(recipe.blocks_of_virtual_stages)}
+        precision = recipe.training.matmul_precision
+        later = {} if precision == "weights" else {"matmul_precision": precision}
         return digest(
             {
                 "model": table["model"],
@@ -214,6 +216,7 @@ class Trial:
                 "deterministic": recipe.training.deterministic,
                 "separate_documents": recipe.data.separate_documents,
                 "deepspeed": read_deepspeed_json(recipe.deepspeed),
+                **later,
             }
         )
 
