@@ -70,14 +70,16 @@ class QuantizedGradient:
 
     fp8: quantization of the layer
     grad: [out, b * s]
-    x: function that returns the quantized input of the layer, [s, b, in]
+    x: quantized input of the layer, [s, b, in] (s/t if it is gathered)
     dtype: type of the gradient, which is that of the weight
+    gather: function that gathers x over the tensor ranks when the gradient is computed
     """
 
     fp8: Fp8
     grad: Quantized
-    x: Callable[[], Quantized]
+    x: Quantized
     dtype: torch.dtype
+    gather: Callable[[Quantized], Quantized] | None = None
 
     def __call__(self) -> Tensor:
         """Return the gradient, [out, in]."""
@@ -96,7 +98,8 @@ class QuantizedGradient:
             total.add_(gradient)
 
     def _product(self, dtype: torch.dtype) -> Tensor:
-        return product(self.grad, self.fp8.tokens(self.x().dequantized(self.dtype)), dtype)
+        x = self.x if self.gather is None else self.gather(self.x)
+        return product(self.grad, self.fp8.tokens(x.dequantized(self.dtype)), dtype)
 
 
 class Deferral:
@@ -374,14 +377,13 @@ class _QuantizedMatmul(torch.autograd.Function):
         values, scales = ctx.saved_tensors
         own = Quantized(values, scales, (values.shape[-1],))
         defers = isinstance(deferral, Deferral)
-        gathered = (lambda: _begin_gather(own, tensor)()) if defers else _begin_gather(own, tensor)
+        gathered = None if defers else _begin_gather(own, tensor)
         weight = fp8.weight(ctx.weight).transposed()
         grad_copy = product(fp8.outputs_of(grad), weight, grad.dtype)
-        if not defers:
-            whole = gathered()
-            gathered = lambda: whole  # noqa: E731
+        whole = own if gathered is None else gathered()
         grad_x = begin_sum_of_copies(grad_copy, tensor)
-        gradient = QuantizedGradient(fp8, fp8.tokens(grad), gathered, ctx.weight.dtype)
+        gather = (lambda part: _begin_gather(part, tensor)()) if defers else None
+        gradient = QuantizedGradient(fp8, fp8.tokens(grad), whole, ctx.weight.dtype, gather)
         grad_weight = None
         if deferral is None:
             grad_weight = gradient()
