@@ -156,5 +156,7 @@ def within_bounds(gpu: Gpu, logs: Mapping[str, float]) -> Gpu:
 
 def error(gpu: Gpu, product: Product) -> float:
     """Return the error of a prediction as a logarithm."""
-    sizes = {"rows": product.rows, "columns": product.columns, "inner": product.inner}
-    return log(matmul_seconds(gpu, product.precision, **sizes) / product.seconds)
+    predicted = matmul_seconds(
+        gpu, product.precision, rows=product.rows, columns=product.columns, inner=product.inner
+    )
+    return log(predicted / product.seconds)

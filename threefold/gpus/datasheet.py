@@ -4,7 +4,7 @@ import platform
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,12 @@ class Gpu:
     node_link_latency_seconds: float
     network_latency_seconds: float
     straggling: float  # share of time lost to the slowest node, per doubling of the nodes
+    # Of large matmuls in 8 and in 4 bits, relative to their own peaks.
+    fp8_efficiency: float = 0.7
+    fp4_efficiency: float = 0.5
+    gpus_per_node: int = 8
+    host_link_gigabytes_per_second: float = 0.0  # 0: too slow to hold activations on the host
+    linked_gpus: int = 0  # GPUs of several nodes that the links of a node join; 0: those of a node
 
     @property
     def device(self) -> str:
@@ -101,7 +107,13 @@ def gpus_of_name(name: str) -> list[Gpu]:
         if re.search(rf"(?<![a-z]){gpu.name.split('-')[0]}(?![0-9])", name, re.IGNORECASE)
     ]
     starts = tuple(f"{gpu.name}-" for gpu in found)
-    return [gpu for gpu in found if not gpu.name.startswith(starts)]
+    words = name.lower()
+    return [
+        gpu
+        for gpu in found
+        if not gpu.name.startswith(starts)
+        or all(part in words for part in gpu.name.lower().split("-"))
+    ]
 
 
 @cache
@@ -143,10 +155,12 @@ def read_gpu(path: Path) -> Gpu:
         )
     table |= efficiency
     known = {field.name for field in fields(Gpu)}
-    if wrong := known ^ set(table):
+    required = {field.name for field in fields(Gpu) if field.default is MISSING}
+    if wrong := (required - set(table)) | (set(table) - known):
         raise UserError(f"{path.name}: missing or unknown: {', '.join(sorted(wrong))}")
     for field in fields(Gpu):
-        _check_type(path, field.name, table[field.name], field.type)
+        if field.name in table:
+            _check_type(path, field.name, table[field.name], field.type)
     return Gpu(**table)
 
 
@@ -220,10 +234,10 @@ def device_names_of_machine(root: Path = Path("/")) -> list[str]:
 # Text of datasheet files that are written from measurements.
 
 EFFICIENCIES = (  # keys of [efficiency], in the order of a file
-    "matmul_efficiency", "matmul_tile_cost", "matmul_depth_cost", "wave_quantization",
-    "unaligned_efficiency", "attention_efficiency", "memory_efficiency", "kernel_seconds",
-    "node_link_efficiency", "network_efficiency", "network_contention",
-    "node_link_latency_seconds", "network_latency_seconds", "straggling",
+    "matmul_efficiency", "fp8_efficiency", "fp4_efficiency", "matmul_tile_cost",
+    "matmul_depth_cost", "wave_quantization", "unaligned_efficiency", "attention_efficiency",
+    "memory_efficiency", "kernel_seconds", "node_link_efficiency", "network_efficiency",
+    "network_contention", "node_link_latency_seconds", "network_latency_seconds", "straggling",
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 from threefold.pipeline.balance import divide_blocks, divide_evenly, layer_costs
 from threefold.pipeline.schedules import default_group
+from threefold.plan.quantization import Quantization
 from threefold.plan.software import THREEFOLD, Footprint, Software
 
 Value = TypeVar("Value")
@@ -99,6 +100,20 @@ class Machine:
         """The number of nodes; the last one may be partly filled."""
         return -(-self.gpus // self.gpus_per_node)
 
+    @cached_property
+    def linked_gpus(self) -> int:
+        """The GPUs that the links of a node join: those of a node, or a job's share of a rack.
+
+        A job that needs several racks takes the same number of nodes from each.
+        """
+        nodes = self.gpu.linked_gpus // self.gpus_per_node
+        if nodes <= 1:
+            return self.gpus_per_node
+        if self.nodes <= nodes:
+            return self.nodes * self.gpus_per_node
+        shared = next(count for count in range(nodes, 0, -1) if self.nodes % count == 0)
+        return shared * self.gpus_per_node
+
 
 def links_text(machine: Machine) -> str:
     """Describe the links of a machine; the latency only if it differs from the datasheet's."""
@@ -153,6 +168,9 @@ class Job:
             whole sequences
         limits_logits: the recipe has `optimizer.qk_clip`, so that backward passes find the largest
             attention logits
+        quantization: format of the matmuls of blocks; None: `precision`
+        recomputed_share: share of the blocks that `layout.recompute` applies to
+        offloaded_share: share of the kept activations that the host holds until the backward pass
     """
 
     model: ModelConfig
@@ -165,6 +183,9 @@ class Job:
     optimizer: str = "adamw"
     separate_documents: bool = False
     limits_logits: bool = False
+    quantization: Quantization | None = None
+    recomputed_share: float = 1.0
+    offloaded_share: float = 0.0
 
     def with_layout(self, layout: PlannedLayout) -> "Job":
         """Return the same job in another layout; `dataclasses.replace` takes much longer."""
@@ -179,6 +200,9 @@ class Job:
             optimizer=self.optimizer,
             separate_documents=self.separate_documents,
             limits_logits=self.limits_logits,
+            quantization=self.quantization,
+            recomputed_share=self.recomputed_share,
+            offloaded_share=self.offloaded_share,
         )
 
     def with_model(self, model: ModelConfig) -> "Job":
@@ -205,6 +229,17 @@ class Job:
             stages=layout.pipeline,
             virtual_stages=layout.virtual_stages,
         )
+
+    @property
+    def matmul_format(self) -> str:
+        """The format of the matmuls of blocks: a kind of quantization or the precision."""
+        return self.quantization.kind if self.quantization else self.precision
+
+    @property
+    def peak_tflops(self) -> float:
+        """The GPU's peak for the matmuls of blocks."""
+        name = self.quantization.format.peak if self.quantization else self.precision
+        return self.machine.gpu.peak_tflops[name]
 
     @property
     def gpu(self) -> Gpu:

@@ -289,7 +289,7 @@ def context_attention_is_valid(job: Job, sizes: PlannedLayout, kind: str) -> boo
 def tensor_rejection(job: Job, tensor: int) -> str:
     """Return the reason why a tensor-parallel size is not valid; empty if it is valid."""
     model = job.model
-    if job.machine.gpus_per_node % tensor:
+    if job.machine.linked_gpus % tensor:
         return "tensor groups across nodes"
     dense = model.ffn_hidden_size if model.has_dense_layers else 0
     if any(size % tensor for size in (model.heads, model.kv_heads, dense)):

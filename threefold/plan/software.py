@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 from models.errors import UserError
 from threefold.config.deepspeed_json import GRADIENT_BUCKET_ELEMENTS
@@ -48,10 +49,15 @@ class Footprint:
         stock_pipeline: like DeepSpeed's pipeline, a stage keeps sent activations, the previous
             micro-batch's logits, and a copy of the gradients even for one data rank
         dropout: dropout masks are kept even if the model's dropout is unknown
+        keeps_gathered: with a pipeline, ZeRO-3 keeps the gathered weights and whole fp32 gradients
+            during a step
+        recomputes_modules: selective recomputation is that of norms, activations of MLPs and up
+            projections of latent attention
         selective: share of a block's activations that selective recomputation keeps; None: all
             except those of the attention core
         overhead_gib: GiB of the CUDA context and the communication library; None: the datasheet's
         fragmentation: share of the activations that the caching allocator wastes
+        keeps_quantized: inputs of quantized matmuls are kept in 8 or 4 bits for the backward pass
         sent: bytes of a gradient during its reduction over the data ranks; None: as `weight`
         zero1: the footprint under ZeRO-1; None: this one
     """
@@ -80,9 +86,12 @@ class Footprint:
     held_logits: float = 0
     stock_pipeline: bool = True
     dropout: bool = False
+    keeps_gathered: bool = False
+    recomputes_modules: bool = False
     selective: float | None = None
     overhead_gib: float | None = None
     fragmentation: float = 0.05
+    keeps_quantized: bool = False
     sent: float | None = None
     zero1: "Footprint | None" = None
 
@@ -110,7 +119,7 @@ DEEPSPEED = {
 MEGATRON = Footprint(norm=4, swiglu_tensors=3, logit=6, dropout=True)
 # Megatron-Core with Transformer Engine, whose kernels fuse the rotation of q and k and keep one
 # h-sized tensor per norm, as counted by the allocator in runs of 131,072 tokens.
-MEGATRON_CORE = replace(MEGATRON, norm=2, separate_qkv=True)
+MEGATRON_CORE = replace(MEGATRON, norm=2, separate_qkv=True, keeps_quantized=True)
 
 
 @cache
@@ -123,6 +132,9 @@ def _with_efficiencies(gpu: Gpu, depth: float | None, memory: float | None) -> G
     )
 
 
+# Bytes per logit that the cross-entropy reads and writes, forward and backward, in fp32: conversion
+# (6), maximum (4), exponential (8), sum (4), scaling and subtraction (8), conversion back (6).
+LOSS_BYTES = 36
 NARROW_HEAD = 64  # columns of a head that reaches `narrow_attention`; twice as many: `attention`
 
 
@@ -151,6 +163,7 @@ class Software:
     # and parts of a sequence; None: as `attention`. Heads of 64 to 128 columns are in between.
     narrow_attention: float | None = None
     limited_attention: float | None = None
+    sink_attention: float | None = None  # with sinks; None: as other limited attention
     attention_dropout: bool = False  # dropout on written scores
     elementwise: float = 1.0  # bytes of element-wise kernels, relative to one pass per operation
     tensor_overlap: float = 0.0  # hidden share of the forward tensor collectives
@@ -162,7 +175,24 @@ class Software:
     # weights that they do hide.
     data_overlap: float = 0.0
     gather_overlap: float = 0.0
+    loss_bytes: float = LOSS_BYTES
+    # Each token crosses the network once for all its experts of a node, and the links of the node
+    # distribute it (DeepEP).
+    sends_once_per_node: bool = False
+    row_moves: float = 1.0  # copies of the rows of experts, relative to a kernel for each of them
+    exchange_speed: float = 1.0  # of exchanges of tokens, relative to the datasheet's links
     expert_overlap: float = 0.0  # of what shared experts, weight gradients and pairs could hide
+    gathers_quantized: bool = False  # weights are gathered in the format of quantized matmuls
+    row_scaling: float = 1.0  # speed of matmuls with a scale per row, relative to other 8-bit ones
+    # Of rows of a table that do not state them.
+    usual_zero_stage: int = 0
+    usual_recompute: str = ""  # empty: the least that fits
+    divides_local_batch: bool = False  # a pipeline divides `mbs` into micro-batches of a sequence
+    sequence_parallel: bool = False
+    # Columns as in Megatron-Core's options: `ep` counts the tensor ranks, and the embedding and the
+    # head count as a block each if that divides the blocks into equal stages.
+    megatron_columns: bool = False
+    divides_experts: bool = False  # tensor ranks divide each expert, if `etp` is not stated
     gradient_bytes: int | None = None  # bytes of a gradient as sent; None: as a weight
     reduce_scatter: bool = True  # False: all-reduce, although the optimizer state is sharded
     reduces_in_groups: bool = False  # ZeRO-2 reduces gradients after groups of micro-batches
@@ -174,6 +204,7 @@ class Software:
     # all-gather of equal shares.
     broadcasts_weights: bool = False
     block_seconds: float = 5e-4  # host time to launch a block's forward pass
+    expert_block_seconds: float = 0.0  # the same for a block with experts, if that takes longer
     routing_seconds: float = 0.0  # a forward pass waits for the host to route tokens to experts
     step_seconds: float = 0.02  # host time of a step in addition to its micro-batches
     straggler_factor: float = 1.0  # relative to the datasheet
@@ -190,12 +221,15 @@ class Software:
         stack = self.on_device(gpu.device)
         return _with_efficiencies(gpu, stack.depth_cost, stack.memory_efficiency)
 
-    def attention_speed(self, head_size: int, *, limited: bool) -> float:
+    def attention_speed(self, head_size: int, *, limited: bool, sinks: bool = False) -> float:
         """Return the speed of fused attention relative to the datasheet.
 
         Args:
             limited: flash attention to windows, sinks, documents or parts of a sequence
+            sinks: attention with sinks
         """
+        if sinks and self.sink_attention is not None:
+            return self.sink_attention
         if limited and self.limited_attention is not None:
             return self.limited_attention
         if self.narrow_attention is None:
@@ -252,7 +286,10 @@ THREEFOLD = replace(
 MEGATRON_CORE_STACK = Software(
     name="megatron-core",
     footprint=dict.fromkeys(DEEPSPEED, MEGATRON_CORE),
-    framework=("Megatron-Core", "Megatron-Bridge"),
+    framework=("Megatron-Core",),
+    usual_zero_stage=1,
+    sequence_parallel=True,
+    megatron_columns=True,
     elementwise=0.7,
     tensor_overlap=0.7,
     tensor_overlap_backward=0.75,
@@ -284,7 +321,10 @@ def stacks() -> tuple[Software, ...]:
             precision: Footprint(**table.get(precision, table)) for precision in DEEPSPEED
         }
     published = []
+    by_name: dict[str, dict[str, Any]] = {}
     for table in tables.get("software", []):
+        table = by_name.get(table.pop("like", ""), {}) | table
+        by_name[table["name"]] = table
         for name in ("framework", "zero_stages"):
             if name in table:
                 table[name] = tuple(table[name])

@@ -250,13 +250,51 @@ def bytes_of_blocks(job: Job) -> tuple[tuple[float, float], ...]:
     """
     layout, footprint = job.layout, job.footprint
     fused = not job.writes_scores
+    share = job.recomputed_share if layout.recompute != "none" else 1.0
+    without = replace(layout, recompute="none") if share < 1 else layout
+
+    def kept(kind: ModelConfig) -> float:
+        of_share = activation_bytes(kind, layout, footprint, fused, job.expert_imbalance)
+        if share == 1:
+            return of_share
+        whole = activation_bytes(kind, without, footprint, fused, job.expert_imbalance)
+        return share * of_share + (1 - share) * whole
+
+    here = 1 - job.offloaded_share
     return tuple(
         (
-            activation_bytes(kind, layout, footprint, fused, job.expert_imbalance),
+            here * (kept(kind) - quantized_savings(job, kind)),
             deferred_bytes(kind, layout, footprint),
         )
         for kind in kinds_of_layers(job.model)
     )
+
+
+def quantized_savings(job: Job, kind: ModelConfig) -> float:
+    """Return the bytes that a block saves by keeping inputs of linear layers in 8 or 4 bits.
+
+    These are the inputs of the MLPs' output matrices, and of the first matrices if the norms keep
+    their outputs. The attention keeps its own output. Recomputed blocks save nothing.
+    """
+    layout, footprint, quantization = job.layout, job.footprint, job.quantization
+    if quantization is None:
+        return 0.0
+    if not footprint.keeps_quantized and quantization.format.peak != "fp4":
+        return 0.0
+    narrower = footprint.weight - quantization.format.bytes_per_element
+    norms = 2 * kind.hidden_size if footprint.norm > footprint.weight else 0
+    inner = kind.mlp_size
+    if kind.experts is not None:
+        inner += kind.experts.per_token * kind.experts.ffn_hidden_size
+    elements = norms / layout.sequence_ranks + inner / layout.tensor
+    kept = 1 - quantization.wide_layers / job.model.layers
+    if layout.recompute == "full":
+        kept *= 1 - job.recomputed_share
+    elif layout.recompute == "selective" and footprint.recomputes_modules:
+        kept = 0.0
+    elif layout.recompute == "selective" and footprint.selective is not None:
+        kept *= footprint.selective
+    return kept * narrower * elements * tokens_per_micro_batch(kind, layout)
 
 
 def block_bytes(
@@ -367,6 +405,8 @@ def activation_bytes(
     kept = block_bytes(model, layout, footprint, fused_attention, imbalance)
     if layout.recompute == "none":
         return kept
+    if footprint.recomputes_modules:
+        return kept - modules_bytes(model, layout, footprint)
     if footprint.selective is not None:
         return kept * footprint.selective
     core = core_bytes(model, layout, footprint, fused_attention) / layout.tensor
@@ -374,6 +414,18 @@ def activation_bytes(
         columns = model.query_size + model.attention_output_size
         core += footprint.weight * columns / layout.tensor
     return kept - tokens_per_micro_batch(model, layout) * core
+
+
+def modules_bytes(model: ModelConfig, layout: PlannedLayout, footprint: Footprint) -> float:
+    """Return the bytes that recomputing norms, activations of MLPs and up projections saves."""
+    size, inner = footprint.weight, model.mlp_size
+    if model.experts is not None:
+        inner += model.experts.per_token * model.experts.ffn_hidden_size
+    if model.latent is not None:
+        inner += 2 * model.query_size + model.attention_output_size
+    outputs = 2 * model.hidden_size if footprint.norm > size else 0
+    saved = size * (outputs / layout.sequence_ranks + inner / layout.tensor)
+    return tokens_per_micro_batch(model, layout) * saved
 
 
 def core_bytes(

@@ -34,8 +34,8 @@ def state_bytes(
     """
     ranks = layout.dp_cp_size
     stage = layout.zero_stage
-    weights = footprint.weight * parameters / (ranks if stage == 3 else 1)
     sharded = parameters + (routed * (layout.expert - 1) if layout.zero_stage else 0.0)
+    weights = footprint.weight * (sharded / ranks if stage == 3 else parameters)
     owners = layout.optimizer_ranks
     gradients = footprint.gradient * (sharded / owners if stage >= 2 else parameters)
     optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
@@ -83,6 +83,8 @@ def transient_bytes(footprint: Footprint, layout: PlannedLayout, parameters: int
         flat = size * full + (sent * full if sent != size else 0.0)
         return TransientBytes(0.0, 0.0, buckets, buckets + flat)
     bucket, most = sent * footprint.bucket_elements, footprint.gathered_elements
+    if footprint.keeps_gathered and layout.pipeline > 1:
+        return TransientBytes(4.0 * parameters, 0.0, size * parameters, size * parameters)
     gathered, still_gathered = min(parameters, most), min(parameters - full, most)
     return TransientBytes(
         gradients=0.0,

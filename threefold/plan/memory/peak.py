@@ -45,6 +45,8 @@ from threefold.plan.stage_contents import (
 )
 
 GIB = 2**30
+# Predictions of published peaks are rarely larger than that by more than this share: 4 of 134.
+MEMORY_BAND = 0.15
 MIN_SAVING = 0.15  # share of the counted memory that another layout must save after a shortage
 
 
@@ -134,10 +136,19 @@ def host_bytes(job: Job) -> float:
 
 
 def fits(job: Job) -> bool:
-    """Return True if every stage fits into GPU memory and, during its construction, the host's."""
+    """Return True if every stage may fit into GPU memory and, during its construction, the host's.
+
+    A stage may fit if its predicted memory exceeds the GPU's by less than `MEMORY_BAND`.
+    """
     gpu = job.machine.gpu
     fullest = max(stage.total for stage in stage_memory(job))
-    return fullest <= gpu.memory_gib * GIB and host_bytes(job) <= gpu.node_memory_gib * GIB
+    may_fit = not exceeds_band(fullest / GIB, gpu.memory_gib)
+    return may_fit and host_bytes(job) <= gpu.node_memory_gib * GIB
+
+
+def exceeds_band(predicted: float, available: float) -> bool:
+    """Return True if predicted memory exceeds the available memory by more than `MEMORY_BAND`."""
+    return predicted > available * (1 + MEMORY_BAND)
 
 
 # A NamedTuple, because a search creates hundreds of thousands of moments, and it takes longer to

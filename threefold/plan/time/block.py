@@ -19,6 +19,7 @@ from models.cost import (
     kind_of_predictions,
     kinds_of_layers,
     norms_per_block,
+    routed_parameters,
     sends_latents,
     tokens_at_a_time,
 )
@@ -26,6 +27,8 @@ from threefold.config.deepspeed_json import BYTES
 from threefold.gpus.datasheet import Gpu
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job, Machine, PlannedLayout
+from threefold.plan.memory.activations import bytes_of_blocks
+from threefold.plan.quantization import Format
 from threefold.plan.stage_contents import (
     exchanged_rows,
     reached_keys_of,
@@ -46,18 +49,29 @@ TILES = (
 
 
 def matmul_seconds(
-    gpu: Gpu, precision: str, *, rows: int, columns: int, inner: int, batch: int = 1
-) -> float:
+    gpu: Gpu, precision: str, *, rows: int, columns: int, inner: int, batch: int = 1,
+    operands: Format | None = None,
+) -> float:  # fmt: skip
     """Return the seconds of `batch` matmuls [rows, inner] x [inner, columns] in one kernel.
 
     The multiprocessors compute output tiles in waves. If the last wave is only partly filled, the
     share `wave_quantization` of its empty part adds to the time (tile and wave quantization, NVIDIA
     Deep Learning Performance: Matrix Multiplication Background). Like cuBLAS, the function uses the
-    fastest tile size. Memory traffic is a lower bound (roofline, Williams et al. 2009).
+    fastest tile size. Memory traffic is a lower bound (roofline, Williams et al. 2009). With
+    operands of 8 or 4 bits, the start and end of a tile take as long as with 16 bits.
+
+    Args:
+        operands: format of quantized operands; None: `precision`
     """
     peak = gpu.peak_tflops[precision] * 1e12 * gpu.matmul_efficiency
-    peak *= min(alignment(gpu, precision, inner), alignment(gpu, precision, columns))
+    size: float = BYTES[precision]
     depth = inner + gpu.matmul_depth_cost
+    if operands is not None:
+        narrow = gpu.peak_tflops[operands.peak] * 1e12
+        narrow *= gpu.fp4_efficiency if operands.peak == "fp4" else gpu.fp8_efficiency
+        depth = inner + gpu.matmul_depth_cost * narrow / peak
+        peak, size = narrow, operands.bytes_per_element
+    peak *= min(alignment(gpu, precision, inner), alignment(gpu, precision, columns))
     best = float("inf")
     for tile_rows, tile_columns in TILES:
         tiles = ceil(rows / tile_rows) * ceil(columns / tile_columns) * batch
@@ -66,7 +80,8 @@ def matmul_seconds(
         cost = 1 + gpu.matmul_tile_cost * (1 / tile_rows + 1 / tile_columns)
         multiplications = waves * gpu.multiprocessors * tile_rows * tile_columns * depth
         best = min(best, multiplications * cost)
-    moved = batch * (rows * inner + inner * columns + rows * columns) * BYTES[precision]
+    moved = (rows * inner + inner * columns) * size + rows * columns * BYTES[precision]
+    moved *= batch
     return max(2 * best / peak, memory_seconds(gpu, moved)) + gpu.kernel_seconds
 
 
@@ -136,7 +151,7 @@ def gather_seconds(
 
 def _ranks_inside(machine: Machine, *, ranks: int, stride: int) -> int:
     """Return the number of a group's ranks in each node."""
-    return max(1, min(ranks, machine.gpus_per_node // stride))
+    return max(1, min(ranks, machine.linked_gpus // stride))
 
 
 def _tree_seconds(machine: Machine, *, ranks: int, stride: int) -> float:
@@ -172,7 +187,7 @@ def _moving_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) 
 def transfer_seconds(machine: Machine, moved: float, *, stride: int) -> float:
     """Return the seconds of sending `moved` bytes to the next stage, `stride` ranks away."""
     gpu = machine.gpu
-    if stride < machine.gpus_per_node:
+    if stride < machine.linked_gpus:
         rate = machine.node_link_gigabytes_per_second * 1e9 * gpu.node_link_efficiency
         return moved / rate + gpu.node_link_latency_seconds
     rate = machine.network_gigabytes_per_second * 1e9 * gpu.network_efficiency
@@ -185,15 +200,20 @@ def pass_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) -> 
     The slowest link decides. Between nodes, it is the network link of one GPU.
     """
     spans_nodes = _ranks_inside(machine, ranks=ranks, stride=stride) < ranks
-    distance = machine.gpus_per_node if spans_nodes else stride
+    distance = machine.linked_gpus if spans_nodes else stride
     return transfer_seconds(machine, moved, stride=distance)
 
 
-def all_to_all_seconds(machine: Machine, moved: float, *, ranks: int, stride: int) -> float:
+def all_to_all_seconds(
+    machine: Machine, moved: float, *, ranks: int, stride: int, outside_share: float = 1.0
+) -> float:
     """Return the seconds in which each rank sends an equal part of `moved` bytes to every rank.
 
     The bytes for other nodes leave over the GPU's own network link, while those for the same node
     use the links within the node.
+
+    Args:
+        outside_share: part of the bytes for other nodes that crosses the network
     """
     gpu = machine.gpu
     inside = _ranks_inside(machine, ranks=ranks, stride=stride)
@@ -201,14 +221,11 @@ def all_to_all_seconds(machine: Machine, moved: float, *, ranks: int, stride: in
     network_rate = machine.network_gigabytes_per_second * 1e9 * gpu.network_efficiency
     seconds = max(
         moved * (inside - 1) / ranks / node_rate,
-        moved * (ranks - inside) / ranks / network_rate,
+        outside_share * moved * (ranks - inside) / ranks / network_rate,
     )
     return seconds + _tree_seconds(machine, ranks=ranks, stride=stride)
 
 
-# Bytes per logit that the cross-entropy reads and writes, forward and backward, in fp32: conversion
-# (6), maximum (4), exponential (8), sum (4), scaling and subtraction (8), conversion back (6).
-LOSS_BYTES = 36
 # Reads and writes of each logit, in the model's precision, if the loss computes a part of the
 # tokens at a time: one for the maximum, one for the sum, two to overwrite it with its gradient.
 LOSS_PASSES = 4
@@ -320,7 +337,16 @@ def block_passes(job: Job) -> ForwardBackward:
     Args:
         job: a job as returned by `block_job`
     """
-    layout, software = job.layout, job.software
+    layout, software, quantization = job.layout, job.software, job.quantization
+    if layout.recompute != "none" and job.recomputed_share < 1:
+        kept = replace(job, layout=replace(layout, recompute="none"), recomputed_share=1.0)
+        share, recomputed = job.recomputed_share, replace(job, recomputed_share=1.0)
+        return block_passes(recomputed) * share + block_passes(kept) * (1 - share)
+    if quantization is not None and quantization.wide_layers:
+        share = min(1.0, quantization.wide_layers / sum(kinds_of_layers(job.model).values()))
+        narrow = replace(job, quantization=replace(quantization, wide_layers=0))
+        wide = replace(job, quantization=None)
+        return block_passes(wide) * share + block_passes(narrow) * (1 - share)
     matmuls, matmuls_backward, matmuls_of_weights = _matmuls(job)
     core, core_backward = _attention(job)
     elementwise, elementwise_backward = _elementwise(job)
@@ -335,16 +361,22 @@ def block_passes(job: Job) -> ForwardBackward:
     backward = (
         matmuls_backward + core_backward + elementwise_backward + _largest_logits(job)
     ) / software.kernel_efficiency
+    host = software.block_seconds
+    if job.model.experts:
+        host = max(host, software.expert_block_seconds)
     recomputing = PassTime()
     if layout.recompute == "full":
-        again = max(forward, software.block_seconds)
+        again = max(forward, host)
         recomputing = PassTime(again, tensor + columns, context, expert)
+    elif layout.recompute == "selective" and job.footprint.recomputes_modules:
+        recomputing = PassTime((elementwise + _up_projections(job)) / software.kernel_efficiency)
     elif layout.recompute == "selective":
         recomputing = PassTime(core / software.kernel_efficiency, context=context)
-    host, host_backward = software.block_seconds, 2 * software.block_seconds
+    host_backward = 2 * host
     routing = software.routing_seconds if job.model.experts else 0.0
-    ahead = PassTime(max(forward, host) + routing, tensor + columns, context, expert)
-    slower = max(backward, host_backward)
+    offloading = _offloading(job)
+    ahead = PassTime(max(forward, host, offloading) + routing, tensor + columns, context, expert)
+    slower = max(backward, host_backward, offloading)
     back = PassTime(slower, tensor_backward + columns, context_backward, expert_backward)
     back += recomputing
     # The backward pass has three collectives for every two of the forward pass. One of the three
@@ -354,6 +386,19 @@ def block_passes(job: Job) -> ForwardBackward:
     if job.shards_in_passes:
         ahead, back = _with_shards(job, ahead, back)
     return ForwardBackward(ahead, back, weights)
+
+
+def _offloading(job: Job) -> float:
+    """Return the seconds in which a block's activations move to the host, or back.
+
+    They move during the passes of the block.
+    """
+    share = job.offloaded_share
+    if not share:
+        return 0.0
+    kept, _ = bytes_of_blocks(job)[0]  # without the offloaded ones
+    rate = job.machine.gpu.host_link_gigabytes_per_second * 1e9
+    return kept * share / (1 - share) / rate
 
 
 class MatmulTime(NamedTuple):
@@ -386,8 +431,13 @@ def _matmuls(job: Job) -> MatmulTime:
     if model.mlp_size:
         shapes += _mlp_shapes(job)
     if model.experts is not None:
-        shapes += [(tokens // t, h, model.experts.count, 1), *_expert_shapes(job)]
+        shapes += _expert_shapes(job)
     times = [_matmul(job, shape) for shape in shapes]
+    if model.experts is not None:
+        router = (tokens // t, h, model.experts.count, 1)
+        times.append(_matmul(replace(job, quantization=None), router))
+    if job.quantization is not None:
+        times += [_casts(job, shape) for shape in shapes]
     return MatmulTime(*(sum(parts) for parts in zip(*times, strict=True)))
 
 
@@ -407,6 +457,18 @@ def _latent_shapes(job: Job) -> list[MatmulShape]:
         else:
             shapes.append((tokens, inner, columns // t, 1))
     return shapes
+
+
+def _up_projections(job: Job) -> float:
+    """Return the forward time of the matrices that expand latents; 0 without latent attention."""
+    if job.model.latent is None:
+        return 0.0
+    ups = [
+        shape
+        for shape, name in zip(_latent_shapes(job), attention_matrices(job.model), strict=True)
+        if name not in (*DOWN, "output")
+    ]
+    return sum(_matmul(job, shape).forward for shape in ups)
 
 
 def _mlp_shapes(job: Job) -> list[MatmulShape]:
@@ -429,11 +491,33 @@ def _expert_shapes(job: Job) -> list[MatmulShape]:
 
 def _matmul(job: Job, shape: MatmulShape) -> MatmulTime:
     rows, inner, columns, batch = shape
-    seconds = partial(matmul_seconds, job.gpu, job.precision, batch=batch)
-    forward = seconds(rows=rows, columns=columns, inner=inner)
-    of_input = seconds(rows=rows, columns=inner, inner=columns)
-    weights = seconds(rows=columns, columns=inner, inner=padded(rows))
+    operands = job.quantization.format if job.quantization else None
+    seconds = partial(matmul_seconds, job.gpu, job.precision, batch=batch, operands=operands)
+    speed = 1.0
+    if job.quantization is not None and job.quantization.kind == "fp8-row":
+        speed = job.software.row_scaling
+    forward = seconds(rows=rows, columns=columns, inner=inner) / speed
+    of_input = seconds(rows=rows, columns=inner, inner=columns) / speed
+    weights = seconds(rows=columns, columns=inner, inner=padded(rows)) / speed
     return MatmulTime(forward, of_input + weights, weights)
+
+
+def _casts(job: Job, shape: MatmulShape) -> MatmulTime:
+    """Return the times of quantizing the operands of a matmul and of its backward pass.
+
+    The forward pass casts the input, the backward pass the gradient of the output. With sharded
+    weights, which are gathered in 16 bits, every pass casts them; otherwise they are cast once in a
+    step, which is neglected.
+    """
+    assert job.quantization is not None
+    rows, inner, columns, batch = shape
+    cast_bytes = job.quantization.format.cast_bytes * job.software.elementwise
+    weights = 0.0
+    if job.layout.zero_stage == 3 and not job.software.gathers_quantized:
+        weights = batch * inner * columns
+    forward = memory_seconds(job.gpu, cast_bytes * (batch * rows * inner + weights))
+    backward = memory_seconds(job.gpu, cast_bytes * (batch * rows * columns + weights))
+    return MatmulTime(forward, backward)
 
 
 def padded(tokens: int) -> int:
@@ -454,7 +538,9 @@ def _attention(job: Job) -> tuple[float, float]:
         # Half of the scores are masked, and the context ranks share the other half.
         flops = 2 * s * computed_columns(model) * (d + value) * batch / 2 / layout.context
         fused = fused_attention_seconds(gpu, job.precision, flops=flops)
-        fused /= software.attention_speed(d, limited=_has_limited_attention(job))
+        fused /= software.attention_speed(
+            d, limited=_has_limited_attention(job), sinks=model.attention_sinks
+        )
         # The backward pass has five matmuls instead of two (Dao 2023, arXiv 2307.08691, section
         # 4.1).
         return fused, 2.5 * fused * BACKWARD_SLOWER
@@ -545,9 +631,10 @@ def _elementwise(job: Job) -> tuple[float, float]:
     moved = tokens_per_micro_batch(model, layout) * columns
     if model.experts is not None:
         h, f, parts = model.hidden_size, model.experts.ffn_hidden_size, layout.expert_tensor
-        moves = COMPUTED_MOVES + (GATHERED_MOVES if parts > 1 else 0)
+        copied = job.software.row_moves
+        moves = copied * COMPUTED_MOVES + (GATHERED_MOVES if parts > 1 else 0)
         row = moves * h + (model.activation_columns(f) + f) / parts
-        routed = routed_rows(job) * row + exchanged_rows(job) * SENT_MOVES * h
+        routed = routed_rows(job) * row + exchanged_rows(job) * copied * SENT_MOVES * h
         moved += routed * job.software.elementwise
     moved *= BYTES[job.precision]
     forward = memory_seconds(gpu, moved) + ELEMENTWISE_KERNELS * gpu.kernel_seconds
@@ -562,7 +649,9 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
     the backward pass gathers both inputs again (Korthikanti et al. 2022, arXiv 2205.05198, section
     4.2.2). Experts need none, but without sequence parallelism an all-gather of their outputs, half
     of an all-reduce; the shared experts have the collectives of an MLP. Norms of queries and keys
-    over all heads sum two fp32 statistics per token, forward and backward.
+    over all heads sum two fp32 statistics per token, forward and backward. Gathers in 8 bits, which
+    are one of the two collectives of the forward pass and two of the three of the backward pass,
+    take half as long.
     """
     layout, software, model = job.layout, job.software, job.model
     row = tokens_per_micro_batch(model, layout) * model.hidden_size * BYTES[job.precision]
@@ -572,6 +661,8 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
         halves += 0.5
     forward = once * (1 if software.parallel_block else halves)
     backward = forward * (1.5 if layout.sequence_parallel else 1.0)
+    if layout.sequence_parallel and gathers_inputs_quantized(job):
+        forward, backward = forward * 3 / 4, backward * 2 / 3
     if model.qk_norm and model.qk_norm_over == "projection":
         statistics = tokens_per_micro_batch(model, layout) * 2 * BYTES["fp32"]
         summed = all_reduce_seconds(job.machine, statistics, ranks=layout.tensor, stride=1)
@@ -594,7 +685,10 @@ def _expert_collectives(job: Job) -> tuple[float, float]:
     if model.experts is None or ranks == 1:
         return 0.0, 0.0
     moved = exchanged_rows(job) * model.hidden_size * BYTES[job.precision]
-    once = all_to_all_seconds(job.machine, moved, ranks=ranks, stride=layout.expert_tensor)
+    once = all_to_all_seconds(
+        job.machine, moved, ranks=ranks, stride=layout.expert_tensor,
+        outside_share=_share_of_network(job),
+    )  # fmt: skip
     # On a CPU, the same cores compute and communicate.
     share = 0.0 if job.machine.gpu.device == "cpu" else software.expert_overlap
     first, second = MatmulTime(), MatmulTime()
@@ -606,10 +700,28 @@ def _expert_collectives(job: Job) -> tuple[float, float]:
         of_experts = _matmul(job, _expert_shapes(job)[0]).weights
         back = [first.backward + of_experts, second.backward]
 
+    once /= software.exchange_speed
+
     def exposed(*computed: float) -> float:
         return sum(once - share * min(once, time / software.kernel_efficiency) for time in computed)
 
     return exposed(first.forward, second.forward), exposed(*back)
+
+
+def _share_of_network(job: Job) -> float:
+    """Return the rows that cross the network relative to one row for each expert elsewhere.
+
+    With k experts chosen at random among n nodes, a token needs n (1 - (1 - 1/n)^k) of them, and
+    at most as many as a router allows that chooses among groups of experts.
+    """
+    experts, layout = job.model.experts, job.layout
+    nodes = layout.ep_size * layout.expert_tensor / job.machine.linked_gpus
+    if experts is None or not job.software.sends_once_per_node or nodes <= 1:
+        return 1.0
+    chosen = nodes * (1 - (1 - 1 / nodes) ** experts.per_token)
+    if experts.groups > 1:
+        chosen = min(chosen, experts.groups_per_token)
+    return min(1.0, chosen / experts.per_token)
 
 
 def _column_collectives(job: Job) -> float:
@@ -714,30 +826,65 @@ def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, P
 
     ZeRO-3 gathers the weights before both passes and reduces the gradients after the backward pass
     (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2). Weights that are released between
-    the recomputation and the backward pass of a block are gathered a third time.
+    the recomputation and the backward pass of a block are gathered a third time. Experts are
+    gathered among the ranks with the same experts.
     """
     layout, software = job.layout, job.software
     parameters = block_parameters(job.model, layout.tensor, layout.expert)
-    ranks, stride, messages = layout.dp_cp_size, layout.tensor, software.messages_per_block
+    routed = routed_parameters(job.model, layout.tensor, layout.expert)
+    spans = (
+        (parameters - routed, layout.dp_cp_size, layout.tensor),
+        (routed, layout.dp_cp_size // layout.expert, layout.tensor * layout.expert),
+    )
+
+    def gathered(size: float) -> float:
+        """Return the seconds of gathering or reducing a block, with `size` bytes per parameter."""
+        return sum(
+            gather_seconds(
+                job.machine, count * size, ranks=ranks, stride=stride,
+                messages=software.messages_per_block,
+            )
+            for count, ranks, stride in spans
+            if count and ranks > 1
+        )  # fmt: skip
+
     gathers = again = 0.0
     if layout.zero_stage == 3:
-        weights = parameters * BYTES[job.precision]
-        gathers = gather_seconds(
-            job.machine, weights, ranks=ranks, stride=stride, messages=messages
-        )
+        gathers = gathered(weight_bytes(job))
         if layout.recompute == "full":
             again = gathers * max(0.0, 1 - software.kept_elements / parameters)
-    gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
+    size = software.bytes_of_gradients(BYTES[job.precision])
     if layout.zero_stage == 2 and not software.reduce_scatter:
-        reduce = all_reduce_seconds(job.machine, gradients, ranks=ranks, stride=stride)
-    else:
-        reduce = gather_seconds(
-            job.machine, gradients, ranks=ranks, stride=stride, messages=messages
+        reduce = all_reduce_seconds(
+            job.machine, parameters * size, ranks=layout.dp_cp_size, stride=layout.tensor
         )
+    else:
+        reduce = gathered(size)
     return (
         ahead + PassTime(tensor=_exposed(job, gathers, ahead.total)),
         back + PassTime(tensor=_exposed(job, gathers + again + reduce, back.total)),
     )
+
+
+def gathers_inputs_quantized(job: Job) -> bool:
+    """Return True if inputs are cast to 8 bits with one scale before tensor ranks gather them.
+
+    With scales of rows or blocks, the copies along the rows and along the columns differ, and both
+    would have to be gathered.
+    """
+    quantization = job.quantization
+    return (
+        quantization is not None
+        and quantization.kind == "fp8-tensor"
+        and job.software.gathers_quantized
+    )
+
+
+def weight_bytes(job: Job) -> float:
+    """Return the bytes of a block's weight when it is gathered."""
+    if job.quantization is not None and job.software.gathers_quantized:
+        return job.quantization.format.bytes_per_element
+    return BYTES[job.precision]
 
 
 def _exposed(job: Job, communication: float, computation: float) -> float:
@@ -815,7 +962,7 @@ def end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
             PassTime((logits + backward + weight + loss) / efficiency),
             PassTime(scaled / efficiency, inputs * reduced),
         )
-    loss = memory_seconds(gpu, tokens * columns * LOSS_BYTES / 2)
+    loss = memory_seconds(gpu, tokens * columns * job.software.loss_bytes / 2)
     return embedding, ForwardBackward(
         PassTime((logits + loss) / efficiency),
         PassTime((backward + weight + loss) / efficiency, inputs * reduced),

@@ -35,6 +35,7 @@ from threefold.plan.time.block import (
     matmul_seconds,
     memory_seconds,
     transfer_seconds,
+    weight_bytes,
 )
 
 TENSORS_PER_BLOCK = 7  # fused q, k and v; output; gate, up and down; two norms
@@ -156,7 +157,7 @@ def data_traffic(job: Job) -> DataTraffic:
         return _traffic_with_experts(job)
     ranks, stride = layout.dp_cp_size, layout.tensor
     parameters = max(stage_parameters(job))
-    weights = parameters * BYTES[job.precision]
+    weights = parameters * weight_bytes(job)
     gradients = parameters * software.bytes_of_gradients(BYTES[job.precision])
     reduced = gather_seconds(job.machine, gradients, ranks=ranks, stride=stride)
     gathered = 0.0
@@ -205,7 +206,7 @@ def _traffic_with_experts(job: Job) -> DataTraffic:
         )
         for size in (
             software.bytes_of_gradients(BYTES[job.precision]),
-            BYTES[job.precision],
+            weight_bytes(job),
         )
     )
     return _in_buckets(job, stage_parameters(job)[stage], reduced=reduced, gathered=gathered)
