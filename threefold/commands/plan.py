@@ -301,11 +301,14 @@ def compare_tables(options: argparse.Namespace) -> int:
         return 0
     if fit.source:
         print(report.calibration_text(fit))
-    print(report.EVALUATION_HEADER)
-    for name, result in results.items():
-        print(report.evaluation_text(name, result["summary"]))
-    for reason, count in report.skipped(results.values()):
-        print(f"plan.py: skipped {count} row{'s' * (count > 1)}: {reason}", file=sys.stderr)
+    if options.groups:
+        print("\n".join(report.groups_lines(results.values())))
+    else:
+        print(report.EVALUATION_HEADER)
+        for name, result in results.items():
+            print(report.evaluation_text(name, result["summary"]))
+    for line in report.skipped_lines(results.values()):
+        print(f"plan.py: {line}", file=sys.stderr)
     return 0
 
 
@@ -387,6 +390,9 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--heatmap", type=picture_file, metavar="PICTURE", help="draw the fastest rows"
+    )
+    parser.add_argument(
+        "--groups", action="store_true", help="print the errors by software, GPU and matmul format"
     )
     add_json(parser)
 

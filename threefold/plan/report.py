@@ -1,9 +1,10 @@
 """Text and tables that plan.py prints, and the predictions that a run sends with its metrics."""
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from statistics import fmean
 from typing import Any
 
 from models.cost import (
@@ -16,11 +17,13 @@ from models.errors import UserError, counted
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import schedule_name
-from threefold.plan.calibration.fit import Fit
+from threefold.plan.calibration.fit import Fit, errors_by_group
 from threefold.plan.job import Job, Machine, PlannedLayout, job_of, links_text, own_job
 from threefold.plan.memory.peak import (
     GIB,
+    MEMORY_BAND,
     StageMemory,
+    exceeds_band,
     fits,
     fullest_stage,
     host_bytes,
@@ -40,6 +43,7 @@ from threefold.plan.time.step import StepTime, step_time
 
 TIME_PARTS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
 MIN_MICRO_BATCHES_PER_STAGE = 4
+MAX_ROWS_IN_LINE = 8
 MEMORY_PARTS = [field.name for field in fields(StageMemory)]
 
 
@@ -170,8 +174,13 @@ def fit_lines(job: Job, memory: Sequence[StageMemory]) -> Iterator[str]:
     """Yield the memory of the fullest stage and, if it is too small, that of the host."""
     fullest = max(stage.total for stage in memory) / GIB
     limit = job.machine.gpu.memory_gib
-    if fullest > limit:
+    if exceeds_band(fullest, limit):
         yield f"DOES NOT FIT: needs {fullest:.1f} of {limit:g} GiB"
+    elif fullest > limit:
+        yield (
+            f"MAY NOT FIT: needs {fullest:.1f} of {limit:g} GiB, and predictions are up to "
+            f"{MEMORY_BAND:.0%} too large; choose a layout that leaves memory free"
+        )
     else:
         yield f"fits: {fullest:.1f} of {limit:g} GiB, {1 - fullest / limit:.0%} free"
     host, host_limit = host_bytes(job) / GIB, job.machine.gpu.node_memory_gib
@@ -291,6 +300,31 @@ EVALUATION_HEADER = (
 )
 
 
+GROUPS_HEADER = (
+    "| software | GPU | matmuls | rows | mean error, % | largest | bias | memory error, % |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def groups_lines(results: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a Markdown table of the errors by software, GPU and format of the matmuls."""
+    yield GROUPS_HEADER
+    for (software, gpu, precision), rows in errors_by_group(results).items():
+        errors = [row["error_percent"] for row in rows if row["error_percent"] is not None]
+        memory = [row["memory_error_percent"] for row in rows]
+        memory = [abs(error) for error in memory if error is not None]
+        if not errors and not memory:
+            continue
+        cells = [software, gpu, precision, str(len(errors))]
+        if errors:
+            absolute = [abs(error) for error in errors]
+            cells += [f"{fmean(absolute):.1f}", f"{max(absolute):.1f}", f"{fmean(errors):+.1f}"]
+        else:
+            cells += ["", "", ""]
+        cells.append(f"{fmean(memory):.1f}" if memory else "")
+        yield f"| {' | '.join(cells)} |"
+
+
 def calibration_text(fit: Fit) -> str:
     """Format the factors of a calibration, the rows used, and the errors, in one line each."""
     factors = ", ".join(f"{name} x {factor:.3f}" for name, factor in asdict(fit.factors).items())
@@ -310,12 +344,15 @@ def calibration_text(fit: Fit) -> str:
     return "\n".join(lines) + "\n"
 
 
-def skipped(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, int]]:
-    """Return the reasons for skipped rows with their numbers, most frequent first."""
-    reasons: Counter[str] = Counter()
+def skipped_lines(results: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each reason why rows are skipped, with their names, the most rows first."""
+    reasons: dict[str, list[str]] = defaultdict(list)
     for result in results:
-        reasons.update(result["summary"].get("skipped_reasons", {}))
-    return reasons.most_common()
+        for reason, rows in result["summary"].get("skipped_rows", {}).items():
+            reasons[reason] += rows
+    for reason, rows in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        names = ", ".join(rows[:MAX_ROWS_IN_LINE]) + ", ..." * (len(rows) > MAX_ROWS_IN_LINE)
+        yield f"skipped {len(rows)} row{'s' * (len(rows) > 1)}: {reason} ({names})"
 
 
 # Time and memory of each phase of a run, and the totals.

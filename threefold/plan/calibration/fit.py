@@ -1,7 +1,7 @@
 """Calibration: a few factors for one cluster, fitted to some of its runs, and its errors."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import combinations
 from math import exp, log, sqrt
@@ -13,7 +13,7 @@ from models.cost import flops_per_token, parameter_count
 from models.errors import UserError
 from threefold.plan.calibration.runs_table import Row, is_table_of_runs, read_table
 from threefold.plan.job import Job
-from threefold.plan.memory.peak import GIB, context_gib, fullest_stage
+from threefold.plan.memory.peak import GIB, context_gib, exceeds_band, fullest_stage
 from threefold.plan.search import DEFAULT_HEADROOM
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.step import step_time
@@ -135,8 +135,8 @@ class Prediction:
 
     @property
     def too_large(self) -> bool:
-        """True if the predicted memory exceeds the GPU's; with less, a run may still work."""
-        return self.memory_gib > self.job.machine.gpu.memory_gib
+        """True if the predicted memory exceeds the GPU's by more than predictions err."""
+        return exceeds_band(self.memory_gib, self.job.machine.gpu.memory_gib)
 
     @property
     def error(self) -> float | None:
@@ -185,7 +185,7 @@ def row_table(prediction: Prediction) -> dict[str, Any]:
     job, measured = prediction.job, prediction.measured_seconds
     flops = flops_per_token(job.model) * job.tokens_per_step
     rate = flops / prediction.seconds / job.machine.gpus / 1e12
-    peak = job.machine.gpu.peak_tflops[job.precision]
+    peak = job.peak_tflops
     return {
         "row_id": prediction.row.row_id,
         "parameters": prediction.row.parameters or parameter_count(job.model),
@@ -194,7 +194,7 @@ def row_table(prediction: Prediction) -> dict[str, Any]:
         "gpu": job.machine.gpu.name,
         "gpus": job.machine.gpus,
         "gpus_per_node": job.machine.gpus_per_node,
-        "precision": job.precision,
+        "precision": job.matmul_format,
         "software": job.software.name,
         "layout": asdict(job.layout),
         "micro_batches": job.micro_batches,
@@ -221,8 +221,8 @@ def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str,
 
     Kendall's tau and the regret are means over groups of rows that differ only in their layout.
     A row that ran out of memory counts as flagged if the prediction does not fit with headroom. A
-    row that ran counts as a false alarm only if the prediction exceeds the GPU's whole memory,
-    because some runs used 99 % of it.
+    row that ran counts as a false alarm only if the prediction exceeds the GPU's whole memory by
+    more than `MEMORY_BAND`, because some runs used 99 % of it.
     """
     errors = [p.error for p in predictions if p.error is not None]
     memory = [p.memory_error for p in predictions if p.memory_error is not None]
@@ -250,8 +250,26 @@ def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str,
         "false_alarms": sum(p.too_large for p in ran),
         "without_headroom": sum(not p.fits and not p.too_large for p in ran),
         "skipped": sum(row.job is None for row in rows),
-        "skipped_reasons": dict(Counter(row.skipped for row in rows if row.job is None)),
+        "skipped_rows": skipped_rows(rows),
     }
+
+
+def skipped_rows(rows: Iterable[Row]) -> dict[str, list[str]]:
+    """Return the rows that cannot be predicted, by reason."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row.job is None:
+            by_reason[row.skipped].append(row.row_id)
+    return dict(by_reason)
+
+
+def errors_by_group(results: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, str], list[Any]]:
+    """Return the predicted rows of all tables by software, GPU and format of the matmuls."""
+    groups: dict[tuple[str, str, str], list[Any]] = defaultdict(list)
+    for result in results:
+        for row in result["rows"]:
+            groups[row["software"], row["gpu"], row["precision"]].append(row)
+    return dict(sorted(groups.items()))
 
 
 def ranked_groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:

@@ -14,9 +14,11 @@ from models.errors import UserError, reason_of
 from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
 from threefold.gpus.datasheet import OTHER_BOARDS, Gpu, gpus_of_name
 from threefold.pipeline.schedules import SCHEDULES
+from threefold.plan.calibration.published_names import model_of_name, stack_of
 from threefold.plan.job import Job, Machine, PlannedLayout
 from threefold.plan.memory.peak import GIB, fullest_stage
-from threefold.plan.software import Software, stacks
+from threefold.plan.quantization import Quantization, quantization_of
+from threefold.plan.software import Software
 
 DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
 MAX_NUMBER = 10**12
@@ -53,6 +55,7 @@ YES_OR_NO_COLUMNS = (
 WORD_COLUMNS = ("activation", "norm_placement", "qk_norm_over")
 SWITCH_COLUMNS = (*YES_OR_NO_COLUMNS, *WORD_COLUMNS, "attention_pattern", "window")
 RECOMPUTATIONS = ("none", "selective", "full")  # from least to most
+STATES_NOTHING = ("", "n/a", "-", "none", "unstated")
 YES, NO = ("1", "1.0", "yes", "true"), ("", "0", "0.0", "no", "false")
 NUMBER = r"(\d{1,3}(?:,\d{3})+|\d*\.?\d+(?:[eE][+-]?\d+)?)"  # 1,024 and 1e3 too
 
@@ -147,13 +150,19 @@ class RowReader:
             UserError: a cell is missing, cannot be read, or describes an unsupported feature.
         """
         software, machine, model = self.software(), self.machine(), self.model()
-        precision = self.precision()
-        if precision not in machine.gpu.peak_tflops:
-            raise UserError(f"precision {precision} is not modelled on {machine.gpu.name}")
+        precision, quantization = self.precision()
+        peaks = machine.gpu.peak_tflops
+        narrow = quantization.format.peak if quantization else precision
+        for name in (precision, narrow):
+            if name not in peaks:
+                raise UserError(f"precision {name} is not modelled on {machine.gpu.name}")
+        if software.megatron_columns and (model.prediction or self.divides_unevenly(model)):
+            software = replace(software, balances_stages=True)
         job = Job(
             model=model,
             machine=machine,
-            layout=self.layout(model, machine.gpus),
+            layout=self.layout(model, machine.gpus, software),
+            quantization=quantization,
             global_sequences=self.whole("gbs"),
             precision=precision,
             software=software.on_device(machine.gpu.device),
@@ -164,6 +173,16 @@ class RowReader:
         if job.global_sequences % together:
             self.assumed.append(f"{job.micro_batches} micro-batches (gbs over {together}, rounded)")
         return self.with_recomputation(job)
+
+    def divides_unevenly(self, model: ModelConfig) -> bool:
+        """Return True if the blocks do not divide equally over the pipeline's virtual stages."""
+        stages = self.whole("pp") * self.virtual_stages(self.whole("pp"))
+        return model.layers % stages > 0 and (model.layers + 2) % stages > 0
+
+    def virtual_stages(self, pipeline: int) -> int:
+        """Return the number of chunks of each stage."""
+        stated = pipeline > 1 and self.cell("vpp").lower() not in STATES_NOTHING
+        return self.whole("vpp") if stated else 1
 
     def cell(self, key: str) -> str:
         """Return a cell; empty if there is no such column."""
@@ -183,29 +202,29 @@ class RowReader:
             self.assumed.append(f"{key} = {usual:g} ({why})")
             return usual
         if value is None or value <= 0:
-            raise UserError(f"{key} is {text or 'empty'}")
+            raise UserError(f"{key} is {text}" if text else f"{key} is empty; fill it in")
         return value
 
-    def precision(self) -> str:
-        """Return the precision of the matmuls."""
+    def precision(self) -> tuple[str, Quantization | None]:
+        """Return the precision outside of quantized matmuls, and their quantization."""
         text = self.cell("precision").lower()
+        quantization = quantization_of(text)
         precision = next((name for name in ("bf16", "fp16", "fp32") if name in text), None)
-        if precision is None or "fp8" in text or "fp4" in text:
+        if precision is None and quantization is None:
             raise UserError(f"precision {self.cell('precision') or 'empty'} is not modelled")
-        return precision
+        return precision or "bf16", quantization
 
     def software(self) -> Software:
         """Return the software stack of the framework, with the row's attention kernel."""
         framework, kernel = self.cell("framework"), self.cell("attention_kernel")
+        if not framework:
+            raise UserError("framework is empty; fill it in")
         if framework == "Megatron-DeepSpeed" and "alibi" in self.cell("arch"):
             framework += " (BigScience)"  # only this fork of it has ALiBi
-        stage = self.zero_stage()
-        stack = next(
-            (s for s in stacks() if framework.startswith(s.framework) and stage in s.zero_stages),
-            None,
-        )
-        if stack is None:
-            raise UserError(f"framework {framework or 'empty'} is not modelled")
+        stage = self.zero_stage(0) if self.cell("zero_stage") else None
+        stack, only_nearest = stack_of(framework, self.cell("release"), stage)
+        if only_nearest:
+            self.assumed.append(f"framework = {stack.name} (nearest to {framework})")
         if "unfused" in kernel:
             return replace(stack, fused_attention=False, attention_dropout=True)
         return replace(stack, fused_attention=True) if "flash" in kernel else stack
@@ -235,7 +254,9 @@ class RowReader:
         """Return the GPUs and their links."""
         gpu = self.gpu()
         usual = Machine.of(
-            gpu, gpus=self.whole("gpus"), gpus_per_node=self.whole("gpus_per_node", 8)
+            gpu,
+            gpus=self.whole("gpus"),
+            gpus_per_node=self.whole("gpus_per_node", gpu.gpus_per_node),
         )
         why = f"a usual {gpu.name} node's"
         return replace(
@@ -249,7 +270,10 @@ class RowReader:
         )
 
     def model(self) -> ModelConfig:
-        """Return the shape of the model."""
+        """Return the shape of the model, which the row may only name."""
+        if not self.cell("layers") and self.cell("model"):
+            named = model_of_name(self.cell("model"))
+            return replace(named, sequence_length=self.whole("seq"), dropout=0.0)
         switches = architecture_switches(self.cell("arch") or "gpt")
         heads = self.whole("heads")
         return ModelConfig(
@@ -294,20 +318,21 @@ class RowReader:
                 raise UserError(f"{key} is {text}")
         return switches
 
-    def layout(self, model: ModelConfig, count: int) -> PlannedLayout:
+    def layout(self, model: ModelConfig, count: int, software: Software) -> PlannedLayout:
         """Return the layout, without recomputation."""
         tensor, pipeline = self.whole("tp"), self.whole("pp")
+        zero_stage = self.zero_stage(software.usual_zero_stage)
         context = self.whole("cp", 1, "none") if self.cell("cp") else 1
         data = self.whole("dp", max(1, count // (tensor * pipeline * context)), "remaining ranks")
         ranks = tensor * pipeline * context * data
         if ranks != count:
             raise UserError(f"tp x pp x cp x dp = {ranks} and gpus = {count}")
-        expert = self.whole("ep") if self.cell("ep") else 1
+        parts = self.expert_tensor_ranks(tensor, software)
+        expert = self.expert_ranks(tensor if parts == 1 else 1, software)
         if data * context % expert:
             raise UserError(f"ep = {expert} does not divide cp x dp = {context * data}")
-        if expert > 1 and self.zero_stage() != 1:
-            raise UserError(f"ep = {expert} with zero_stage = {self.zero_stage()} is not modelled")
-        parts = self.whole("etp") if self.cell("etp") else 1
+        if expert > 1 and zero_stage not in (1, 3):
+            raise UserError(f"ep = {expert} with zero_stage = {zero_stage} is not modelled")
         if parts not in (1, tensor):
             raise UserError(f"etp = {parts} with tp = {tensor} is not modelled")
         if model.experts is None and parts > 1:
@@ -322,12 +347,16 @@ class RowReader:
         for name, size in (("heads", model.heads), ("kv_heads", model.kv_heads)):
             if size % tensor:
                 raise UserError(f"{name} = {size} over tp = {tensor} is not modelled")
-        virtual_stages = self.whole("vpp", 1, "no interleaving") if pipeline > 1 else 1
+        virtual_stages = self.virtual_stages(pipeline)
         schedule = self.schedule(virtual_stages) if pipeline > 1 else "1f1b"
-        if pipeline * virtual_stages > model.layers:
+        blocks = self.layers_per_stage(model, pipeline * virtual_stages, software)
+        if pipeline * virtual_stages > model.layers and blocks is None:
             product = pipeline * virtual_stages
             raise UserError(f"pp x vpp = {product} is more than layers = {model.layers}")
         split = self.cell("seq_parallel")
+        if not split and tensor > 1 and software.sequence_parallel:
+            split = "1"
+            self.assumed.append(f"seq_parallel = 1 (usual with {software.name})")
         if not (is_yes(split) or is_no(split)):
             raise UserError(f"seq_parallel is {split}")
         overlap = self.cell("ep_overlap")
@@ -341,19 +370,42 @@ class RowReader:
             pipeline=pipeline,
             virtual_stages=virtual_stages,
             schedule=schedule,
-            layers_per_stage=self.layers_per_stage(model, pipeline * virtual_stages),
+            layers_per_stage=blocks,
             context=context,
             context_attention=self.context_attention(),
             data=data,
             expert=expert,
             expert_tensor=parts,
             expert_overlap=is_yes(overlap),
-            zero_stage=self.zero_stage(),
+            zero_stage=zero_stage,
             dp_shard=self.dp_shard(),
             sequence_parallel=is_yes(split),
             recompute_interval=self.recompute_interval(),
-            micro_sequences=self.whole("mbs", 1, "unstated"),
+            micro_sequences=self.micro_sequences(pipeline, software),
         )
+
+    def micro_sequences(self, pipeline: int, software: Software) -> int:
+        """Return the sequences of a micro-batch."""
+        stated = self.whole("mbs", 1, "unstated")
+        if pipeline == 1 or not software.divides_local_batch:
+            return stated
+        self.assumed.append("1 sequence per micro-batch (mbs is the local batch)")
+        return 1
+
+    def expert_tensor_ranks(self, tensor: int, software: Software) -> int:
+        """Return the ranks that divide each expert."""
+        if not self.cell("etp"):
+            divides = software.divides_experts and self.cell("ep").lower() not in STATES_NOTHING
+            return tensor if divides else 1
+        return self.whole("etp")
+
+    def expert_ranks(self, tensor: int, software: Software) -> int:
+        """Return the ranks that divide the experts, without the tensor ranks."""
+        if self.cell("ep").lower() in STATES_NOTHING:
+            return 1
+        ranks = self.whole("ep")
+        counts_tensor = software.megatron_columns and not self.cell("etp") and ranks % tensor == 0
+        return ranks // tensor if counts_tensor else ranks
 
     def context_attention(self) -> str:
         """Return the algorithm of attention over context ranks; by default, Megatron-Core's."""
@@ -375,11 +427,18 @@ class RowReader:
         """Return the number of blocks that are recomputed together."""
         return self.whole("recompute_interval") if self.cell("recompute_interval") else 1
 
-    def layers_per_stage(self, model: ModelConfig, stages: int) -> tuple[int, ...] | None:
+    def layers_per_stage(
+        self, model: ModelConfig, stages: int, software: Software
+    ) -> tuple[int, ...] | None:
         """Return the blocks of each virtual stage; None if the row does not state them."""
         text = self.cell("layers_per_stage")
         if not text:
-            return None
+            with_ends = model.layers + 2
+            if not software.megatron_columns or model.layers % stages == 0 or with_ends % stages:
+                return None
+            equal = with_ends // stages
+            self.assumed.append("layers_per_stage (the embedding and the head count as blocks)")
+            return (equal - 1, *(stages - 2) * (equal,), equal - 1)
         if not re.fullmatch(r"[0-9]{1,6}( [0-9]{1,6})*", text):
             raise UserError(f"layers_per_stage is {text}")
         blocks = tuple(map(int, text.split()))
@@ -387,9 +446,19 @@ class RowReader:
             raise UserError(f"layers_per_stage is {text}, for {stages} stages of {model.layers}")
         return blocks
 
-    def zero_stage(self) -> int:
-        """Return the ZeRO stage, 0 .. 3; the cell may also say "ZeRO-1" or "FSDP"."""
+    def zero_stage(self, usual: int) -> int:
+        """Return the ZeRO stage, 0 .. 3; the cell may also say "ZeRO-1" or "FSDP".
+
+        Args:
+            usual: stage of a row that states neither a stage nor FSDP ranks
+        """
         text = self.cell("zero_stage")
+        if not text:
+            if (number(self.cell("fsdp")) or 0) > 1:
+                return 3
+            if usual:
+                self.assumed.append(f"zero_stage = {usual} (usual with this framework)")
+                return usual
         match = re.match(r"(?:zero|stage)?[- ]*([0-9]{1,9})(?![\w.])", text, re.IGNORECASE)
         if match and int(match[1]) <= 3:
             return int(match[1])
@@ -414,6 +483,8 @@ class RowReader:
         does not fit, half of it is assumed.
         """
         stated = self.cell("recompute").lower()
+        if "sac" in stated.split():  # torchtitan's selective activation checkpointing
+            stated = "selective"
         choices = {
             kind: replace(job, layout=replace(job.layout, recompute=kind))
             for kind in RECOMPUTATIONS
@@ -428,12 +499,40 @@ class RowReader:
                 return choice
         if stated and "unstated" not in stated:
             raise UserError(f"recompute is {self.cell('recompute')}")
-        least = next(
-            (kind for kind, choice in choices.items() if fullest_stage(choice).total <= memory),
-            "full",
-        )
-        self.assumed.append(f"recompute = {least} (the least that fits)")
-        return choices[least]
+        if usual := job.software.usual_recompute:
+            self.assumed.append(f"recompute = {usual} (usual with {job.software.name})")
+            return choices[usual]
+        for kind in ("none", "selective"):
+            if fullest_stage(choices[kind]).total <= memory:
+                self.assumed.append(f"recompute = {kind} (the least that fits)")
+                return choices[kind]
+        if job.software.megatron_columns:
+            return self.with_least_recomputation(choices["selective"], choices["full"])
+        self.assumed.append("recompute = full (the least that fits)")
+        return choices["full"]
+
+    def with_least_recomputation(self, modules: Job, full: Job) -> Job:
+        """Return the job with as little offloading or recomputation of blocks as fits.
+
+        Megatron-Core offloads activations if the link to the host is fast. It recomputes modules,
+        or the first blocks of each stage.
+
+        Args:
+            modules: the job with recomputation of modules, which does not fit
+            full: the job with recomputation of all blocks
+        """
+        gpu = full.machine.gpu
+        memory = gpu.memory_gib * GIB
+        if gpu.host_link_gigabytes_per_second:
+            for offloading in (replace(modules, offloaded_share=n / 16) for n in range(1, 16)):
+                if fullest_stage(offloading).total <= memory:
+                    share = offloading.offloaded_share
+                    self.assumed.append(f"the host holds {share:.0%} of the activations (to fit)")
+                    return offloading
+        shares = (replace(full, recomputed_share=n / 16) for n in range(1, 17))
+        job = next((j for j in shares if fullest_stage(j).total <= memory), full)
+        self.assumed.append(f"recompute = {job.recomputed_share:.0%} (the least that fits)")
+        return job
 
 
 # Tables of measured runs: each row describes a job and its measured time and memory.
@@ -443,6 +542,8 @@ class RowReader:
 #
 #     row_id               a name for the run
 #     framework            begins with a `framework` of `software.py`, such as "Megatron-DeepSpeed"
+#     [release]            of the framework, which may have stacks for some releases
+#     [model]              a name in shapes.toml, instead of the following sizes
 #     [arch]               begins with "gpt" (GPT-2's switches) or "llama"
 #     layers hidden heads [kv_heads] [head_size] ffn [vocab] seq
 #     [tie_embeddings] [qk_norm] [bias] [qkv_bias] [attention_output_bias] [attention_sinks]
@@ -454,7 +555,7 @@ class RowReader:
 #     gpus [gpus_per_node]
 #     [intra_gbps_unidir]  gigabytes/s between GPUs of a node, each GPU, one direction
 #     [inter_gbps_per_gpu] gigabytes/s between nodes, each GPU, one direction
-#     precision            contains "bf16", "fp16" or "fp32"
+#     precision            contains "bf16", "fp16" or "fp32", or names 8 or 4 bits (quantization.py)
 #     [attention_kernel]   contains "flash" or "unfused"
 #     tp pp [vpp] [cp] [dp]  tensor, pipeline, chunks, context, data ranks
 #     [experts] [experts_per_token] [expert_ffn] [shared_experts] [dense_layers] [ep] [etp]
@@ -462,6 +563,7 @@ class RowReader:
 #                          that divide each expert, and 1 if other passes hide the exchanges
 #     [cp_kind]            "gather", "ring" (default) or "ulysses"
 #     [schedule] [layers_per_stage]  a schedule of Threefold; blocks of each virtual stage, "3 4 4"
+#     [fsdp]               more than one rank means ZeRO-3, if zero_stage is not stated
 #     [zero_stage] [seq_parallel] [recompute]  0 .. 3; 0 or 1; "none", "selective" or "full"
 #     [recompute_interval]  blocks that are recomputed together
 #     mbs gbs              sequences of a micro-batch and of a step
@@ -472,9 +574,9 @@ class RowReader:
 # mem_gb excludes the memory of CUDA and NCCL. usable_for_time = 0 excludes a row's time from the
 # comparison. A number may be followed by words. A row with a cell that cannot be read is skipped.
 
+SHAPE_COLUMNS = {"layers", "hidden", "heads", "ffn"}  # or `model`, the name of a known model
 REQUIRED_COLUMNS = {
-    "row_id", "framework", "precision", "gpu", "gpus", "layers", "hidden", "heads", "ffn", "seq",
-    "tp", "pp", "mbs", "gbs",
+    "row_id", "framework", "precision", "gpu", "gpus", "seq", "tp", "pp", "mbs", "gbs",
 }  # fmt: skip
 
 
@@ -518,7 +620,7 @@ def read_table(path: Path) -> list[Row]:
     Raises:
         UserError: the file is not a table, or lacks a column.
     """
-    if missing := REQUIRED_COLUMNS - columns_of(path):
+    if missing := missing_columns(path):
         columns = ", ".join(sorted(missing))
         raise UserError(f"{path}: missing columns: {columns}; it is not a table of runs")
     return [read_row(cells) for cells in read_cells(path)]
@@ -539,7 +641,18 @@ def read_cells(path: Path) -> list[dict[str, str]]:
 
 def is_table_of_runs(path: Path) -> bool:
     """Return True if a file has the required columns of a table of runs."""
-    return columns_of(path) >= REQUIRED_COLUMNS
+    return not missing_columns(path)
+
+
+def missing_columns(path: Path) -> set[str]:
+    """Return the columns that a file lacks to be a table of runs.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    columns = columns_of(path)
+    shape = set() if "model" in columns and not SHAPE_COLUMNS & columns else SHAPE_COLUMNS
+    return (REQUIRED_COLUMNS | shape) - columns
 
 
 def columns_of(path: Path) -> set[str]:
@@ -598,6 +711,6 @@ def seconds_of_mfu(job: Job, cells: dict[str, str]) -> float | None:
     share = number(cells.get("mfu_pct"))
     if not share:
         return None
-    peak = number(cells.get("gpu_peak_tflops")) or job.machine.gpu.peak_tflops[job.precision]
+    peak = number(cells.get("gpu_peak_tflops")) or job.peak_tflops
     flops = flops_per_token(job.model) * job.tokens_per_step
     return flops / (share / 100 * peak * 1e12 * job.machine.gpus)

@@ -1,0 +1,90 @@
+"""Names in tables of published runs: of models without their shapes, and of training stacks."""
+
+import re
+import tomllib
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from models.config import Experts, ModelConfig, Prediction
+from models.errors import UserError
+from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.plan.software import PUBLISHED_STACKS, Software, load_software, stacks
+
+SHAPES = PUBLISHED_STACKS.with_name("shapes.toml")
+WITHOUT_PREDICTIONS = re.compile(r"\(w/o mtp\)", re.IGNORECASE)
+# Words of a framework's name, and the modelled stack that is nearest: first the most specific ones.
+# The last entry is for all others.
+NEAREST_STACKS = (
+    (r"deepspeed.*zero-?3|zero-?3.*deepspeed", "deepspeed-zero3-2022"),
+    (r"deepspeed", "megatron-deepspeed"),
+    (r"maxtext|jax", "maxtext"),
+    (r"automodel|fms-fsdp|fsdp|metaseq|kempner|pytorch|torch", "torchtitan"),
+    (r"nanotron", "nanotron"),
+    (r"", "megatron-core"),
+)
+
+
+def simplified(name: str) -> str:
+    """Return a model's name in lower case without brackets, underscores and hyphens."""
+    return " ".join(re.sub(r"[_\-\s]+", " ", re.sub(r"\(.*?\)", "", name)).lower().split())
+
+
+@cache
+def named_models() -> dict[str, dict[str, Any]]:
+    """Return the entries of `shapes.toml` by simplified name."""
+    if not SHAPES.exists():
+        return {}
+    tables = tomllib.loads(SHAPES.read_text(encoding="utf-8"))["models"]
+    return {simplified(name): table for table in tables for name in table["names"]}
+
+
+@cache
+def model_of_name(name: str) -> ModelConfig:
+    """Return the shape of the model that a table names.
+
+    Raises:
+        UserError: the name is not in `shapes.toml`, or the model is not supported.
+    """
+    table = named_models().get(simplified(name))
+    if table is None:
+        raise UserError(
+            f"model {name or 'empty'} has no shape; add it to {SHAPES.relative_to(REPOSITORY)}, "
+            f"or add columns layers, hidden, heads and ffn"
+        )
+    if reason := table.get("unsupported"):
+        raise UserError(f"model {name} has {reason}, which Threefold does not have")
+    model = load_recipe(REPOSITORY / "recipes" / table["recipe"]).model
+    experts: Experts | None = model.experts
+    if experts is not None:
+        experts = replace(experts, **table.get("experts", {}))
+    model = replace(model, **table.get("model", {}), experts=experts)
+    if depth := table.get("predictions"):
+        none = WITHOUT_PREDICTIONS.search(name)
+        model = replace(model, prediction=None if none else Prediction(depth=depth))
+    return model
+
+
+def stack_of(framework: str, release: str, stage: int | None) -> tuple[Software, bool]:
+    """Return the stack of a framework, and True if it is only the nearest one.
+
+    Args:
+        release: a release or date in a column of its own, such as "2026-03"; "" without one
+        stage: ZeRO stage of the row; None if it is not stated
+    """
+    for name in (f"{framework} {release}", framework):
+        known = {
+            prefix: stack
+            for stack in reversed(stacks())
+            for prefix in stack.framework
+            if name.startswith(prefix) and (stage is None or stage in stack.zero_stages)
+        }
+        if known:
+            return known[max(known, key=len)], False
+    words = framework.lower()
+    nearest = next(name for pattern, name in NEAREST_STACKS if re.search(pattern, words))
+    if nearest == "megatron-core" and stage == 3:
+        nearest = "torchtitan"
+    if nearest == "megatron-deepspeed" and stage == 3:
+        nearest = "deepspeed-zero3-2022"
+    return load_software(nearest), True
