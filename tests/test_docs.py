@@ -342,6 +342,12 @@ def test_every_recipe_key_has_a_meaning() -> None:
     assert [row for row in rows if row.endswith("|  |")] == []
 
 
+def test_the_errors_by_group_are_those_shown() -> None:
+    table = "benchmarks/planner_accuracy/stacks_2026.csv"
+    lines = run_here(plan.main, "table", table, "--groups").stdout.splitlines()
+    assert len(lines) > 20 and "\n".join(lines) in DOCS["planner.md"]
+
+
 def test_the_errors_of_published_tables_are_those_shown() -> None:
     done = run_here(plan.main, "table", "benchmarks/planner_accuracy", "--json")
     page = DOCS["planner.md"]

@@ -62,9 +62,9 @@ def test_the_error_is_positive_for_a_prediction_that_is_too_long() -> None:
     found = row(step_time_s="2")
     assert found.job is not None
     gib = found.job.machine.gpu.memory_gib
-    prediction = fit.Prediction(found, found.job, 3.0, 1.1 * gib, fits=False)
+    prediction = fit.Prediction(found, found.job, 3.0, 1.2 * gib, fits=False)
     assert prediction.error == pytest.approx(0.5) and prediction.too_large
-    assert not replace(prediction, memory_gib=0.9 * gib).too_large
+    assert not replace(prediction, memory_gib=1.1 * gib).too_large  # within the error
 
 
 def test_a_board_with_another_memory_has_it() -> None:
@@ -86,12 +86,12 @@ def test_memory_is_compared_as_it_was_measured() -> None:
 
 
 def test_headroom_decides_the_fit_of_a_row() -> None:
-    """A run that worked is a false alarm only if it is predicted to exceed the whole memory."""
+    """A run that worked is a false alarm only if it exceeds the memory by more than the band."""
     found = row()
     assert found.job is not None
     memory = fullest_stage(found.job).total / GIB
     summaries = []
-    for share in (0.90, 0.95, 1.01):
+    for share in (0.90, 0.95, 1.16):
         gpu = replace(found.job.machine.gpu, memory_gib=memory / share)
         job = replace(found.job, machine=replace(found.job.machine, gpu=gpu))
         for out_of_memory in (False, True):
