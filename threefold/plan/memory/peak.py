@@ -45,7 +45,7 @@ from threefold.plan.stage_contents import (
 )
 
 GIB = 2**30
-# Predictions of published peaks are rarely larger than that by more than this share: 4 of 134.
+# Predictions of published peaks are rarely larger than that by more than this share: 5 of 134.
 MEMORY_BAND = 0.15
 MIN_SAVING = 0.15  # share of the counted memory that another layout must save after a shortage
 
