@@ -8,18 +8,35 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from models.errors import UserError, counted
+from threefold.config.deepspeed_json import precision, read_deepspeed_json
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
-from threefold.prove.compare import TrainingResult, compare
-from threefold.prove.layouts import ProofCase, only, reference, sample, valid_cases
+from threefold.prove.compare import (
+    PERTURBED_RUNS,
+    Bands,
+    ResumeResult,
+    TrainingResult,
+    compare,
+    derive_bands,
+)
+from threefold.prove.layouts import (
+    PRECISIONS,
+    ProofCase,
+    only,
+    perturbed,
+    reference,
+    sample,
+    valid_cases,
+)
+from threefold.prove.naming import Cause, find_cause
 from threefold.prove.ranks import run_cases
 from threefold.prove.report import CaseResult, as_json, as_text, describe, relay_as_text, summary
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
@@ -58,20 +75,19 @@ def main(description: str | None = None) -> None:
             )
             raise
         print(f"{recipe.name}: {counted(len(cases), 'layout')} of {size(small)}", file=sys.stderr)
-        if options.relay:
-            coming = run_relay(cases, folder=Path(folder) / "run")
-        else:
-            coming = prove(small, cases, ranks=options.ranks)
+        proof = Proof(small, cases, ranks=options.ranks)
+        coming = run_relay(cases, folder=Path(folder) / "run") if options.relay else proof.run()
         findings: list[CaseResult] = []
         code = 0
         try:
             with stdout_for_json(options.json), contextlib.closing(coming):  # ends the ranks
                 for finding in with_progress(coming, len(cases)):
                     findings.append(finding)
+                proof.find_cause(findings)
         except SystemExit as interruption:  # of the signal handler: report what is done
             code = int(interruption.code or 0)
     if findings:
-        report(findings, options, title=recipe.name, complete=not code)
+        report(findings, options, proof=proof, title=recipe.name, complete=not code)
     if code:
         print(
             f"interrupted after {len(findings)} of {counted(len(cases), 'layout')}", file=sys.stderr
@@ -92,20 +108,36 @@ def with_progress(coming: Iterator[CaseResult], total: int) -> Iterator[CaseResu
 
 
 def report(
-    findings: Sequence[CaseResult], options: argparse.Namespace, *, title: str, complete: bool
+    findings: Sequence[CaseResult],
+    options: argparse.Namespace,
+    *,
+    proof: "Proof",
+    title: str,
+    complete: bool,
 ) -> None:
     """Print the report, and draw the heat map if it is asked for.
 
     Args:
+        proof: the proof that made the findings, unless they are of a relay
         title: name of the recipe
         complete: False if the proof was interrupted
     """
     if options.json:
-        print(json.dumps(as_json(findings, relay=options.relay, complete=complete)))
+        print(
+            json.dumps(
+                as_json(
+                    findings,
+                    relay=options.relay,
+                    complete=complete,
+                    bands=proof.bands,
+                    cause=proof.cause,
+                )
+            )
+        )
     elif options.relay:
         print(relay_as_text(findings, every_layout=options.layouts))
     else:
-        print(as_text(findings, every_layout=options.layouts))
+        print(as_text(findings, every_layout=options.layouts, bands=proof.bands, cause=proof.cause))
     if options.heatmap:
         from threefold.prove.picture import draw_heatmap  # matplotlib, which few proofs need
 
@@ -127,6 +159,7 @@ def plan(
     own = {recipe.layout.recompute_interval} if recipe.layout.recompute == "full" else set()
     cases = valid_cases(
         small,
+        precision=options.precision or own_precision(recipe),
         ranks=options.ranks,
         micro_sequences=(1, larger_micro_batch(recipe)),
         recompute_intervals=sorted({min(n, small.model.layers) for n in {2} | own}),
@@ -142,39 +175,107 @@ def plan(
     return small, cases
 
 
-def prove(
-    small: Recipe, cases: list[ProofCase], *, ranks: int
-) -> Generator[CaseResult, None, None]:
-    """Train the reference, then every case, and yield the differences in order of completion.
+def own_precision(recipe: Recipe) -> str:
+    """Return the precision of a recipe's DeepSpeed JSON; fp32 for fp16, which needs a GPU."""
+    own = precision(read_deepspeed_json(recipe.deepspeed, recipe))
+    return own if own in PRECISIONS else "fp32"
 
-    Two layouts round differently, and a token whose choice of experts is nearly a tie may get
-    another expert. The seed is therefore changed until the reference has no such token.
+
+@dataclass
+class Proof:
+    """The training of a recipe in one process, and its comparison with layouts.
+
+    Attributes:
+        small: the recipe, made small
+        cases: the layouts
+        ranks: maximum number of processes at a time
+        first, expected: the reference and its result, once it has run
+        bands: the derived limits; None: those of fp32
+        cause: the cause of the smallest failure
     """
-    experts = small.model.experts
-    least = MIN_MARGIN[experts.router if experts else "softmax"]
-    for seed in range(small.seed, small.seed + MAX_SEEDS):
-        small = small.model_copy(update={"seed": seed})
-        first = reference(small)
-        ((_, expected),) = run_cases([first], ranks=1, seconds=SECONDS_PER_LAYOUT)
-        if not isinstance(expected, TrainingResult) or expected.margin >= least:
-            break
+
+    small: Recipe
+    cases: list[ProofCase]
+    ranks: int
+    first: ProofCase | None = field(default=None, init=False)
+    expected: TrainingResult | None = field(default=None, init=False)
+    bands: Bands | None = field(default=None, init=False)
+    cause: Cause | None = field(default=None, init=False)
+
+    def run(self) -> Generator[CaseResult, None, None]:
+        """Train the reference, then every case, and yield the differences as they complete."""
+        if (failure := self._train_reference()) is not None:
+            yield failure
+            return
+        assert self.first is not None and self.expected is not None
+        seed, model = self.first.recipe.seed, self.small.model
+        for case, outcome in run_cases(
+            [
+                replace(case, recipe=case.recipe.model_copy(update={"seed": seed}))
+                for case in self.cases
+            ],
+            ranks=self.ranks,
+            seconds=SECONDS_PER_LAYOUT,
+        ):
+            if isinstance(outcome, TrainingResult):
+                difference = compare(outcome, self.expected, model, self.bands)
+                yield CaseResult(case, difference, outcome.losses)
+            else:
+                assert isinstance(outcome, str)
+                yield CaseResult(case, outcome)
+
+    def _train_reference(self) -> CaseResult | None:
+        """Train the reference and derive the bands; return its failure, if it fails.
+
+        Two layouts round differently, and a token whose choice of experts is nearly a tie may get
+        another expert. In fp32, the seed is therefore changed until the reference has no such
+        token. In other precisions there always are such tokens, and the bands include them.
+        """
+        is_fp32 = self.cases[0].precision == "fp32"
+        experts = self.small.model.experts
+        least = MIN_MARGIN[experts.router if experts else "softmax"] if is_fp32 else -1.0
+        for seed in range(self.small.seed, self.small.seed + MAX_SEEDS):
+            small = self.small.model_copy(update={"seed": seed})
+            self.first = reference(small, self.cases[0].precision)
+            cases = [self.first, *([] if is_fp32 else perturbed(self.first, PERTURBED_RUNS))]
+            results = dict(run_cases(cases, ranks=1, seconds=SECONDS_PER_LAYOUT))
+            outcome = results.pop(self.first)
+            if not isinstance(outcome, TrainingResult):
+                return CaseResult(
+                    self.first, f"the single process that layouts are compared with: {outcome}"
+                )
+            self.expected = outcome
+            runs = [run for run in results.values() if isinstance(run, TrainingResult)]
+            if runs:
+                self.bands = derive_bands(runs, outcome, small.model)
+            if outcome.margin >= least:
+                return None
+            print(
+                f"seed {seed}: the last chosen and the first unchosen expert of a token differ by "
+                f"only {outcome.margin:.1e}, which rounding may reverse; trying the next seed",
+                file=sys.stderr,
+            )
+        print(f"no seed of {MAX_SEEDS} avoids this; layouts may differ", file=sys.stderr)
+        return None
+
+    def find_cause(self, findings: Sequence[CaseResult]) -> None:
+        """Find the cause of the failure in the smallest of the layouts that fail, if any does."""
+        failed = [one for one in findings if not one.passes and not isinstance(one.result, str)]
+        if not failed or self.first is None or self.expected is None:
+            return
+        smallest = min(failed, key=lambda one: (one.case.world_size, one.case.method)).case
         print(
-            f"seed {seed}: the last chosen and the first unchosen expert of a token differ by only "
-            f"{expected.margin:.1e}, which rounding may reverse; trying the next seed",
+            f"looking for the module and the axis at fault in {smallest.axes}, {smallest.method}",
             file=sys.stderr,
         )
-    else:
-        print(f"no seed of {MAX_SEEDS} avoids this; layouts may differ", file=sys.stderr)
-    cases = [replace(case, recipe=case.recipe.model_copy(update={"seed": seed})) for case in cases]
-    if not isinstance(expected, TrainingResult):
-        yield CaseResult(first, f"the single process that layouts are compared with: {expected}")
-        return
-    for case, outcome in run_cases(cases, ranks=ranks, seconds=SECONDS_PER_LAYOUT):
-        if isinstance(outcome, TrainingResult):
-            difference = compare(outcome, expected, small.model)
-            yield CaseResult(case, difference, outcome.losses)
-        else:
-            yield CaseResult(case, outcome)
+        self.cause = find_cause(
+            smallest,
+            self.first,
+            self.expected,
+            bands=self.bands,
+            ranks=self.ranks,
+            seconds=SECONDS_PER_LAYOUT,
+        )
 
 
 def run_relay(cases: list[ProofCase], *, folder: Path) -> Generator[CaseResult, None, None]:
@@ -190,7 +291,7 @@ def run_relay(cases: list[ProofCase], *, folder: Path) -> Generator[CaseResult, 
             for case, result in run_cases(
                 legs, ranks=ranks, seconds=SECONDS_PER_LAYOUT, relay=folder
             ):
-                assert not isinstance(result, TrainingResult)  # a relay yields legs
+                assert isinstance(result, ResumeResult | str)  # a relay yields legs
                 yield CaseResult(case, result)
 
 
@@ -246,6 +347,11 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         default=4,
         help="maximum number of layers of the small model, and so of pipeline stages (one more if "
         "the recipe has an odd number); default: 4",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        help="precision of weights and activations; default: that of the recipe",
     )
     parser.add_argument(
         "--only",

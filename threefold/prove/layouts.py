@@ -13,7 +13,8 @@ from threefold.config.parallel_dims import IN_TEXTS, LaunchEnvironment, Parallel
 from threefold.config.recipe import Recipe
 
 ZERO_STAGES = (1, 2, 3)
-CONFIG = "ds_configs/zero{}_fp32.json"
+CONFIG = "ds_configs/zero{}_{}.json"
+PRECISIONS = ("fp32", "bf16")  # that CPUs train in
 SCHEDULES = {  # name -> keys of the [layout] section
     "1f1b": {"schedule": "1f1b"},
     "interleaved x 2": {"schedule": "interleaved", "virtual_stages": 2},
@@ -27,11 +28,19 @@ SCHEDULES = {  # name -> keys of the [layout] section
 
 @dataclass(frozen=True)
 class ProofCase:
-    """A recipe with one layout, to be compared with the reference."""
+    """A recipe with one layout, to be compared with the reference.
+
+    precision: one of PRECISIONS
+    perturbation: number of a perturbed run of the reference (`recording.py`); None: no perturbation
+    recorded: True to record the activations and gradients of one step instead of training
+    """
 
     recipe: Recipe
     dims: ParallelDims
     zero_stage: int
+    precision: str = "fp32"
+    perturbation: int | None = None
+    recorded: bool = False
 
     @property
     def world_size(self) -> int:
@@ -82,9 +91,89 @@ class ProofCase:
         }
 
 
-def reference(recipe: Recipe) -> ProofCase:
-    """Return the reference: one process, ZeRO-1, fp32, without recomputation."""
-    return _case(recipe, ParallelDims())
+def reference(recipe: Recipe, precision: str = "fp32") -> ProofCase:
+    """Return the reference: one process, ZeRO-1, without recomputation."""
+    return _case(recipe, ParallelDims(), precision=precision)
+
+
+def perturbed(first: ProofCase, runs: int) -> list[ProofCase]:
+    """Return perturbed runs of the reference, with micro-batches of one and of two sequences."""
+    sequences = first.recipe.batch.global_sequences
+    sizes = [size for size in (1, 2) if sequences % size == 0]
+    cases = [
+        _case(
+            first.recipe,
+            first.dims,
+            precision=first.precision,
+            micro_sequences=sizes[number % len(sizes)],
+        )
+        for number in range(runs)
+    ]
+    return [
+        replace(case, perturbation=number, recorded=first.recorded)
+        for number, case in enumerate(cases)
+    ]
+
+
+def simpler(case: ProofCase) -> list[ProofCase]:
+    """Return the valid cases that have one setting less than a case.
+
+    A size of an axis becomes 1, and every other setting that of the reference. Settings that need
+    the axis are given up with it.
+    """
+    layout = case.recipe.layout.model_dump(mode="json", exclude_none=True)
+    alone: list[dict[str, Any]] = [
+        {"reduce_every": 0},
+        {"dp_shard": 0},
+        {"expert_overlap": False},
+        {"recompute": "none"},
+        {"sequence_parallel": False},
+        {"schedule": "1f1b", "virtual_stages": 1, "expert_overlap": False},
+        {"context_attention": "gather"},
+    ]
+    kept = {key: layout[key] for keys in alone for key in keys if key in layout}
+    changes = [(case.dims, case.zero_stage, kept | keys, 0) for keys in alone]
+    changes += [(case.dims, case.zero_stage, kept, 1)]  # micro-batches of one sequence
+    if case.zero_stage > 1:
+        changes += [(case.dims, 1, kept | {"reduce_every": 0}, 0)]
+    without = {
+        "tensor": {"sequence_parallel": False},
+        "pipeline": {"schedule": "1f1b", "virtual_stages": 1, "expert_overlap": False},
+        "context": {"context_attention": "gather"},
+    }
+    for axis in ("expert", "expert_tensor", *IN_TEXTS):
+        if getattr(case.dims, axis) > 1:
+            keys = kept | without.get(axis, {}) | {"dp_shard": 0}
+            dims = replace(case.dims, **{axis: 1})
+            if axis == "tensor":
+                dims = replace(dims, expert_tensor=1)
+            changes.append((dims, case.zero_stage, keys, 0))
+    found = {}
+    for dims, zero, keys, micro in changes:
+        try:
+            one = _case(
+                case.recipe,
+                dims,
+                zero_stage=zero,
+                precision=case.precision,
+                layout=keys,
+                micro_sequences=micro or None,
+            )
+        except UserError:  # the setting needs the one that was given up
+            continue
+        found[f"{one.axes}, {one.method}"] = one
+    found.pop(f"{case.axes}, {case.method}", None)
+    return list(found.values())
+
+
+def settings_beyond(case: ProofCase, first: ProofCase) -> list[str]:
+    """Return the names of the settings that a case does not share with the reference."""
+    names = [name for name, value in case.settings.items() if value != first.settings[name]]
+    if "context" in names and case.recipe.layout.context_attention == "gather":
+        names.remove("context_attention")  # of the only attention that is always valid
+    if "pipeline" in names and case.settings["schedule"] == "1f1b":
+        names.remove("schedule")
+    return names + (["dp_shard"] if case.recipe.layout.dp_shard else [])
 
 
 def valid_cases(
@@ -93,13 +182,14 @@ def valid_cases(
     ranks: int,
     micro_sequences: Iterable[int],
     recompute_intervals: Iterable[int] = (2,),
+    precision: str = "fp32",
 ) -> list[ProofCase]:
     """Return all valid cases on up to `ranks` ranks, smallest worlds first."""
     recomputes = [{"recompute": "none"}, {"recompute": "selective"}] + [
         {"recompute": "full", "recompute_interval": interval} for interval in recompute_intervals
     ]
     for stage in ZERO_STAGES:
-        read_deepspeed_json(CONFIG.format(stage))  # raises here if the file is missing
+        read_deepspeed_json(CONFIG.format(stage, precision))  # raises here if the file is missing
     cases = []
     for dims in all_dims(ranks, experts=recipe.model.experts is not None):
         variants = layouts(dims, recomputes, experts=recipe.model.experts is not None)
@@ -113,6 +203,7 @@ def valid_cases(
                             recipe,
                             dims,
                             zero_stage=zero,
+                            precision=precision,
                             layout=layout | reduction,
                             micro_sequences=micro,
                         )
@@ -256,15 +347,16 @@ def _case(
     dims: ParallelDims,
     *,
     zero_stage: int = 1,
+    precision: str = "fp32",
     layout: dict[str, Any] | None = None,
     micro_sequences: int | None = None,
 ) -> ProofCase:
     table = recipe.model_dump(mode="json", exclude_none=True)
     table["layout"] = dims.layout_keys | (layout or {})
     table["batch"]["micro_sequences"] = micro_sequences or recipe.batch.micro_sequences
-    table["deepspeed"] = CONFIG.format(zero_stage)
+    table["deepspeed"] = CONFIG.format(zero_stage, precision)
     case = parse_recipe(table, recipe.name)
     world = LaunchEnvironment(size=dims.world_size, local_size=dims.world_size)
     dims = case.parallel_dims(world)
     build_deepspeed_config(case, dims)
-    return ProofCase(case, dims, zero_stage)
+    return ProofCase(case, dims, zero_stage, precision)

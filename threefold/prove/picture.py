@@ -15,10 +15,7 @@ from models.errors import counted
 from threefold.config.parallel_dims import IN_TEXTS
 from threefold.pipeline.picture import save_figure
 from threefold.prove.compare import (
-    GRAD_NORM_TOLERANCE,
     LOSS_TOLERANCE,
-    MOMENT_TOLERANCE,
-    WEIGHT_TOLERANCE,
     Difference,
 )
 from threefold.prove.layouts import SCHEDULES, ZERO_STAGES, ProofCase
@@ -70,7 +67,7 @@ def curves(findings: Sequence[CaseResult], title: str) -> Figure:
     )
     upper.set_ylabel("loss (nats per token)")
     lower.set_ylabel("difference /\nloss", fontsize=9)
-    lower.set_ylim(-LOSS_TOLERANCE, LOSS_TOLERANCE)
+    lower.set_ylim(-max(largest, LOSS_TOLERANCE), max(largest, LOSS_TOLERANCE))
     lower.set_xlabel("step")
     for axes in (upper, lower):
         axes.grid(color="0.92", linewidth=0.6)
@@ -141,10 +138,5 @@ def _colour(finding: CaseResult) -> float:
     result = finding.result
     if not finding.passes or not isinstance(result, Difference):
         return FAILED
-    needed = max(
-        result.loss / LOSS_TOLERANCE,
-        result.grad_norm / GRAD_NORM_TOLERANCE,
-        result.weights / WEIGHT_TOLERANCE,
-        result.moments / MOMENT_TOLERANCE,
-    )
-    return min(0.0, max(MIN_COLOUR, math.log10(needed))) if needed else MIN_COLOUR
+    ratio = result.ratio
+    return min(0.0, max(MIN_COLOUR, math.log10(ratio))) if ratio else MIN_COLOUR

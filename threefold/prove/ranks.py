@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from models.errors import UserError
 from threefold.prove.compare import ResumeResult, TrainingResult
@@ -22,7 +23,10 @@ PRELOADED_MODULES = [
     "deepspeed.module_inject.auto_ep_layer",
 ]
 
-Result = tuple[ProofCase, TrainingResult | ResumeResult | str]
+if TYPE_CHECKING:  # torch
+    from threefold.prove.recording import Recording
+
+Result = tuple[ProofCase, "TrainingResult | ResumeResult | Recording | str"]
 
 
 class RankPool:

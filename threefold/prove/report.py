@@ -8,16 +8,20 @@ from typing import Any
 
 from threefold.config.parallel_dims import IN_TEXTS
 from threefold.prove.compare import (
-    EVALUATION_TOLERANCE,
+    BAND_FACTOR,
+    FP32_TOLERANCES,
     GRAD_NORM_TOLERANCE,
     LOSS_TOLERANCE,
     MOMENT_TOLERANCE,
+    PERTURBED_RUNS,
     RELAY_LOSS_TOLERANCE,
     WEIGHT_TOLERANCE,
+    Bands,
     Difference,
     ResumeResult,
 )
 from threefold.prove.layouts import ProofCase
+from threefold.prove.naming import Cause
 
 AXES = " x ".join(IN_TEXTS)  # followed by the expert ranks, if there are any
 COLUMNS = f"| {AXES} | ranks | layouts | loss | gradient norm | weights | moments |"
@@ -40,11 +44,23 @@ class CaseResult:
         return not isinstance(self.result, str) and self.result.passes
 
 
-def as_text(findings: Sequence[CaseResult], *, every_layout: bool) -> str:
-    """Return the report of a proof for a terminal."""
+def as_text(
+    findings: Sequence[CaseResult],
+    *,
+    every_layout: bool,
+    bands: Bands | None = None,
+    cause: Cause | None = None,
+) -> str:
+    """Return the report of a proof for a terminal.
+
+    Args:
+        bands: derived limits; None: those of fp32
+        cause: the cause of the smallest failure
+    """
     ordered = sorted(findings, key=_axes)
     layouts = "\n".join(map(describe, ordered)) if every_layout else ""
-    parts = [layouts, table(ordered), failures(ordered), verdict(ordered)]
+    parts = [layouts, table(ordered), table_of_bands(bands) if bands else "", failures(ordered)]
+    parts += [f"first difference: {cause}" if cause else "", verdict(ordered, bands)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -53,6 +69,27 @@ def table(findings: Sequence[CaseResult]) -> str:
     lines = [COLUMNS, "|---|---|---|---|---|---|---|"]
     by_axes = groupby(sorted(findings, key=_axes), key=_axes)
     lines += [_row(list(group)) for _, group in by_axes]
+    return "\n".join(lines)
+
+
+def table_of_bands(bands: Bands) -> str:
+    """Return a Markdown table of the limits of each step, and of the largest ones of tensors."""
+    lines = ["| band | loss | gradient norm |", "|---|---|---|"]
+    limits = {(quantity.kind, quantity.name, quantity.step): bands[quantity] for quantity in bands}
+    steps = [step for kind, _, step in limits if kind == "grad_norm"]
+    for step in steps:
+        loss, norm = limits["loss", "", step], limits["grad_norm", "", step]
+        lines.append(f"| step {step} | {loss:.1e} | {norm:.1e} |")
+    largest = {
+        kind: max((limit for (k, *_), limit in limits.items() if k == kind), default=0.0)
+        for kind in FP32_TOLERANCES
+    }
+    lines.append(
+        f"\nlargest bands of the tensors after the last step: weights {largest['weights']:.1e}, "
+        f"first moments {largest['moments']:.1e}; of the evaluation {largest['evaluation']:.1e}"
+    )
+    if largest["rerouted"]:
+        lines[-1] += f"; tokens with another expert {largest['rerouted']:.0f}"
     return "\n".join(lines)
 
 
@@ -80,13 +117,12 @@ def describe(finding: CaseResult) -> str:
         f"weights {result.weights:.1e} ({result.parameter}), "
         f"first moments {result.moments:.1e} ({result.moment})"
     )
-    if result.rerouted:
+    text += f"; largest difference {result.ratio:.2g} of its limit ({result.worst})"
+    if result.rerouted and result.margin is not None:
         text += (
             f"; {result.rerouted} tokens or more have another expert than in one process, and the "
             f"smallest margin of a choice is {result.margin:.1e}"
         )
-    if result.evaluation > EVALUATION_TOLERANCE:
-        text += f"; evaluations differ by {result.evaluation:.1e}"
     return "; ".join([text, *result.diverged])
 
 
@@ -115,14 +151,24 @@ def relay_as_text(findings: Sequence[CaseResult], *, every_layout: bool) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def verdict(findings: Sequence[CaseResult]) -> str:
+def verdict(findings: Sequence[CaseResult], bands: Bands | None = None) -> str:
     """Return the last lines of the report."""
-    noise = max((f.result.noise for f in findings if isinstance(f.result, Difference)), default=0)
-    text = (
-        f"{summary(findings)} (largest relative differences allowed: {LOSS_TOLERANCE:.0e} of the "
-        f"loss, {GRAD_NORM_TOLERANCE:.0e} of the gradient norm, {WEIGHT_TOLERANCE:.0e} of the "
-        f"weights, {MOMENT_TOLERANCE:.0e} of the first moments)"
+    differences = [f.result for f in findings if isinstance(f.result, Difference)]
+    noise = max((difference.noise for difference in differences), default=0)
+    limits = (
+        f"largest relative differences allowed: {LOSS_TOLERANCE:.0e} of the loss, "
+        f"{GRAD_NORM_TOLERANCE:.0e} of the gradient norm, {WEIGHT_TOLERANCE:.0e} of the weights, "
+        f"{MOMENT_TOLERANCE:.0e} of the first moments"
     )
+    if bands is not None:
+        limits = (
+            f"each band is {BAND_FACTOR:.0f} times the largest difference of {PERTURBED_RUNS} "
+            f"perturbed runs of one process"
+        )
+    text = f"{summary(findings)} ({limits})"
+    if differences:
+        worst = max(differences, key=lambda difference: difference.ratio)
+        text += f"\nlargest difference: {worst.ratio:.2g} of its limit ({worst.worst})"
     if noise:
         text += (
             f"\nnot compared: the biases of the keys. Their exact gradient is zero, so that Adam "
@@ -138,20 +184,26 @@ def summary(findings: Sequence[CaseResult]) -> str:
 
 
 def as_json(
-    findings: Sequence[CaseResult], *, relay: bool = False, complete: bool = True
+    findings: Sequence[CaseResult],
+    *,
+    relay: bool = False,
+    complete: bool = True,
+    bands: Bands | None = None,
+    cause: Cause | None = None,
 ) -> dict[str, Any]:
-    """Return the report for other programs."""
-    tolerances = {
-        "loss": LOSS_TOLERANCE,
-        "grad_norm": GRAD_NORM_TOLERANCE,
-        "weights": WEIGHT_TOLERANCE,
-        "moments": MOMENT_TOLERANCE,
-        "evaluation": EVALUATION_TOLERANCE,
-    }
+    """Return the report for other programs.
+
+    Args:
+        bands, cause: as for `as_text`
+    """
+    tolerances: dict[str, float] = FP32_TOLERANCES
+    if bands is not None:
+        tolerances = {str(quantity): limit for quantity, limit in bands.items()}
     return {
         "passed": complete and all(finding.passes for finding in findings),
         "complete": complete,
         "tolerances": {"loss": RELAY_LOSS_TOLERANCE} if relay else tolerances,
+        "cause": None if cause is None else str(cause),
         "layouts": [_row_of_json(finding) for finding in findings],
     }
 

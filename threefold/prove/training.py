@@ -16,6 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor
 
 from models.errors import UserError
+from models.layer_specs import logical_shapes
 from models.sharding import Sharding, sharding_of
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import LaunchEnvironment
@@ -30,19 +31,29 @@ from threefold.pipeline.stage import replaced
 from threefold.pretrain.evaluation import Evaluator
 from threefold.prove.compare import TrainingResult
 from threefold.prove.layouts import ProofCase
+from threefold.prove.recording import (
+    BACKWARD,
+    UPDATE,
+    Recorder,
+    Recording,
+    Value,
+    perturbed,
+    shuffled,
+)
 from threefold.runtime.processes import start_processes
 
 TASK_REQUESTS = 8  # of the task of a proof
 
 
-def train_cases(cases: Iterable[ProofCase]) -> Iterator[TrainingResult | None]:
-    """Train the cases of this world's size; yield outcomes on rank 0, None on the others."""
+def train_cases(cases: Iterable[ProofCase]) -> Iterator[TrainingResult | Recording | None]:
+    """Train or record the cases of this world; yield outcomes on rank 0, None on the others."""
     cases = list(cases)
     deterministic = cases[0].recipe.training.deterministic
     with many_cases(deterministic=deterministic) as begin_case:
         for case in cases:
             begin_case()
-            yield train(case, LaunchEnvironment.from_environment(os.environ))
+            world = LaunchEnvironment.from_environment(os.environ)
+            yield record(case, world) if case.recorded else train(case, world)
 
 
 @contextlib.contextmanager
@@ -77,21 +88,19 @@ def train(case: ProofCase, world: LaunchEnvironment) -> TrainingResult | None:
     results, validation, evaluations = [], [], []
     margin = math.inf
     steps = case.recipe.training.steps
-    for step in range(1, steps + 1):
-        if step == steps:  # between two steps, as in a run
-            metrics = evaluator.validate()
-            validation.append(metrics["validation_loss"])
-            evaluations += metrics.get("validation_position_losses", [])
-            evaluations += evaluator.score_requests()[0].tolist()
+    with perturbed_if_asked(engine, case):
+        for step in range(1, steps + 1):
+            if step == steps:  # between two steps, as in a run
+                metrics = evaluator.validate()
+                validation.append(metrics["validation_loss"])
+                evaluations += metrics.get("validation_position_losses", [])
+                evaluations += evaluator.score_requests()[0].tolist()
+                margin = min(margin, margin_of(engine))
+            results.append(train_step(engine, data, step, order=case.perturbation))
             margin = min(margin, margin_of(engine))
-        results.append(train_step(engine, data, step))
-        margin = min(margin, margin_of(engine))
     further = [loss for result in results for loss in result.prediction_losses or ()]
-    weights = gather(engine, held_weights(engine))
-    # AdamW's first moments and Muon's momenta are running means or sums of the gradients. Unlike
-    # the updates, they show an error in the scale of a gradient.
-    first_moments = held_state(engine, "exp_avg") | held_state(engine, "momentum_buffer")
-    moments = gather(engine, first_moments)
+    weights = gather(engine, held_state(engine, "fp32"))
+    moments = gather(engine, first_moments(engine))
     diverged = engine.diverged_replicas()
     if world.rank != 0:
         return None
@@ -106,6 +115,55 @@ def train(case: ProofCase, world: LaunchEnvironment) -> TrainingResult | None:
         evaluations=evaluations,
         prediction_losses=further,
     )
+
+
+def record(case: ProofCase, world: LaunchEnvironment) -> Recording | None:
+    """Run one step without clipping, and return its logical tensors on rank 0.
+
+    The gradient of a weight is recorded as the optimizer's moment, which is a multiple of it after
+    the first step.
+    """
+    optimizer = case.recipe.optimizer.model_copy(update={"gradient_clipping": 0.0})
+    engine, data = start(case.recipe.model_copy(update={"optimizer": optimizer}), world)
+    recorder = Recorder(engine)
+    with recorder.recording(), perturbed_if_asked(engine, case):
+        result = train_step(engine, data, 1, order=case.perturbation)
+    recording = recorder.gather()
+    moments = gather(engine, first_moments(engine))
+    weights = gather(engine, held_state(engine, "fp32"))
+    if recording is None:
+        return None
+    backwards = [name for name in reversed(logical_shapes(case.recipe.model)) if name in weights]
+    for name in backwards:
+        if name in moments:
+            gradient = Value(module_of(name), BACKWARD, f"gradient of {name}")
+            recording.values[gradient] = [moments[name]]
+    norm = Value("gradient norm", UPDATE, "norm of all gradients")
+    recording.values[norm] = [torch.tensor(result.grad_norm)]
+    for name in backwards:
+        recording.values[Value(module_of(name), UPDATE, f"updated {name}")] = [weights[name]]
+    return recording
+
+
+def module_of(parameter: str) -> str:
+    """Return the module of a parameter: "blocks.0.mlp.experts" of "blocks.0.mlp.experts.up_5"."""
+    return parameter.rpartition(".")[0]
+
+
+def perturbed_if_asked(engine: Engine, case: ProofCase) -> contextlib.AbstractContextManager[None]:
+    """Perturb the passes of a perturbed run of the reference."""
+    if case.perturbation is None:
+        return contextlib.nullcontext()
+    return perturbed(engine, case.perturbation)
+
+
+def first_moments(engine: Engine) -> dict[str, Tensor]:
+    """Return this rank's part of AdamW's first moments and Muon's momenta; collective.
+
+    They are running means or sums of the gradients. Unlike the updates, they show an error in the
+    scale of a gradient.
+    """
+    return held_state(engine, "exp_avg") | held_state(engine, "momentum_buffer")
 
 
 def proof_task(data: TrainingData) -> Tasks:
@@ -132,14 +190,22 @@ def start(recipe: Recipe, world: LaunchEnvironment) -> tuple[Engine, TrainingDat
     return engine, TrainingData(recipe, dims, world.rank)
 
 
-def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
+def train_step(
+    engine: Engine, data: TrainingData, step: int, *, order: int | None = None
+) -> StepResult:
     """Run a step, counted from 1, at the recipe's learning rate.
+
+    Args:
+        order: number that decides the order of the micro-batches; None: as they are read
 
     Raises:
         UserError: the loss is not finite. DeepSpeed skips such a step, so that there would be no
             states of the optimizer to compare.
     """
-    result = engine.train_step(data.step(step), data.plan.at(step).learning_rate(step))
+    micro_batches = list(data.step(step))
+    if order is not None:
+        micro_batches = shuffled(micro_batches, order)
+    result = engine.train_step(micro_batches, data.plan.at(step).learning_rate(step))
     if not math.isfinite(result.loss):
         raise UserError(
             f"the loss of step {step} is {result.loss}, so there is nothing to compare; find the "
