@@ -83,6 +83,7 @@ class ProofCase:
             "expert_overlap": layout.expert_overlap,
             "zero": self.zero_stage,
             "reduce_every": layout.reduce_every,
+            "dp_shard": layout.dp_shard,
             "schedule": layout.schedule_name if sizes.pipeline > 1 else "",
             "sequence_parallel": layout.sequence_parallel,
             "context_attention": layout.context_attention if sizes.context > 1 else "",
@@ -173,7 +174,7 @@ def settings_beyond(case: ProofCase, first: ProofCase) -> list[str]:
         names.remove("context_attention")  # of the only attention that is always valid
     if "pipeline" in names and case.settings["schedule"] == "1f1b":
         names.remove("schedule")
-    return names + (["dp_shard"] if case.recipe.layout.dp_shard else [])
+    return names
 
 
 def valid_cases(
