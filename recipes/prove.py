@@ -2,8 +2,10 @@
 
 The command shrinks the recipe (all switches of its architecture stay), trains it once in one
 process, and then in every valid combination of tensor x pipeline x context x data x ZeRO x schedule
-x sequence parallelism x recomputation x micro-batch size on up to --ranks processes, in fp32 on the
-CPU. You need neither a GPU nor a corpus. Exit code 0: all layouts agree up to rounding; 1: some
+x sequence parallelism x recomputation x micro-batch size on up to --ranks processes, in the recipe's
+precision (fp32 or bf16) on the CPU. In bf16, the limits are derived from perturbed runs of one
+process. If a layout fails, the report names the module and the axis at fault. You need neither a
+GPU nor a corpus. Exit code 0: all layouts agree up to rounding; 1: some
 differ; 2: the recipe or an option is invalid; 130 or 143: interrupted, with a report of the layouts
 that were finished.
 
@@ -14,7 +16,7 @@ must then have the same losses.
 
     python recipes/prove.py recipes/tiny.toml
     python recipes/prove.py recipes/llama/7b.toml --ranks 4 --layouts
-    python recipes/prove.py recipes/llama/7b.toml --sample 100
+    python recipes/prove.py recipes/llama/7b.toml --sample 100 --precision fp32
     python recipes/prove.py recipes/llama/7b.toml --only schedule=zb-v,zb-h1 --only zero=2
     python recipes/prove.py recipes/mine.toml --json > proof.json
     python recipes/prove.py recipes/mine.toml --heatmap proof.png

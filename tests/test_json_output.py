@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
         ["trace", TINY, "--gpu", "H100", "--nodes", "1", "--gpus-per-node", "2"],
         {"threefold.trace.trace.trace": None},
     ),
-    "threefold.commands.prove": ([TINY], {"prove": SimpleNamespace(passes=True)}),
+    "threefold.commands.prove": ([TINY], {"Proof.run": SimpleNamespace(passes=True)}),
     "threefold.commands.sweep": (["links", "mine"], {"Preflight.run": (None, None)}),
 }  # fmt: skip
 REPORTS = {  # functions that would need real results
@@ -86,7 +86,7 @@ def test_standard_output_is_one_json_object(
     for attribute, result in stubs.items():
         measure = noisy(result)
         lazily = lambda *_, measure=measure, **__: (measure() for _ in "1")  # noqa: E731
-        replace(command, attribute, lazily if attribute == "prove" else measure, monkeypatch)
+        replace(command, attribute, lazily if attribute == "Proof.run" else measure, monkeypatch)
     for attribute, result in REPORTS.get(name, {}).items():
         replace(command, attribute, lambda *_, result=result, **__: result, monkeypatch)
     if name == "threefold.commands.sweep":  # it would end this process

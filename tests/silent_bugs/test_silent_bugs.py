@@ -134,7 +134,9 @@ def test_every_bug_is_another_program_and_on_the_page() -> None:
         assert bug.fault.text != bug.fault.replacement, bug
         compile(bug.fault.applied(REPOSITORY), bug.fault.file, "exec")
         owner, _, number = bug.reference.partition("#")
-        assert f"{owner}/issues/{number}" in page or f"{owner}/pull/{number}" in page or (
-            not number and owner in page
+        assert (
+            f"{owner}/issues/{number}" in page
+            or f"{owner}/pull/{number}" in page
+            or (not number and owner in page)
         ), bug.reference
         assert bug.fault.reason in page
