@@ -2,8 +2,8 @@
 
 The command shrinks the recipe (all switches of its architecture stay), trains it once in one
 process, and then in every valid combination of tensor x pipeline x context x data x ZeRO x schedule
-x sequence parallelism x recomputation x micro-batch size on up to --ranks processes, in the recipe's
-precision (fp32 or bf16) on the CPU. In bf16, the limits are derived from perturbed runs of one
+x sequence parallelism x recomputation x micro-batch size on up to --ranks processes, on the CPU and
+in the recipe's precision (fp32 or bf16). In bf16, the limits are derived from perturbed runs of one
 process. If a layout fails, the report names the module and the axis at fault. You need neither a
 GPU nor a corpus. Exit code 0: all layouts agree up to rounding; 1: some
 differ; 2: the recipe or an option is invalid; 130 or 143: interrupted, with a report of the layouts

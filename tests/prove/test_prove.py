@@ -54,7 +54,6 @@ from threefold.prove import picture, training
 from threefold.prove import ranks as proof_ranks
 from threefold.prove.compare import (
     BAND_FACTOR,
-    MAX_BANDS,
     MIN_BAND,
     PERTURBED_RUNS,
     Quantity,
@@ -74,7 +73,7 @@ from threefold.prove.layouts import (
 )
 from threefold.prove.naming import Cause, first_difference, smallest, tensor_difference
 from threefold.prove.ranks import run_cases
-from threefold.prove.recording import next_float, shuffled
+from threefold.prove.recording import next_float
 from threefold.prove.report import CaseResult, as_json, failures, table, verdict
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.prove.training import train_cases
@@ -385,7 +384,6 @@ def test_a_perturbation_is_one_unit_in_the_last_place() -> None:
         steps = torch.stack([moved == x, moved == above, moved == below]).float()
         assert steps.any(0).all() and (moved[-10:] == 0).all()
         assert (steps[:, :1000].mean(1) - 1 / 3).abs().max() < 0.06
-    assert shuffled(list(range(8)), 1) != shuffled(list(range(8)), 2) != list(range(8))
 
 
 # Comparison
@@ -422,18 +420,17 @@ def test_tolerances(other: TrainingResult, passes: bool, corpus: Path) -> None:
 
 
 def test_bands_are_multiples_of_the_largest_perturbation(corpus: Path) -> None:
-    """They grow with the steps, are at least a rounding error, and at most what rounding explains.
+    """They grow with the steps, and are at least a rounding error.
 
     Without a perturbation that gives a token another expert, no layout may do so.
     """
     model = recipe_of(corpus, {}).model
     runs = [outcome(loss=2 * (1 + error), weight=1 - 2 * error) for error in (1e-5, -3e-5)]
-    runs[0].grad_norms[0] = 1.5
     bands = derive_bands(runs, outcome(), model)
     assert bands[Quantity("loss", "", 1)] == MIN_BAND
     assert bands[Quantity("loss", "of the validation", 1)] == pytest.approx(BAND_FACTOR * 3e-5)
     assert bands[Quantity("weights", "head.weight")] == pytest.approx(BAND_FACTOR * 6e-5, rel=1e-3)
-    assert bands[Quantity("grad_norm", "", 1)] == MAX_BANDS["grad_norm"]
+    assert bands[Quantity("grad_norm", "", 1)] == MIN_BAND
     assert bands[Quantity("rerouted")] == 0.0
     for error, passes in ((0.9, True), (1.1, False)):
         other = outcome(loss=2 * (1 + error * BAND_FACTOR * 3e-5))

@@ -22,7 +22,6 @@ RECORDED_RUNS = 4  # perturbed recordings from which the bands of a step's tenso
 # A tensor that no perturbation changes may differ by a few roundings of fp32, in which sums and
 # gradients are kept in every precision.
 MIN_TENSOR_BAND = 2e-6
-MAX_TENSOR_BAND = 0.5  # as MAX_BANDS of `compare.py`
 MAX_ROUNDS = 12  # of the search for a smaller layout; each gives up at least one setting
 
 
@@ -120,12 +119,9 @@ def smallest(
 def bands_of(perturbed_runs: "Sequence[Recording]", reference: "Recording") -> "dict[Value, float]":
     """Return the limit of each tensor, from perturbed recordings of the reference."""
     return {
-        value: min(
-            MAX_TENSOR_BAND,
-            max(
-                MIN_TENSOR_BAND,
-                *(BAND_FACTOR * tensor_difference(run, reference, value) for run in perturbed_runs),
-            ),
+        value: max(
+            MIN_TENSOR_BAND,
+            *(BAND_FACTOR * tensor_difference(run, reference, value) for run in perturbed_runs),
         )
         for value in reference.values
     }

@@ -38,7 +38,6 @@ from threefold.prove.recording import (
     Recording,
     Value,
     perturbed,
-    shuffled,
 )
 from threefold.runtime.processes import start_processes
 
@@ -96,7 +95,7 @@ def train(case: ProofCase, world: LaunchEnvironment) -> TrainingResult | None:
                 evaluations += metrics.get("validation_position_losses", [])
                 evaluations += evaluator.score_requests()[0].tolist()
                 margin = min(margin, margin_of(engine))
-            results.append(train_step(engine, data, step, order=case.perturbation))
+            results.append(train_step(engine, data, step))
             margin = min(margin, margin_of(engine))
     further = [loss for result in results for loss in result.prediction_losses or ()]
     weights = gather(engine, held_state(engine, "fp32"))
@@ -127,7 +126,7 @@ def record(case: ProofCase, world: LaunchEnvironment) -> Recording | None:
     engine, data = start(case.recipe.model_copy(update={"optimizer": optimizer}), world)
     recorder = Recorder(engine)
     with recorder.recording(), perturbed_if_asked(engine, case):
-        result = train_step(engine, data, 1, order=case.perturbation)
+        result = train_step(engine, data, 1)
     recording = recorder.gather()
     moments = gather(engine, first_moments(engine))
     weights = gather(engine, held_state(engine, "fp32"))
@@ -190,22 +189,14 @@ def start(recipe: Recipe, world: LaunchEnvironment) -> tuple[Engine, TrainingDat
     return engine, TrainingData(recipe, dims, world.rank)
 
 
-def train_step(
-    engine: Engine, data: TrainingData, step: int, *, order: int | None = None
-) -> StepResult:
+def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
     """Run a step, counted from 1, at the recipe's learning rate.
-
-    Args:
-        order: number that decides the order of the micro-batches; None: as they are read
 
     Raises:
         UserError: the loss is not finite. DeepSpeed skips such a step, so that there would be no
             states of the optimizer to compare.
     """
-    micro_batches = list(data.step(step))
-    if order is not None:
-        micro_batches = shuffled(micro_batches, order)
-    result = engine.train_step(micro_batches, data.plan.at(step).learning_rate(step))
+    result = engine.train_step(data.step(step), data.plan.at(step).learning_rate(step))
     if not math.isfinite(result.loss):
         raise UserError(
             f"the loss of step {step} is {result.loss}, so there is nothing to compare; find the "
