@@ -68,15 +68,21 @@ def functions_of(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def plant(fault: Mutant) -> None:
     """Give every function of the file at fault, in this process, the code of the faulty file."""
-    path = str(REPOSITORY / fault.file)
+    path = REPOSITORY / fault.file
+    old, new = (
+        list(functions_of(compile(source, str(path), "exec")))
+        for source in (path.read_text(), fault.applied(REPOSITORY))
+    )
     codes = {
-        code.co_qualname: code
-        for code in functions_of(compile(fault.applied(REPOSITORY), path, "exec"))
+        (code.co_qualname, code.co_firstlineno): faulty
+        for code, faulty in zip(old, new, strict=True)
     }
     for function in gc.get_objects():
-        if isinstance(function, types.FunctionType) and function.__code__.co_filename == path:
-            name = function.__code__.co_qualname
-            function.__code__ = codes.get(name, function.__code__)
+        if isinstance(function, types.FunctionType):
+            code = function.__code__
+            if code.co_filename == str(path):
+                key = code.co_qualname, code.co_firstlineno
+                function.__code__ = codes.get(key, code)
 
 
 def run_with_bug(

@@ -52,10 +52,10 @@ class Cause:
         place = f"smallest layout that fails: {self.case.axes}, {self.case.method}"
         if not self.module:
             return f"{axis}: no tensor of the first step leaves its band; {place}"
-        return (
-            f"{axis}, {self.module}, {self.phase}: {self.tensor} differs by {self.difference:.1e} "
-            f"(band {self.band:.1e}); {place}"
-        )
+        differs = f"differs by {self.difference:.1e} (band {self.band:.1e})"
+        if math.isinf(self.difference):
+            differs = "is missing or not a number, at least in part"
+        return f"{axis}, {self.module}, {self.phase}: {self.tensor} {differs}; {place}"
 
 
 def find_cause(
