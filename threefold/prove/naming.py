@@ -9,7 +9,7 @@ module.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from threefold.prove.compare import BAND_FACTOR, Bands, TrainingResult, compare
 from threefold.prove.layouts import ProofCase, perturbed, settings_beyond, simpler
@@ -80,8 +80,11 @@ def find_cause(
     def failing(cases: Sequence[ProofCase]) -> list[ProofCase]:
         found = []
         for tried, outcome in run_cases(cases, ranks=ranks, seconds=seconds):
-            ok = isinstance(outcome, TrainingResult)
-            if not ok or not compare(outcome, expected, model, bands).passes:  # type: ignore[arg-type]
+            passes = (
+                isinstance(outcome, TrainingResult)
+                and compare(outcome, expected, model, bands).passes
+            )
+            if not passes:
                 found.append(tried)
         return found
 
@@ -90,7 +93,9 @@ def find_cause(
     recorded = [replace(one, recorded=True) for one in (first, case)]
     runs = perturbed(recorded[0], RECORDED_RUNS)
     results = dict(run_cases([recorded[0], *runs, *recorded[1:]], ranks=ranks, seconds=seconds))
-    recordings = {one: result for one, result in results.items() if not isinstance(result, str)}
+    recordings: dict[ProofCase, Any] = {
+        one: result for one, result in results.items() if not isinstance(result, str)
+    }
     if recorded[0] not in recordings or recorded[1] not in recordings:
         return Cause(case, settings)
     reference = recordings[recorded[0]]

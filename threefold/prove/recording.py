@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -77,7 +78,7 @@ class _Piece:
     """
 
     value: Value
-    part: Tensor  # [s, b, columns]
+    part: np.ndarray  # [s, b, columns]; arrays are pickled far faster than tensors
     samples: range
     rows: list[int]
     copy: int
@@ -204,7 +205,7 @@ class Recorder:
         is_copy = division == "stream" and not self.tensor.sequence_parallel
 
         def keep(value: Value, part: Tensor, scale: float = 1.0) -> None:
-            copied = part.detach().float().cpu().clone() * scale
+            copied = (part.detach().float().cpu() * scale).numpy()
             copy = self.tensor.rank if is_copy else 0
             self.pieces.append(
                 _Piece(value, copied, samples, rows, copy, self.tensor.rank, columns)
@@ -230,30 +231,27 @@ class Recorder:
     def gather(self) -> Recording | None:
         """Return the logical tensors on rank 0, None on other ranks; collective."""
         sequences = self.engine.recipe.batch.global_sequences
-        sent = [(piece, piece.part.numpy()) for piece in self.pieces]
-        sent = [(vars(piece) | {"part": array}) for piece, array in sent]
         of_ranks: list[Any] | None = (
             [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         )
         is_reporting = self.tensor.rank == 0
-        dist.gather_object((sent, sum(self.losses) if is_reporting else 0.0), of_ranks)
+        dist.gather_object((self.pieces, sum(self.losses) if is_reporting else 0.0), of_ranks)
         if of_ranks is None:
             return None
         values: dict[Value, list[Tensor]] = {}
         whole: dict[tuple[Value, int], Tensor] = {}
         length = self.engine.recipe.model.sequence_length
         for piece in (piece for pieces, _ in of_ranks for piece in pieces):
-            part = torch.from_numpy(piece["part"])
-            sharding: Sharding | None = piece["columns"]
-            width = sharding.shape[0] if sharding else part.shape[-1]
-            key = piece["value"], piece["copy"]
+            part = torch.from_numpy(piece.part)
+            width = piece.columns.shape[0] if piece.columns else part.shape[-1]
+            key = piece.value, piece.copy
             if key not in whole:
                 whole[key] = torch.full((sequences, length, width), torch.nan)
-                values.setdefault(piece["value"], []).append(whole[key])
-            columns = _columns(sharding, piece["tensor_rank"], self.tensor.size, width)
-            for number, sample in enumerate(piece["samples"]):
-                rows = torch.tensor(piece["rows"])
-                if sample < sequences:
+                values.setdefault(piece.value, []).append(whole[key])
+            columns = _columns(piece.columns, piece.tensor_rank, self.tensor.size, width)
+            rows = torch.tensor(piece.rows)
+            for number, sample in enumerate(piece.samples):
+                if sample < sequences:  # a fault may read others
                     whole[key][sample, rows[:, None], columns] = part[:, number]
         context = self.engine.axes.dims.context
         loss = torch.tensor(sum(total for _, total in of_ranks) / (sequences * context))
