@@ -373,6 +373,9 @@ def test_recordings_have_the_logical_tensors_of_every_layout(
     cause = first_difference(broken, expected, limits, case, ("tensor",))
     assert (cause.module, cause.phase) == ("blocks.0.mlp.up", "forward")
     assert str(cause).startswith("tensor, blocks.0.mlp.up, forward: output differs by ")
+    assert tensor_difference(broken, expected, list(limits)[-1]) == math.inf  # not computed
+    cause = replace(cause, difference=math.inf)
+    assert "blocks.0.mlp.up, forward: output is missing or not a number" in str(cause)
 
 
 def test_a_perturbation_is_one_unit_in_the_last_place() -> None:

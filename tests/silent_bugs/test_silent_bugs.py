@@ -77,6 +77,7 @@ def plant(fault: Mutant) -> None:
         (code.co_qualname, code.co_firstlineno): faulty
         for code, faulty in zip(old, new, strict=True)
     }
+    gc.unfreeze()  # the fork server's imports, which `get_objects` would leave out
     for function in gc.get_objects():
         if isinstance(function, types.FunctionType):
             code = function.__code__
