@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
         {"threefold.trace.trace.trace": None},
     ),
     "threefold.commands.prove": ([TINY], {"Proof.run": SimpleNamespace(passes=True)}),
-    "threefold.commands.sweep": (["links", "mine"], {"Preflight.run": (None, None)}),
+    "threefold.commands.sweep": (["links", "mine"], {"ClusterMeasurement.run": (None, None)}),
 }  # fmt: skip
 REPORTS = {  # functions that would need real results
     "threefold.commands.plan": {"threefold.trace.trace.table": {}},

@@ -1081,7 +1081,7 @@ def test_a_loss_that_is_not_finite_is_named_without_a_traceback(
     assert "Traceback" not in capsys.readouterr().err
     small = made_small(recipe_of(corpus, {}), corpus, steps=1)
     monkeypatch.setattr(prove, "run_cases", lambda cases, **_: [(cases[0], text)])
-    (finding,) = prove.prove(small, [], ranks=1)
+    (finding,) = prove.Proof(small, [reference(small)], ranks=1).run()
     assert finding.result == f"the single process that layouts are compared with: {text}"
 
 

@@ -35,8 +35,8 @@ def test_the_prediction_is_that_of_the_planner(tmp_path: Path) -> None:
 
 
 def test_the_gpu_follows_from_the_recipe_or_the_peak(tmp_path: Path) -> None:
-    peak = load_gpu("MI300X").peak_tflops["bf16"]
-    assert predict(record_of(tmp_path / "a", mfu=1.0, peak=peak), None).gpu == "MI300X"
+    peak = load_gpu("MI355X").peak_tflops["bf16"]
+    assert predict(record_of(tmp_path / "a", mfu=1.0, peak=peak), None).gpu == "MI355X"
     shared = record_of(tmp_path / "b", mfu=1.0, peak=load_gpu("H100").peak_tflops["bf16"])
     with pytest.raises(UserError, match=r"fits .*H100.*H200.*; use --gpu NAME"):
         predict(shared, None)
