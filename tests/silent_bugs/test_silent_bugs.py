@@ -22,7 +22,7 @@ from threefold.prove.layouts import ProofCase, settings_beyond
 BUGS = Path(__file__).with_name("bugs.toml")
 PAGE = REPOSITORY / "docs" / "silent-bugs.md"
 SMALLEST = ("--ranks", "2", "--layers", "2", "--steps", "2")
-QUICK = "NVIDIA/Megatron-LM#1446"  # the others are long
+QUICK = "NVIDIA/Megatron-LM#1446"  # the others are exhaustive
 MIN_BUGS = 30
 run_cases_of_rank = proof_ranks._run_cases
 
@@ -117,7 +117,7 @@ def proof_of(
 @pytest.mark.parametrize(
     "bug",
     [
-        pytest.param(bug, marks=[] if bug.reference == QUICK else pytest.mark.long)
+        pytest.param(bug, marks=[] if bug.reference == QUICK else pytest.mark.exhaustive)
         for bug in read_bugs()
     ],
     ids=lambda bug: bug.reference,
