@@ -86,7 +86,8 @@ class Fp8:
     def rows(self, x: Tensor, columns: Parts | None = None) -> Quantized:
         """Quantize x [..., k] in tiles along its last dimension, which has the given parts."""
         columns = columns or (x.shape[-1],)
-        values, scales = self._fused(quantize_rows, columns)(x, columns)
+        fuse = self._fuse_of(columns)
+        values, scales = fuse(quantize_rows)(x, columns)
         return Quantized(values, scales, columns)
 
     def outputs_of(self, grad: Tensor) -> Quantized:
@@ -95,22 +96,23 @@ class Fp8:
 
     def tokens(self, x: Tensor) -> Quantized:
         """Quantize x [s, b, k] in tiles along each sequence: [k, b * s]."""
-        values, scales = self._fused(quantize_tokens, (len(x),))(x)
+        fuse = self._fuse_of((len(x),))
+        values, scales = fuse(quantize_tokens)(x)
         return Quantized(values.flatten(1), scales.flatten(1), (len(x),) * x.shape[1])
 
     def weight(self, weight: Tensor) -> Quantized:
         """Quantize a weight [n, k] in blocks."""
         columns = (weight.shape[1],)
-        quantize = self._fused(quantize_blocks, (*columns, *self.outputs))
-        values, scales = quantize(weight.detach(), self.outputs, columns)
+        fuse = self._fuse_of((*columns, *self.outputs))
+        values, scales = fuse(quantize_blocks)(weight.detach(), self.outputs, columns)
         return Quantized(values, scales, columns, self.outputs)
 
-    def _fused(self, function: Function, sizes: Parts) -> Function:
-        """Return the function, compiled if all tiles are whole.
+    def _fuse_of(self, sizes: Parts) -> Callable[[Function], Function]:
+        """Return the function that compiles a quantization, if all tiles are whole.
 
         Compiled by torch 2.13 for a CPU, it returns zeros for a part's last tile if it is smaller.
         """
-        return function if _has_smaller_tiles(sizes) else self.fuse(function)
+        return as_written if _has_smaller_tiles(sizes) else self.fuse
 
 
 def quantize_rows(x: Tensor, columns: Parts) -> tuple[Tensor, Tensor]:
