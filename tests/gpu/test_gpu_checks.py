@@ -217,7 +217,9 @@ def test_without_a_compiler_nothing_is_compiled() -> None:
 
     can_compile.cache_clear()
     setting = rows.Setting(who="all")
-    compiled = [name for name in rows.entries(setting, "bf16") if "compiled" in name]
+    compiled = [
+        name for name in rows.entries(setting, cpu_shape(64, 2, 256), "bf16") if "compiled" in name
+    ]
     assert len(compiled) == 3 and cpu_shape(64, 2, 256).recipe("fp32").training.compile is True
     try:
         with (
@@ -225,7 +227,7 @@ def test_without_a_compiler_nothing_is_compiled() -> None:
             mock.patch("torch.compile", side_effect=AssertionError),
         ):
             can_compile.cache_clear()
-            entries = rows.entries(setting, "bf16")
+            entries = rows.entries(setting, cpu_shape(64, 2, 256), "bf16")
             assert set(compiled) & set(entries) == set() and "transformers_eager_bare" in entries
             assert cpu_shape(64, 2, 256).recipe("fp32").training.compile is False
             contestants.warm_libraries()
