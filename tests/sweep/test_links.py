@@ -139,6 +139,26 @@ def test_noise_makes_no_latency_negative_and_no_rate_infinite() -> None:
         fitted_gpu(source, replace(measured, links=shrinking), 8)
 
 
+def test_busy_nodes_are_measured_again() -> None:
+    """Each measurement disturbs one size; the shorter times together are those of idle nodes."""
+    source = load_gpu("H100")
+    idle = measured_on(source, nodes=1, gpus_per_node=8)
+    disturbed = [
+        replace(
+            idle,
+            links=[
+                replace(time, seconds=1.0) if time.bytes == size else time for time in idle.links
+            ],
+        )
+        for size in SIZES["cuda"][:2]
+    ]
+    rounds = iter([disturbed[0], disturbed[0], disturbed[1]])
+    measured, fitted = fit.measure_and_fit(lambda: next(rounds), source, 8)
+    assert measured == idle and vars(fitted) == vars(fitted_gpu(source, idle, 8))
+    with pytest.raises(FitFailed, match="do not grow"):
+        fit.measure_and_fit(lambda: disturbed[0], source, 8)
+
+
 def test_contradicting_measurements_are_predicted_in_between() -> None:
     source = load_gpu("H100")
     measured = measured_on(source, nodes=1, gpus_per_node=8)
@@ -276,7 +296,8 @@ def measurement_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Return a measurement that writes into a folder and measures nothing."""
     measured = measured_on(load_gpu("H100"), nodes=1, gpus_per_node=8)  # reads all datasheets
     monkeypatch.setattr(datasheet, "FOLDER", folder)
-    monkeypatch.setattr(ClusterMeasurement, "_measure", lambda self, launcher: measured)
+    fitted = measured, fitted_gpu(load_gpu("H100"), measured, 8)
+    monkeypatch.setattr(ClusterMeasurement, "_measure", lambda self, launcher: fitted)
     return ClusterMeasurement.of(name, nodes=1, gpus_per_node=8, gpu="H100", seconds=None)
 
 
@@ -371,9 +392,12 @@ def test_two_real_ranks_write_a_datasheet_that_plans_use(
         patched.setattr(datasheet, "FOLDER", tmp_path)
         clear_caches()
         measurement = ClusterMeasurement.of("two-cores", **size, seconds=None)
-        measured, _ = run_ranks(2, measure_here, measurement._request()["links"])
-        patched.setattr(ClusterMeasurement, "_measure", lambda self, launcher: measured)
-        _, gpu = measurement.run(LocalLauncher(Path("absent")))
+        request = measurement._request()["links"]
+        fitted = fit.measure_and_fit(
+            lambda: run_ranks(2, measure_here, request)[0], measurement.source, 2
+        )
+        patched.setattr(ClusterMeasurement, "_measure", lambda self, launcher: fitted)
+        measured, gpu = measurement.run(LocalLauncher(Path("absent")))
         clear_caches()
         planned = run_here(plan.main, "--gpu", "two-cores", "--json", "--top", "0")
         assert datasheet.is_cpu("two-cores") and not datasheet.is_cpu("H100")

@@ -15,7 +15,7 @@ from threefold.gpus.datasheet import Gpu, load_gpu, read_gpu
 from threefold.plan.job import DEFAULT_CLUSTER
 from threefold.sweep.folder import SweepStopped
 from threefold.sweep.links import fit
-from threefold.sweep.links.fit import FitFailed, LinkFit, Links, fitted_gpu
+from threefold.sweep.links.fit import FitFailed, LinkFit, Links, measure_and_fit
 from threefold.sweep.links.measurements import MATMUL_SIZE, SIZES, LinkTime, Measurements
 from threefold.sweep.ranks.controller import (
     Workers,
@@ -27,7 +27,7 @@ from threefold.sweep.ranks.launchers import Launcher
 from threefold.sweep.trial import WorkerKind
 
 WORKERS = REPOSITORY / "runs" / "links"  # of all commands; on a file system that all nodes share
-SECONDS_TO_MEASURE = 600.0
+SECONDS_TO_MEASURE = 600.0  # at most, all operations once
 KEY = "links"  # in place of the key of a trial
 VERBS = {"out_of_memory": "ran out of memory", "hung": "hung", "crashed": "crashed"}
 
@@ -81,14 +81,7 @@ class ClusterMeasurement:
             SweepStopped: the ranks have failed, or the datasheet cannot be written.
         """
         launcher.check(self.kind)
-        measured = self._measure(launcher)
-        try:
-            fitted = fitted_gpu(self.source, measured, self.kind.gpus_per_node)
-        except FitFailed as problem:
-            raise SweepStopped(
-                f"{problem}, so {self.file.name} was not written; rerun the command while the "
-                f"nodes are idle"
-            ) from None
+        measured, fitted = self._measure(launcher)
         text = fit.content(
             fitted, measured, name=self.name, source=self.source, nodes=self.kind.nodes,
             today=date.today(),
@@ -102,21 +95,32 @@ class ClusterMeasurement:
             ) from None
         return measured, read_gpu(self.file)
 
-    def _measure(self, launcher: Launcher) -> Measurements:
-        """Start the ranks, let them measure, and stop them."""
+    def _measure(self, launcher: Launcher) -> tuple[Measurements, Gpu]:
+        """Start the ranks, let them measure until the times can be fitted, and stop them."""
         with worlds_folder() as folder:
             try:
                 workers = Workers.start(self.kind, (folder / "workers").resolve(), launcher)
             except WorkersFailed as problem:
                 raise SweepStopped(f"the ranks cannot be started: {problem}") from None
             try:
-                result = workers.run(self._request(), self.seconds)
+                return measure_and_fit(
+                    lambda: self._round(workers), self.source, self.kind.gpus_per_node
+                )
+            except FitFailed as problem:
+                raise SweepStopped(
+                    f"{problem}, so {self.file.name} was not written; rerun the command while the "
+                    f"nodes are idle"
+                ) from None
             except WorkersAbandoned:
                 raise SweepStopped(
                     "the ranks have exited because this command was suspended; rerun it"
                 ) from None
             finally:
                 workers.stop()
+
+    def _round(self, workers: Workers) -> Measurements:
+        """Measure all operations once."""
+        result = workers.run(self._request(), self.seconds)
         if result.outcome == "rejected":
             raise UserError(result.reason)
         if result.links is None:

@@ -1,7 +1,7 @@
 """Measurements of a cluster: matmul rates, transfers between two ranks, and all-reduces."""
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, NamedTuple, get_args
 
@@ -84,3 +84,9 @@ class Measurements:
     def across_nodes(self) -> list[LinkTime]:
         """The times of ranks on several nodes; empty on a single node."""
         return [time for time in self.links if time.across_nodes]
+
+    def or_shorter(self, other: "Measurements") -> "Measurements":
+        """Return these measurements, with the times of others where those are shorter."""
+        pairs = zip(self.links, other.links, strict=True)
+        links = [min(pair, key=lambda time: time.seconds) for pair in pairs]
+        return replace(self, links=links)
