@@ -153,13 +153,17 @@ def plan(
 ) -> tuple[Recipe, list[ProofCase]]:
     """Shrink the recipe, write its corpus, and return the small recipe and its valid cases."""
     steps = RELAY_STEPS if options.relay else options.steps
-    small = shrink(recipe, ranks=options.ranks, layers=options.layers, steps=steps, corpus=corpus)
+    weights = options.precision or own_precision(recipe)
+    small = shrink(
+        recipe, ranks=options.ranks, layers=options.layers, steps=steps, corpus=corpus,
+        fp8=weights != "fp32",
+    )  # fmt: skip
     needed = small.batch.global_sequences * small.model.sequence_length
     write_corpus(corpus, small.model.vocab_size, validation_tokens=2 * needed + 1000)
     own = {recipe.layout.recompute_interval} if recipe.layout.recompute == "full" else set()
     cases = valid_cases(
         small,
-        precision=options.precision or own_precision(recipe),
+        precision=weights,
         ranks=options.ranks,
         micro_sequences=(1, larger_micro_batch(recipe)),
         recompute_intervals=sorted({min(n, small.model.layers) for n in {2} | own}),

@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from models.config import Experts, LatentAttention, ModelConfig
+from models.config import FP8_TILE, Experts, LatentAttention, ModelConfig
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.data.token_file import write_token_file
 
 SMALL_ROTARY_SIZE, SMALL_KEY_VALUE_RANK, SMALL_QUERY_RANK = 4, 10, 12
 HEAD_SIZE = 8
+# In FP8, two tensor ranks and two context ranks, which have two slices of a sequence each, have
+# whole blocks and tiles.
+FP8_COLUMNS, FP8_SEQUENCE_LENGTH = 2 * FP8_TILE, 4 * FP8_TILE
 MAX_HEADS_PER_GROUP = 3  # query heads per key-value head
 MIN_SEQUENCE_LENGTH = 16
 MAX_COMMON_MULTIPLE = 64  # the largest divisor of the recipe's size that a small size keeps
@@ -24,7 +27,9 @@ MIN_EXPERTS = 8
 MAX_LEARNING_RATE = 1e-4  # because Adam turns gradients that are rounding errors into full steps
 
 
-def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path) -> Recipe:
+def shrink(
+    recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path, fp8: bool = False
+) -> Recipe:
     """Return the recipe with every architectural switch kept and every size small.
 
     Sizes that a layout must divide (key-value heads, feed-forward columns, global batch) keep their
@@ -32,15 +37,20 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     divisors among 1 .. 2 * ranks, because each context rank has two slices. The vocabulary keeps
     its remainder modulo 64, and an odd number of layers stays odd.
 
+    With matmuls in FP8, the sizes are instead those whose blocks and tiles at most two tensor ranks
+    and two context ranks divide.
+
     Args:
         ranks: size of the largest world
         layers: maximum number of layers, or one more to keep an odd number odd
         corpus: folder that `write_corpus` wrote
+        fp8: keep the matmuls of the recipe in FP8, if they are
     """
     table = recipe.model_dump(mode="json", exclude_none=True)
     for key in ("cluster", "phase", "evaluation"):  # a proof has a task of its own
         table.pop(key, None)
-    table["model"] |= small_model(recipe.model, ranks, layers)
+    fp8 = fp8 and recipe.training.matmul_precision == "fp8"
+    table["model"] |= small_model(recipe.model, ranks, layers, fp8=fp8)
     table["layout"] = {}
     table["batch"] = {
         "global_sequences": math.lcm(
@@ -61,6 +71,7 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
         "position_losses": 2 - table["model"]["sequence_length"] % 2,
         "compile": recipe.training.compile,
         "deterministic": recipe.training.deterministic,
+        "matmul_precision": "fp8" if fp8 else "weights",
     }
     table["data"] = {
         "train": [{"path": str(corpus / "train")}],
@@ -73,43 +84,49 @@ def shrink(recipe: Recipe, *, ranks: int, layers: int, steps: int, corpus: Path)
     return parse_recipe(table, f"{recipe.name}, made small")
 
 
-def small_model(model: ModelConfig, ranks: int, layers: int) -> dict[str, Any]:
+def small_model(
+    model: ModelConfig, ranks: int, layers: int, *, fp8: bool = False
+) -> dict[str, Any]:
     """Return the sizes of the small model."""
     kv_heads = _same_divisors(model.kv_heads, ranks)
-    heads = kv_heads * min(model.heads // model.kv_heads, MAX_HEADS_PER_GROUP)
+    ratio, head_size = min(model.heads // model.kv_heads, MAX_HEADS_PER_GROUP), HEAD_SIZE
+    if fp8:
+        kv_heads, ratio = math.gcd(model.kv_heads, 4), min(ratio, 2)
+        head_size = FP8_COLUMNS // kv_heads
+    heads = kv_heads * ratio
+    hidden = heads * head_size
     sizes: dict[str, Any] = {
         "layers": min(model.layers, layers + (model.layers - layers) % 2),
         "heads": heads,
         "kv_heads": kv_heads,
-        "hidden_size": heads * HEAD_SIZE,
-        "ffn_hidden_size": _same_divisors(
-            model.ffn_hidden_size, ranks, at_least=heads * HEAD_SIZE + 1
-        ),
+        "hidden_size": hidden,
+        "ffn_hidden_size": 3 * FP8_COLUMNS if fp8
+        else _same_divisors(model.ffn_hidden_size, ranks, at_least=hidden + 1),
         "vocab_size": 64 * 3 + model.vocab_size % 64,
-        "sequence_length": _same_divisors(
-            model.sequence_length, 2 * ranks, at_least=MIN_SEQUENCE_LENGTH
-        ),
-    }
+        "sequence_length": FP8_SEQUENCE_LENGTH if fp8
+        else _same_divisors(model.sequence_length, 2 * ranks, at_least=MIN_SEQUENCE_LENGTH),
+    }  # fmt: skip
     # The outputs of matmuls keep their standard deviation, so that attention is as far from uniform
     # as in the recipe.
-    spread = math.sqrt(model.hidden_size / sizes["hidden_size"])
+    spread = math.sqrt(model.hidden_size / hidden)
     sizes["initial_std"] = model.initial_std * spread
     if model.embedding_multiplier != 1:  # the multiplied embeddings keep theirs, too
         sizes["embedding_multiplier"] = model.embedding_multiplier / spread
     if model.head_size is not None:  # the recipe sets the head size separately
-        sizes |= {"head_size": HEAD_SIZE, "hidden_size": heads * HEAD_SIZE + 8}
-    sizes |= small_base(model, sizes) | small_attention(model, sizes)
+        sizes |= {"head_size": head_size, "hidden_size": hidden + 8}
+    sizes |= small_base(model, sizes, head_size) | small_attention(model, sizes, head_size)
     if model.experts is not None:
-        sizes["experts"] = small_experts(model.experts, ranks, sizes["layers"])
+        width = FP8_COLUMNS if fp8 else None
+        sizes["experts"] = small_experts(model.experts, ranks, sizes["layers"], width)
     return sizes
 
 
-def small_base(model: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
+def small_base(model: ModelConfig, sizes: Mapping[str, int], head_size: int) -> dict[str, int]:
     """Return the sizes of the base model of the small model, in the ratios of the recipe."""
     pairs = {  # base size -> sizes of the recipe's model and of the small model
         "base_hidden_size": (model.hidden_size, sizes["hidden_size"]),
         "base_layers": (model.layers, sizes["layers"]),
-        "base_head_size": (model.attention_head_size, HEAD_SIZE),
+        "base_head_size": (model.attention_head_size, head_size),
     }
     given = {key: getattr(model, key) for key in pairs}
     return {
@@ -119,7 +136,9 @@ def small_base(model: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-def small_attention(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, Any]:
+def small_attention(
+    model: ModelConfig, sizes: Mapping[str, Any], head_size: int
+) -> dict[str, Any]:
     """Return the settings of attention that depend on sizes.
 
     Each kind of layer stays, a window keeps its ratio to the sequence, and the scores keep their
@@ -137,30 +156,40 @@ def small_attention(model: ModelConfig, sizes: Mapping[str, Any]) -> dict[str, A
             size = min(size, length - 1)
         small["window"] = asdict(model.window) | {"size": size}
     if model.partial_rotary_factor != 1:
-        columns = max(2, round(model.partial_rotary_factor * HEAD_SIZE / 2) * 2)
-        small["partial_rotary_factor"] = columns / HEAD_SIZE
+        columns = max(2, round(model.partial_rotary_factor * head_size / 2) * 2)
+        small["partial_rotary_factor"] = columns / head_size
+    # Whole tiles of queries with a rotary part need one of the size of the rest.
+    rotary_size = SMALL_ROTARY_SIZE if head_size == HEAD_SIZE else head_size
     if model.latent is not None:
-        small["latent"] = small_latent(model.latent)
+        small["latent"] = small_latent(model.latent, head_size, rotary_size)
     if model.attention_scale is not None:
-        columns = HEAD_SIZE + (SMALL_ROTARY_SIZE if model.latent else 0)
+        columns = head_size + (rotary_size if model.latent else 0)
         ratio = math.sqrt(model.score_size / columns)
         small["attention_scale"] = model.attention_scale * ratio
     return small
 
 
-def small_latent(latent: LatentAttention) -> dict[str, int | None]:
-    """Return small sizes of latent attention that differ from one another."""
-    value_size = HEAD_SIZE if latent.value_size > latent.rotary_size else SMALL_ROTARY_SIZE
+def small_latent(
+    latent: LatentAttention, head_size: int, rotary_size: int
+) -> dict[str, int | None]:
+    """Return small sizes of latent attention; the ranks differ from each other and the rest."""
+    value_size = head_size if latent.value_size > latent.rotary_size else rotary_size
     return {
         "query_rank": None if latent.query_rank is None else SMALL_QUERY_RANK,
         "key_value_rank": SMALL_KEY_VALUE_RANK,
-        "rotary_size": SMALL_ROTARY_SIZE,
+        "rotary_size": rotary_size,
         "value_size": value_size,
     }
 
 
-def small_experts(experts: Experts, ranks: int, layers: int) -> dict[str, Any]:
-    """Return the settings of the small model's experts: few and narrow ones."""
+def small_experts(
+    experts: Experts, ranks: int, layers: int, width: int | None = None
+) -> dict[str, Any]:
+    """Return the settings of the small model's experts: few and narrow ones.
+
+    Args:
+        width: columns of an expert; None: a few, with the divisors of the recipe's
+    """
     groups = experts.groups
     count = _same_divisors(
         experts.count,
@@ -169,7 +198,7 @@ def small_experts(experts: Experts, ranks: int, layers: int) -> dict[str, Any]:
         multiple_of=groups,
     )
     choice = count // groups * experts.groups_per_token  # experts of a token's groups
-    width = _same_divisors(experts.ffn_hidden_size, ranks, at_least=HEAD_SIZE)
+    width = width or _same_divisors(experts.ffn_hidden_size, ranks, at_least=HEAD_SIZE)
     return asdict(experts) | {
         "count": count,
         "per_token": min(experts.per_token, max(1, choice // 2)),
