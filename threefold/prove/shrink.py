@@ -136,9 +136,7 @@ def small_base(model: ModelConfig, sizes: Mapping[str, int], head_size: int) -> 
     }
 
 
-def small_attention(
-    model: ModelConfig, sizes: Mapping[str, Any], head_size: int
-) -> dict[str, Any]:
+def small_attention(model: ModelConfig, sizes: Mapping[str, Any], head_size: int) -> dict[str, Any]:
     """Return the settings of attention that depend on sizes.
 
     Each kind of layer stays, a window keeps its ratio to the sequence, and the scores keep their
