@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import product
 from math import gcd
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -458,12 +459,38 @@ def test_the_gain_of_the_first_layout_is_explained() -> None:
 
 def test_ranking_is_measured_by_pairs_and_by_the_first() -> None:
     rows = read_table(PUBLISHED / "narayanan2021.csv")[:3]
-    group = []
-    for row, predicted, measured in zip(rows, (2.0, 1.0, 3.0), (20.0, 30.0, 40.0), strict=True):
+    predictions = []
+    for row, predicted, measured in zip(rows, (2.0, 1.0, 3.0), (20.0, 30.0, 60.0), strict=True):
         row = replace(row, measured=replace(row.measured, step_seconds=measured))
-        group.append(fit_module.Prediction(row, row.job, predicted, 1.0, True))
-    assert fit_module.kendall_tau(group) == pytest.approx((2 - 1) / 3)
-    assert fit_module.regret(group) == pytest.approx(30 / 20 - 1)
+        predictions.append(fit_module.Prediction(row, row.job, predicted, 1.0, True))
+    group = [fit_module.time_of(one) for one in predictions]
+    ranking = fit_module.Ranking.of_groups([group])
+    assert ranking.tau == pytest.approx((2 - 1) / 3) and ranking.pairs == 3
+    assert ranking.mean_regret == ranking.max_regret == pytest.approx(30 / 20 - 1)
+    noisy = [
+        replace(time, rounds=tuple(time.measured * factor for factor in factors))
+        for time, factors in zip(
+            group, ((1.0, 1.2, 1.0), (1.0, 0.75, 1.0), (1.0, 1.0, 1.0)), strict=True
+        )
+    ]  # the first two are no longer told apart, and these were in the wrong order
+    ranking = fit_module.Ranking.of_groups([noisy])
+    assert (ranking.tau, ranking.pairs, ranking.within_noise) == (1.0, 3, 1)
+    hidden = [replace(time, rounds=(1.0, 2.0)) for time in group]
+    assert fit_module.Ranking.of_groups([hidden]).tau is None
+
+
+def test_a_difference_in_every_round_is_no_noise() -> None:
+    def times(*rounds: float) -> Any:
+        return fit_module.RankedTime(1.0, min(rounds), rounds)
+
+    slow, fast = times(2.0, 4.0, 2.1), times(1.9, 3.8, 2.0)  # a disturbance of both in one round
+    assert fit_module.told_apart(slow, fast) and fit_module.told_apart(fast, slow)
+    assert not fit_module.told_apart(times(2.0, 4.0), times(1.9, 3.9))  # two rounds say little
+    assert not fit_module.told_apart(slow, slow) and fit_module.told_apart(times(2.0), times(1.9))
+    # The limit of three rounds is 4.303 standard errors.
+    assert fit_module.told_apart(times(1.0, 1.0, 1.0), times(1.04, 1.05, 1.06))
+    assert not fit_module.told_apart(times(1.0, 1.0, 1.0), times(1.01, 1.02, 1.05))
+    assert fit_module.leading([slow, fast, times(2.0, 3.8, 1.9)]) == [1, 2]
 
 
 def test_every_recipe_fits_the_cluster_that_it_names() -> None:

@@ -1,11 +1,14 @@
 """The sweep command with ranks that answer without measuring: faults, kills and two schedulers."""
 
+import argparse
 import json
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,8 +18,14 @@ import tomli_w
 
 from tests.conftest import changed, small_recipe
 from tests.sweep.sweeps import Sweep
+from threefold.commands.sweep import number_of_rounds
 from threefold.config.loading import REPOSITORY
-from threefold.sweep.report import agreement_line
+from threefold.plan.calibration.fit import RankedTime
+from threefold.plan.calibration.runs_table import read_table
+from threefold.sweep.folder import SweepFolder
+from threefold.sweep.report import agreement_line, round_lines
+from threefold.sweep.scheduler import repeat, rounds_of_groups
+from threefold.sweep.trial import Result, Trial
 
 TOP = 6
 
@@ -235,18 +244,83 @@ def test_the_fastest_of_several_rounds_counts(sweep: Sweep) -> None:
     assert "--halving and --rounds exclude each other" in both
 
 
+def timed_in_rounds(rounds: list[list[float]]) -> list[RankedTime]:
+    """Return the times of trials whose seconds are given by round; the plan expects 1, 2, ..."""
+    trials = list(zip(*rounds, strict=True))
+    return [RankedTime(n, min(seconds), seconds) for n, seconds in enumerate(trials, start=1)]
+
+
 def test_rounds_that_order_the_trials_differently_are_noise() -> None:
-    group = [[1.0, 2.0, 3.0], [1.2, 4.0, 3.0], [1.1, 2.0, 3.0]]
+    group = timed_in_rounds([[1.0, 2.0, 3.0], [1.2, 4.0, 3.0], [1.1, 2.0, 3.0]])
     line = agreement_line([group])
     # Of three pairs of trials, the second round orders one differently from the other rounds.
     assert line is not None and f"Kendall's tau = {(1 / 3 + 1 + 1 / 3) / 3:.2f}." in line
     assert "varies by up to 20.0% (median)" in line  # 20 %, 100 % and 0 %
-    slow = [[10.0, 20.0, 30.0], [10.0, 20.0, 30.0]]
+    longer = [*group[:2], replace(group[2], rounds=(*group[2].rounds, 9.0))]
+    assert agreement_line([longer]) == line  # of a round of one trial, nothing can be said
+    slow = timed_in_rounds([[10.0, 20.0, 30.0], [10.0, 20.0, 30.0]])
     both = agreement_line([group, slow])  # trials of different groups are not compared
     assert both is not None and f"tau = {(5 / 9 + 1) / 2:.2f}." in both
-    assert agreement_line([[[1.0, 2.0, 3.0]]]) is None
-    assert agreement_line([[[1.0, 2.0], [1.0, 2.0]]]) is None  # too few to rank
+    assert agreement_line([timed_in_rounds([[1.0, 2.0, 3.0]])]) is None
+    assert agreement_line([timed_in_rounds([[1.0, 2.0], [1.0, 2.0]])]) is None  # too few to rank
     assert agreement_line([]) is None
+
+
+def test_leaders_are_measured_until_one_is_clearly_the_fastest(sweep: Sweep) -> None:
+    """Without ranks: the rounds of the two fastest trials overlap until the fourth round."""
+    trials = sweep.trials(top=TOP)
+    places = {trial.identity: place for place, trial in enumerate(trials)}
+    noise = {1: 0.0, 2: 0.06, 3: -0.05}  # by round, of the second trial; then it is slower
+    measured: list[tuple[int, int]] = []
+
+    class Recorded:
+        """A scheduler that records results without measuring."""
+
+        def __init__(self, folder: SweepFolder):
+            self.folder = folder
+
+        def measure(self, trials: list[Trial]) -> Iterator[tuple[Trial, Result]]:
+            for trial in trials:
+                place = places[trial.identity]
+                seconds = 1.0 + 0.5 * place
+                if place == 1:
+                    seconds = 1.0 + noise.get(trial.round, 0.5)
+                result = Result(outcome="ok", step_seconds=[seconds], memory_gib=1.0)
+                measured.append((trial.round, place))
+                self.folder.record(trial, result)
+                yield trial, result
+
+    folder = SweepFolder(sweep.folder, {"warm_up": 1, "steps": 5})
+    scheduler: Any = Recorded(folder)
+    try:
+        list(repeat(scheduler, trials, lambda every, left: None, rounds=2, most=30))
+        groups = rounds_of_groups(folder, trials)
+        lines = list(round_lines(groups))
+        folder.write_table()
+    finally:
+        folder.close()
+    assert [number for number, place in measured if place > 1] == [
+        *[1] * (TOP - 2), *[2] * (TOP - 2)
+    ]  # fmt: skip
+    last = max(number for number, _ in measured)
+    assert 4 <= last < 30
+    assert any("layout 1 is faster than all others" in line for line in lines), lines
+    assert any("pairs of layouts differ by more than the noise" in line for line in lines), lines
+    rounds = sorted(len(row["round_times_s"].split()) for row in sweep.rows())
+    assert rounds == [*[2] * (TOP - 2), last, last]
+    assert len(read_table(sweep.folder / "sweep.csv")[0].measured.round_seconds) == last
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("3", (3, 3)), ("2-8", (2, 8)), ("1-4", None), ("4-3", None), ("2-", None)],
+)
+def test_rounds_are_a_number_or_a_range(text: str, expected: tuple[int, int] | None) -> None:
+    if expected:
+        assert number_of_rounds(text) == expected
+        return
+    with pytest.raises(argparse.ArgumentTypeError, match="invalid"):
+        number_of_rounds(text)
 
 
 def test_halving_gives_the_leaders_more_steps(sweep: Sweep) -> None:

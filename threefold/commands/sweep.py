@@ -1,7 +1,6 @@
 """The command recipes/sweep.py: measurements of layouts, settings, links and widths."""
 
 import argparse
-import itertools
 import json
 import os
 import signal
@@ -38,7 +37,14 @@ from threefold.sweep.ranks.launchers import (
 )
 from threefold.sweep.ranks.rank import run_rank
 from threefold.sweep.report import check_wandb, publish
-from threefold.sweep.scheduler import FIRST_HALVING_STEPS, Scheduler, halve, repeat
+from threefold.sweep.scheduler import (
+    FIRST_HALVING_STEPS,
+    Scheduler,
+    halve,
+    repeat,
+    rounds_of,
+    rounds_of_groups,
+)
 from threefold.sweep.trial import FAULTS, Result, Trial, preference
 from threefold.sweep.width_transfer.check import check_coordinates, check_learning_rates
 
@@ -100,7 +106,8 @@ def sweep(options: argparse.Namespace) -> int:
         SweepStopped: the disk is full, or no ranks can be started.
     """
     # 1. Trials: reject combinations that cannot run before any process starts.
-    if options.halving and options.rounds > 1:
+    rounds, most_rounds = options.rounds
+    if options.halving and most_rounds > 1:
         raise UserError("--halving and --rounds exclude each other; leave out one of them")
     launcher = launcher_of(options)
     choice = choose(request_of(options))
@@ -119,15 +126,15 @@ def sweep(options: argparse.Namespace) -> int:
             folder.retry_failures()
         for rejection in choice.rejections:
             folder.add_rejection(rejection)
-        rounds = [trial.in_round(n + 1) for n in range(options.rounds) for trial in choice.trials]
-        measured = sum(1 for trial in rounds if folder.answer(trial))
-        for line in report.choice_lines(choice, measured, options.rounds):
+        repeated = [trial.in_round(n + 1) for n in range(rounds) for trial in choice.trials]
+        measured = sum(1 for trial in repeated if folder.answer(trial))
+        for line in report.choice_lines(choice, measured, rounds):
             say(line)
 
         # 3. Measure: consecutive trials reuse the same ranks, which are replaced after a failure.
         scheduler = Scheduler(folder, launcher, options.seconds_per_trial)
         progress = report.Progress()
-        measure = halve if options.halving else partial(repeat, rounds=options.rounds)
+        measure = halve if options.halving else partial(repeat, rounds=rounds, most=most_rounds)
         try:
             with stdout_for_json(options.json):
                 for trial, result in measure(scheduler, choice.trials, progress.begin_round):
@@ -154,9 +161,9 @@ def sweep(options: argparse.Namespace) -> int:
     # 4. Summary
     for line in report.summary_lines(results, choice):
         say(line)
-    agreement = report.agreement_line(seconds_of_rounds(folder, choice.trials, options.rounds))
-    if agreement:
-        say(agreement)
+    if not options.halving:
+        for line in report.round_lines(rounds_of_groups(folder, choice.trials)):
+            say(line)
     if progress.done:
         say(report.overhead_line(progress, scheduler.measured_seconds))
     say(f"wrote {folder.path / 'sweep.csv'}")
@@ -197,40 +204,32 @@ def longest_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
 
 def decisive_round(folder: SweepFolder, trial: Trial) -> tuple[Trial, Result]:
     """Return a trial and its result in the round that represents it in sweep.csv, too."""
-    results = []
-    for round_number in itertools.count(1):
-        repeated = trial.in_round(round_number)
-        if (result := folder.result(repeated.key)) is None:
-            break
-        results.append((repeated, result))
 
     def order(pair: tuple[Trial, Result]) -> tuple[bool, bool, float]:
         result = pair[1]
         has_split = result.split is not None
         return preference(outcome=result.outcome, split=has_split, seconds=result.median_seconds)
 
-    return max(results, key=order)
+    return max(rounds_of(folder, trial), key=order)
 
 
-def seconds_of_rounds(
-    folder: SweepFolder, trials: Sequence[Trial], rounds: int
-) -> list[list[list[float]]]:
-    """Return the seconds of a step of competing trials that were measured in every round.
+def number_of_rounds(text: str) -> tuple[int, int]:
+    """Parse a number of rounds, or the smallest and the largest one: "3" or "3-8".
 
-    Returns:
-        for each recipe and number of ranks: the seconds by round and trial
+    Raises:
+        ArgumentTypeError: the text has another form.
     """
-    groups: dict[tuple[str, int], list[list[float]]] = {}
-    for trial in trials:
-        results = [folder.result(trial.in_round(n).key) for n in range(1, rounds + 1)]
-        seconds = [
-            result.median_seconds
-            for result in results
-            if result is not None and result.median_seconds is not None
-        ]
-        if len(seconds) == rounds:
-            groups.setdefault((trial.source, trial.workers.size), []).append(seconds)
-    return [[list(column) for column in zip(*group, strict=True)] for group in groups.values()]
+    least, separator, most = text.partition("-")
+    rounds = count(least, most=MAX_ROUNDS)
+    if not separator:
+        return rounds, rounds
+    largest = count(most, most=MAX_ROUNDS)
+    if not 2 <= rounds <= largest:
+        raise argparse.ArgumentTypeError(
+            f"invalid {text}: noise needs two rounds, and the second number is the larger one; for "
+            f"example 3-8"
+        )
+    return rounds, largest
 
 
 def request_of(options: argparse.Namespace) -> Request:
@@ -294,9 +293,10 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
         "--warm-up", type=count, default=2, help="steps before the measured ones (default: 2)"
     )
     measuring.add_argument(
-        "--rounds", type=partial(count, most=MAX_ROUNDS), default=1,
-        help="measure every trial this many times, in rounds over all trials; the fastest round "
-        "counts. Useful on shared machines (default: 1)",
+        "--rounds", type=number_of_rounds, default=(1, 1), metavar="N[-M]",
+        help="measure every trial N times, in rounds over all trials; the fastest round counts. "
+        "Then measure those that may be the fastest up to M times, until one is faster by more "
+        "than the noise. Useful on shared machines (default: 1)",
     )  # fmt: skip
     measuring.add_argument(
         "--halving", action="store_true",

@@ -335,9 +335,13 @@ def calibration_text(fit: Fit) -> str:
     for rows, quality in (("these rows", fit.used), ("the other rows", fit.others)):
         if quality and quality.steps:
             errors = f"{quality.after:.1%}, {quality.before:.1%} without calibration"
-            if quality.tau is not None and quality.tau_before is not None:
-                tau, before = quality.tau, quality.tau_before
-                errors += f"; Kendall's tau {tau:.2f}, {before:.2f} without"
+            ranking = quality.ranking
+            if ranking.tau is not None and quality.tau_before is not None:
+                errors += f"; Kendall's tau {ranking.tau:.2f}, {quality.tau_before:.2f} without"
+            if ranking.within_noise:
+                errors += f" ({ranking.within_noise} of {ranking.pairs} pairs are within noise)"
+            if ranking.max_regret is not None:
+                errors += f"; the first choice is {ranking.max_regret:.1%} slower than the fastest"
             lines.append(f"mean error on {rows} ({quality.steps}): {errors}")
     if fit.left_out:
         lines.append(f"left out {fit.left_out} row{'s' * (fit.left_out > 1)} on other GPUs")

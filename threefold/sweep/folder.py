@@ -17,7 +17,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ class SweepFolder:
         if not file.exists():
             recipe = trial.recipe.model_dump(mode="json", exclude_none=True)
             row = self._row_of_trial(trial)
-            self._write_json(file, {"identity": trial.identity, "row": row, "recipe": recipe})
+            table = {"identity": trial.identity, "round": trial.round, "row": row}
+            self._write_json(file, table | {"recipe": recipe})
 
     def add_rejection(self, rejection: Rejection) -> None:
         """Record a combination that is not tried, with the reason."""
@@ -168,13 +169,12 @@ class SweepFolder:
                     row = trial["row"] | result["row"]
                     outcome = {key: result["result"][key] for key in ("outcome", "reason")}
                     row = {"usable_for_time": 0} | row | outcome
-                    self._rows[file.stem] = changed, row | {"identity": trial["identity"]}
-        final: dict[str, Row] = {}
-        for _, row in sorted(
-            self._rows.values(), key=lambda numbered: _order_of_rounds(numbered[1])
-        ):
-            final[row["identity"]] = row
-        rows = [{k: v for k, v in row.items() if k != "identity"} for row in final.values()]
+                    of_trial = {"identity": trial["identity"], "round": trial.get("round", 1)}
+                    self._rows[file.stem] = changed, row | of_trial
+        by_trial: dict[str, list[Row]] = {}
+        for _, row in self._rows.values():
+            by_trial.setdefault(row["identity"], []).append(row)
+        rows = [with_rounds(max(of, key=_order_of_rounds), of) for of in by_trial.values()]
         self._write(self.path / "sweep.csv", table_text(rows))
 
     def check_space(self) -> None:
@@ -274,6 +274,23 @@ class SweepFolder:
         with self.stops_without_space():
             write_whole(file, text, fresh=self.own / f"{file.name}.incomplete")
             flush(file.parent)
+
+
+def with_rounds(chosen: Row, rows: Sequence[Row]) -> Row:
+    """Return the columns of the row that represents a trial, with the times of all its rounds.
+
+    Args:
+        rows: all results of the trial; successive halving has only one with each number of steps
+    """
+    times = {
+        row["round"]: row["step_time_s"]
+        for row in rows
+        if row.get("steps") == chosen.get("steps") and row.get("step_time_s")
+    }
+    table = {key: value for key, value in chosen.items() if key not in ("identity", "round")}
+    if len(times) > 1:
+        table["round_times_s"] = " ".join(str(times[number]) for number in sorted(times))
+    return table
 
 
 def _order_of_rounds(row: Row) -> tuple[Any, ...]:

@@ -2,14 +2,20 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from statistics import mean, median
 from typing import Any
 
 from models.errors import UserError, counted
-from threefold.plan.calibration.fit import MIN_RANKED_LAYOUTS, rank_correlation
+from threefold.plan.calibration.fit import (
+    MIN_RANKED_LAYOUTS,
+    RankedTime,
+    Ranking,
+    leading,
+    rank_correlation,
+)
 from threefold.plan.report import layout_line
 from threefold.sweep.choice import Choice
 from threefold.sweep.folder import SweepFolder, SweepStopped
@@ -131,17 +137,68 @@ def summary_lines(results: Sequence[tuple[Trial, Result]], choice: Choice) -> It
     yield "Outcomes: " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def agreement_line(groups: Iterable[Sequence[Sequence[float]]]) -> str | None:
+def round_lines(
+    groups: Mapping[tuple[str, int], Sequence[tuple[Trial, RankedTime]]],
+) -> Iterator[str]:
+    """Yield what the rounds say about noise, the fastest layouts, and the order of the plan.
+
+    Args:
+        groups: the times of competing trials by recipe file and number of ranks
+    """
+    times = {key: [time for _, time in group] for key, group in groups.items()}
+    repeated = {key: group for key, group in times.items() if min(map(rounds_in, group)) > 1}
+    if line := agreement_line(repeated.values()):
+        yield line
+    for (source, ranks), group in repeated.items():
+        if len(group) > 1:
+            yield f"{source} on {ranks} ranks: {leaders_text(group)}"
+    ranking = Ranking.of_groups(
+        [one for one in repeated.values() if len(one) >= MIN_RANKED_LAYOUTS]
+    )
+    if ranking.tau is not None:
+        yield (
+            f"{ranking.pairs - ranking.within_noise} of {ranking.pairs} pairs of layouts differ by "
+            f"more than the noise; the plan orders these with Kendall's tau = {ranking.tau:.2f}"
+        )
+    if ranking.max_regret is not None:
+        yield f"the plan's first choice is {ranking.max_regret:.1%} slower than the fastest layout"
+
+
+def rounds_in(time: RankedTime) -> int:
+    """Return the number of rounds of a trial."""
+    return len(time.rounds)
+
+
+def leaders_text(group: Sequence[RankedTime]) -> str:
+    """Say which of the layouts may be the fastest, by their places in the list of the fastest."""
+    ordered = sorted(group, key=lambda time: time.measured)
+    places = [index + 1 for index in leading(ordered)]
+    rounds = rounds_in(ordered[0])
+    if len(places) == 1:
+        return f"layout 1 is faster than all others by more than the noise ({rounds} rounds)"
+    *others, last = map(str, places)
+    names = f"layouts {', '.join(others)} and {last}"
+    return f"{names} are equally fast, within the noise of {rounds} rounds"
+
+
+def agreement_line(groups: Iterable[Sequence[RankedTime]]) -> str | None:
     """Return a line that says how well the rounds agree; None if there is nothing to compare.
 
     Args:
-        groups: for each group of competing trials, the seconds of a step by round and trial
+        groups: the times of competing trials; only rounds that all of them have are compared
     """
-    ranked = [group for group in groups if len(group) > 1 and len(group[0]) >= MIN_RANKED_LAYOUTS]
+    ranked = []  # seconds by group, round and trial
+    for group in groups:
+        rounds = list(zip(*(time.rounds for time in group), strict=False))
+        if len(group) >= MIN_RANKED_LAYOUTS and len(rounds) > 1:
+            ranked.append(rounds)
     if not ranked:
         return None
     tau = mean(
-        mean(rank_correlation(list(zip(*pair, strict=True))) for pair in combinations(rounds, 2))
+        mean(
+            rank_correlation(combinations(list(zip(*pair, strict=True)), 2))
+            for pair in combinations(rounds, 2)
+        )
         for rounds in ranked
     )
     trials = [seconds for rounds in ranked for seconds in zip(*rounds, strict=True)]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from threefold.gpus.datasheet import is_cpu
+from threefold.plan.calibration.fit import RankedTime, leading
 from threefold.plan.stage_contents import stage_parameters
 from threefold.sweep.folder import SweepFolder, SweepStopped
 from threefold.sweep.ranks.controller import Workers, WorkersAbandoned, WorkersFailed
@@ -135,12 +136,18 @@ def measure_all(
 
 
 def repeat(
-    scheduler: Scheduler, trials: Sequence[Trial], begin_round: BeginRound, *, rounds: int
+    scheduler: Scheduler,
+    trials: Sequence[Trial],
+    begin_round: BeginRound,
+    *,
+    rounds: int,
+    most: int = 0,
 ) -> Iterator[tuple[Trial, Result]]:
     """Measure all trials several times, each time in a new round over all of them.
 
     This way, a disturbance of a few minutes slows down only one round of a trial. Trials that do
-    not end as "ok" have no further rounds.
+    not end as "ok" have no further rounds. Further rounds, up to `most`, measure only the trials
+    that may be the fastest of their group.
 
     Args:
         begin_round: called at the start of every round, as in `measure_all`; the trials to measure
@@ -164,6 +171,45 @@ def repeat(
         yield from measure_all(scheduler, current, begin)
         results = [(trial, folder.result(trial.key)) for trial in current]
         going = {trial.identity for trial, result in results if result and result.outcome == "ok"}
+    going_on = [trial for trial in trials if trial.identity in going]
+    for number in range(rounds + 1, most + 1):
+        going_on = undecided(folder, going_on)
+        yield from measure_all(scheduler, [one.in_round(number) for one in going_on], begin_round)
+
+
+def undecided(folder: SweepFolder, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials that may be the fastest of their group, if these are several."""
+    left = []
+    for group in rounds_of_groups(folder, trials).values():
+        leaders = [group[index][0] for index in leading([time for _, time in group])]
+        left += leaders if len(leaders) > 1 else []
+    return left
+
+
+def rounds_of(folder: SweepFolder, trial: Trial) -> list[tuple[Trial, Result]]:
+    """Return a trial and its result in each round that was measured."""
+    found: list[tuple[Trial, Result]] = []
+    while (result := folder.result((one := trial.in_round(len(found) + 1)).key)) is not None:
+        found.append((one, result))
+    return found
+
+
+def rounds_of_groups(
+    folder: SweepFolder, trials: Sequence[Trial]
+) -> dict[tuple[str, int], list[tuple[Trial, RankedTime]]]:
+    """Return the times of competing trials by recipe file and number of ranks.
+
+    Trials with a round that failed are left out.
+    """
+    groups: dict[tuple[str, int], list[tuple[Trial, RankedTime]]] = {}
+    for trial in trials:
+        results = [result for _, result in rounds_of(folder, trial)]
+        rounds = [result.median_seconds for result in results if result.outcome == "ok"]
+        seconds = [each for each in rounds if each is not None]
+        if seconds and len(seconds) == len(results):
+            time = RankedTime(trial.planned_seconds, min(seconds), seconds)
+            groups.setdefault((trial.source, trial.workers.size), []).append((trial, time))
+    return groups
 
 
 def halve(

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import combinations
 from math import exp, log, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from models.cost import flops_per_token, parameter_count
@@ -25,6 +25,8 @@ MAX_LOG_FACTOR = log(3)  # factors of published stacks stay within 1/3 .. 3
 MAX_LOG_FACTOR_UNMEASURED = log(1000)  # of Threefold's factors, because its speed is only assumed
 LOG_ERROR_SCALE = 0.05  # errors of logarithms count linearly above this, and squared below
 MAX_ROUNDS = 40
+# Quantiles of 97.5 % of Student's distribution with 1, 2, ... degrees of freedom.
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
@@ -219,16 +221,15 @@ def row_table(prediction: Prediction) -> dict[str, Any]:
 def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str, Any]:
     """Return the errors of a whole table; None for quantities that were not measured.
 
-    Kendall's tau and the regret are means over groups of rows that differ only in their layout.
-    A row that ran out of memory counts as flagged if the prediction does not fit with headroom. A
-    row that ran counts as a false alarm only if the prediction exceeds the GPU's whole memory by
-    more than `MEMORY_BAND`, because some runs used 99 % of it.
+    Kendall's tau and the regret are means over groups of rows that differ only in their layout. Tau
+    leaves out pairs that differ by less than the noise between the rounds of a sweep. A row that
+    ran out of memory counts as flagged if the prediction does not fit with headroom. A row that ran
+    counts as a false alarm only if the prediction exceeds the GPU's whole memory by more than
+    `MEMORY_BAND`, because some runs used 99 % of it.
     """
     errors = [p.error for p in predictions if p.error is not None]
     memory = [p.memory_error for p in predictions if p.memory_error is not None]
-    groups = ranked_groups(predictions)
-    taus = [kendall_tau(group) for group in groups]
-    regrets = [regret(group) for group in groups]
+    ranking = Ranking.of(predictions)
     too_large = [p for p in predictions if p.row.measured.out_of_memory]
     ran = [p for p in predictions if not p.row.measured.out_of_memory]
     return {
@@ -238,10 +239,12 @@ def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str,
         "mean_absolute_error_percent": percent(mean(map(abs, errors))),
         "max_absolute_error_percent": percent(max(map(abs, errors), default=None)),
         "bias_percent": percent(mean(errors)),
-        "kendall_tau": mean(taus),
-        "mean_regret_percent": percent(mean(regrets)),
-        "max_regret_percent": percent(max(regrets, default=None)),
-        "groups": len(groups),
+        "kendall_tau": ranking.tau,
+        "pairs": ranking.pairs,
+        "pairs_within_noise": ranking.within_noise,
+        "mean_regret_percent": percent(ranking.mean_regret),
+        "max_regret_percent": percent(ranking.max_regret),
+        "groups": ranking.groups,
         "memory_compared": len(memory),
         "memory_mean_absolute_error_percent": percent(mean(map(abs, memory))),
         "memory_max_absolute_error_percent": percent(max(map(abs, memory), default=None)),
@@ -283,36 +286,111 @@ def ranked_groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
     return [group for group in groups.values() if len(group) >= MIN_RANKED_LAYOUTS]
 
 
-def kendall_tau(group: Sequence[Prediction]) -> float:
-    """Return the rank correlation of predicted and measured times."""
-    return rank_correlation(_times(group))
+@dataclass(frozen=True)
+class RankedTime:
+    """The predicted and the measured seconds of a layout, and those of each round of a sweep."""
+
+    predicted: float
+    measured: float
+    rounds: Sequence[float] = ()
 
 
-def rank_correlation(points: Sequence[tuple[float, float]]) -> float:
-    """Return the rank correlation of the two coordinates of points (tau of Kendall 1938).
+RankedPair = tuple[RankedTime, RankedTime]
 
-    It is (concordant - discordant) pairs / all pairs; ties are neither. At least two points.
+
+@dataclass(frozen=True)
+class Ranking:
+    """Agreement of the predicted with the measured order of layouts, in groups that compete.
+
+    Attributes:
+        tau: Kendall's tau as a mean over groups, without the pairs within noise; None if no pair
+            is left
+        pairs: number of pairs of layouts in all groups
+        within_noise: number of those pairs that rounds do not tell apart
+        mean_regret, max_regret: slowdown of the predicted-fastest layout relative to the
+            measured-fastest one, over the groups; None without a group
     """
-    score = pairs = 0
-    for (x_a, y_a), (x_b, y_b) in combinations(points, 2):
+
+    tau: float | None
+    pairs: int
+    within_noise: int
+    mean_regret: float | None
+    max_regret: float | None
+    groups: int
+
+    @classmethod
+    def of(cls, predictions: Iterable[Prediction]) -> "Ranking":
+        """Return the ranking of all groups of a table's predictions."""
+        groups = ranked_groups(predictions)
+        return cls.of_groups([[time_of(one) for one in group] for group in groups])
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[Sequence[RankedTime]]) -> "Ranking":
+        """Return the ranking of groups of competing layouts."""
+        pairs = [list(combinations(group, 2)) for group in groups]
+        clear = [[pair for pair in group if told_apart(*pair)] for group in pairs]
+        taus = [
+            rank_correlation(
+                [((a.predicted, a.measured), (b.predicted, b.measured)) for a, b in group]
+            )
+            for group in clear
+            if group
+        ]
+        regrets = [regret(group) for group in groups]
+        return cls(
+            tau=mean(taus),
+            pairs=sum(map(len, pairs)),
+            within_noise=sum(map(len, pairs)) - sum(map(len, clear)),
+            mean_regret=mean(regrets),
+            max_regret=max(regrets, default=None),
+            groups=len(groups),
+        )
+
+
+def time_of(prediction: Prediction) -> RankedTime:
+    """Return the times of a row with a measured step."""
+    measured = prediction.row.measured
+    assert measured.step_seconds is not None
+    return RankedTime(prediction.seconds, measured.step_seconds, measured.round_seconds)
+
+
+def told_apart(left: RankedTime, right: RankedTime) -> bool:
+    """Return True if two layouts differ by more than the noise between the rounds of a sweep.
+
+    This is the paired t-test of the logarithms of the times (Student 1908), at 95 %. The times of a
+    round are paired, because a disturbance that lasts changes both. Without two common rounds, the
+    noise is not known, and the layouts count as different.
+    """
+    ratios = [log(a / b) for a, b in zip(left.rounds, right.rounds, strict=False)]
+    if len(ratios) < 2:
+        return True
+    quantile = STUDENT_T[min(len(ratios) - 1, len(STUDENT_T)) - 1]
+    return abs(fmean(ratios)) > quantile * stdev(ratios) / sqrt(len(ratios))
+
+
+def leading(times: Sequence[RankedTime]) -> list[int]:
+    """Return the indices of the fastest layout and of those that noise may make slower than it."""
+    fastest = min(times, key=lambda time: time.measured)
+    return [i for i, time in enumerate(times) if time is fastest or not told_apart(time, fastest)]
+
+
+def rank_correlation(pairs: Iterable[tuple[tuple[float, float], tuple[float, float]]]) -> float:
+    """Return the rank correlation of the coordinates of pairs of points (tau of Kendall 1938).
+
+    It is (concordant - discordant) pairs / all pairs; ties are neither. At least one pair.
+    """
+    score = count = 0
+    for (x_a, y_a), (x_b, y_b) in pairs:
         x, y = x_a - x_b, y_a - y_b
         score += (x * y > 0) - (x * y < 0)
-        pairs += 1
-    return score / pairs
+        count += 1
+    return score / count
 
 
-def regret(group: Sequence[Prediction]) -> float:
+def regret(group: Sequence[RankedTime]) -> float:
     """Return the slowdown of the predicted-fastest layout relative to the measured-fastest one."""
-    times = _times(group)
-    chosen = min(times, key=lambda time: time[0])[1]
-    return chosen / min(measured for _, measured in times) - 1
-
-
-def _times(group: Sequence[Prediction]) -> list[tuple[float, float]]:
-    """Return the predicted and the measured seconds of the measured rows."""
-    return [
-        (row.seconds, row.measured_seconds) for row in group if row.measured_seconds is not None
-    ]
+    chosen = min(group, key=lambda time: time.predicted)
+    return chosen.measured / min(time.measured for time in group) - 1
 
 
 def mean(values: Iterable[float]) -> float | None:
@@ -333,15 +411,14 @@ class Quality:
     Attributes:
         before: mean relative error without calibration; None without steps
         after: the same with calibration
-        tau: Kendall's tau of predicted and measured times with calibration, as a mean over groups
-            of layouts of one model, batch and machine; None without such a group
-        tau_before: the same without calibration
+        ranking: order of predicted and measured times with calibration
+        tau_before: Kendall's tau without calibration, as in `Ranking`
     """
 
     steps: int
     before: float | None
     after: float | None
-    tau: float | None
+    ranking: Ranking
     tau_before: float | None
 
 
@@ -429,18 +506,13 @@ def quality(rows: Sequence[Row], factors: Calibration) -> Quality:
         steps=len(rows),
         before=_mean_error(before),
         after=_mean_error(after),
-        tau=_tau(after),
-        tau_before=_tau(before),
+        ranking=Ranking.of(after),
+        tau_before=Ranking.of(before).tau,
     )
 
 
 def _mean_error(predictions: Sequence[Prediction]) -> float | None:
     return mean(abs(row.error) for row in predictions if row.error is not None)
-
-
-def _tau(predictions: Sequence[Prediction]) -> float | None:
-    groups = ranked_groups(predictions)
-    return mean(kendall_tau(group) for group in groups)
 
 
 # Comparison of predictions with one table of measurements, or with all tables of a folder.

@@ -571,8 +571,10 @@ class RowReader:
 # The optional columns step_time_s, mfu_pct, mem_gb (GiB) and oom hold the measurements;
 # predictions do not read them. If a row has an MFU and no time, the time is computed from the MFU
 # with the FLOPs of `models.cost.flops_per_token`. If mem_kind says "reserved" or "allocated",
-# mem_gb excludes the memory of CUDA and NCCL. usable_for_time = 0 excludes a row's time from the
-# comparison. A number may be followed by words. A row with a cell that cannot be read is skipped.
+# mem_gb excludes the memory of CUDA and NCCL. round_times_s has the step times of the rounds of a
+# sweep ("1.21 1.24 1.22"), which tell noise from differences. usable_for_time = 0 excludes a row's
+# time from the comparison. A number may be followed by words. A row with a cell that cannot be read
+# is skipped.
 
 SHAPE_COLUMNS = {"layers", "hidden", "heads", "ffn"}  # or `model`, the name of a known model
 REQUIRED_COLUMNS = {
@@ -606,12 +608,14 @@ class Measured:
 
     Attributes:
         by_allocator: True if the memory is that of the caching allocator, without CUDA and NCCL
+        round_seconds: the seconds of a step in each round of a sweep; empty for a single round
     """
 
     step_seconds: float | None
     memory_gib: float | None
     out_of_memory: bool
     by_allocator: bool = False
+    round_seconds: tuple[float, ...] = ()
 
 
 def read_table(path: Path) -> list[Row]:
@@ -679,6 +683,9 @@ def read_row(cells: dict[str, str]) -> Row:
         memory_gib=number(cells.get("mem_gb")) or None,
         out_of_memory=is_yes(cells.get("oom")),
         by_allocator=any(word in cells.get("mem_kind", "") for word in ("reserved", "allocated")),
+        round_seconds=tuple(
+            seconds for each in cells.get("round_times_s", "").split() if (seconds := number(each))
+        ),
     )
     stated = reader.cell("step_time_s")
     try:
