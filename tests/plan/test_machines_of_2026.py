@@ -271,3 +271,23 @@ def test_a_recipe_is_planned_for_a_rack() -> None:
         recipe, cluster = recipe_on_cluster(path, [], **options)
         times[name] = seconds(job_of(recipe, Machine.of_cluster(cluster)))
     assert times.pop("H100") > max(times.values()) and times["GB300"] < times["GB200"]
+
+
+@pytest.mark.parametrize(("gpu", "kind"), [("H100", "fp8-tiles"), ("B200", "fp8-dequantized")])
+def test_the_own_fp8_is_faster_only_where_matmuls_have_its_scales(gpu: str, kind: str) -> None:
+    recipes = REPOSITORY / "recipes"
+    seconds = {}
+    for name in ("llama/7b", "mixtral/8x7b"):
+        for precision in ("weights", "fp8"):
+            keys = [f'training.matmul_precision="{precision}"', "layout.pipeline=2"]
+            recipe = load_recipe(recipes / f"{name}.toml", keys)
+            gpus = 8 * recipe.cluster.nodes
+            job = job_of(recipe, Machine.of(load_gpu(gpu), gpus=gpus, gpus_per_node=8))
+            assert job.matmul_format == (kind if precision == "fp8" else "bf16")
+            seconds[name, precision] = step_time(job).total
+    dense = seconds["llama/7b", "fp8"] / seconds["llama/7b", "weights"]
+    experts = seconds["mixtral/8x7b", "fp8"] / seconds["mixtral/8x7b", "weights"]
+    assert 0.6 < dense < 0.9 if kind == "fp8-tiles" else 1 < dense < 1.5
+    assert 1 < experts < 1.7  # their experts multiply dequantized matrices
+    peak = "fp8" if kind == "fp8-tiles" else "bf16"
+    assert job.peak_tflops == load_gpu(gpu).peak_tflops[peak]

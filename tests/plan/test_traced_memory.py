@@ -283,6 +283,7 @@ VARIANTS = {
     "windows, ulysses": [
         *WINDOWS, "layout.context=4", "layout.context_attention=ulysses", "layout.pipeline=1",
     ],
+    "fp8": ['training.matmul_precision="fp8"', "layout.tensor=2", "layout.pipeline=2"],
     "sinks, attention dropout": [
         "model.attention_sinks=true", "model.attention_dropout=0.1", "layout.pipeline=1",
     ],

@@ -24,7 +24,7 @@ from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 from threefold.pipeline.balance import divide_blocks, divide_evenly, layer_costs
 from threefold.pipeline.schedules import default_group
-from threefold.plan.quantization import Quantization
+from threefold.plan.quantization import Quantization, own_quantization
 from threefold.plan.software import THREEFOLD, Footprint, Software
 
 Value = TypeVar("Value")
@@ -238,8 +238,8 @@ class Job:
     @property
     def peak_tflops(self) -> float:
         """The GPU's peak for the matmuls of blocks."""
-        name = self.quantization.format.peak if self.quantization else self.precision
-        return self.machine.gpu.peak_tflops[name]
+        name = self.quantization.format.peak if self.quantization else ""
+        return self.machine.gpu.peak_tflops[name or self.precision]
 
     @property
     def gpu(self) -> Gpu:
@@ -375,6 +375,9 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
         optimizer=recipe.optimizer.kind,
         separate_documents=recipe.data.separate_documents,
         limits_logits=recipe.optimizer.qk_clip is not None,
+        quantization=own_quantization(machine.gpu)
+        if recipe.training.matmul_precision == "fp8"
+        else None,
     )
 
 

@@ -5,21 +5,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from threefold.gpus.datasheet import Gpu
+
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """A format of the operands of matmuls.
 
     Attributes:
-        peak: key of `Gpu.peak_tflops`
+        peak: key of `Gpu.peak_tflops`; empty: matmuls multiply the dequantized operands
         bytes_per_element: of an operand, with its scales
         cast_bytes: bytes that a cast reads and writes per element: an operand of 16 bits becomes a
             copy for the matmul along its rows and one for the matmul along its columns
+        casts_weights: True if every pass casts the weights again
     """
 
     peak: str
     bytes_per_element: float
     cast_bytes: float
+    casts_weights: bool = False
 
 
 # A scale for a whole tensor or for a row needs the maximum, and thus a second read, before the
@@ -33,6 +37,17 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         "fp8-row": Format(peak="fp8", bytes_per_element=1, cast_bytes=2 * (2 + 2 + 1)),
         "fp8-block": Format(peak="fp8", bytes_per_element=1 + 4 / 128, cast_bytes=2 + 2 * 1),
         "mxfp8": Format(peak="fp8", bytes_per_element=1 + 1 / 32, cast_bytes=2 + 2 * 1),
+        # Those of Threefold (models/kernels/fp8.py). Its casts along rows and columns are separate
+        # kernels, and it dequantizes both copies where no matmul has scales of blocks.
+        "fp8-tiles": Format(
+            peak="fp8", bytes_per_element=1 + 4 / 128, cast_bytes=2 * (2 + 1), casts_weights=True
+        ),
+        "fp8-dequantized": Format(
+            peak="",
+            bytes_per_element=1 + 4 / 128,
+            cast_bytes=2 * (2 + 1 + 1 + 2),
+            casts_weights=True,
+        ),
         "nvfp4": Format(peak="fp4", bytes_per_element=0.5 + 1 / 16, cast_bytes=2 + 2 + 2 * 0.5),
     }
 )
@@ -63,6 +78,20 @@ class Quantization:
     def format(self) -> Format:
         """The format of the operands."""
         return FORMATS[self.kind]
+
+
+HOPPER = ("H100", "H200", "H800", "H20")
+
+
+def own_quantization(gpu: Gpu) -> Quantization:
+    """Return the quantization of Threefold's `training.matmul_precision = "fp8"` on a GPU.
+
+    Only on Hopper GPUs torch's matmuls have scales of tiles and blocks (`models/kernels/fp8.py`).
+    """
+    is_hopper = gpu.name.startswith(HOPPER) or any(name in HOPPER for name in gpu.device_names)
+    return Quantization(
+        kind="fp8-tiles" if is_hopper and "fp8" in gpu.peak_tflops else "fp8-dequantized"
+    )
 
 
 def quantization_of(text: str) -> Quantization | None:

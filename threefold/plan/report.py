@@ -75,7 +75,7 @@ def rates(job: Job, seconds: float, steps: int) -> Rates:
     return Rates(
         model_tflops=model_tflops,
         hardware_tflops=(flops + again) / seconds / gpus / 1e12,
-        mfu=model_tflops / gpu.peak_tflops[job.precision],
+        mfu=model_tflops / job.peak_tflops,
         tokens_per_second=job.tokens_per_step / seconds,
         days=hours / 24,
         gpu_hours=hours * gpus,

@@ -28,7 +28,7 @@ from threefold.gpus.datasheet import Gpu
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job, Machine, PlannedLayout
 from threefold.plan.memory.activations import bytes_of_blocks
-from threefold.plan.quantization import Format
+from threefold.plan.quantization import Format, Quantization
 from threefold.plan.stage_contents import (
     exchanged_rows,
     reached_keys_of,
@@ -66,7 +66,7 @@ def matmul_seconds(
     peak = gpu.peak_tflops[precision] * 1e12 * gpu.matmul_efficiency
     size: float = BYTES[precision]
     depth = inner + gpu.matmul_depth_cost
-    if operands is not None:
+    if operands is not None and operands.peak:
         narrow = gpu.peak_tflops[operands.peak] * 1e12
         narrow *= gpu.fp4_efficiency if operands.peak == "fp4" else gpu.fp8_efficiency
         depth = inner + gpu.matmul_depth_cost * narrow / peak
@@ -430,10 +430,13 @@ def _matmuls(job: Job) -> MatmulTime:
         shapes = _latent_shapes(job)
     if model.mlp_size:
         shapes += _mlp_shapes(job)
-    if model.experts is not None:
-        shapes += _expert_shapes(job)
     times = [_matmul(job, shape) for shape in shapes]
     if model.experts is not None:
+        of_experts = _expert_shapes(job)
+        if job.matmul_format == "fp8-tiles":  # one grouped matmul, which has no scales of tiles
+            job = replace(job, quantization=Quantization(kind="fp8-dequantized"))
+        times += [_matmul(job, shape) for shape in of_experts]
+        shapes += of_experts
         router = (tokens // t, h, model.experts.count, 1)
         times.append(_matmul(replace(job, quantization=None), router))
     if job.quantization is not None:
@@ -506,14 +509,16 @@ def _casts(job: Job, shape: MatmulShape) -> MatmulTime:
     """Return the times of quantizing the operands of a matmul and of its backward pass.
 
     The forward pass casts the input, the backward pass the gradient of the output. With sharded
-    weights, which are gathered in 16 bits, every pass casts them; otherwise they are cast once in a
-    step, which is neglected.
+    weights, which are gathered in 16 bits, every pass casts them, and always in Threefold; others
+    cast them once in a step, which is neglected.
     """
     assert job.quantization is not None
     rows, inner, columns, batch = shape
-    cast_bytes = job.quantization.format.cast_bytes * job.software.elementwise
+    operands = job.quantization.format
+    cast_bytes = operands.cast_bytes * job.software.elementwise
     weights = 0.0
-    if job.layout.zero_stage == 3 and not job.software.gathers_quantized:
+    is_gathered_wide = job.layout.zero_stage == 3 and not job.software.gathers_quantized
+    if operands.casts_weights or is_gathered_wide:
         weights = batch * inner * columns
     forward = memory_seconds(job.gpu, cast_bytes * (batch * rows * inner + weights))
     backward = memory_seconds(job.gpu, cast_bytes * (batch * rows * columns + weights))
