@@ -22,7 +22,10 @@ from threefold.config.recipe import Recipe
 from threefold.pretrain import experiment
 from threefold.prove import layouts
 
-COMMANDS = ("pretrain", "plan", "prove", "prepare_data", "convert", "sweep", "launch", "report")
+COMMANDS = (
+    *("pretrain", "plan", "prove", "prepare_data", "convert", "generate", "sweep", "launch"),
+    "report",
+)
 BROAD = {"ValueError", "AssertionError", "Exception", "BaseException"}
 # Classes of Python whose text is not meant for users.
 PYTHONS = BROAD | {"OSError", "KeyError", "TypeError", "AttributeError", "IndexError",
@@ -46,6 +49,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/convert/foreign_programs.py: _transformers": FOREIGN,
     "threefold/convert/from_hugging_face.py: TheirFiles._names": PARSING,
     "threefold/convert/from_hugging_face.py: read_config": FOREIGN,
+    "threefold/convert/text_generation.py: _load": FOREIGN,
     "threefold/convert/to_hugging_face.py: their_config": FOREIGN,
     "threefold/gpus/datasheet.py: _read_toml": PARSING,
     "threefold/prepare_data/corpus.py: find_damages": PARSING,

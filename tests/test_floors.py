@@ -33,6 +33,7 @@ WITH_TRANSFORMERS = ("prepare_data", "convert", "commands")
 # These start on a login node, in processes of their own, or before a recipe is checked.
 WITHOUT_TORCH = (
     "recipes.convert",
+    "recipes.generate",
     "recipes.launch",
     "recipes.plan",
     "recipes.prepare_data",

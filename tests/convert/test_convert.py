@@ -1,23 +1,23 @@
 """Conversion of checkpoints to transformers and back, to other layouts, and rejected inputs."""
 
-import argparse
 import errno
+import io
 import json
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import tomli_w
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -41,7 +41,8 @@ from threefold.checkpoint.compatibility import (
 from threefold.checkpoint.format import FileRecord, Manifest
 from threefold.checkpoint.resume import find_initial_weights
 from threefold.checkpoint.state import CheckpointReader
-from threefold.commands.convert import main, settings, write_text
+from threefold.commands import generate
+from threefold.commands.convert import main, settings
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
@@ -120,6 +121,7 @@ def real_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_corpus(folder, VOCAB_SIZE)
     words = {f"t{number}": number for number in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="t1", eos_token="t1"
     ).save_pretrained(folder / "tokenizer")
@@ -853,11 +855,9 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=f"--tokenizer {tmp_path} cannot be loaded: "):
         special_tokens(tmp_path)
-    options = argparse.Namespace(output=tmp_path, prompt="t5")
-    options.command = write_text
-    with mock.patch("threefold.commands.convert.parse_command_line", return_value=options):
-        done = run_here(main)
-    assert f"convert.py: the tokenizer in {tmp_path} cannot be loaded: " in done.stderr
+    (tmp_path / "config.json").write_text("{}")
+    done = run_here(generate.main, tmp_path)
+    assert f"generate.py: the tokenizer in {tmp_path} cannot be loaded: " in done.stderr
     assert done.returncode == 2
 
 
@@ -943,3 +943,115 @@ def test_changed_positions_are_described(real_corpus: Path, tmp_path: Path) -> N
         assert expected in described and bool(expected) == bool(described)
         of_yarn = ("beta_", "attention_factor", "truncate")
         assert not any(key in described for key in of_yarn)
+
+
+@pytest.fixture(scope="module")
+def exported(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """An export whose tokenizer has a chat template with one word before each message."""
+    folder, source = tmp_path_factory.mktemp("exported"), trained["llama"][1]
+    export(source, folder, dtype="fp32", tokenizer=find_tokenizer(source, None))
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ ' t7 ' if message.role == 'user' else ' t8 ' }}"
+        "{{ message.content }}{% if 't0' in message.content %}{{ raise_exception('no t0') }}"
+        "{% endif %}{% endfor %} t8"
+    )
+    return folder
+
+
+@torch.no_grad()
+def most_likely(folder: Path, text: str, count: int) -> str:
+    """Return the most likely tokens after a text, one forward pass for each."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = torch.tensor([[int(word[1:]) for word in text.split()]])
+    for _ in range(count):
+        tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], 1)
+    return " ".join(f"t{token}" for token in tokens[0, -count:])
+
+
+def test_text_from_a_run_is_transformers_text(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], exported: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of the run's newest checkpoint, of a checkpoint, and of an export; no file is left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    checkpoint = trained["llama"][1].path
+    expected = most_likely(exported, "t5 t9", 12)
+    for model in (checkpoint.parents[1], checkpoint, exported):
+        words = [model, "--prompt", "t5 t9", "--max-tokens", 12]
+        for choice in (["--temperature", 0], ["--top-p", 1e-6]):
+            done = run_here(generate.main, *words, *choice)
+            assert (done.returncode, done.stdout) == (0, f"t5 t9 {expected}\n"), done.stderr
+    random = [run_here(generate.main, *words, "--seed", seed).stdout for seed in (1, 1, 2)]
+    assert random[0] == random[1] != random[2] and expected not in random[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_prompts_are_read_until_the_end(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("t5 t9\n\n" + "t5 " * 32 + "\nt3\n"))
+    done = run_here(generate.main, exported, "--temperature", 0, "--max-tokens", 3)
+    expected = [most_likely(exported, text, 3) for text in ("t5 t9", "t3")]
+    assert (done.returncode, done.stdout.split("\n")) == (0, [*expected, ""])
+    assert done.stderr == (
+        "generate.py: the prompt has 32 tokens and the model has 32 positions; use a text of 1 to "
+        "31 tokens\n"
+    )
+
+
+def test_an_answer_follows_the_conversation_in_the_template(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("t5 t9\nt0\nt3\n" + "t2 " * 17))
+    done = run_here(generate.main, exported, "--chat", "--temperature", 0, "--max-tokens", 3)
+    first = most_likely(exported, "t7 t5 t9 t8", 3)
+    second = most_likely(exported, f"t7 t5 t9 t8 {first} t7 t3 t8", 3)
+    assert done.stdout == f"{first}\n{second}\n"
+    rejected, too_long = done.stderr.splitlines()
+    assert f"the chat template of {exported} rejects the conversation: no t0" in rejected
+    assert "the prompt with the conversation before it has 32 tokens" in too_long
+
+
+@pytest.mark.parametrize("where", ["input", "threefold.convert.text_generation.export"])
+def test_ctrl_c_leaves_quietly(
+    where: str, trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def interrupt(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(where if "." in where else f"builtins.{where}", interrupt)
+    done = run_here(generate.main, trained["llama"][1].path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "\n", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("removed", "files", "options", "message"),
+    [
+        ("", {}, ["--temperature", "x"], "invalid temperature x: expected 0 to 100, such as 0.7"),
+        ("", {}, ["--top-p", "0"], "invalid share 0: expected more than 0 and at most 1, such as"),
+        ("", {}, ["--seed", "-1"], "invalid seed -1: expected 0 to 4294967295, such as 7"),
+        ("", {}, ["--prompt", ""], "--prompt has 0 tokens and the model has 32 positions; use a"),
+        ("*", {}, [], "has no checkpoint"),
+        ("*t[oe][km]*", {}, [], "has no tokenizer, such as a tokenizer.json"),
+        ("chat*", {}, ["--chat"], "--chat needs a chat template, and the tokenizer of"),
+        ("", {"config.json": '{"model_type": "gpt9"}'}, [], "cannot be loaded: "),
+        ("", {"model.safetensors": "cut"}, [], "cannot be loaded: "),
+        ("", {"config.json": '{"auto_map": {"AutoConfig": "x.A"}}', "x.py": "1/0"}, [], "x"),
+    ],
+)  # fmt: skip
+def test_a_model_without_text_is_named(
+    removed: str, files: dict[str, str], options: list[str], message: str, exported: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    for file in model.glob(removed or "nothing"):
+        file.unlink()
+    for name, text in files.items():
+        (model / name).write_text(text)
+    done = run_here(generate.main, model, *options)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

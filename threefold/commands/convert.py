@@ -51,7 +51,14 @@ def to_hf(options: argparse.Namespace) -> None:
         f"AutoModelForCausalLM.from_pretrained"
     )
     if options.prompt:
-        print(f"\ntext generated after {options.prompt!r}:\n\n{write_text(options)}")
+        # These imports take seconds, and most conversions do not need them.
+        from threefold.convert.text_generation import Sampling, generator_of
+
+        sampling = Sampling(max_tokens=NEW_TOKENS, temperature=TEMPERATURE)
+        generator = generator_of(options.output, sampling)
+        tokens = generator.tokens_of(options.prompt, "--prompt")
+        print(f"\ntext generated after {options.prompt!r}:\n")
+        generator.write(tokens, shows_prompt=True)
 
 
 def from_hf(options: argparse.Namespace) -> None:
@@ -156,40 +163,6 @@ def output(
         progress_lines(lambda: f"writing {options.output}"),
     ):
         yield folder
-
-
-def write_text(options: argparse.Namespace) -> str:
-    """Return the prompt and the exported model's continuation, sampled with a fixed seed.
-
-    Raises:
-        UserError: transformers cannot load the tokenizer, or the prompt has no tokens, or leaves no
-            position for the continuation.
-    """
-    # These imports take seconds, and most conversions do not need them.
-    from transformers import AutoModelForCausalLM, set_seed
-    from transformers.utils.logging import disable_progress_bar
-
-    from threefold.prepare_data.tokenizer import load_tokenizer
-
-    disable_progress_bar()
-    set_seed(0)
-    tokenizer = load_tokenizer(options.output, f"the tokenizer in {options.output}")
-    model = AutoModelForCausalLM.from_pretrained(options.output, trust_remote_code=False)
-    prompt = tokenizer(options.prompt, return_tensors="pt")
-    given, positions = prompt["input_ids"].shape[1], model.config.max_position_embeddings
-    if not 0 < given < positions:
-        raise UserError(
-            f"--prompt has {given} tokens and the model has {positions} positions; use a text of "
-            f"1 to {positions - 1} tokens"
-        )
-    tokens = model.generate(
-        input_ids=prompt["input_ids"],
-        attention_mask=prompt["attention_mask"],
-        max_new_tokens=min(NEW_TOKENS, positions - given),
-        temperature=TEMPERATURE,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
 def settings(section: Any) -> dict[str, object]:

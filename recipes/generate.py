@@ -1,0 +1,33 @@
+"""Continue a text, or chat, in the terminal, with a run or with an exported model.
+
+    python recipes/generate.py runs/tiny --prompt "def "
+    python recipes/generate.py runs/7b/checkpoints/step-0100000 --temperature 0 --max-tokens 50
+    python recipes/generate.py exported --chat
+
+The first argument is a run folder, of which the newest undamaged checkpoint is taken, a checkpoint,
+or a folder that transformers can load, such as an output of convert.py to-hf. Without --prompt, the
+command reads prompts, one a line, until Ctrl-D or Ctrl-C. It is made for trying out a model:
+transformers generates one token after the other, on a GPU if there is one.
+Exit code 0: done; 2: a file or an option is rejected; 130: interrupted.
+"""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # import from the repository's root, not from recipes/
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from threefold.runtime.exits import end_at_interrupt
+
+    end_at_interrupt()
+
+# A checkpoint is read without a device, so silence the device messages of the libraries.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+logging.getLogger().setLevel(logging.ERROR)
+
+from threefold.commands.generate import main
+
+if __name__ == "__main__":
+    main(__doc__)

@@ -1,0 +1,188 @@
+"""Text that transformers generates with a checkpoint or an exported model, shown token by token."""
+
+import contextlib
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, TextStreamer, set_seed
+from transformers.utils.logging import disable_progress_bar
+
+from models.errors import FULL_DISK_ERRORS, UserError, reason_of
+from threefold.convert.files import open_checkpoint
+from threefold.convert.to_hugging_face import TOKENIZER_FILES, export, find_tokenizer
+from threefold.prepare_data.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the tokens after a prompt are chosen.
+
+    Attributes:
+        max_tokens: limit of the tokens after a prompt
+        temperature: 0 chooses the most likely token
+        top_p: sample from the most likely tokens that have this probability together
+        seed: of the random choices, in 32 bits
+    """
+
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    seed: int = 0
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of transformers' `generate`.
+
+        top-k is not among them: that of the model's generation_config.json applies, or 50.
+        """
+        if not self.temperature:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p}
+
+
+@dataclass
+class TextGenerator:
+    """A model of transformers and its tokenizer.
+
+    Attributes:
+        path: what the user named, for messages
+        chats: the prompts are turns of one conversation, in the tokenizer's chat template
+        messages: the conversation so far
+    """
+
+    path: Path
+    model: Any
+    tokenizer: Any
+    sampling: Sampling
+    chats: bool = False
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def tokens_of(self, prompt: str, name: str) -> Tensor:
+        """Return the tokens before the text to generate, [1, tokens].
+
+        Args:
+            prompt: a text to continue, or the next turn of the conversation
+            name: what the user calls the prompt, for a message
+
+        Raises:
+            UserError: there are no tokens, or the model has no position after them, or the chat
+                template rejects the conversation.
+        """
+        if self.chats:
+            turns = [*self.messages, {"role": "user", "content": prompt}]
+            try:
+                tokens = self.tokenizer.apply_chat_template(
+                    turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                )["input_ids"]
+            except TemplateError as error:
+                raise UserError(
+                    f"the chat template of {self.path} rejects the conversation: "
+                    f"{reason_of(error)}; omit --chat to continue a text"
+                ) from None
+        else:
+            tokens = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        length, positions = tokens.shape[1], self.model.config.max_position_embeddings
+        if not 0 < length < positions:
+            what, remedy = name, "use a text"
+            if self.messages:
+                what, remedy = (
+                    f"{name} with the conversation before it",
+                    "begin a new one, with a text",
+                )
+            raise UserError(
+                f"{what} has {length} tokens and the model has {positions} positions; {remedy} of "
+                f"1 to {positions - 1} tokens"
+            )
+        if self.chats:
+            self.messages = turns
+        return tokens.long()
+
+    def write(self, tokens: Tensor, *, shows_prompt: bool) -> None:
+        """Print the text after some tokens while it is generated, and remember it in a chat."""
+        device, length = self.model.device, tokens.shape[1]
+        room = self.model.config.max_position_embeddings - length
+        written = self.model.generate(
+            input_ids=tokens.to(device),
+            attention_mask=torch.ones_like(tokens, device=device),
+            max_new_tokens=min(self.sampling.max_tokens, room),
+            pad_token_id=self.tokenizer.eos_token_id,
+            streamer=TextStreamer(
+                self.tokenizer, skip_prompt=not shows_prompt, skip_special_tokens=True
+            ),
+            **self.sampling.arguments(),
+        )
+        if self.chats:
+            answer = self.tokenizer.decode(written[0, length:], skip_special_tokens=True)
+            self.messages.append({"role": "assistant", "content": answer})
+
+
+def generator_of(path: Path, sampling: Sampling, *, chat: bool = False) -> TextGenerator:
+    """Load an exported model, or export a checkpoint to a temporary folder and load that.
+
+    The temporary folder is deleted before this function returns: the tensors are mapped files,
+    whose content stays until they are freed.
+
+    Args:
+        path: a run folder, a checkpoint, or a folder that transformers can load
+        chat: prompts are turns of a conversation
+
+    Raises:
+        UserError: there is no such model, or it has no tokenizer, or no chat template for `chat`,
+            or the temporary folder is too small.
+    """
+    if (path / "config.json").is_file():
+        return _load(path, path, sampling, chat=chat)
+    source = open_checkpoint(path)
+    tokenizer = find_tokenizer(source, None)
+    if tokenizer is None:
+        raise UserError(
+            f"{path} has only weights and no tokenizer; export it with convert.py to-hf "
+            f"--tokenizer FOLDER, and name the export"
+        )
+    try:
+        with tempfile.TemporaryDirectory(prefix="threefold-generate-") as folder:
+            with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text
+                export(source, Path(folder), dtype="fp32", tokenizer=tokenizer)
+            return _load(Path(folder), path, sampling, chat=chat)
+    except OSError as error:
+        if error.errno not in FULL_DISK_ERRORS:
+            raise
+        raise UserError(
+            f"{tempfile.gettempdir()} has no room for an export of {path}; name a larger folder in "
+            f"the variable TMPDIR"
+        ) from None
+
+
+def _load(folder: Path, path: Path, sampling: Sampling, *, chat: bool) -> TextGenerator:
+    """Load a model and its tokenizer from a folder, without code that comes with it.
+
+    path: what the user named, for messages
+    """
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(
+            f"{path} has no tokenizer, such as a tokenizer.json; export the checkpoint again with "
+            f"convert.py to-hf --tokenizer FOLDER, or copy the tokenizer's files into {path}"
+        )
+    tokenizer = load_tokenizer(folder, f"the tokenizer in {path}")
+    if chat and not tokenizer.chat_template:
+        raise UserError(
+            f"--chat needs a chat template, and the tokenizer of {path} has none (chat_template in "
+            f"tokenizer_config.json, or chat_template.jinja); omit --chat to continue a text"
+        )
+    disable_progress_bar()
+    try:
+        # Without the argument, transformers asks on the terminal whether to run the code.
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # transformers and safetensors raise many classes
+        raise UserError(
+            f"{path} cannot be loaded: {reason_of(error).rstrip('.')}; use a run folder such as "
+            f"runs/tiny, or an output of convert.py to-hf"
+        ) from None
+    model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    set_seed(sampling.seed)
+    return TextGenerator(path, model, tokenizer, sampling, chat)
