@@ -5,6 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/ready
 TRITON := .venv/triton/ready
+MKDOCS := .venv/mkdocs/ready
 
 # The number of GPUs that DS_ACCELERATOR and CUDA_VISIBLE_DEVICES allow.
 comma := ,
@@ -48,7 +49,7 @@ else
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain reproduce test long exhaustive cluster soak fuzz mutants gpu lint format
+.PHONY: help setup pretrain reproduce test long exhaustive cluster soak fuzz mutants gpu lint format site
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 17
@@ -113,7 +114,7 @@ $(TRITON): requirements-triton.txt | $(READY)
 	  --disable-pip-version-check --no-deps --upgrade --target .venv/triton --requirement requirements-triton.txt
 	@mkdir -p .venv/triton && touch $@
 
-long: $(READY) $(TRITON) ## run the tests that take minutes, such as kills of a run at random instants
+long: $(READY) $(TRITON) $(MKDOCS) ## run the tests that take minutes, such as kills of a run at random instants
 	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m tests.parallel --processes 4 -m long $(ARGS)
 
 # CI runs a few of these tests, chosen by the date: --portion. Run all of them after a change to the
@@ -132,3 +133,16 @@ lint: $(READY) ## check style, formatting and types
 format: $(READY) ## format the code and apply the fixes that ruff considers safe
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+# The packages of the site are next to .venv's own, which `make test` does not need, as Triton above.
+$(MKDOCS): requirements-docs.txt | $(READY)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/mkdocs \
+	  --requirement $<
+	@touch $@
+
+# The pages keep their places relative to each other, so that their links are those of the repository.
+site: $(READY) $(MKDOCS) ## build the documentation site into .site/html, and check its links
+	@rm -rf .site && mkdir -p .site/pages
+	@ln -s $(addprefix ../../,$(wildcard *.md) LICENSE docs) .site/pages
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.venv/mkdocs $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "wrote .site/html; to search in it: $(BIN)/python -m http.server --directory .site/html"
