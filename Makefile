@@ -142,7 +142,7 @@ $(MKDOCS): requirements-docs.txt | $(READY)
 
 # The pages keep their places relative to each other, so that their links are those of the repository.
 site: $(READY) $(MKDOCS) ## build the documentation site into .site/html, and check its links
-	@rm -rf .site && mkdir -p .site/pages
+	@rm -rf .site/pages && mkdir -p .site/pages
 	@ln -s $(addprefix ../../,$(wildcard *.md) LICENSE docs) .site/pages
-	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.venv/mkdocs $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=.venv/mkdocs $(BIN)/python -m mkdocs build --strict $(ARGS)
 	@echo "wrote .site/html; to search in it: $(BIN)/python -m http.server --directory .site/html"

@@ -1,6 +1,8 @@
 """README, docs/ and BENCHMARKS.md are correct: links, paths, commands, outputs, keys, numbers."""
 
 import contextlib
+import functools
+import http.server
 import importlib
 import json
 import os
@@ -10,8 +12,10 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +23,8 @@ from models.cost import parameter_count
 from tests.commands import run_here
 from tests.conftest import shipped_configs, shipped_recipes
 from tests.ranks import run_ranks
-from threefold.commands import plan
+from tests.report.chromium import EXECUTABLE, NO_CHROMIUM, Chromium
+from threefold.commands import plan, prove
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.plan import catalogue
@@ -31,12 +36,14 @@ MAX_README_LINES = 200
 DOCS = {path.name: path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))}
 README = (REPOSITORY / "README.md").read_text()
 BENCHMARKS = (REPOSITORY / "BENCHMARKS.md").read_text()
+AGENTS = (REPOSITORY / "AGENTS.md").read_text()
 PAGES = {
     "README.md": README,
     "BENCHMARKS.md": BENCHMARKS,
+    "AGENTS.md": AGENTS,
     **{f"docs/{name}": text for name, text in DOCS.items()},
 }
-CREATED_BY_EXAMPLES = {"recipes/mine.toml", "recipes/7b-planned.toml", "recipes/NAME.toml"}
+CREATED_BY_EXAMPLES = {"recipes/mine.toml", "recipes/7b-planned.toml"}
 SOURCE_FOLDERS = (
     "recipes",
     "models",
@@ -123,15 +130,17 @@ def test_paths_in_inline_code_exist() -> None:
     path = rf"({'|'.join(SOURCE_FOLDERS)})/[\w./*-]*"
     for page, text in PAGES.items():
         paths = {span for span in spans(text) if re.fullmatch(path, span)}
-        missing = {span for span in paths if not list(REPOSITORY.glob(span))}
+        missing = {span for span in paths if not list(REPOSITORY.glob(span.replace("NAME", "*")))}
         assert missing <= CREATED_BY_EXAMPLES, page
 
 
 def test_constants_are_in_the_files_that_are_named_with_them() -> None:
     for page, text in PAGES.items():
-        for name, file in re.findall(r"`([A-Z][A-Z_]{3,})`\s\(`([\w/]+\.py)`\)", text):
+        named = re.findall(r"`([A-Z][A-Z_]{3,})`\s\(`([\w/]+\.py)`\)", text)
+        named += re.findall(r"`(\w+)` in `([\w/]+\.py)`", text)
+        for name, file in named:
             source = (REPOSITORY / file).read_text()
-            assert re.search(rf"^{name}\b", source, re.MULTILINE), (page, name, file)
+            assert re.search(rf"^(class |def )?{name}\b", source, re.MULTILINE), (page, name, file)
 
 
 def test_recipe_keys_in_inline_code_exist() -> None:
@@ -146,7 +155,9 @@ def test_recipe_keys_in_inline_code_exist() -> None:
         assert [
             key
             for key in keys
-            if key[0] in sections and len(key) == 2 and key[1] not in sections[key[0]]["properties"]
+            if key[0] in sections
+            and len(key) == 2
+            and key[1] not in ("py", *sections[key[0]]["properties"])  # layout.py is a file
         ] == [], page
 
 
@@ -240,6 +251,38 @@ def test_commands_name_existing_files_and_options() -> None:
             after = words[words.index(script) + 1 :]
             for option in (word for word in after if word.startswith("--")):
                 assert option in usages[program_of(words)], command
+
+
+def test_a_file_without_a_folder_is_next_to_the_one_before_it() -> None:
+    """The table of AGENTS.md names a file, and then others of its folder by their names alone."""
+    for row in re.findall(r"^\|.*", AGENTS, re.MULTILINE):
+        folder = REPOSITORY
+        for path in re.findall(r"`([\w./-]+(?:/|\.\w+))`", row):
+            if (full := REPOSITORY / path).exists():
+                folder = full if full.is_dir() else full.parent
+            else:
+                assert "NAME" in path or (folder / path).exists(), (row, path)
+
+
+@pytest.mark.parametrize(
+    "command", [words for _, text in blocks(AGENTS) for words in commands(f"```\n{text}```\n")]
+)
+def test_the_commands_for_agents_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """plan.py answers, make knows its targets, and prove.py, which takes minutes, its options."""
+    program, script, *options = shlex.split(command)
+    if program == "make":
+        make = ["make", "--dry-run", script, *options]
+        assert subprocess.run(make, cwd=REPOSITORY, capture_output=True).returncode == 0
+        tests = [word.partition("=")[2] for word in options if word.startswith("ARGS=")]
+        assert all((REPOSITORY / folder).is_dir() for folder in tests)
+    elif script == "recipes/plan.py":
+        done = run_here(plan.main, *options)
+        assert (done.returncode, done.stderr) == (0, "") and "GPU" in done.stdout
+    else:
+        assert (program, script) == (".venv/bin/python", "recipes/prove.py")
+        monkeypatch.setattr(sys, "argv", [script, *options])
+        parsed = prove.parse_command_line()
+        assert load_recipe(parsed.recipe).name == "tiny" and parsed.ranks == 4
 
 
 def marks_of_shown(text: str) -> list[pytest.MarkDecorator]:
@@ -376,3 +419,74 @@ def test_the_answers_are_commands_that_load() -> None:
         overrides = [value for option, value in pairwise(words) if option == "--set"]
         for recipe in set(recipes) - CREATED_BY_EXAMPLES:
             load_recipe(REPOSITORY / recipe, overrides)
+
+
+def test_lists_are_those_of_markdown_for_the_site_too() -> None:
+    """GitHub needs two spaces to continue an item after an empty line, Python-Markdown four."""
+    for page, text in PAGES.items():
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+        assert re.findall(r"\n\n {1,3}\S.*|\n {1,3}(?:-|\d+\.) .*", prose) == [], page
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[str]:
+    """The URL of the built site."""
+    subprocess.run(["make", "site"], cwd=REPOSITORY, check=True)
+    handler = functools.partial(
+        http.server.SimpleHTTPRequestHandler, directory=REPOSITORY / ".site" / "html"
+    )
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(EXECUTABLE is None, reason=NO_CHROMIUM)
+def test_the_site_is_searched_and_read_in_a_browser(site: str, tmp_path: Path) -> None:
+    loaded = "document.readyState === 'complete' && window.__md_scope"
+    result = "document.querySelectorAll('.md-search-result__link')"
+    with Chromium(tmp_path, width=400) as browser:
+        for scheme, name in (("light", "default"), ("dark", "slate")):
+            preference = {"name": "prefers-color-scheme", "value": scheme}
+            browser.send("Emulation.setEmulatedMedia", features=[preference])
+            browser.open(f"{site}docs/catalogue.html", loaded)
+            assert browser.value("document.body.dataset.mdColorScheme") == name
+            colour = browser.value("getComputedStyle(document.body).backgroundColor")
+            assert (max(map(int, re.findall(r"\d+", colour)[:3])) > 128) == (scheme == "light")
+        for page in ("index.html", "BENCHMARKS.html", "docs/recipe-reference.html"):
+            browser.open(site + page, loaded)
+            assert browser.value("document.documentElement.scrollWidth") <= 400, page
+        browser.resize(1280, 900)
+        browser.value("document.querySelector('.md-search__input').focus()")
+        browser.send("Input.insertText", text="expert parallel")
+        browser.wait_for(f"{result}.length")
+        assert "/docs/mixture-of-experts.html" in browser.value(f"{result}[0].href")
+        assert browser.messages == []
+        assert [url for url in browser.requests if not url.startswith((site, "data:"))] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("link", "message"),
+    [
+        ("b.md", ""),
+        ("b.md#c", "does not contain an anchor '#c'"),
+        ("c.md", "link 'c.md', but the target is not found"),
+        ("c", "unrecognized relative link"),
+        ("/b.md", "absolute link"),
+        ("https://b.md", 'not included in the "nav" configuration'),
+    ],
+)
+def test_a_broken_link_or_a_forgotten_page_ends_the_build(
+    link: str, message: str, tmp_path: Path
+) -> None:
+    nav = ["a.md"] if "nav" in message else ["a.md", "b.md"]
+    settings = {"INHERIT": str(REPOSITORY / "mkdocs.yml"), "docs_dir": "pages", "nav": nav}
+    (tmp_path / "mkdocs.yml").write_text(json.dumps(settings | {"site_dir": "html"}))
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "a.md").write_text(f"# A\n\n[b]({link})\n")
+    (tmp_path / "pages" / "b.md").write_text("# B\n")
+    command = ["make", "site", f"ARGS=--config-file={tmp_path / 'mkdocs.yml'}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert bool(done.returncode) == bool(message) and message in done.stderr, done.stderr

@@ -129,6 +129,11 @@ def test_containers_install_the_pinned_packages() -> None:
             assert (REPOSITORY / name).exists()
 
 
+def test_the_site_adds_packages_to_the_pinned_ones() -> None:
+    site = pins(REPOSITORY / "requirements-docs.txt")
+    assert "mkdocs-material" in site and set(site).isdisjoint(REQUIREMENTS)
+
+
 def test_both_containers_run_the_same_commands() -> None:
     """The Dockerfile joins commands with &&, the definition has one per line."""
 

@@ -15,6 +15,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 EXECUTABLE = next(filter(None, map(shutil.which, NAMES)), None)
 NO_CHROMIUM = "needs Chromium (Debian and Ubuntu: apt-get install chromium)"
 TIMEOUT = 60.0
+READY = "document.body && document.body.dataset.ready === 'yes'"  # of a report
 OPTIONS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-extensions",
@@ -83,10 +84,10 @@ class Chromium:
                 return answer["result"]
             self._note(answer)
 
-    def open(self, url: str) -> None:
+    def open(self, url: str, condition: str = READY) -> None:
         """Open a page and wait until its script is ready."""
         self.send("Page.navigate", url=url)
-        self.wait_for("document.body && document.body.dataset.ready === 'yes'")
+        self.wait_for(f"location.href === {json.dumps(url)} && ({condition})")
 
     def wait_for(self, condition: str) -> None:
         """Wait until an expression is true."""
