@@ -19,21 +19,16 @@ to check that another layout is valid, and to distribute the tensors over one se
 Exit code 0: done; 2: a file or an option is rejected.
 """
 
-import logging
-import os
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":  # import from the repository's root, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from threefold.runtime.exits import end_at_interrupt
+    from threefold.runtime.output import silence_libraries
 
     end_at_interrupt()
-
-# Converting needs no device, so silence the device messages of transformers and DeepSpeed.
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-logging.getLogger().setLevel(logging.ERROR)
+    silence_libraries()
 
 from threefold.commands.convert import main
 

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import fcntl
 import io
+import logging
 import math
 import os
 import select
@@ -275,6 +276,16 @@ def escape_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def silence_libraries() -> None:
+    """Silence the device messages of transformers and DeepSpeed in a command that needs no device.
+
+    Call it before these libraries are imported. Variables that the user has set are not changed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger().setLevel(logging.ERROR)
 
 
 def use_nonblocking_output() -> None:
