@@ -52,7 +52,9 @@ def check_same_run(
             f'"{recipe.optimizer.kind}"; use optimizer.kind = "{kind}", or start a new run from '
             f"its weights with --run-dir and training.initial_weights"
         )
-    before, after = (_begun(fingerprint, manifest.step) for fingerprint in (manifest.data, data))
+    # A checkpoint that convert.py imported from another program knows nothing about the data.
+    read = manifest.data or data
+    before, after = (_begun(fingerprint, manifest.step) for fingerprint in (read, data))
     # Older checkpoints do not record these two keys. Corpora are always compared by content.
     unrecorded = {"separate_documents": False, "document_starts": data.get("document_starts")}
     different = differences(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from models.errors import UserError
+from models.errors import UserError, a_few
 from threefold.runtime.command_line import add_overrides, count
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output, progress_lines
@@ -79,6 +79,46 @@ def from_hf(options: argparse.Namespace) -> None:
     )
     start = {"initial_weights": str(options.output.resolve())}
     print(tomli_w.dumps({"model": settings(model), "training": start}))
+
+
+def import_command(options: argparse.Namespace) -> None:
+    """Convert a checkpoint of another program to one from which its run continues."""
+    from threefold.convert.foreign_checkpoint import open_foreign
+    from threefold.convert.from_megatron import (
+        FOREIGN,
+        RECIPE,
+        foreign_settings,
+        import_checkpoint,
+        recipe_of,
+    )
+    from threefold.convert.translation import ASSUMED, UNKNOWN
+
+    checkpoint = open_foreign(options.checkpoint)
+    foreign = foreign_settings(checkpoint, options.config)
+    translated = recipe_of(
+        checkpoint, foreign, options.output, ranks=options.ranks, overrides=options.set
+    )
+    with output(options, options.checkpoint, FOREIGN) as folder:
+        diverged = import_checkpoint(
+            checkpoint,
+            translated,
+            folder,
+            target=options.output,
+            weights_only=options.weights_only,
+        )
+    kind = "weights and moments"
+    if options.weights_only or checkpoint.updates is None:
+        reason = "" if options.weights_only else f" ({checkpoint.note})"
+        kind = f"weights without moments{reason}"
+    print(f"imported {checkpoint.path}, step {checkpoint.step}, into {options.output}: {kind}")
+    if diverged:
+        print(f"the tensor ranks had different values of {a_few(sorted(diverged))}; took the mean")
+    for line in translated.lines:
+        if line.status == ASSUMED or (line.changes_loss and line.status != UNKNOWN):
+            print(f"  {'LOSS  ' if line.changes_loss else '      '}{line}")
+    resume = f" --resume {options.output}" if kind == "weights and moments" else ""
+    recipe = options.output / RECIPE
+    print(f"set [data] in {recipe}; next: python recipes/pretrain.py {recipe}{resume}")
 
 
 def average_command(options: argparse.Namespace) -> None:
@@ -186,7 +226,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(
-        required=True, metavar="to-hf | from-hf | average | reshape | recipe"
+        required=True, metavar="to-hf | from-hf | import | average | reshape | recipe"
     )
     export_parser = commands.add_parser("to-hf", help="checkpoint -> transformers")
     export_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
@@ -201,6 +241,28 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     )
     import_parser.add_argument("folder", type=Path, help="written by save_pretrained")
     import_parser.set_defaults(command=from_hf)
+    foreign_parser = commands.add_parser(
+        "import", help="Megatron-LM, Megatron-DeepSpeed or GPT-NeoX -> a checkpoint to resume"
+    )
+    foreign_parser.add_argument(
+        "checkpoint", type=Path, help="a folder of checkpoints, or that of an iteration"
+    )
+    foreign_parser.add_argument(
+        "--config",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="configuration of the run; default: the settings in the checkpoint",
+    )
+    foreign_parser.add_argument(
+        "--weights-only", action="store_true", help="leave out the optimizer's state"
+    )
+    foreign_parser.add_argument(
+        "--ranks", type=count, metavar="N", help="GPUs, if the source's batch depends on them"
+    )
+    add_overrides(foreign_parser)
+    foreign_parser.set_defaults(command=import_command)
     average_parser = commands.add_parser("average", help="mean of the weights of several saves")
     average_parser.add_argument(
         "sources", type=Path, nargs="+", help="a run folder with --last, or two or more checkpoints"
@@ -231,7 +293,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     )
     add_overrides(recipe_parser)
     recipe_parser.set_defaults(command=recipe_command)
-    for subparser in (export_parser, import_parser, average_parser, reshape_parser):
+    for subparser in (export_parser, import_parser, foreign_parser, average_parser, reshape_parser):
         if subparser is not average_parser:  # which takes several folders to read
             subparser.add_argument("output", type=Path, help="folder to write")
         subparser.add_argument(

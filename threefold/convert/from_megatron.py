@@ -7,7 +7,7 @@ its weights.
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from threefold.convert.foreign_checkpoint import (
 )
 from threefold.convert.foreign_files import Foreign, option, read_foreign
 from threefold.convert.foreign_programs import PROGRAMS
-from threefold.convert.translation import Translated, translate
+from threefold.convert.translation import UNKNOWN, Translated, translate
 from threefold.run_folder.folder import versions
 
 IMPORTED_FROM = "imported_from"  # key of the layout
@@ -82,7 +82,11 @@ def foreign_settings(checkpoint: ForeignCheckpoint, files: Sequence[Path]) -> Fo
         )
     for clearing, name in CLEARING.items():
         args = {**args, name: args.get(clearing) is False}
-    values = {option(key): value for key, value in args.items() if value not in (None, False, [])}
+    values = {  # 0 is a value: --hidden-dropout 0
+        option(key): value
+        for key, value in args.items()
+        if value is not None and value is not False and value != []
+    }
     for first in ("start-weight-decay", "end-weight-decay"):
         if values.get(first) == values.get("weight-decay"):
             values.pop(first, None)
@@ -141,6 +145,9 @@ def recipe_of(
             raise UserError(
                 f"{checkpoint.path}: weights of [model.{key}] are not imported; use a dense model"
             )
+    if "params-dtype" in foreign.values:  # most of the stored settings are defaults without a rule
+        kept = tuple(line for line in translated.lines if line.status != UNKNOWN)
+        translated = replace(translated, lines=kept)
     return translated
 
 
