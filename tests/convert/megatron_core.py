@@ -78,6 +78,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *device: None  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda tensor, *device: tensor  # type: ignore[assignment,method-assign]
     from megatron.core import dist_checkpointing, parallel_state  # type: ignore[import-not-found]
     from megatron.core.tensor_parallel.random import (  # type: ignore[import-not-found]
         get_cuda_rng_tracker,

@@ -1,0 +1,338 @@
+"""Checkpoints of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX continue here."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.layer_specs import SequentialModel, layer_specs, logical_parameters
+from models.parallel.micro_batch_info import MicroBatchInfo
+from tests.commands import run_here
+from tests.convert import foreign_checkpoints as foreign
+from tests.convert.megatron_core import DECAY, RATE, STEPS, arguments, batch
+from threefold.checkpoint.state import CheckpointReader
+from threefold.commands.convert import main
+from threefold.config.loading import REPOSITORY, load_recipe
+
+LLAMA = {
+    "layers": 4, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_hidden_size": 48,
+    "vocab_size": 128, "sequence_length": 16, "norm": "rmsnorm", "positions": "rope",
+    "activation": "swiglu", "bias": False, "tie_embeddings": False,
+}  # fmt: skip
+GPT = LLAMA | {
+    "kv_heads": 4, "ffn_hidden_size": 128, "norm": "layernorm", "positions": "learned",
+    "activation": "gelu_erf", "bias": True, "tie_embeddings": True,
+}  # fmt: skip
+CONFIGS = {"llama": ModelConfig(**LLAMA), "gpt": ModelConfig(**GPT)}
+
+
+def imported(source: Path, output: Path, *options: object) -> CheckpointReader:
+    """Import a checkpoint with the command."""
+    done = run_here(main, "import", source, output, *options)
+    assert done.returncode == 0, done.stderr
+    return CheckpointReader.verified(output)
+
+
+def same(reader: CheckpointReader, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Check that a checkpoint has these tensors bit for bit, and no others."""
+    expected = {
+        name if kind == "weights" else f"{kind}/{name}": tensor
+        for kind, own in tensors.items()
+        for name, tensor in own.items()
+    }
+    assert reader.manifest.tensors.keys() == expected.keys()
+    for kind, own in tensors.items():
+        for name, tensor in own.items():
+            assert torch.equal(reader.tensor(kind, name), tensor), (kind, name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        ("llama", {}),
+        ("llama", {"tensor": 2, "stages": 2}),
+        ("gpt", {"tensor": 2, "stages": 2, "chunks": 2}),
+        ("gpt", {}),
+    ],
+)
+def test_a_checkpoint_of_megatron_continues(
+    kind: str, axes: dict[str, int], tmp_path: Path
+) -> None:
+    tensors = foreign.random_tensors(CONFIGS[kind])
+    args = arguments(kind, **axes)
+    foreign.write_torch(tmp_path / "torch", CONFIGS[kind], tensors, args)
+    reader = imported(tmp_path / "torch", tmp_path / "ours")
+    same(reader, tensors)
+    manifest = reader.manifest
+    assert (manifest.step, manifest.updates, manifest.samples) == (3, 3, 6)
+    recipe = load_recipe(tmp_path / "ours" / "recipe.toml")
+    assert recipe.model == CONFIGS[kind]
+    assert recipe.layout.tensor == axes.get("tensor", 1)
+    assert recipe.layout.virtual_stages == axes.get("chunks", 1)
+    assert manifest.recipe["optimizer"]["learning_rate"] == RATE
+    foreign.write_distributed(tmp_path / "dist", CONFIGS[kind], tensors, args)
+    same(imported(tmp_path / "dist", tmp_path / "again"), tensors)
+
+
+def test_master_weights_replace_rounded_ones(tmp_path: Path) -> None:
+    tensors = foreign.random_tensors(CONFIGS["llama"])
+    args = arguments("llama", tensor=2)
+    args.bf16 = True
+    foreign.write_torch(
+        tmp_path / "theirs", CONFIGS["llama"], tensors, args, precision=torch.bfloat16
+    )
+    same(imported(tmp_path / "theirs", tmp_path / "ours"), tensors)
+    rounded = {name: x.bfloat16().float() for name, x in tensors["weights"].items()}
+    reader = imported(tmp_path / "theirs", tmp_path / "weights", "--weights-only")
+    assert reader.manifest.step == 0 and not reader.manifest.has_moments
+    same(reader, {"weights": tensors["weights"]})
+    assert not torch.equal(rounded["head.weight"], tensors["weights"]["head.weight"])
+    recipe = load_recipe(tmp_path / "weights" / "recipe.toml")
+    assert recipe.training.initial_weights == str((tmp_path / "weights").resolve())
+
+
+def test_rows_of_padding_are_left_out_on_request(tmp_path: Path) -> None:
+    tensors = foreign.random_tensors(CONFIGS["llama"])
+    foreign.write_torch(
+        tmp_path / "theirs", CONFIGS["llama"], tensors, arguments("llama", tensor=2)
+    )
+    reader = imported(tmp_path / "theirs", tmp_path / "ours", "--set", "model.vocab_size=120")
+    for kind, own in tensors.items():
+        for name in ("embedding.weight", "head.weight"):
+            assert torch.equal(reader.tensor(kind, name), own[name][:120])
+
+
+NEOX_YAML = """
+num_layers: 4
+hidden_size: 32
+num_attention_heads: 4
+seq_length: 16
+max_position_embeddings: 16
+train_iters: 10
+train_micro_batch_size_per_gpu: 2
+lr_decay_style: constant
+make_vocab_size_divisible_by: 64
+"""
+NEOX = {
+    "llama": "norm: rmsnorm\nrms_norm_epsilon: 1.0e-5\npos_emb: rotary\nno_weight_tying: true\n"
+    "num_kv_heads: 2\nactivation: swiglu\nintermediate_size: 144\nuse_bias_in_mlp: false\n"
+    "use_bias_in_norms: false\nuse_bias_in_attn_linear: false\n",
+    "gpt": "pos_emb: learned\nno_weight_tying: false\n",
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_weights_of_gpt_neox_are_imported(kind: str, tmp_path: Path) -> None:
+    weights = foreign.random_tensors(CONFIGS[kind])["weights"]
+    folder = tmp_path / "theirs" / "global_step3"
+    args = {"num_layers": 4, "hidden_size": 32, "padded_vocab_size": 128}
+    foreign.write_layers(
+        folder, CONFIGS[kind], weights, {"args": args, "iteration": 3}, ranks=2, neox=True
+    )
+    (folder / "configs").mkdir()
+    (folder / "configs" / "model.yml").write_text(NEOX_YAML + NEOX[kind])
+    reader = imported(tmp_path / "theirs", tmp_path / "ours")
+    same(reader, {"weights": weights})
+    assert load_recipe(tmp_path / "ours" / "recipe.toml").model == CONFIGS[kind]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_weights_of_megatron_deepspeed_are_imported(kind: str, tmp_path: Path) -> None:
+    weights = foreign.random_tensors(CONFIGS[kind])["weights"]
+    args = arguments(kind, tensor=2)
+    args.deepspeed = True
+    args.normalization = args.normalization.lower()
+    states = {"args": args, "iteration": 3, "checkpoint_version": 3.0}
+    foreign.write_layers(
+        tmp_path / "theirs" / "global_step3", CONFIGS[kind], weights, states, ranks=2, neox=False
+    )
+    reader = imported(tmp_path / "theirs", tmp_path / "ours")
+    same(reader, {"weights": weights})
+
+
+class Harmful:
+    """An object that would execute a command when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.system, ("touch harmed",)
+
+
+def _edit(change: Callable[[dict[str, Any]], None], *, rank: int = 0) -> Callable[[Path], None]:
+    """Return a function that changes the content of a file of a checkpoint."""
+
+    def edit(root: Path) -> None:
+        file = root / "iter_0000003" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        content = torch.load(file, weights_only=False)
+        change(content)
+        torch.save(content, file)
+
+    return edit
+
+
+def _set(**values: Any) -> Callable[[Path], None]:
+    return _edit(lambda content: vars(content["args"]).update(values))
+
+
+def _moment(content: dict[str, Any]) -> None:
+    content["optimizer"]["state"][3]["exp_avg"] = torch.zeros(1)
+
+
+REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "code": (
+        _edit(lambda content: content.update(extra=Harmful())),
+        "mp_rank_00/model_optim_rng.pt needs posix.system; this class is not in the list",
+    ),
+    "rank": (
+        lambda root: (root / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt").unlink(),
+        "mp_rank_01/model_optim_rng.pt is missing; copy all files",
+    ),
+    "damaged": (
+        lambda root: (root / "iter_0000003/mp_rank_01/model_optim_rng.pt").write_bytes(b"PK" * 9),
+        "mp_rank_01/model_optim_rng.pt cannot be read",
+    ),
+    "tracker": (
+        lambda root: (root / "latest_checkpointed_iteration.txt").write_text("../other"),
+        "'../other', which is not an iteration; name the folder of an iteration",
+    ),
+    "layers": (_set(num_layers=6), "missing in the files: blocks.4"),
+    "sizes": (_set(ffn_hidden_size=64), "linear_fc1.weight has the shape (96, 32), and the"),
+    "heads": (
+        _set(num_attention_heads=2, num_query_groups=2, kv_channels=16),
+        "linear_qkv.weight has",
+    ),
+    "interleaved": (_set(rotary_interleaved=True), "args.rotary_interleaved = True is not"),
+    "alibi": (_set(position_embedding_type="alibi"), "position-embedding-type = alibi is not"),
+    "no args": (_edit(lambda content: content.pop("args")), "name their files with --config"),
+    "unknown": (
+        _edit(lambda content: content["model"].update({"embedding.norm.weight": torch.zeros(2)})),
+        "1 tensor without a place in a model here: embedding.norm.weight",
+    ),
+    "moments": (_edit(_moment), "optimizer.state[3].exp_avg has the shape (1,), and"),
+    "groups": (
+        _edit(lambda content: content["optimizer"]["param_groups"][0]["params"].pop()),
+        "optimizer.param_groups[0] has",
+    ),
+    "empty": (
+        lambda root: (root / "latest_checkpointed_iteration.txt").write_text("7"),
+        "iter_0000007 has no checkpoint of Megatron-LM",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two tensor ranks."""
+    root = tmp_path_factory.mktemp("foreign") / "theirs"
+    config = CONFIGS["llama"]
+    foreign.write_torch(
+        root, config, foreign.random_tensors(config), arguments("llama", tensor=2)
+    )
+    return root
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_an_unreadable_checkpoint_is_rejected_and_nothing_is_written(
+    case: str, valid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["cp", "-r", str(valid), "theirs"], check=True)
+    damage, message = REJECTED[case]
+    damage(tmp_path / "theirs")
+    done = run_here(main, "import", "theirs", "ours")
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
+def test_diverged_replicas_are_averaged_and_reported(valid: Path, tmp_path: Path) -> None:
+    subprocess.run(["cp", "-r", str(valid), str(tmp_path / "theirs")], check=True)
+    name = "decoder.layers.1.input_layernorm.weight"
+    _edit(lambda content: content["model"][name].add_(0.5), rank=1)(tmp_path / "theirs")
+    done = run_here(main, "import", tmp_path / "theirs", tmp_path / "ours")
+    assert "different values of blocks.1.attention_norm.weight; took the mean" in done.stdout
+    whole = foreign.random_tensors(CONFIGS["llama"])["weights"]["blocks.1.attention_norm.weight"]
+    held = CheckpointReader.verified(tmp_path / "ours").tensor(
+        "weights", "blocks.1.attention_norm.weight"
+    )
+    torch.testing.assert_close(held, whole + 0.25)
+
+
+# Compared with megatron-core itself, where it is installed.
+
+
+def losses_here(reader: CheckpointReader, config: ModelConfig) -> list[float]:
+    """Return the losses of the next two steps after a checkpoint, with AdamW in between."""
+    model = SequentialModel(layer_specs(config))
+    parameters = dict(logical_parameters(model, config))
+    groups = [
+        {"params": [x for x in parameters.values() if (x.dim() > 1) is decays],
+         "weight_decay": DECAY * decays}
+        for decays in (True, False)
+    ]  # fmt: skip
+    adam = torch.optim.AdamW(groups, lr=RATE)
+    for name, x in parameters.items():
+        x.data.copy_(reader.tensor("weights", name))
+        moments = {kind: reader.tensor(kind, name) for kind in ("exp_avg", "exp_avg_sq")}
+        adam.state[x] = {"step": torch.tensor(float(reader.manifest.updates)), **moments}
+    losses = []
+    for step in (STEPS, STEPS + 1):
+        loss = model(*batch(step), MicroBatchInfo())
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    return losses
+
+
+def layout_of(root: Path) -> dict[str, Any]:
+    """Return the names, shapes and order of what a checkpoint holds, without its values."""
+    from threefold.convert.foreign_checkpoint import open_foreign, tensors_of
+
+    found: dict[str, Any] = {}
+    for file in sorted(root.rglob("model_optim_rng.pt")):
+        content = torch.load(file, weights_only=False)
+        models = {key: content[key] for key in sorted(content) if key.startswith("model")}
+        optimizer = content["optimizer"]
+        found[file.parent.name] = (
+            [(key, [(name, x.shape) for name, x in tensors_of(models[key])]) for key in models],
+            [(group["params"], group["wd_mult"]) for group in optimizer["param_groups"]],
+            {n: {k: x.shape for k, x in s.items()} for n, s in optimizer["state"].items()},
+        )
+    if (root / "iter_0000003" / ".metadata").is_file():
+        content = open_foreign(root).content  # type: ignore[attr-defined]
+        for key, saved in content.state_dict_metadata.items():
+            if "_extra_state" not in key:
+                chunks = sorted((tuple(c.offsets), tuple(c.sizes)) for c in saved.chunks)
+                found[key] = tuple(saved.size), chunks
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_megatron_core_agrees(kind: str, tmp_path: Path) -> None:
+    given = os.environ.get("THREEFOLD_MEGATRON_CORE")  # a folder of earlier outputs
+    if given is None and importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    theirs = tmp_path / "theirs" if given is None else Path(given) / kind
+    command = ["-m", "tests.convert.megatron_core", str(theirs), "--kind", kind]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "4", *command]
+    for words in (command, launcher) if given is None else ():
+        subprocess.run([sys.executable, *words], cwd=REPOSITORY, check=True)
+    expected = torch.load(theirs / "expected.pt")["losses"]
+    config, tensors = CONFIGS[kind], foreign.random_tensors(CONFIGS[kind])
+    chunks = 2 if kind == "gpt" else 1
+    for name, axes in {"torch": {}, "torch4": {"tensor": 2, "stages": 2, "chunks": chunks}}.items():
+        args: Namespace = arguments(kind, **axes)
+        foreign.write_torch(tmp_path / name, config, tensors, args)
+        foreign.write_distributed(tmp_path / name.replace("torch", "dist"), config, tensors, args)
+        for form in (name, name.replace("torch", "dist")):
+            assert layout_of(tmp_path / form) == layout_of(theirs / form), form
+            losses = losses_here(imported(theirs / form, tmp_path / f"our-{form}"), config)
+            assert losses == pytest.approx(expected, abs=1e-6), form
