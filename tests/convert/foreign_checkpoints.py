@@ -129,16 +129,16 @@ def write_torch(
             for chunk in range(chunks):
                 start = (chunk * stages + stage) * own
                 first, last = (chunk, stage) == (0, 0), (chunk, stage) == (chunks - 1, stages - 1)
-                names = list(
-                    core_names(config, range(start, start + own), first=first, last=last)
-                )
+                names = list(core_names(config, range(start, start + own), first=first, last=last))
                 state: dict[str, Tensor] = {}
                 for name in names:
                     source = "embedding.weight" if name not in tensors["weights"] else name
                     x = part(tensors["weights"][source], name, config, rank=rank, ranks=tensor)
                     place = of_layer(name, CORE)
                     theirs = OUTSIDE.get(name) or (
-                        f"decoder.layers.{place[0] - start}.{place[2][0]}{place[1]}" if place else ""
+                        f"decoder.layers.{place[0] - start}.{place[2][0]}{place[1]}"
+                        if place
+                        else ""
                     )
                     state[theirs] = x.to(precision)
                 content["model" if chunks == 1 else f"model{chunk}"] = state
@@ -163,7 +163,7 @@ def _optimizer(
     masters: list[list[Tensor]] = []
     number = 0
     for decays in (True, False):
-        group = {"params": list[int](), "wd_mult": float(decays), "lr_mult": 1.0}
+        group: dict[str, Any] = {"params": list[int](), "wd_mult": float(decays), "lr_mult": 1.0}
         masters.append([])
         for name in names:
             source = "embedding.weight" if name not in tensors["weights"] else name
@@ -234,9 +234,7 @@ def write_distributed(
     (root / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
-def _pieces(
-    x: Tensor, name: str, ranks: int, *, gated: bool
-) -> Iterator[tuple[list[int], Tensor]]:
+def _pieces(x: Tensor, name: str, ranks: int, *, gated: bool) -> Iterator[tuple[list[int], Tensor]]:
     """Yield (offsets, piece) of a tensor, as the tensor ranks hold it."""
     dimension: int | None = None
     if any(text in name for text in ("qkv.", ".mlp.up.")) or name in (

@@ -76,14 +76,14 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--kind", choices=SIZES, required=True)
     options = parser.parse_args()
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *device: None  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda tensor, *device: tensor  # type: ignore[assignment,method-assign]
-    from megatron.core import dist_checkpointing, parallel_state  # type: ignore[import-not-found]
-    from megatron.core.tensor_parallel.random import (  # type: ignore[import-not-found]
+    torch.Tensor.cuda = lambda tensor, *device: tensor  # type: ignore[method-assign]
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.tensor_parallel.random import (
         get_cuda_rng_tracker,
     )
-    from megatron.core.transformer.enums import AttnBackend  # type: ignore[import-not-found]
+    from megatron.core.transformer.enums import AttnBackend
 
     get_cuda_rng_tracker().fork = lambda *name: nullcontext()
     ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -138,11 +138,11 @@ def main() -> None:
 
 def _model(kind: str, tensor: int, stages: int, chunks: int, chunk: int) -> Any:
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel  # type: ignore[import-not-found]
-    from megatron.core.models.gpt.gpt_layer_specs import (  # type: ignore[import-not-found]
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
     )
-    from megatron.core.transformer.transformer_config import (  # type: ignore[import-not-found]
+    from megatron.core.transformer.transformer_config import (
         TransformerConfig,
     )
 
@@ -171,11 +171,11 @@ def _model(kind: str, tensor: int, stages: int, chunks: int, chunk: int) -> Any:
 
 
 def _optimizer(models: list[Any]) -> Any:
-    from megatron.core.optimizer import (  # type: ignore[import-not-found]
+    from megatron.core.optimizer import (
         OptimizerConfig,
         _get_param_groups,
     )
-    from megatron.core.optimizer.optimizer import FP32Optimizer  # type: ignore[import-not-found]
+    from megatron.core.optimizer.optimizer import FP32Optimizer
 
     config = OptimizerConfig(optimizer="adam", lr=RATE, weight_decay=DECAY, clip_grad=0.0)
     adam = torch.optim.AdamW(_get_param_groups(models, config, None), lr=RATE, weight_decay=DECAY)

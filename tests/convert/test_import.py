@@ -23,12 +23,12 @@ from threefold.checkpoint.state import CheckpointReader
 from threefold.commands.convert import main
 from threefold.config.loading import REPOSITORY, load_recipe
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "layers": 4, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_hidden_size": 48,
     "vocab_size": 128, "sequence_length": 16, "norm": "rmsnorm", "positions": "rope",
     "activation": "swiglu", "bias": False, "tie_embeddings": False,
 }  # fmt: skip
-GPT = LLAMA | {
+GPT: dict[str, Any] = LLAMA | {
     "kv_heads": 4, "ffn_hidden_size": 128, "norm": "layernorm", "positions": "learned",
     "activation": "gelu_erf", "bias": True, "tie_embeddings": True,
 }  # fmt: skip
@@ -233,9 +233,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two tensor ranks."""
     root = tmp_path_factory.mktemp("foreign") / "theirs"
     config = CONFIGS["llama"]
-    foreign.write_torch(
-        root, config, foreign.random_tensors(config), arguments("llama", tensor=2)
-    )
+    foreign.write_torch(root, config, foreign.random_tensors(config), arguments("llama", tensor=2))
     return root
 
 

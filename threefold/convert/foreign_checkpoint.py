@@ -1,11 +1,11 @@
 """Read checkpoints of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, without executing their code.
 
-| files in the folder of an iteration                          | format                             |
-|--------------------------------------------------------------|------------------------------------|
-| mp_rank_TT[_PPP]/model_optim_rng.pt                          | Megatron-LM, "torch"               |
-| .metadata, common.pt, *.distcp                               | Megatron-LM, "torch_dist"          |
-| layer_LL-model_TT-model_states.pt, mp_rank_*_model_states.pt | pipelines of DeepSpeed             |
-| mp_rank_TT_model_states.pt                                   | DeepSpeed without pipeline stages  |
+| files in the folder of an iteration      | format                            |
+|------------------------------------------|-----------------------------------|
+| mp_rank_TT[_PPP]/model_optim_rng.pt      | Megatron-LM, "torch"              |
+| .metadata, common.pt, *.distcp           | Megatron-LM, "torch_dist"         |
+| layer_LL-model_TT-model_states.pt        | pipelines of DeepSpeed            |
+| mp_rank_TT_model_states.pt               | DeepSpeed without pipeline stages |
 
 TT is the tensor rank, PPP the pipeline rank, LL the number of a layer in the pipeline. The layouts
 are those of Megatron-LM's training/checkpointing.py (d98e8a64), torch.distributed.checkpoint and
@@ -141,8 +141,8 @@ class ForeignCheckpoint:
         if unknown := sorted(name for name, ours in names.items() if ours is None):
             raise UserError(
                 f"{self.path}: {counted(len(unknown), 'tensor')} without a place in a model here: "
-                f"{a_few(unknown)}; use a dense decoder with the standard blocks (docs/coming-"
-                f"from.md, Checkpoints)"
+                f"{a_few(unknown)}; only dense decoders with the "
+                f"standard blocks can be imported"
             )
         return {name: ours for name, ours in names.items() if ours is not None}
 
@@ -163,7 +163,8 @@ class StandIn:
 
 REPLACED = (
     "megatron.core.enums.ModelType", "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.transformer.enums.AttnMaskType", "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.AttnMaskType",
+    "megatron.core.transformer.enums.CudaGraphScope",
     "megatron.core.optimizer.optimizer_config.OptimizerConfig",
     "megatron.core.rerun_state_machine.RerunDiagnostic",
     "megatron.core.rerun_state_machine.RerunMode", "megatron.core.rerun_state_machine.RerunState",
@@ -173,11 +174,12 @@ REPLACED = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum", "signal.Signals",
 )  # fmt: skip
+RECONSTRUCT = np.ndarray(0).__reduce__()[0]  # with which numpy begins a pickled array
 ALLOWED: list[Any] = [
     Namespace, SimpleNamespace, io.BytesIO, np.ndarray, np.dtype, type(np.dtype("uint32")),
     *((StandIn, name) for name in REPLACED),
     *((PosixPath, f"pathlib.{name}") for name in ("PosixPath", "Path")),
-    *((np._core.multiarray._reconstruct, f"numpy.{core}.multiarray._reconstruct")
+    *((RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct")
       for core in ("core", "_core")),
 ]  # fmt: skip
 METADATA = {  # module -> classes in .metadata of torch.distributed.checkpoint

@@ -90,10 +90,8 @@ def foreign_settings(checkpoint: ForeignCheckpoint, files: Sequence[Path]) -> Fo
     for first in ("start-weight-decay", "end-weight-decay"):
         if values.get(first) == values.get("weight-decay"):
             values.pop(first, None)
-    chunks, stages = args.get("virtual_pipeline_model_parallel_size"), (
-        args.get("pipeline_model_parallel_size") or 1
-    )
-    if chunks:
+    stages = args.get("pipeline_model_parallel_size") or 1
+    if chunks := args.get("virtual_pipeline_model_parallel_size"):
         values["num-layers-per-virtual-pipeline-stage"] = args["num_layers"] // stages // chunks
     inactive = ("moe-", "expert-") if not values.get("num-experts") else ()
     dropped = [key for key in values if inactive and key.startswith(inactive)]
@@ -314,5 +312,3 @@ def import_checkpoint(
         files=files,
     ).write(folder)
     return conversion.diverged
-
-
