@@ -79,6 +79,14 @@ def test_other_data_are_rejected_and_moved_data_are_accepted(corpus: Path, tmp_p
         check_same_run(HERE, saved, other, fingerprint(other))
 
 
+def test_an_imported_checkpoint_resumes_on_any_data(corpus: Path) -> None:
+    now = recipe_of(corpus, data__separate_documents=True)
+    foreign = replace(manifest_of(recipe_of(corpus)), data={})
+    check_same_run(HERE, foreign, now, fingerprint(now))
+    with pytest.raises(UserError, match=r"seed = 1234 \(here 5\)"):
+        check_same_run(HERE, foreign, recipe_of(corpus, seed=5), fingerprint(now))
+
+
 def test_separate_documents_cannot_change_on_resume(corpus: Path) -> None:
     across, separate = recipe_of(corpus), recipe_of(corpus, data__separate_documents=True)
     before = manifest_of(across)

@@ -21,6 +21,16 @@ from models.config import GATED, ModelConfig
 from models.layer_specs import logical_shapes
 
 Tensors = Mapping[str, Tensor]
+LLAMA: dict[str, Any] = {
+    "layers": 4, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_hidden_size": 48,
+    "vocab_size": 128, "sequence_length": 16, "norm": "rmsnorm", "positions": "rope",
+    "activation": "swiglu", "bias": False, "tie_embeddings": False,
+}  # fmt: skip
+GPT: dict[str, Any] = LLAMA | {
+    "kv_heads": 4, "ffn_hidden_size": 128, "norm": "layernorm", "positions": "learned",
+    "activation": "gelu_erf", "bias": True, "tie_embeddings": True,
+}  # fmt: skip
+CONFIGS = {"llama": ModelConfig(**LLAMA), "gpt": ModelConfig(**GPT)}
 # Our name -> that of megatron-core in "torch" and in "torch_dist", in the order of its parameters.
 CORE = {
     "attention_norm.": ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),

@@ -32,6 +32,8 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
+from tests.convert.foreign_checkpoints import CONFIGS, random_tensors, write_torch
+from tests.convert.megatron_core import arguments
 from tests.ranks import join_world, run_ranks, start_ranks
 from threefold.checkpoint.compatibility import (
     changed_positions,
@@ -591,7 +593,11 @@ def commands(
     their_model("llama", torch.float32).save_pretrained(theirs)
     checkpoint = trained["llama"][1].path
     copied = shutil.copytree(checkpoint, theirs.parent / "copied")
+    config = CONFIGS["llama"]
+    megatron = theirs.parent / "megatron"
+    write_torch(megatron, config, random_tensors(config), arguments("llama"))
     return {
+        "import": ("import", megatron),
         "to-hf": ("to-hf", checkpoint),
         "from-hf": ("from-hf", theirs),
         "average": ("average", checkpoint, copied, "--output"),
@@ -605,7 +611,7 @@ def run_convert(command: tuple[object, ...], output: Path) -> subprocess.Complet
     return run_here(main, *command, output, "--overwrite")
 
 
-@pytest.mark.parametrize("name", ["to-hf", "from-hf", "average", "reshape"])
+@pytest.mark.parametrize("name", ["to-hf", "from-hf", "import", "average", "reshape"])
 def test_overwrite_replaces_only_outputs_of_the_same_command(
     name: str,
     commands: dict[str, tuple[object, ...]],
@@ -657,7 +663,7 @@ def test_a_copied_checkpoint_keeps_its_moments(
     assert files_below(copied) == before
 
 
-@pytest.mark.parametrize("name", ["to-hf", "from-hf", "average", "reshape"])
+@pytest.mark.parametrize("name", ["to-hf", "from-hf", "import", "average", "reshape"])
 def test_overwrite_keeps_what_a_user_has_changed(
     name: str, commands: dict[str, tuple[object, ...]], tmp_path: Path
 ) -> None:

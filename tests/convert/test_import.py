@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
 from argparse import Namespace
@@ -23,21 +24,11 @@ from threefold.checkpoint.state import CheckpointReader
 from threefold.commands.convert import main
 from threefold.config.loading import REPOSITORY, load_recipe
 
-LLAMA: dict[str, Any] = {
-    "layers": 4, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_hidden_size": 48,
-    "vocab_size": 128, "sequence_length": 16, "norm": "rmsnorm", "positions": "rope",
-    "activation": "swiglu", "bias": False, "tie_embeddings": False,
-}  # fmt: skip
-GPT: dict[str, Any] = LLAMA | {
-    "kv_heads": 4, "ffn_hidden_size": 128, "norm": "layernorm", "positions": "learned",
-    "activation": "gelu_erf", "bias": True, "tie_embeddings": True,
-}  # fmt: skip
-CONFIGS = {"llama": ModelConfig(**LLAMA), "gpt": ModelConfig(**GPT)}
-
 
 def imported(source: Path, output: Path, *options: object) -> CheckpointReader:
     """Import a checkpoint with the command."""
-    done = run_here(main, "import", source, output, *options)
+    recipe = output.with_suffix(".toml")
+    done = run_here(main, "import", source, output, "--recipe", recipe, *options)
     assert done.returncode == 0, done.stderr
     return CheckpointReader.verified(output)
 
@@ -67,28 +58,28 @@ def same(reader: CheckpointReader, tensors: Mapping[str, Mapping[str, Tensor]]) 
 def test_a_checkpoint_of_megatron_continues(
     kind: str, axes: dict[str, int], tmp_path: Path
 ) -> None:
-    tensors = foreign.random_tensors(CONFIGS[kind])
+    tensors = foreign.random_tensors(foreign.CONFIGS[kind])
     args = arguments(kind, **axes)
-    foreign.write_torch(tmp_path / "torch", CONFIGS[kind], tensors, args)
+    foreign.write_torch(tmp_path / "torch", foreign.CONFIGS[kind], tensors, args)
     reader = imported(tmp_path / "torch", tmp_path / "ours")
     same(reader, tensors)
     manifest = reader.manifest
     assert (manifest.step, manifest.updates, manifest.samples) == (3, 3, 6)
-    recipe = load_recipe(tmp_path / "ours" / "recipe.toml")
-    assert recipe.model == CONFIGS[kind]
+    recipe = load_recipe(tmp_path / "ours.toml")
+    assert recipe.model == foreign.CONFIGS[kind]
     assert recipe.layout.tensor == axes.get("tensor", 1)
     assert recipe.layout.virtual_stages == axes.get("chunks", 1)
     assert manifest.recipe["optimizer"]["learning_rate"] == RATE
-    foreign.write_distributed(tmp_path / "dist", CONFIGS[kind], tensors, args)
+    foreign.write_distributed(tmp_path / "dist", foreign.CONFIGS[kind], tensors, args)
     same(imported(tmp_path / "dist", tmp_path / "again"), tensors)
 
 
 def test_master_weights_replace_rounded_ones(tmp_path: Path) -> None:
-    tensors = foreign.random_tensors(CONFIGS["llama"])
+    tensors = foreign.random_tensors(foreign.CONFIGS["llama"])
     args = arguments("llama", tensor=2)
     args.bf16 = True
     foreign.write_torch(
-        tmp_path / "theirs", CONFIGS["llama"], tensors, args, precision=torch.bfloat16
+        tmp_path / "theirs", foreign.CONFIGS["llama"], tensors, args, precision=torch.bfloat16
     )
     same(imported(tmp_path / "theirs", tmp_path / "ours"), tensors)
     rounded = {name: x.bfloat16().float() for name, x in tensors["weights"].items()}
@@ -96,14 +87,14 @@ def test_master_weights_replace_rounded_ones(tmp_path: Path) -> None:
     assert reader.manifest.step == 0 and not reader.manifest.has_moments
     same(reader, {"weights": tensors["weights"]})
     assert not torch.equal(rounded["head.weight"], tensors["weights"]["head.weight"])
-    recipe = load_recipe(tmp_path / "weights" / "recipe.toml")
+    recipe = load_recipe(tmp_path / "weights.toml")
     assert recipe.training.initial_weights == str((tmp_path / "weights").resolve())
 
 
 def test_rows_of_padding_are_left_out_on_request(tmp_path: Path) -> None:
-    tensors = foreign.random_tensors(CONFIGS["llama"])
+    tensors = foreign.random_tensors(foreign.CONFIGS["llama"])
     foreign.write_torch(
-        tmp_path / "theirs", CONFIGS["llama"], tensors, arguments("llama", tensor=2)
+        tmp_path / "theirs", foreign.CONFIGS["llama"], tensors, arguments("llama", tensor=2)
     )
     reader = imported(tmp_path / "theirs", tmp_path / "ours", "--set", "model.vocab_size=120")
     for kind, own in tensors.items():
@@ -132,28 +123,33 @@ NEOX = {
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_weights_of_gpt_neox_are_imported(kind: str, tmp_path: Path) -> None:
-    weights = foreign.random_tensors(CONFIGS[kind])["weights"]
+    weights = foreign.random_tensors(foreign.CONFIGS[kind])["weights"]
     folder = tmp_path / "theirs" / "global_step3"
     args = {"num_layers": 4, "hidden_size": 32, "padded_vocab_size": 128}
     foreign.write_layers(
-        folder, CONFIGS[kind], weights, {"args": args, "iteration": 3}, ranks=2, neox=True
+        folder, foreign.CONFIGS[kind], weights, {"args": args, "iteration": 3}, ranks=2, neox=True
     )
     (folder / "configs").mkdir()
     (folder / "configs" / "model.yml").write_text(NEOX_YAML + NEOX[kind])
     reader = imported(tmp_path / "theirs", tmp_path / "ours")
     same(reader, {"weights": weights})
-    assert load_recipe(tmp_path / "ours" / "recipe.toml").model == CONFIGS[kind]
+    assert load_recipe(tmp_path / "ours.toml").model == foreign.CONFIGS[kind]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_weights_of_megatron_deepspeed_are_imported(kind: str, tmp_path: Path) -> None:
-    weights = foreign.random_tensors(CONFIGS[kind])["weights"]
+    weights = foreign.random_tensors(foreign.CONFIGS[kind])["weights"]
     args = arguments(kind, tensor=2)
     args.deepspeed = True
     args.normalization = args.normalization.lower()
     states = {"args": args, "iteration": 3, "checkpoint_version": 3.0}
     foreign.write_layers(
-        tmp_path / "theirs" / "global_step3", CONFIGS[kind], weights, states, ranks=2, neox=False
+        tmp_path / "theirs" / "global_step3",
+        foreign.CONFIGS[kind],
+        weights,
+        states,
+        ranks=2,
+        neox=False,
     )
     reader = imported(tmp_path / "theirs", tmp_path / "ours")
     same(reader, {"weights": weights})
@@ -232,7 +228,7 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of two tensor ranks."""
     root = tmp_path_factory.mktemp("foreign") / "theirs"
-    config = CONFIGS["llama"]
+    config = foreign.CONFIGS["llama"]
     foreign.write_torch(root, config, foreign.random_tensors(config), arguments("llama", tensor=2))
     return root
 
@@ -250,13 +246,34 @@ def test_an_unreadable_checkpoint_is_rejected_and_nothing_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
 
 
+def test_metadata_cannot_execute_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = foreign.CONFIGS["llama"]
+    tensors = foreign.random_tensors(config)
+    foreign.write_distributed(tmp_path / "theirs", config, tensors, arguments("llama"))
+    monkeypatch.chdir(tmp_path)
+    file = Path("theirs/iter_0000003/.metadata")
+    content = file.read_bytes()
+    file.write_bytes(pickle.dumps(Harmful()))
+    done = run_here(main, "import", "theirs", "ours")
+    assert done.returncode == 2 and ".metadata needs posix.system; this class" in done.stderr
+    file.write_bytes(content[:-9])
+    assert ".metadata cannot be read" in run_here(main, "import", "theirs", "ours").stderr
+    file.write_bytes(content)
+    Path("theirs/iter_0000003/__0_0.distcp").unlink()
+    done = run_here(main, "import", "theirs", "ours")
+    assert "__0_0.distcp is missing; copy all files of the checkpoint" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+
+
 def test_diverged_replicas_are_averaged_and_reported(valid: Path, tmp_path: Path) -> None:
     subprocess.run(["cp", "-r", str(valid), str(tmp_path / "theirs")], check=True)
     name = "decoder.layers.1.input_layernorm.weight"
     _edit(lambda content: content["model"][name].add_(0.5), rank=1)(tmp_path / "theirs")
     done = run_here(main, "import", tmp_path / "theirs", tmp_path / "ours")
     assert "different values of blocks.1.attention_norm.weight; took the mean" in done.stdout
-    whole = foreign.random_tensors(CONFIGS["llama"])["weights"]["blocks.1.attention_norm.weight"]
+    whole = foreign.random_tensors(foreign.CONFIGS["llama"])["weights"][
+        "blocks.1.attention_norm.weight"
+    ]
     held = CheckpointReader.verified(tmp_path / "ours").tensor(
         "weights", "blocks.1.attention_norm.weight"
     )
@@ -324,7 +341,7 @@ def test_megatron_core_agrees(kind: str, tmp_path: Path) -> None:
     for words in (command, launcher) if given is None else ():
         subprocess.run([sys.executable, *words], cwd=REPOSITORY, check=True)
     expected = torch.load(theirs / "expected.pt")["losses"]
-    config, tensors = CONFIGS[kind], foreign.random_tensors(CONFIGS[kind])
+    config, tensors = foreign.CONFIGS[kind], foreign.random_tensors(foreign.CONFIGS[kind])
     chunks = 2 if kind == "gpt" else 1
     for name, axes in {"torch": {}, "torch4": {"tensor": 2, "stages": 2, "chunks": chunks}}.items():
         args: Namespace = arguments(kind, **axes)

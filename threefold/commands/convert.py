@@ -86,39 +86,52 @@ def import_command(options: argparse.Namespace) -> None:
     from threefold.convert.foreign_checkpoint import open_foreign
     from threefold.convert.from_megatron import (
         FOREIGN,
-        RECIPE,
         foreign_settings,
         import_checkpoint,
         recipe_of,
     )
     from threefold.convert.translation import ASSUMED, UNKNOWN
 
+    target = options.recipe
+    check_recipe_name("--recipe", target)
+    if target is not None and target.exists():
+        raise UserError(f"--recipe {target}: the file exists; use another name")
     checkpoint = open_foreign(options.checkpoint)
     foreign = foreign_settings(checkpoint, options.config)
     translated = recipe_of(
-        checkpoint, foreign, options.output, ranks=options.ranks, overrides=options.set
+        checkpoint, foreign, target or options.output, ranks=options.ranks, overrides=options.set
     )
     with output(options, options.checkpoint, FOREIGN) as folder:
         diverged = import_checkpoint(
-            checkpoint,
-            translated,
-            folder,
-            target=options.output,
-            weights_only=options.weights_only,
+            checkpoint, translated, folder, weights_only=options.weights_only
         )
-    kind = "weights and moments"
-    if options.weights_only or checkpoint.updates is None:
-        reason = "" if options.weights_only else f" ({checkpoint.note})"
-        kind = f"weights without moments{reason}"
-    print(f"imported {checkpoint.path}, step {checkpoint.step}, into {options.output}: {kind}")
+    resumes = checkpoint.updates is not None and not options.weights_only
+    if not resumes:
+        start = {"initial_weights": str(options.output.resolve())}
+        translated.table["training"] = {**translated.table["training"], **start}
+    kind = "weights and moments" if resumes else "weights without moments"
+    reason = f" ({checkpoint.note})" if checkpoint.updates is None else ""
+    print(
+        f"imported {checkpoint.path}, step {checkpoint.step}, into {options.output}: {kind}{reason}"
+    )
     if diverged:
         print(f"the tensor ranks had different values of {a_few(sorted(diverged))}; took the mean")
     for line in translated.lines:
         if line.status == ASSUMED or (line.changes_loss and line.status != UNKNOWN):
             print(f"  {'LOSS  ' if line.changes_loss else '      '}{line}")
-    resume = f" --resume {options.output}" if kind == "weights and moments" else ""
-    recipe = options.output / RECIPE
-    print(f"set [data] in {recipe}; next: python recipes/pretrain.py {recipe}{resume}")
+    if target is not None:
+        written = translated.write(target, [checkpoint.path])
+        print(f"wrote {', '.join(map(str, written))}; set [data] in {target}, then:")
+    else:
+        print(f"\n{translated.text([checkpoint.path])}\nset [data] in this recipe, then:")
+    resume = f" --resume {options.output}" if resumes else ""
+    print(f"  python recipes/pretrain.py {target or 'RECIPE.toml'}{resume}")
+
+
+def check_recipe_name(key: str, target: Path | None) -> None:
+    """Check the name of a recipe to write, if there is one."""
+    if target is not None and target.suffix != ".toml":
+        raise UserError(f"{key} {target}: a recipe ends in .toml; use {target.stem}.toml")
 
 
 def average_command(options: argparse.Namespace) -> None:
@@ -160,8 +173,7 @@ def recipe_command(options: argparse.Namespace) -> None:
     from threefold.convert.translation import translate
 
     target = options.output
-    if target is not None and target.suffix != ".toml":
-        raise UserError(f"--output {target}: a recipe ends in .toml; use {target.stem}.toml")
+    check_recipe_name("--output", target)
     foreign = read_foreign(options.files)
     program = PROGRAMS[foreign.program]
     translated = translate(
@@ -254,6 +266,9 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         default=[],
         metavar="FILE",
         help="configuration of the run; default: the settings in the checkpoint",
+    )
+    foreign_parser.add_argument(
+        "--recipe", type=Path, metavar="FILE", help="recipe to write; default: print it"
     )
     foreign_parser.add_argument(
         "--weights-only", action="store_true", help="leave out the optimizer's state"

@@ -5,7 +5,6 @@ the optimizer's state, the output resumes as a checkpoint of the run; without it
 its weights.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,7 +37,6 @@ from threefold.run_folder.folder import versions
 
 IMPORTED_FROM = "imported_from"  # key of the layout
 FOREIGN = OutputFiles(MANIFEST, f'"{IMPORTED_FROM}": ', recorded_files)
-RECIPE = "recipe.toml"
 HEAD = "head.weight"
 # Options of Megatron-LM that clear a flag with another name in the stored settings.
 CLEARING = {
@@ -104,7 +102,7 @@ def foreign_settings(checkpoint: ForeignCheckpoint, files: Sequence[Path]) -> Fo
 def recipe_of(
     checkpoint: ForeignCheckpoint,
     foreign: Foreign,
-    output: Path,
+    file: Path,
     *,
     ranks: int | None,
     overrides: Sequence[str],
@@ -112,7 +110,7 @@ def recipe_of(
     """Return the recipe that continues the run; the vocabulary is that of the embedding's rows.
 
     Args:
-        output: folder of the result
+        file: of the recipe, or another path with its name
         overrides: `section.key=value`, applied last
 
     Raises:
@@ -126,10 +124,10 @@ def recipe_of(
     translated = translate(
         foreign,
         PROGRAMS[foreign.program],
-        name=output.name,
+        name=file.stem,
         ranks=ranks,
         overrides=[f"model.vocab_size={rows}", *overrides],
-        folder=output,
+        folder=file.parent,
     )
     for line in translated.warnings:
         if line.key in DECISIVE:
@@ -252,13 +250,11 @@ def import_checkpoint(
     translated: Translated,
     folder: Path,
     *,
-    target: Path,
     weights_only: bool,
 ) -> set[str]:
-    """Write the checkpoint and its recipe, with one logical tensor in memory at a time.
+    """Write the checkpoint, with one logical tensor in memory at a time.
 
     Args:
-        folder: the folder to write, which later becomes `target`
         weights_only: leave out the optimizer's state
 
     Returns:
@@ -286,12 +282,6 @@ def import_checkpoint(
                     writer.write(key, conversion.tensor(kind, name).numpy().data)
             files[file] = writer.record
             tensors |= dict.fromkeys(own, file)
-    if not resumes:
-        translated.table.setdefault("training", {})["initial_weights"] = str(target.resolve())
-    for written in translated.write(folder / RECIPE, [checkpoint.path]):
-        data = written.read_bytes()
-        digest = hashlib.sha256(data).hexdigest()
-        files[written.name] = {"bytes": len(data), "sha256": digest}
     samples = checkpoint.args.get("consumed_train_samples")
     if samples is None:
         samples = checkpoint.step * recipe.batch.global_sequences
