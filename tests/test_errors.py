@@ -41,6 +41,9 @@ CONTINUES = "what fails is reported, and the run continues without it"
 RAISES = "the exception is raised again, or ends the process with its traceback"
 CATCHES = {  # function that catches one of BROAD -> why no defect becomes a user's mistake there
     "models/experts/overlap.py: Turns._run_one": RAISES,
+    "threefold/convert/foreign_checkpoint.py: load": FOREIGN,
+    "threefold/convert/foreign_checkpoint.py: read_distributed": PARSING,
+    "threefold/convert/foreign_checkpoint.py: DistributedFiles._piece": FOREIGN,
     "threefold/convert/foreign_files.py: scalar": PARSING,
     "threefold/convert/foreign_files.py: _parse": PARSING,
     "threefold/convert/foreign_files.py: _words": PARSING,
