@@ -3,12 +3,14 @@
     python recipes/convert.py to-hf runs/tiny runs/tiny/hugging_face --prompt "def "
     python recipes/convert.py to-hf runs/7b/checkpoints/step-0100000 exported --dtype bf16
     python recipes/convert.py from-hf ~/Qwen3-0.6B data/qwen3
+    python recipes/convert.py import megatron/checkpoints imported --recipe recipes/mine.toml
     python recipes/convert.py average runs/7b --last 5 --output averaged
     python recipes/convert.py reshape runs/7b moved --ranks 64 --set layout.tensor=8
     python recipes/convert.py recipe gpt-neox/configs/125M.yml --ranks 8 --output recipes/mine.toml
 
 `recipe` translates a configuration of GPT-NeoX, Megatron-LM, Megatron-DeepSpeed, nanotron,
-torchtitan or transformers and reports every key; scripts are read, never executed.
+torchtitan or transformers and reports every key; scripts are read, never executed. `import` reads
+checkpoints of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, without executing code, for --resume.
 
 The others hold one tensor in memory at a time. The checkpoint to read is a checkpoint folder, or a
 run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output

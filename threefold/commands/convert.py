@@ -96,7 +96,7 @@ def import_command(options: argparse.Namespace) -> None:
     check_recipe_name("--recipe", target)
     if target is not None and target.exists():
         raise UserError(f"--recipe {target}: the file exists; use another name")
-    checkpoint = open_foreign(options.checkpoint)
+    checkpoint = open_foreign(options.checkpoint, weights_only=options.weights_only)
     foreign = foreign_settings(checkpoint, options.config)
     translated = recipe_of(
         checkpoint, foreign, target or options.output, ranks=options.ranks, overrides=options.set

@@ -296,8 +296,12 @@ class RankFiles(ForeignCheckpoint):
                 self.places.setdefault(ours, f"{file}: {theirs}")
 
 
-def read_torch(path: Path) -> ForeignCheckpoint:
-    """Read Megatron-LM's format "torch", with the optimizer's state if it is not distributed."""
+def read_torch(path: Path, *, weights_only: bool) -> ForeignCheckpoint:
+    """Read Megatron-LM's format "torch", with the optimizer's state if it is not distributed.
+
+    Args:
+        weights_only: the optimizer has only the fp32 weights, if it can be read
+    """
     folders = {
         (int(match[2] or 0), int(match[1])): folder
         for folder in sorted(path.glob("mp_rank_*"))
@@ -332,12 +336,17 @@ def read_torch(path: Path) -> ForeignCheckpoint:
             checkpoint.add(file, rank, named)
             owners[stage, rank] += named.items()
         layers += own
-    if all("optimizer" in content for content in contents.values()):
+    if not all("optimizer" in content for content in contents.values()):
+        checkpoint.note = "the files have no optimizer"
+        return checkpoint
+    try:
         for (stage, rank), content in sorted(contents.items()):
             file = folders[stage, rank] / "model_optim_rng.pt"
             _add_optimizer(checkpoint, file, rank, content["optimizer"], owners[stage, rank])
-    else:
-        checkpoint.note = "the files have no optimizer"
+    except UserError:
+        if not weights_only:
+            raise
+        checkpoint.tensors = {WEIGHTS: checkpoint.tensors[WEIGHTS]}
     return checkpoint
 
 
@@ -605,8 +614,11 @@ def _folder(path: Path) -> Path:
     return path
 
 
-def open_foreign(path: Path) -> ForeignCheckpoint:
+def open_foreign(path: Path, *, weights_only: bool = False) -> ForeignCheckpoint:
     """Open a checkpoint: the folder of an iteration, or of a run, whose newest one is read.
+
+    Args:
+        weights_only: ignore an optimizer that does not fit the weights
 
     Raises:
         UserError: the folder has no checkpoint of a known format, or its files cannot be read.
@@ -615,7 +627,7 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
     if (folder / ".metadata").is_file():
         return read_distributed(folder)
     if any(RANK.fullmatch(file.name) for file in folder.glob("mp_rank_*")):
-        return read_torch(folder)
+        return read_torch(folder, weights_only=weights_only)
     if any(folder.glob("*model_states.pt")):
         return read_layers(folder)
     raise UserError(
