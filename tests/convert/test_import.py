@@ -103,6 +103,35 @@ def test_rows_of_padding_are_left_out_on_request(tmp_path: Path) -> None:
             assert torch.equal(reader.tensor(kind, name), own[name][:120])
 
 
+@pytest.mark.parametrize("version", [0, 1.0, 3.0])
+def test_older_names_and_orders_of_megatron_are_known(version: float, tmp_path: Path) -> None:
+    config = foreign.CONFIGS["gpt"]
+    tensors = foreign.random_tensors(config)
+    foreign.write_torch(tmp_path / "theirs", config, tensors, arguments("gpt", tensor=2))
+    order = {0: (1, 0, 2), 1.0: (0, 2, 1), 3.0: (0, 1, 2)}[version]  # of heads, q|k|v, columns
+
+    def older(content: dict[str, Any]) -> None:
+        model: dict[str, Any] = {"embedding": {}, "encoder": {}}
+        for name, x in content["model"].items():
+            if "linear_qkv." in name:
+                heads = x.unflatten(0, (2, 3, 8))
+                x = heads.permute(*order, *range(3, heads.dim())).reshape(x.shape)
+            if name.startswith("embedding."):
+                model["embedding"][name.split(".")[1]] = {"weight": x}
+                continue
+            name = name.removeprefix("decoder.")
+            for ours, (theirs, _) in foreign.CORE.items():
+                name = name.replace(f".{theirs}", f".{foreign.LEGACY[ours]}")
+            model["encoder"][name] = x
+        content |= {"model": {"language_model": model}, "checkpoint_version": version}
+        del content["optimizer"]
+
+    for rank in (0, 1):
+        _edit(older, rank=rank)(tmp_path / "theirs")
+    reader = imported(tmp_path / "theirs", tmp_path / "ours")
+    same(reader, {"weights": tensors["weights"]})
+
+
 NEOX_YAML = """
 num_layers: 4
 hidden_size: 32
