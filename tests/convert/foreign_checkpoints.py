@@ -268,8 +268,9 @@ def write_layers(
     *,
     ranks: int,
     neox: bool,
+    pipeline: bool = True,
 ) -> None:
-    """Write the files of a pipeline of DeepSpeed, one per layer and tensor rank."""
+    """Write the files of DeepSpeed, in a pipeline one per layer and tensor rank."""
     folder.mkdir(parents=True)
     last = config.layers + (3 if neox else 2)  # number of the final norm
     names = dict(LEGACY)
@@ -293,10 +294,15 @@ def write_layers(
                 kind = name.removeprefix("final_norm.")
                 key = f"norm.{'scale' if config.norm == 'rmsnorm' else kind}" if neox else kind
                 layers.setdefault(last, {})[key] = x
-        for number, state in layers.items():
+        module = {
+            f"sequential.{number}.{name}": x
+            for number, state in layers.items()
+            for name, x in state.items()
+        }
+        for number, state in layers.items() if pipeline else ():
             torch.save(state, folder / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
         torch.save(
-            {"module": None, "global_steps": 3, **states},
+            {"module": None if pipeline else module, "global_steps": 3, **states},
             folder / f"mp_rank_{rank:02d}_model_states.pt",
         )
     (folder.parent / "latest").write_text(folder.name)

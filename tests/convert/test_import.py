@@ -151,14 +151,15 @@ NEOX = {
 }
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt"])
-def test_weights_of_gpt_neox_are_imported(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "pipeline"), [("llama", True), ("gpt", False)])
+def test_weights_of_gpt_neox_are_imported(kind: str, pipeline: bool, tmp_path: Path) -> None:
     weights = foreign.random_tensors(foreign.CONFIGS[kind])["weights"]
     folder = tmp_path / "theirs" / "global_step3"
     args = {"num_layers": 4, "hidden_size": 32, "padded_vocab_size": 128}
     foreign.write_layers(
-        folder, foreign.CONFIGS[kind], weights, {"args": args, "iteration": 3}, ranks=2, neox=True
-    )
+        folder, foreign.CONFIGS[kind], weights, {"args": args, "iteration": 3},
+        ranks=2, neox=True, pipeline=pipeline,
+    )  # fmt: skip
     (folder / "configs").mkdir()
     (folder / "configs" / "model.yml").write_text(NEOX_YAML + NEOX[kind])
     reader = imported(tmp_path / "theirs", tmp_path / "ours")

@@ -16,6 +16,7 @@ import io
 import itertools
 import pickle
 import re
+from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,7 +94,7 @@ def our_name(theirs: str) -> str | None:
 
 
 @dataclass
-class ForeignCheckpoint:
+class ForeignCheckpoint(ABC):
     """A checkpoint of another program.
 
     Attributes:
@@ -115,10 +116,11 @@ class ForeignCheckpoint:
     version: float = 3.0
     note: str = ""
 
+    @abstractmethod
     def names(self) -> set[str]:
         """Return our names of the parameters in the files."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self, kind: str, name: str) -> list[Tensor]:
         """Return the parts that the tensor ranks hold of a parameter or a moment, in rank order.
 
@@ -126,11 +128,10 @@ class ForeignCheckpoint:
             kind: "weights", "master", "exp_avg" or "exp_avg_sq"; "master" may be the weights
             name: our name
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def where(self, name: str) -> str:
         """Return the file and the name of a parameter in it, for messages."""
-        raise NotImplementedError
 
     def _checked(self, names: Mapping[str, str | None]) -> dict[str, str]:
         """Return their name -> our name.

@@ -141,7 +141,7 @@ def recipe_of(
             raise UserError(
                 f"{checkpoint.path}: weights of [model.{key}] are not imported; use a dense model"
             )
-    if "params-dtype" in foreign.values:  # most of the stored settings are defaults without a rule
+    if "params-dtype" in foreign.values:  # stored settings, most of them defaults without a rule
         kept = tuple(line for line in translated.lines if line.status != UNKNOWN)
         translated = replace(translated, lines=kept)
     return translated
