@@ -209,10 +209,13 @@ def hidden_matrix_parameters(config: ModelConfig) -> int:
     return sum(rows * columns * n for (rows, columns), n in hidden_matrices(config).items())
 
 
-def checkpoint_elements(config: ModelConfig, optimizer: str) -> int:
-    """Return the elements of weights and optimizer state: two states with AdamW, one with Muon."""
+def checkpoint_elements(config: ModelConfig, optimizer: str, *, has_average: bool = False) -> int:
+    """Return the elements of weights and optimizer state: two states with AdamW, one with Muon.
+
+    has_average: the average of the weights is one more state of every parameter
+    """
     with_momentum = hidden_matrix_parameters(config) if optimizer == "muon" else 0
-    return 3 * parameter_count(config) - with_momentum
+    return (3 + has_average) * parameter_count(config) - with_momentum
 
 
 def norm_parameters(config: ModelConfig) -> int:

@@ -113,7 +113,7 @@ def seeded_fault(fault: str | None) -> Iterator[None]:
         "one element late": (Sharding, "local_elements", late),
         "updates forgotten": (TrainingState, "restore", forget_updates),
         "moments forgotten": (TrainingState, "restore", restore_with(updates=None)),
-        "model keeps its weights": (SharedState, "_weights_have_changed", lambda self: None),
+        "model keeps its weights": (SharedState, "copy_to_model", lambda self: None),
     }[fault]
     with mock.patch.object(place, name, broken):
         yield

@@ -5,7 +5,8 @@ checkpoints/step-0000100/
   manifest.sha256              the SHA-256 of manifest.json
   weights-00000.safetensors    fp32 weights: logical tensors, the same in every layout
   moments-00000.safetensors    AdamW's moments, as exp_avg/NAME and exp_avg_sq/NAME; Muon's
-                               momentum, as momentum_buffer/NAME
+                               momentum, as momentum_buffer/NAME; and the average of the weights,
+                               as average/NAME
 
 A folder with such a name is complete, because it is written under a name that ends with
 `.incomplete` and then renamed.
@@ -277,6 +278,11 @@ class Manifest:
     def has_moments(self) -> bool:
         """True if the checkpoint holds the optimizer's state, not only weights."""
         return any(name.startswith("exp_avg/") for name in self.tensors)
+
+    @property
+    def has_average(self) -> bool:
+        """True if the checkpoint holds the average of the weights (`optimizer.average`)."""
+        return any(name.startswith("average/") for name in self.tensors)
 
     def missing(self, folder: Path) -> str | None:
         """Return a message about the first missing or incomplete file; None if there is none."""

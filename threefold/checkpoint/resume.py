@@ -120,6 +120,23 @@ class ResumePoint:
         before = before | {key: manifest.layout.get(key, config)}
         return differences(before, recipe.model_dump(mode="json") | {key: config})
 
+    def change_of_average(self, recipe: Recipe) -> str:
+        """Describe what becomes of the average of the weights if only one side has one; or "".
+
+        The sides are the checkpoint and the recipe.
+        """
+        if self.checkpoint is None or self.weights_only:
+            return ""
+        is_kept = recipe.optimizer.average is not None
+        if is_kept == self.checkpoint.manifest.has_average:
+            return ""
+        if is_kept:
+            return f"{self.path} has no average of the weights; it starts from the weights"
+        return (
+            f"the average of the weights in {self.path} is dropped, because the recipe has no "
+            f"[optimizer.average]"
+        )
+
     def learning_rate_jump(self, recipe: Recipe) -> str:
         """Describe a large change of the next step's learning rate since the save.
 

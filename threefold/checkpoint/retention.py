@@ -65,7 +65,10 @@ def validation_loss(checkpoint: Path) -> float | None:
 
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Return the size of a checkpoint's tensors, which is the same in every layout."""
-    return BYTES["F32"] * checkpoint_elements(recipe.model, recipe.optimizer.kind)
+    has_average = recipe.optimizer.average is not None
+    return BYTES["F32"] * checkpoint_elements(
+        recipe.model, recipe.optimizer.kind, has_average=has_average
+    )
 
 
 def lack_of_room(folder: Path, recipe: Recipe, *, reserve: int = RESERVED_DISK_BYTES) -> str | None:

@@ -2,8 +2,9 @@
 
 ZeRO concatenates the parameters of an optimizer group, cuts the result into equal parts and gives
 one part to every data rank. A *flat* is such a part: the fp32 weights, and AdamW's two moments or
-Muon's momentum with the same length. A *fragment* is the range of a flat that belongs to one
-parameter. Flats end in padding, which belongs to no parameter and stays zero.
+Muon's momentum with the same length, and the average of the weights if the recipe has one. A
+*fragment* is the range of a flat that belongs to one parameter. Flats end in padding, which belongs
+to no parameter and stays zero.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +23,8 @@ from threefold.checkpoint.format import Manifest, find_damages, tensor_key
 
 WEIGHTS = "weights"
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # by algorithm
-KINDS = (WEIGHTS, *STATES["adamw"], *STATES["muon"])
+AVERAGE = "average"  # of the weights (`optimizer.average`)
+KINDS = (WEIGHTS, *STATES["adamw"], *STATES["muon"], AVERAGE)
 LOSS_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -43,12 +45,13 @@ class Fragment:
 
 
 class TrainingState(ABC):
-    """This rank's share of weights and moments.
+    """This rank's share of weights, moments and, if there is one, the average of the weights.
 
     Args:
         optimizer: DeepSpeed's wrapper around the optimizer
         parameters: the parameters by logical name; each has an attribute `sharding`
         algorithms: "adamw" or "muon" by logical name; a parameter without an entry has "adamw"
+        has_average: keep an average of the weights, which is equal to them at first
     """
 
     def __init__(
@@ -56,8 +59,11 @@ class TrainingState(ABC):
         optimizer: Any,
         parameters: Mapping[str, nn.Parameter],
         algorithms: Mapping[str, str],
+        *,
+        has_average: bool = False,
     ):
         self.optimizer, self.parameters, self.algorithms = optimizer, parameters, algorithms
+        self.has_average = has_average
         self.fragments = [f for f in self._find_fragments() if len(f.elements)]
 
     @property
@@ -73,8 +79,8 @@ class TrainingState(ABC):
         """Return the number of the optimizer group that a flat belongs to."""
 
     @abstractmethod
-    def _weights_have_changed(self) -> None:
-        """Copy the weights from the flats to the model."""
+    def copy_to_model(self) -> None:
+        """Copy the weights from the flats to the model of all data ranks; collective."""
 
     def tensors(self) -> list[dict[str, Tensor]]:
         """Return each flat's weights and state, without copying; the next step changes them."""
@@ -83,12 +89,17 @@ class TrainingState(ABC):
             group = self.optimizer.optimizer.param_groups[self._group_of(number)]
             kinds = STATES[group.get("algorithm", "adamw")]
             state = initial_state(self.optimizer.optimizer.state, flat, kinds)
+            if self.has_average:
+                kinds = (*kinds, AVERAGE)
+                if AVERAGE not in state:
+                    state[AVERAGE] = flat.detach().clone()
             flats.append({WEIGHTS: flat.detach()} | {kind: state[kind] for kind in kinds})
         return flats
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """Return what is stored of a parameter: its weights and the states of its algorithm."""
-        return (WEIGHTS, *STATES[self.algorithms.get(name, "adamw")])
+        """Return what is stored of a parameter: weights, states of its algorithm, average."""
+        average = (AVERAGE,) if self.has_average else ()
+        return (WEIGHTS, *STATES[self.algorithms.get(name, "adamw")], *average)
 
     @property
     def updates(self) -> int:
@@ -111,26 +122,31 @@ class TrainingState(ABC):
         *,
         updates: int | None,
         loss_scale: dict[str, Any] | None = None,
+        reads_average: bool = False,
     ) -> None:
-        """Replace the weights and moments.
+        """Replace the weights, the moments and the average of the weights.
 
         Args:
             read: returns the values of a fragment, given the kind and the fragment
             updates: number of optimizer steps so far; None to restore only the weights and count
                 from 0
             loss_scale: state of fp16's dynamic loss scale
+            reads_average: `read` has an average; otherwise the average becomes the weights
         """
         flats = self.tensors()
         for fragment in self.fragments:
             stop = fragment.offset + len(fragment.elements)
             for kind in (WEIGHTS,) if updates is None else self.kinds(fragment.name):
-                flats[fragment.flat][kind][fragment.offset : stop] = read(kind, fragment)
+                if kind != AVERAGE or reads_average:
+                    flats[fragment.flat][kind][fragment.offset : stop] = read(kind, fragment)
+        for flat in flats if self.has_average and not reads_average else ():
+            flat[AVERAGE].copy_(flat[WEIGHTS])
         for flat in self.weights:
             self.optimizer.optimizer.state[flat]["step"].fill_(updates or 0)
         if loss_scale and self.loss_scale:
             for key, value in loss_scale.items():
                 setattr(self.optimizer.loss_scaler, key, value)
-        self._weights_have_changed()
+        self.copy_to_model()
 
 
 def initial_state(
@@ -173,7 +189,7 @@ class SharedState(TrainingState):
                 yield Fragment(name, elements, mapping.param_group_index, flat.start)
 
     @override
-    def _weights_have_changed(self) -> None:
+    def copy_to_model(self) -> None:
         self.optimizer.update_lp_params()
         # DeepSpeed links its own view of the state only once, at the first optimizer step.
         self.optimizer._hp_optimizer_states_linked = False
@@ -202,7 +218,7 @@ class PartitionedState(TrainingState):
             yield Fragment(name, elements, flat, offset)
 
     @override
-    def _weights_have_changed(self) -> None:
+    def copy_to_model(self) -> None:
         # DeepSpeed makes the same calls after it has read weights from its own checkpoint.
         optimizer = self.optimizer
         optimizer.checkpoint_event_prologue()
@@ -222,10 +238,13 @@ def training_state(
     optimizer: Any,
     parameters: Mapping[str, nn.Parameter],
     algorithms: Mapping[str, str] = MappingProxyType({}),
+    *,
+    has_average: bool = False,
 ) -> TrainingState:
     """Return the training state of DeepSpeed's wrapper around the optimizer (`TrainingState`)."""
     partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    return (PartitionedState if partitioned else SharedState)(optimizer, parameters, algorithms)
+    kind = PartitionedState if partitioned else SharedState
+    return kind(optimizer, parameters, algorithms, has_average=has_average)
 
 
 # Find the newest undamaged checkpoint, and read its tensors in any layout.

@@ -45,9 +45,11 @@ def to_hf(options: argparse.Namespace) -> None:
             "--prompt needs a tokenizer, and these weights have none; name one with --tokenizer"
         )
     with output(options, source.path, EXPORTED) as folder:
-        export(source, folder, dtype=options.dtype, tokenizer=tokenizer)
+        export(
+            source, folder, dtype=options.dtype, tokenizer=tokenizer, averaged=options.averaged
+        )
     print(
-        f"exported {source.path} to {options.output}; load it with "
+        f"exported {'the averaged weights of ' * options.averaged}{source.path} to {options.output}; load it with "
         f"AutoModelForCausalLM.from_pretrained"
     )
     if options.prompt:
@@ -247,6 +249,9 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     )
     export_parser.add_argument("--tokenizer", type=Path, help="default: the recipe's")
     export_parser.add_argument("--prompt", help="print a continuation of this text")
+    export_parser.add_argument(
+        "--averaged", action="store_true", help="the average of the weights (optimizer.average)"
+    )
     export_parser.set_defaults(command=to_hf)
     import_parser = commands.add_parser(
         "from-hf", help="transformers -> a checkpoint to start from"

@@ -113,6 +113,27 @@ class Schedule(Section):
     """Learning rate at the last step of the schedule; at most `optimizer.learning_rate`."""
 
 
+class Average(Section):
+    """An exponential moving average of the weights (EMA), next to the weights that are trained.
+
+    It is sharded and saved as the optimizer's moments are, is evaluated with every validation, and
+    `convert.py to-hf --averaged` exports it. It takes 4 bytes per parameter, divided by the ranks
+    that share the optimizer's state.
+    """
+
+    decay: Annotated[float, Field(gt=0, lt=1)]
+    """Share of the average that stays in each averaging: average = decay x average +
+    (1 - decay) x weight. The average covers about 1 / (1 - decay) averagings; 0.999 and 0.9999 are
+    usual."""
+
+    start_step: NonNegative = 0
+    """Updates before the averaging begins; until then the average is equal to the weights. With 0,
+    it begins at the initial weights."""
+
+    every: Count = 1
+    """Updates between two averagings. Updates that fp16 skips after an overflow do not count."""
+
+
 class Optimizer(Section):
     """The optimizer: AdamW (arXiv 1711.05101), or Muon for hidden matrices (arXiv 2502.16982).
 
@@ -149,6 +170,9 @@ class Optimizer(Section):
     """Largest global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
 
     schedule: Schedule
+
+    average: Average | None = None
+    """Leave the section out to train without an average of the weights."""
 
     @model_validator(mode="after")
     def _check(self) -> "Optimizer":

@@ -24,7 +24,7 @@ from threefold.checkpoint.format import (
     sha256,
     split_by_size,
 )
-from threefold.checkpoint.state import WEIGHTS, CheckpointReader
+from threefold.checkpoint.state import AVERAGE, WEIGHTS, CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import table_at
 from threefold.config.sections import repository_path, short
@@ -70,14 +70,29 @@ def recorded_files(folder: Path) -> dict[str, FileRecord | None]:
 EXPORTED = OutputFiles(FILE_RECORDS, f'"written_by": "{WRITTEN_BY}"', recorded_files)
 
 
-def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Path | None) -> None:
+def export(
+    source: CheckpointReader,
+    folder: Path,
+    *,
+    dtype: str,
+    tokenizer: Path | None,
+    averaged: bool = False,
+) -> None:
     """Write weights, config, generation config, tokenizer and model card.
 
-    tokenizer: folder of the tokenizer, from `find_tokenizer`
+    Args:
+        tokenizer: folder of the tokenizer, from `find_tokenizer`
+        averaged: export the average of the weights
 
     Raises:
-        UserError: transformers has no class for the model, or cannot load the tokenizer.
+        UserError: transformers has no class for the model, or cannot load the tokenizer; or the
+            checkpoint has no average.
     """
+    if averaged and not source.manifest.has_average:
+        raise UserError(
+            f"--averaged: {source.path} has no average of the weights; leave the option out, or "
+            f"train with [optimizer.average]"
+        )
     model = model_of(source)
     settings = hugging_face_config(model)
     family = BY_NAME[settings["model_type"]]
@@ -86,7 +101,7 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
             f"{family.class_name} has no place for the weights of [model.prediction]; the export "
             f"leaves them out, and the rest of the model is complete"
         )
-    card = model_card(source, dtype)
+    card = model_card(source, dtype, averaged=averaged)
     for name in TOKENIZER_FILES:
         if tokenizer and (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
@@ -98,7 +113,7 @@ def export(source: CheckpointReader, folder: Path, *, dtype: str, tokenizer: Pat
     config.dtype = DTYPES[dtype][1]
     config.save_pretrained(folder)
     GenerationConfig(**special, do_sample=True).save_pretrained(folder)
-    records = write_weights(source, folder, dtype=dtype)
+    records = write_weights(source, folder, dtype=dtype, stored=AVERAGE if averaged else WEIGHTS)
     (folder / "README.md").write_text(card, encoding="utf-8")
     # `--overwrite` replaces an export only if its files still match these records.
     for file in sorted(folder.iterdir()):
@@ -208,8 +223,12 @@ def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
     return ids | {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
 
 
-def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> dict[str, FileRecord]:
+def write_weights(
+    source: CheckpointReader, folder: Path, *, dtype: str, stored: str
+) -> dict[str, FileRecord]:
     """Write model.safetensors, or numbered files and an index, one tensor in memory at a time.
+
+    stored: WEIGHTS or AVERAGE
 
     Returns:
         The records of the safetensors files.
@@ -239,7 +258,7 @@ def write_weights(source: CheckpointReader, folder: Path, *, dtype: str) -> dict
     elements = 0
 
     def parts(name: str) -> Iterator[tuple[str, memoryview]]:
-        for theirs, tensor in table[name].split(source.tensor(WEIGHTS, name)):
+        for theirs, tensor in table[name].split(source.tensor(stored, name)):
             yield theirs, _bytes(tensor.to(torch_dtype))
 
     for number, firsts in enumerate(files, start=1):
@@ -271,7 +290,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def model_card(source: CheckpointReader, dtype: str) -> str:
+def model_card(source: CheckpointReader, dtype: str, *, averaged: bool = False) -> str:
     """Return the README.md of the exported model: its architecture and its training."""
     manifest, model = source.manifest, model_of(source)
     facts = {
@@ -285,15 +304,18 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
         sources = table_at(manifest.recipe, manifest.step)["data"]["train"]
         facts["corpus"] = ", ".join(f"{s['path']} (weight {s['weight']:g})" for s in sources)
         facts["seed"] = str(manifest.recipe["seed"])
-        if averaged := manifest.layout.get(AVERAGED_FROM):
-            facts["weights"] = f"mean of {', '.join(averaged)}"
+        if averaged:
+            settings = table_at(manifest.recipe, manifest.step)["optimizer"]["average"]
+            facts["weights"] = f"exponential moving average, decay {settings['decay']}"
+        if sources := manifest.layout.get(AVERAGED_FROM):
+            facts["weights"] = f"mean of {', '.join(sources)}"
         else:
             facts["layout"] = ", ".join(
                 f"{key} {value}"
                 for key, value in manifest.layout.items()
                 if key not in ("deepspeed_json", RESHAPED_FROM)
             )
-    facts |= _losses(source)
+    facts |= _losses(source, averaged=averaged)
     facts["precision here"] = f"{dtype}, from fp32 master weights"
     facts["versions"] = ", ".join(f"{k} {v}" for k, v in manifest.versions.items() if v)
     rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
@@ -308,16 +330,19 @@ def model_card(source: CheckpointReader, dtype: str) -> str:
     )
 
 
-def _losses(source: CheckpointReader) -> dict[str, str]:
-    """Return the losses at the checkpoint's step if its run folder exists."""
+def _losses(source: CheckpointReader, *, averaged: bool) -> dict[str, str]:
+    """Return the losses at the checkpoint's step if its run folder exists.
+
+    averaged: the validation losses of the averaged weights, and no accuracies
+    """
     lines = RunFolder(source.path.parent.parent).read_metrics()
     metrics: dict[str, str] = {}
     for line in lines:
         if line["step"] <= source.manifest.step and "loss" in line:
             metrics["training loss"] = f"{line['loss']:.4f} nats per token at step {line['step']}"
-            for name, loss in validation_losses(line).items():
+            for name, loss in validation_losses(line, averaged=averaged).items():
                 key = f"validation loss{f' on {name}' if name else ''}"
                 metrics[key] = f"{loss:.4f} nats per token at step {line['step']}"
-            for name, accuracy in task_accuracies(line).items():
+            for name, accuracy in task_accuracies({} if averaged else line).items():
                 metrics[f"accuracy in {name}"] = f"{accuracy:.1%} at step {line['step']}"
     return metrics

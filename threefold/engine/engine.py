@@ -35,6 +35,7 @@ from threefold.engine.experts import (
 )
 from threefold.engine.parameter_groups import rules_of
 from threefold.engine.qk_clip import QueryKeyClip
+from threefold.engine.weight_average import WeightAverage
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.runtime.processes import gathered
 from threefold.supervision.hang_report import Breadcrumb
@@ -125,6 +126,7 @@ class Engine(ABC):
             wrapped.optimizer,
             parameters,
             {name: rules[parameter].algorithm for name, parameter in parameters.items()},
+            has_average=recipe.optimizer.average is not None,
         )
         self._report: ExpertReport | None = None  # of this step
         # A phase may change the number of micro-batches, but not their size.
@@ -138,6 +140,13 @@ class Engine(ABC):
             )
             wrapped.optimizer.optimizer.register_step_post_hook(
                 lambda optimizer, *_: clip.rescale(optimizer, self.state)
+            )
+        self.average: WeightAverage | None = None
+        if (settings := recipe.optimizer.average) is not None:
+            # Hooks run in the order of their registration: the average is of rescaled weights.
+            self.average = average = WeightAverage(self.state, settings)
+            wrapped.optimizer.optimizer.register_step_post_hook(
+                lambda optimizer, *_: average.update(optimizer)
             )
 
     @property
@@ -344,7 +353,20 @@ class Engine(ABC):
             read,
             updates=None if weights_only else manifest.updates,
             loss_scale=None if weights_only else manifest.loss_scale,
+            reads_average=manifest.has_average and not weights_only,
         )
+        if self.average is not None:
+            self.average.resume(0 if weights_only else manifest.updates)
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Let evaluations use the average of the weights, which must exist; collective."""
+        assert self.average is not None
+        self.finish_communication()
+        self.crumb.note("exchanging weights and average")
+        with self.average.in_model():
+            yield
+        self.finish_communication()
 
     @property
     def device(self) -> torch.device:

@@ -199,7 +199,9 @@ def fault_costs(
             reading the checkpoint
     """
     rate = storage_bytes_per_second or STORAGE_BYTES_PER_SECOND_OF_NODE * job.machine.nodes
-    write = ELEMENT_BYTES * checkpoint_elements(job.model, job.optimizer) / rate
+    has_average = job.average_every > 0
+    elements = checkpoint_elements(job.model, job.optimizer, has_average=has_average)
+    write = ELEMENT_BYTES * elements / rate
     if restart_seconds is None:
         restart_seconds = detection_seconds + START_SECONDS + write  # reading takes as long
     return FaultCosts(
@@ -211,8 +213,9 @@ def fault_costs(
 
 def own_bytes(job: Job) -> float:
     """Return the bytes of a checkpoint that a rank of the largest stage writes."""
+    states = 4 if job.average_every else 3
     elements = max(
-        3 * own_parameters(job, stage) - momentum_parameters(job, stage)
+        states * own_parameters(job, stage) - momentum_parameters(job, stage)
         for stage in range(job.layout.pipeline)
     )
     return ELEMENT_BYTES * elements / job.layout.optimizer_ranks

@@ -168,6 +168,8 @@ class Job:
             whole sequences
         limits_logits: the recipe has `optimizer.qk_clip`, so that backward passes find the largest
             attention logits
+        average_every: updates between two averagings of the weights (`optimizer.average`); 0: no
+            average
         quantization: format of the matmuls of blocks; None: `precision`
         recomputed_share: share of the blocks that `layout.recompute` applies to
         offloaded_share: share of the kept activations that the host holds until the backward pass
@@ -183,6 +185,7 @@ class Job:
     optimizer: str = "adamw"
     separate_documents: bool = False
     limits_logits: bool = False
+    average_every: int = 0
     quantization: Quantization | None = None
     recomputed_share: float = 1.0
     offloaded_share: float = 0.0
@@ -200,6 +203,7 @@ class Job:
             optimizer=self.optimizer,
             separate_documents=self.separate_documents,
             limits_logits=self.limits_logits,
+            average_every=self.average_every,
             quantization=self.quantization,
             recomputed_share=self.recomputed_share,
             offloaded_share=self.offloaded_share,
@@ -251,6 +255,8 @@ class Job:
         """The memory footprint of the software in this precision and ZeRO stage."""
         footprint = self.software.footprint[self.precision]
         footprint = footprint.zero1 if footprint.zero1 and not self.shards_in_passes else footprint
+        if self.average_every:
+            footprint = replace(footprint, optimizer=footprint.optimizer + BYTES["fp32"])
         if self.machine.gpu.device == "cpu":  # which holds only the written part of an allocation
             written = parameter_count(self.model) / self.layout.tensor
             return replace(footprint, bucket_elements=min(footprint.bucket_elements, written))
@@ -378,6 +384,7 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
         quantization=own_quantization(machine.gpu)
         if recipe.training.matmul_precision == "fp8"
         else None,
+        average_every=average.every if (average := recipe.optimizer.average) else 0,
     )
 
 

@@ -19,6 +19,7 @@ from threefold.data.dataset import MicroBatch, TrainingData
 from threefold.data.task_file import Item
 from threefold.data.tasks import UNCOUNTED, positions
 from threefold.engine.engine import Engine
+from threefold.run_folder.json_lines import AVERAGED
 
 # Scores of a task from the log-likelihoods of its choices.
 
@@ -90,7 +91,17 @@ class Evaluator:
         `validation/<name>/loss` and so on. Bits per byte are those of The Pile (arXiv 2101.00027,
         section 3.1), the loss of all predicted tokens in bits divided by the bytes of text that
         these tokens stand for (`token_bytes`); they are left out if that number is not known.
+
+        With an average of the weights, its metrics follow, under the same names after `averaged_`.
         """
+        metrics = self._validate_sets()
+        if self.engine.average is not None:
+            with self.engine.averaged_weights():
+                averaged = self._validate_sets()
+            metrics |= {AVERAGED + key: value for key, value in averaged.items()}
+        return metrics
+
+    def _validate_sets(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {}
         for name in self.data.validation:
             prefix = f"validation/{name}/" if name else "validation_"

@@ -56,7 +56,7 @@ class Allocated:
 
     Attributes:
         weights: weights in the precision of the forward pass
-        optimizer: fp32 weights and moments of this rank's share
+        optimizer: fp32 weights, moments and average of this rank's share
         peak: peak of all allocations: on a GPU by torch's allocator, else of the whole process
         reserved: memory that torch's allocator holds; None on a CPU
     """
@@ -77,7 +77,8 @@ def allocated(engine: Engine | None, *, on_gpu: bool) -> Allocated:
     weights = optimizer = None
     if engine is not None:
         weights = _bytes([parameter.detach() for _, parameter in engine.parameters()])
-        optimizer = 3 * _bytes(engine.state.weights)  # the two moments have the same size
+        # The two moments, and the average if there is one, have the same size.
+        optimizer = (3 + engine.state.has_average) * _bytes(engine.state.weights)
     if on_gpu:
         peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
     else:

@@ -52,13 +52,15 @@ class TrainingResult:
         losses: the loss of every step, then the validation loss before the last step, in nats per
             token
         grad_norms: the gradient norm of every step, before clipping
-        weights: the final logical tensors by name, in fp32
+        weights: the final logical tensors by name, in fp32, and their averages if the recipe has
+            `optimizer.average`
         moments: AdamW's first moments and Muon's momenta by name
         diverged: a sentence for each weight whose replicas diverged
         expert_counts: number of tokens of each expert, by step and layer; empty for a dense model
         margin: smallest difference of the logits of a chosen and an unchosen expert, in all steps
-        evaluations: the validation losses of the parts of the sequence, in nats per token, and the
-            log-likelihoods of the continuations of a task, before the last step
+        evaluations: the validation losses of the parts of the sequence and of the averaged weights,
+            in nats per token, and the log-likelihoods of the continuations of a task, before the
+            last step
         prediction_losses: the losses of further tokens of every step, in nats per token
     """
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from models.errors import UserError
 from models.layer_specs import logical_shapes
 from models.sharding import Sharding, sharding_of
+from threefold.checkpoint.state import AVERAGE
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
@@ -93,12 +94,16 @@ def train(case: ProofCase, world: LaunchEnvironment) -> TrainingResult | None:
                 metrics = evaluator.validate()
                 validation.append(metrics["validation_loss"])
                 evaluations += metrics.get("validation_position_losses", [])
+                if engine.average is not None:
+                    evaluations.append(metrics["averaged_validation_loss"])
                 evaluations += evaluator.score_requests()[0].tolist()
                 margin = min(margin, margin_of(engine))
             results.append(train_step(engine, data, step))
             margin = min(margin, margin_of(engine))
     further = [loss for result in results for loss in result.prediction_losses or ()]
     weights = gather(engine, held_state(engine, "fp32"))
+    averages = gather(engine, held_state(engine, AVERAGE))
+    weights |= {f"average of {name}": average for name, average in averages.items()}
     moments = gather(engine, first_moments(engine))
     diverged = engine.diverged_replicas()
     if world.rank != 0:

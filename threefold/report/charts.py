@@ -21,7 +21,7 @@ from threefold.report.summaries import Prediction, reduced, trend
 
 MAX_OTHER_PANELS = 16
 LOSS = "loss"
-VALIDATION = ("validation_loss", "validation/")
+VALIDATION = ("validation_loss", "validation/", "averaged_validation")
 TASKS = "tasks/"
 BITS_PER_BYTE = "bits_per_byte"
 # Metrics that other parts of the page show.
@@ -84,7 +84,7 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
     validation = [name for name in names if name.startswith(VALIDATION)]
     bits = [name for name in validation if BITS_PER_BYTE in name]
     losses = [name for name in validation if name not in bits]
-    in_loss_panel = [name for name in losses if name == "validation_loss"]
+    in_loss_panel = [name for name in losses if name.endswith("validation_loss")]
     clipping = [
         Reference("gradient_clipping", index, run.recipe.optimizer.gradient_clipping)
         for index, run in enumerate(runs)

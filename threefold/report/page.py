@@ -71,7 +71,7 @@ def summary(runs: Sequence[RunRecord]) -> list[Row]:
     """Return the most important numbers of each run."""
     metrics = list(dict.fromkeys(
         name for run in runs for name in run.steps.values
-        if name.startswith(("validation_loss", "validation/", "tasks/"))
+        if name.startswith(("validation_loss", "validation/", "averaged_validation", "tasks/"))
     ))  # fmt: skip
     rows = [
         Row("state", [state(run) for run in runs]),

@@ -219,12 +219,19 @@ def flush(path: Path) -> None:
 
 # The names of the metrics of validation sets and tasks in metrics.jsonl.
 
+AVERAGED = "averaged_"  # before those of the average of the weights
 LOSS_OF_SET = re.compile(r"validation/(?P<name>[^/]+)/loss")
 ACCURACY_OF_TASK = re.compile(r"tasks/(?P<name>[^/]+)/accuracy")
 
 
-def validation_losses(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the loss of each validation set by name, in nats per token; "" names a single set."""
+def validation_losses(metrics: Mapping[str, Any], *, averaged: bool = False) -> dict[str, float]:
+    """Return the loss of each validation set by name, in nats per token; "" names a single set.
+
+    averaged: the losses of the average of the weights
+    """
+    if averaged:
+        of_average = (key for key in metrics if key.startswith(AVERAGED))
+        metrics = {key.removeprefix(AVERAGED): metrics[key] for key in of_average}
     losses = _named(metrics, LOSS_OF_SET)
     if "validation_loss" in metrics:
         losses[""] = metrics["validation_loss"]

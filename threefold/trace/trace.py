@@ -209,7 +209,7 @@ class Categories:
 
     weights: tensors that the forward pass reads
     gradients: of all precisions
-    optimizer: fp32 master weights, and Adam's two moments
+    optimizer: fp32 master weights, Adam's two moments, and the average of the weights
     buffers: all other tensors that live from step to step: reduction buckets, tables
     activations: tensors that live within a step, including gradients of activations
     """

@@ -136,6 +136,8 @@ def tell_changes(folder: RunFolder, start: "ResumePoint", recipe: Recipe) -> Non
                 "from these weights, use another --run-dir, or --resume never"
             )
         print(f"  {key}: {old} -> {new}{without_effect}", flush=True)
+    if change := start.change_of_average(recipe):
+        print(f"  {change}", flush=True)
     if jump := start.learning_rate_jump(recipe):
         warn(folder, start.progress.step, jump)
 
@@ -201,8 +203,9 @@ def summarize(
     evaluations: dict[str, str] = {}  # the newest of each validation set and task
     for line in lines:
         when = f"at step {line['step']}"
-        for name, loss in validation_losses(line).items():
-            evaluations[" ".join(filter(None, ["validation ", name]))] = f"{loss:.4f} {when}"
+        for title, averaged in (("validation ", False), ("averaged   ", True)):
+            for name, loss in validation_losses(line, averaged=averaged).items():
+                evaluations[" ".join(filter(None, [title, name]))] = f"{loss:.4f} {when}"
         for name, accuracy in task_accuracies(line).items():
             evaluations[f"task        {name}"] = f"{accuracy:.1%} {when}"
     steps = recipe.training.steps

@@ -99,8 +99,10 @@ def describe(metrics: dict[str, Any]) -> str:
 
 def evaluated(metrics: dict[str, Any]) -> list[str]:
     """Return the validation losses and the accuracies of tasks in the metrics of a step."""
-    losses, accuracies = validation_losses(metrics), task_accuracies(metrics)
-    texts = [" ".join(filter(None, ["validation", name, f"{losses[name]:.4f}"])) for name in losses]
+    texts, accuracies = [], task_accuracies(metrics)
+    for title, averaged in (("validation", False), ("averaged", True)):
+        for name, loss in validation_losses(metrics, averaged=averaged).items():
+            texts.append(" ".join(filter(None, [title, name, f"{loss:.4f}"])))
     return texts + [f"{name} {accuracy:.1%}" for name, accuracy in accuracies.items()]
 
 

@@ -243,6 +243,7 @@ def _in_buckets(
 # moments read and written (24); fp32 gradient read for the norm, read, scaled and written, and read
 # for the update (16); 16-bit weight written (2).
 OPTIMIZER_BYTES = 42
+AVERAGING_BYTES = 12  # likewise, to average the weights: average read and written, weight read
 # Reads and writes per element of a matrix, outside of the matmuls of Newton-Schulz: to assemble the
 # matrix from pieces (4), for its norm and the division (3), for the scale (2), to take the result
 # apart (4), and in each iteration for the addends of two of the three products (1).
@@ -254,7 +255,8 @@ def optimizer_time(job: Job) -> float:
     """Return the seconds of a rank's update, with the sum of shared embeddings and host time."""
     layout = job.layout
     parameters = max(own_parameters(job, stage) for stage in range(layout.pipeline))
-    update = memory_seconds(job.gpu, parameters / job.layout.optimizer_ranks * OPTIMIZER_BYTES)
+    moved = OPTIMIZER_BYTES + (AVERAGING_BYTES / job.average_every if job.average_every else 0)
+    update = memory_seconds(job.gpu, parameters / job.layout.optimizer_ranks * moved)
     tied = 0.0
     if job.model.copies_embedding and layout.pipeline > 1:
         table = table_parameters(job.model, layout.tensor)
