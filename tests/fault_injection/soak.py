@@ -57,6 +57,7 @@ EXPERTS: dict[str, Any] = {
     "layout__expert": 2,
 }  # fmt: skip
 MUON: dict[str, Any] = {"optimizer__kind": "muon"}
+AVERAGE: dict[str, Any] = {"optimizer__average": {"decay": 0.8}, "training__evaluate_every": 1}
 
 
 @dataclass
@@ -172,6 +173,7 @@ def soak(
     fault: str | None = None,
     experts: bool = False,
     muon: bool = False,
+    average: bool = False,
 ) -> Report:
     """Kill runs until the numbers of kills and of resumed runs are reached.
 
@@ -181,9 +183,11 @@ def soak(
     fault: one of `FAULTS`, to check that it is detected
     experts: the model has experts, which the data ranks divide
     muon: the optimizer is Muon
+    average: the weights are averaged, and every step validates the average
     """
     chance, report = random.Random(seed), Report()
     changes = (EXPERTS if experts else {}) | (MUON if muon else {})
+    changes |= AVERAGE if average else {}
     recipe = write_recipe(folder, **changes)
     for name in ("imports", "undisturbed"):  # the first run waits for the server
         undisturbed = Run(recipe, folder / name, None)
@@ -283,9 +287,7 @@ def write_recipe(folder: Path, **changes: Any) -> Path:
         layout__pipeline=2,
         model__dropout=0.1,
         training__steps=30,
-        training__evaluate_every=10,
-        checkpoint__every=2,
-        **changes,
+        **{"training__evaluate_every": 10, "checkpoint__every": 2, **changes},
     )
     file = folder / "soak.toml"
     file.write_text(tomli_w.dumps(table))
@@ -322,8 +324,8 @@ def _forget_moments() -> None:
 
     healthy = TrainingState.restore
 
-    def restore(self: Any, read: Callable, *, updates: int, loss_scale: Any) -> None:
-        healthy(self, read, updates=None, loss_scale=loss_scale)
+    def restore(self: Any, read: Callable, **settings: Any) -> None:
+        healthy(self, read, **settings | {"updates": None})
 
     TrainingState.restore = restore
 
@@ -358,6 +360,7 @@ def main() -> None:
     parser.add_argument("--fault", choices=FAULTS, help="a fault that the soak must detect")
     parser.add_argument("--experts", action="store_true", help="train a model with experts")
     parser.add_argument("--muon", action="store_true", help="train with Muon")
+    parser.add_argument("--average", action="store_true", help="average the weights")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = soak(
@@ -367,6 +370,7 @@ def main() -> None:
             fault=options.fault,
             experts=options.experts,
             muon=options.muon,
+            average=options.average,
         )
     print(report)
     sys.exit(1 if report.wrong else 0)

@@ -13,6 +13,7 @@ from tests.fault_injection.soak import FAULTS, soak
         pytest.param("dense", marks=pytest.mark.long),
         pytest.param("experts", marks=pytest.mark.exhaustive),
         pytest.param("muon", marks=pytest.mark.long),
+        pytest.param("average", marks=pytest.mark.exhaustive),
     ],
 )
 def test_nothing_is_lost_under_kills(kind: str, tmp_path: Path) -> None:
