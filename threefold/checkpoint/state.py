@@ -139,8 +139,8 @@ class TrainingState(ABC):
             for kind in (WEIGHTS,) if updates is None else self.kinds(fragment.name):
                 if kind != AVERAGE or reads_average:
                     flats[fragment.flat][kind][fragment.offset : stop] = read(kind, fragment)
-        for flat in flats if self.has_average and not reads_average else ():
-            flat[AVERAGE].copy_(flat[WEIGHTS])
+        for tensors in flats if self.has_average and not reads_average else ():
+            tensors[AVERAGE].copy_(tensors[WEIGHTS])
         for flat in self.weights:
             self.optimizer.optimizer.state[flat]["step"].fill_(updates or 0)
         if loss_scale and self.loss_scale:

@@ -45,11 +45,10 @@ def to_hf(options: argparse.Namespace) -> None:
             "--prompt needs a tokenizer, and these weights have none; name one with --tokenizer"
         )
     with output(options, source.path, EXPORTED) as folder:
-        export(
-            source, folder, dtype=options.dtype, tokenizer=tokenizer, averaged=options.averaged
-        )
+        export(source, folder, dtype=options.dtype, tokenizer=tokenizer, averaged=options.averaged)
+    exported = f"{'the averaged weights of ' * options.averaged}{source.path}"
     print(
-        f"exported {'the averaged weights of ' * options.averaged}{source.path} to {options.output}; load it with "
+        f"exported {exported} to {options.output}; load it with "
         f"AutoModelForCausalLM.from_pretrained"
     )
     if options.prompt:
