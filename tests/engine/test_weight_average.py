@@ -90,13 +90,16 @@ def worker(corpus: str, folder: str, layouts: list[str]) -> dict[str, dict[str, 
                     validation = Evaluator(engine, data).validate()
                     after = everything(engine)
             ended = everything(engine)
+            load_newest(engine, data, run)  # as a rollback does
+            rolled_back = everything(engine)
             engine, data = start(recipe, world)
             load_newest(engine, data, run)
             for step in range(SAVED_STEP + 1, STEPS + 1):
                 train_step(engine, data, step)
             found[layout] = {
                 "weights": weights, "averages": kept, "validation": validation,
-                "before": before, "after": after, "ended": ended, "resumed": everything(engine),
+                "before": before, "after": after, "rolled back": rolled_back, "ended": ended,
+                "resumed": everything(engine),
             }  # fmt: skip
     return found
 
@@ -141,6 +144,7 @@ def test_a_resumed_run_has_the_same_average_bit_for_bit(
 ) -> None:
     run = runs[layout]
     assert any(name.startswith(AVERAGE) for name in run["ended"])
+    assert equal(run["rolled back"], run["before"])
     assert equal(run["resumed"], run["ended"])
 
 

@@ -28,10 +28,10 @@ from threefold.prove.training import many_cases
 from threefold.run_folder.folder import RunFolder
 
 SHAPES = {
-    "llama, grouped queries": {},
+    "llama, grouped queries, average": {"optimizer__average": {"decay": 0.8}},
     "gpt, tied, biases": GPT_SWITCHES | {"model__layers": 3},
 }
-QUICK = "llama, grouped queries"
+QUICK = "llama, grouped queries, average"
 FAULTS = (
     "second moments as first",
     "blocks split as one",

@@ -116,7 +116,8 @@ def find(recipe: Recipe, run: Path, memories: list[Path], at_least: int = 0) -> 
 
 @pytest.fixture(scope="module")
 def recipe(corpus: Path) -> Recipe:
-    return parse_recipe(changed(small_recipe(corpus), training__steps=9), "small")
+    changes = {"training__steps": 9, "optimizer__average": {"decay": 0.8}}
+    return parse_recipe(changed(small_recipe(corpus), **changes), "small")
 
 
 @pytest.fixture(scope="module")
