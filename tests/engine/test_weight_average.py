@@ -111,7 +111,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(corpus: Path, folder: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    chosen = selected(request, test_the_average_is_that_of_the_formula, "layout")
+    tests = (
+        test_the_average_is_that_of_the_formula,
+        test_a_resumed_run_has_the_same_average_bit_for_bit,
+        test_an_evaluation_of_the_average_changes_no_bit,
+    )
+    chosen = (layout for test in tests for layout in selected(request, test, "layout"))
     layouts = list(dict.fromkeys([*chosen, "zero-1"]))
     return run_ranks(2, worker, str(corpus), str(folder), layouts)[0]
 
