@@ -214,7 +214,7 @@ def test_checkpoints_without_an_average_are_named(
     assert ResumePoint(older).change_of_average(without) == ""
     assert ResumePoint(older, weights_only=True).change_of_average(with_average) == ""
     starts = ResumePoint(older).change_of_average(with_average)
-    assert "has no average of the weights; it starts from the weights" in starts
+    assert "has no average; the average starts from the weights" in starts
     assert "is dropped" in ResumePoint(source).change_of_average(without)
     with pytest.raises(UserError, match=r"--averaged: .* has no average of the weights"):
         export(older, tmp_path, dtype="fp32", tokenizer=None, averaged=True)

@@ -131,7 +131,7 @@ class ResumePoint:
         if is_kept == self.checkpoint.manifest.has_average:
             return ""
         if is_kept:
-            return f"{self.path} has no average of the weights; it starts from the weights"
+            return f"{self.path} has no average; the average starts from the weights"
         return (
             f"the average of the weights in {self.path} is dropped, because the recipe has no "
             f"[optimizer.average]"
