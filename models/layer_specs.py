@@ -11,7 +11,7 @@
 | head                | [s, b, h]    | [s, b, v/t] | logits of this rank's vocabulary;  |
 |                     |              | or []       | given the labels, their loss       |
 
-Models without prediction modules (`models/prediction.py`) have neither look_ahead nor predictions.
+Models without prediction modules (`models/transformer.py`) have neither look_ahead nor predictions.
 
 s sequence, b micro-batch, h hidden, v padded vocabulary, t tensor ranks; under sequence parallelism
 everything between embedding and head is [s/t, b, h]. This module also defines the names of the
@@ -37,9 +37,8 @@ from models.parallel.collectives import TensorAxis, scatter_to_tensor_axis
 from models.parallel.cross_entropy import soft_capped, vocab_parallel_loss
 from models.parallel.layers import NORMS, Deferring, VocabParallelEmbedding
 from models.parallel.micro_batch_info import MicroBatchInfo, dropout, positions_in, rows_in
-from models.prediction import Predictions
 from models.sharding import Role, Sharding, declared_parameter, sharding_of
-from models.transformer import Block
+from models.transformer import Block, Predictions
 
 TIED_KEY = "embedding"
 

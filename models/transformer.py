@@ -4,11 +4,13 @@ s sequence, b micro-batch, h hidden, f MLP hidden, t tensor ranks. Under sequenc
 residual stream is [s/t, b, h].
 """
 
+from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from models.attention import Attention, ModelAxes
+from models.attention import Attention, ModelAxes, recomputed
 from models.config import GATED, ModelConfig
 from models.experts.layer import MixtureOfExperts
 from models.initialization import residual_multiplier
@@ -17,7 +19,7 @@ from models.kernels.elementwise import ACTIVATIONS, gelu
 from models.kernels.norms import Branch, add
 from models.latent_attention import LatentAttention
 from models.parallel.collectives import TensorAxis
-from models.parallel.layers import NORMS, ColumnParallelLinear, RowParallelLinear
+from models.parallel.layers import NORMS, ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from models.parallel.micro_batch_info import MicroBatchInfo, stream_rows
 
 
@@ -163,3 +165,80 @@ class MLP(Fusing):
 def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """Return y + bias: [s, b, h]."""
     return y if bias is None else y + bias
+
+
+# Modules that predict further tokens in training (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+# Module k = 1, 2, ... combines the output h of the module before it, at position i, with the
+# embedding of token i + k, and predicts token i + k + 1:
+#
+#     h_k = norm(block([norm(embedding(t_{i+k})), norm(h_{k-1})] W))
+#
+# h_0 is the output of the model's final norm. The embedding, and the output matrix that h_k is
+# multiplied by, are those of the model. The paper leaves the norms open; they are those of the
+# released DeepSeek-V3 and of Megatron-Core. The losses of the modules are part of the function of
+# the model's loss (`models/parallel/cross_entropy.py`), and have gradients only.
+
+
+class PredictionModule(nn.Module):
+    """One module: two norms, a projection, a block and a norm.
+
+    Communication: that of a block, and under sequence parallelism an all-reduce of the gradient of
+    the projection.
+
+    number: number of the block, which follows those of the model
+    recompute_core: the backward pass recomputes the attention core
+    """
+
+    def __init__(
+        self, config: ModelConfig, axes: ModelAxes, *, number: int, recompute_core: bool = False
+    ):
+        super().__init__()
+        h, tensor = config.hidden_size, axes.tensor
+        norm = partial(
+            NORMS[config.norm],
+            h,
+            config.norm_epsilon,
+            input_is_split=tensor.sequence_parallel,
+            tensor=tensor,
+        )
+        self.embedding_norm = norm()
+        self.hidden_norm = norm()
+        self.projection = ReplicatedLinear(2 * h, h, tensor=tensor)
+        self.block = Block(config, axes, number=number, recompute_core=recompute_core)
+        self.output_norm = norm()
+
+    def forward(self, x: Tensor, embedded: Tensor, info: MicroBatchInfo) -> Tensor:
+        """[s, b, h] to [s, b, h].
+
+        Args:
+            embedded: embedded tokens k positions later, [s, b, h]
+        """
+        both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(x)], dim=-1)
+        return self.output_norm(self.block(self.projection(both), info))
+
+
+class Predictions(nn.ModuleList):
+    """All modules, in the order of the tokens that they predict."""
+
+    def __init__(self, config: ModelConfig, axes: ModelAxes, *, recompute_core: bool = False):
+        super().__init__(
+            PredictionModule(config, axes, number=number, recompute_core=recompute_core)
+            for number in range(config.layers, config.layers + config.prediction_depth)
+        )
+
+    def forward(
+        self, x: Tensor, embedded: Sequence[Tensor], info: MicroBatchInfo, recompute: bool
+    ) -> list[Tensor]:
+        """Return the outputs of the modules, each [s, b, h].
+
+        Args:
+            x: the output of the model's final norm, [s, b, h]
+            embedded: embedded tokens 1, 2, ... positions later, each [s, b, h]
+            recompute: the backward pass recomputes one module at a time
+        """
+        outputs = []
+        for module, tokens in zip(self, embedded, strict=True):
+            run = partial(module, info=info)
+            x = recomputed(run, x, tokens) if recompute else run(x, tokens)
+            outputs.append(x)
+        return outputs

@@ -85,7 +85,6 @@ def pretrain(started: float | None = None) -> None:
     from threefold.engine.build import build_engine, build_model, build_optimizer
     from threefold.pretrain.out_of_memory import out_of_memory_explained
     from threefold.pretrain.preflight.run import check_nodes
-    from threefold.pretrain.restart import replace_process
     from threefold.pretrain.setup import (
         begin,
         close_run,
@@ -94,6 +93,7 @@ def pretrain(started: float | None = None) -> None:
         leave_processes,
         open_data,
         open_run,
+        replace_process,
     )
 
     resume_collection()

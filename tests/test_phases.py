@@ -33,7 +33,7 @@ from threefold.data.corpus import fingerprint
 from threefold.data.dataset import TrainingData
 from threefold.engine.build import build_from_recipe
 from threefold.prepare_data.sample_lookup import sample_lines
-from threefold.pretrain.restart import command_of
+from threefold.pretrain.setup import command_of
 from threefold.report.run_record import marks_of, read_run
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import History

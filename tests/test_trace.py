@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.attention import rotary_table
+from models.attention import Frequencies, rotary_table
 from models.cost import parameter_count
 from models.errors import UserError
-from models.kernels.rotary import Frequencies
 from models.transformer import Block
 from tests.conftest import GPT_SWITCHES, changed, quick_and_long
 from tests.ranks import join_world, run_ranks

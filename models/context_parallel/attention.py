@@ -38,7 +38,7 @@ from models.context_parallel.tiles import (
 )
 from models.kernels.attention_parts import LargestLogits, Limits, Part, sink_gradient
 from models.kernels.compile import Function
-from models.kernels.dropout import drop_out
+from models.kernels.elementwise import drop_out
 from models.parallel.collectives import wait_for
 from models.parallel.micro_batch_info import (
     MicroBatchInfo,

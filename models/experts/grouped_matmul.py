@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.kernels.fp8 import Fp8, Quantized, inner_type
+from models.kernels.matmul import Fp8, Quantized, inner_type
 from models.parallel.layers import GradientReceiver, ProductGradient, weight_gradient
 
 

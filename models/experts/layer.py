@@ -27,7 +27,7 @@ from models.experts.routing import (
 )
 from models.kernels.compile import Fusing, as_written, for_any_rows
 from models.kernels.elementwise import ACTIVATIONS, gelu
-from models.kernels.fp8 import Fp8
+from models.kernels.matmul import Fp8
 from models.parallel.collectives import (
     TensorAxis,
     copy_to_tensor_axis,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.kernels.compile import Function, as_written
-from models.kernels.dropout import drop, keep_mask
+from models.kernels.elementwise import drop, keep_mask
 
 
 class Branch(NamedTuple):

@@ -42,7 +42,7 @@ def vocab_parallel_loss(
     whether documents are separate or not: a document's first token too, which the token before it
     in the window has to predict.
 
-    The outputs of prediction modules (`models/prediction.py`) share W, and their losses have
+    The outputs of prediction modules (`models/transformer.py`) share W, and their losses have
     gradients only, as the z-loss. Labels of a further token that do not count are -1. They add
     nothing to the sum of a module's losses, which is divided by the number of all tokens.
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.kernels.accumulation import add_product, adds_in_matmul
 from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
-from models.kernels.fp8 import Fp8, Quantized, product
+from models.kernels.matmul import Fp8, Quantized, add_product, adds_in_matmul, product
 from models.kernels.norms import Branch, add_and_norm, input_and_norm, norm
 from models.parallel.collectives import (
     TensorAxis,
@@ -33,7 +32,7 @@ from models.sharding import Role, Sharding, declared_parameter, sharding_of
 # linear layer has two parts, and the previous stage waits only for the gradient of the input.
 #
 # In all other schedules, the weight gradient is computed in the backward pass. On a GPU the engine
-# then lets its matmul add it to the sum over the micro-batches (`models/kernels/accumulation.py`).
+# then lets its matmul add it to the sum over the micro-batches (`models/kernels/matmul.py`).
 
 WeightGradient = Callable[[], Tensor]
 

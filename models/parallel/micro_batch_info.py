@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models.context_parallel.division import Division, Slices
 from models.kernels.compile import Function
-from models.kernels.dropout import drop_out, mix, signed
+from models.kernels.elementwise import drop_out, mix, signed
 from models.parallel.collectives import TensorAxis
 
 # Dropout whose masks do not depend on the layout.

@@ -20,8 +20,7 @@ from threefold.checkpoint.state import CheckpointReader
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.convert.files import open_checkpoint
-from threefold.prove.relay import save
-from threefold.prove.training import start, train_step
+from threefold.prove.training import save, start, train_step
 from threefold.run_folder.folder import RunFolder
 
 KINDS = {"fp32": "weights", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

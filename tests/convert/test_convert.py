@@ -60,9 +60,8 @@ from threefold.convert.from_hugging_face import import_model, read_config
 from threefold.convert.reshape import new_recipe, sources_of
 from threefold.convert.to_hugging_face import export, find_tokenizer, special_tokens
 from threefold.data.dataset import TrainingData
-from threefold.prove.relay import save
 from threefold.prove.shrink import write_corpus
-from threefold.prove.training import start, train_step
+from threefold.prove.training import save, start, train_step
 from threefold.run_folder.folder import RunFolder
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.engine.experts import ExpertReport
 from threefold.prove.training import start, train_step
-from threefold.tracking.metrics import expert_metrics
+from threefold.tracking.tracker import expert_metrics
 from threefold.tracking.weights_and_biases import PIXELS, with_heat_map
 
 EXPERTS = {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from models.config import FP8_TILE
-from models.kernels.fp8 import Fp8, Parts, Quantized
+from models.kernels.matmul import Fp8, Parts, Quantized
 from models.parallel.layers import Deferring
 from tests.conftest import changed, small_recipe
 from tests.ranks import run_ranks

@@ -33,8 +33,7 @@ from threefold.engine.engine import Engine, StepResult, held_values
 from threefold.prove import training
 from threefold.prove.compare import TrainingResult, compare
 from threefold.prove.layouts import ProofCase
-from threefold.prove.relay import load_newest, save
-from threefold.prove.training import many_cases, start, train_cases, train_step
+from threefold.prove.training import load_newest, many_cases, save, start, train_cases, train_step
 from threefold.run_folder.folder import RunFolder
 
 GPT = GPT_SWITCHES

@@ -30,8 +30,16 @@ from threefold.plan.job import Machine, job_of
 from threefold.plan.memory.peak import memory_of_stage
 from threefold.plan.time.update import AVERAGING_BYTES, OPTIMIZER_BYTES, optimizer_time
 from threefold.pretrain.evaluation import Evaluator
-from threefold.prove.relay import everything, load_newest, save
-from threefold.prove.training import gather, held_state, many_cases, start, train_step
+from threefold.prove.training import (
+    everything,
+    gather,
+    held_state,
+    load_newest,
+    many_cases,
+    save,
+    start,
+    train_step,
+)
 from threefold.run_folder.folder import RunFolder
 from threefold.trace.trace import trace
 from threefold.tracking.tracker import evaluated

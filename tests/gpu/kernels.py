@@ -20,12 +20,11 @@ from models.context_parallel.tiles import (
     tiles_of,
     write_gradients_of_own,
 )
-from models.kernels.accumulation import add_product
 from models.kernels.attention import document_attention, varlen_kernel
 from models.kernels.attention_parts import Limits, sink_gradient
 from models.kernels.compile import as_written, compiled
 from models.kernels.elementwise import look_up
-from models.kernels.fp8 import Fp8
+from models.kernels.matmul import Fp8, add_product
 from models.parallel.collectives import TensorAxis
 from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.layers import matmul

@@ -13,7 +13,8 @@ from threefold.config.loading import REPOSITORY
 TRITON = REPOSITORY / ".venv" / "triton"  # for a torch without it: `make long` installs it there
 DAYS = 4  # in which the tests compile all calls
 UNSIGNED_CONSTANT = (
-    "from models.kernels import dropout; dropout.GOLDEN_32_ON_GPU = dropout.GOLDEN_32_ON_CPU; "
+    "from models.kernels import elementwise as kernels; "
+    "kernels.GOLDEN_32_ON_GPU = kernels.GOLDEN_32_ON_CPU; "
 )
 
 pytestmark = [
@@ -60,4 +61,4 @@ def test_a_constant_that_does_not_fit_fails() -> None:
 def test_a_function_that_no_recipe_reaches_fails() -> None:
     done = compile_all("", "--only", "_add_and_norm_backward", "--recipe", "mup")
     assert done.returncode == 1
-    assert "no traced recipe calls models.kernels.dropout._drop_out" in done.stdout
+    assert "no traced recipe calls models.kernels.elementwise._drop_out" in done.stdout

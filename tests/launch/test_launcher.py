@@ -26,11 +26,10 @@ from threefold.launch import attempt as attempt_module
 from threefold.launch import connection as connection_module
 from threefold.launch import launcher as launcher_module
 from threefold.launch import nodes as nodes_module
-from threefold.launch.attempt import Command
+from threefold.launch.attempt import Command, forwarded, in_container
 from threefold.launch.connection import Agent, Report, on_this_machine
 from threefold.launch.diagnosis import Failures, shown
 from threefold.launch.launcher import Announcements, Launcher
-from threefold.launch.rank_command import forwarded, in_container
 from threefold.launch.replanning import Placement
 from threefold.plan.memory.peak import StageMemory
 from threefold.pretrain.preflight.evaluate import SPARE_NODES
@@ -470,8 +469,8 @@ FAULTY_LAUNCH = """
 import sys
 from pathlib import Path
 from threefold.commands import launch
-from threefold.launch import rank_command
-rank_command.PRETRAIN = Path(sys.argv.pop(1))
+from threefold.launch import attempt
+attempt.PRETRAIN = Path(sys.argv.pop(1))
 launch.main()
 """
 FAULTY_PRETRAIN = """

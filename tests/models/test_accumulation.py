@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.kernels import accumulation
+from models.kernels import matmul
 from models.parallel.layers import ProductGradient
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import join_world, run_ranks
@@ -92,7 +92,7 @@ def train_worker(corpus: str, changes: dict[str, Any]) -> tuple[Trained, Trained
     """Return losses, norms, weights and the number of added products, without and with them."""
     world, trained = join_world(), []
     with many_cases() as begin:
-        for is_on_gpu in (accumulation.is_on_gpu, lambda x: True):
+        for is_on_gpu in (matmul.is_on_gpu, lambda x: True):
             begin()
             table = changed(small_recipe(Path(corpus)), **{"deepspeed": BF16.format(1)} | changes)
             calls = 0
@@ -103,8 +103,8 @@ def train_worker(corpus: str, changes: dict[str, Any]) -> tuple[Trained, Trained
                 emulated(*tensors, replace=replace)
 
             with (
-                replaced(accumulation, "is_on_gpu", is_on_gpu),
-                replaced(accumulation, "multiply_into", noted),
+                replaced(matmul, "is_on_gpu", is_on_gpu),
+                replaced(matmul, "multiply_into", noted),
             ):
                 engine, data = start(parse_recipe(table, "test"), world)
                 results = [train_step(engine, data, step) for step in range(1, STEPS + 1)]

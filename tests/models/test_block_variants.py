@@ -31,9 +31,8 @@ from models.layer_specs import (
     layer_specs,
     logical_parameters,
 )
-from models.parallel.collectives import TensorAxis
+from models.parallel.collectives import TensorAxis, create_groups
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parallel.process_groups import create_groups
 from models.sharding import sharding_of
 from models.transformer import Block
 from tests.conftest import small_recipe

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
-from models.attention import rotary_table
+from models.attention import Frequencies, rotary_table
 from models.config import ModelConfig
 from models.initialization import initialize
 from models.kernels import attention
@@ -21,7 +21,6 @@ from models.kernels.attention import (
 )
 from models.kernels.compile import as_written
 from models.kernels.elementwise import heads_first
-from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo, positions_in
 from tests.models.test_transformer import GROUPED_WITH_DROPOUT, KEY, LLAMA, SHAPES, WITH_DROPOUT

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
-from models.attention import rotary_table
+from models.attention import Frequencies, rotary_table
 from models.config import ModelConfig
 from models.kernels import attention, elementwise, norms
 from models.kernels import dropout as dropout_module
@@ -23,9 +23,8 @@ from models.kernels.compile import (
     compiled,
     native_on_cpu,
 )
-from models.kernels.dropout import GOLDEN_64, drop_out, keep_mask
+from models.kernels.elementwise import GOLDEN_64, drop_out, keep_mask
 from models.kernels.norms import Branch
-from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis

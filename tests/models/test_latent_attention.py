@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.attention import ModelAxes
+from models.attention import Frequencies, ModelAxes
 from models.config import LatentAttention as Latent
 from models.config import ModelConfig, RopeScaling
 from models.context_parallel.collectives import ContextAxis
@@ -29,7 +29,6 @@ from models.cost import (
 from models.errors import UserError
 from models.initialization import initialize
 from models.kernels import attention
-from models.kernels.rotary import Frequencies
 from models.latent_attention import LatentAttention
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, logical_shapes
 from models.parallel.collectives import TensorAxis

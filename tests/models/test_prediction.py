@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
-from models.attention import ModelAxes
+from models.attention import Frequencies, ModelAxes
 from models.config import Experts, ModelConfig, Prediction
 from models.context_parallel.division import divide
 from models.cost import (
@@ -27,7 +27,6 @@ from models.cost import (
 )
 from models.errors import UserError
 from models.initialization import initialize
-from models.kernels.rotary import Frequencies
 from models.layer_specs import (
     SequentialModel,
     layer_specs,

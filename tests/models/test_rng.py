@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models.kernels.compile import as_written
-from models.kernels.dropout import keep_mask
+from models.kernels.elementwise import keep_mask
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, attention_rows
 from models.parallel.micro_batch_info import dropout as fused_dropout

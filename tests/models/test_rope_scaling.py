@@ -12,13 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from models import attention
+from models.attention import Frequencies
 from models.config import ModelConfig, RopeScaling
 from models.errors import UserError
 from models.hugging_face.config import hugging_face_config, imported_model
 from models.hugging_face.weights import from_hugging_face, to_hugging_face
 from models.initialization import initialize
-from models.kernels import rotary
-from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
@@ -123,7 +122,7 @@ def test_positions_around_130_000_agree_with_transformers(name: str) -> None:
 )
 def test_a_wrong_frequency_is_noticed(name: str, fault: dict[str, Any]) -> None:
     config = config_of(SCALINGS[name], sequence_length=2**17)
-    with mock.patch.multiple(rotary, **fault):
+    with mock.patch.multiple(attention, **fault):
         attention.rotary_table.cache_clear()
         assert largest_difference(config, range(130_000, 130_048)) > 1e-3
     attention.rotary_table.cache_clear()

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.attention import ModelAxes, rotary_table
+from models.attention import Frequencies, ModelAxes, rotary_table
 from models.initialization import initialize
-from models.kernels.rotary import Frequencies
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo

@@ -15,13 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from models import cost
-from models.attention import Attention, ModelAxes, rotary_frequencies
+from models.attention import Attention, Frequencies, ModelAxes, rotary_frequencies
 from models.config import ModelConfig, RopeScaling, Window
 from models.hugging_face.config import hugging_face_config
 from models.hugging_face.families import Family
 from models.hugging_face.weights import counterparts, from_hugging_face, to_hugging_face
 from models.initialization import NormalRows, initialize, query_multiplier
-from models.kernels.rotary import Frequencies
 from models.layer_specs import (
     SequentialModel,
     layer_specs,

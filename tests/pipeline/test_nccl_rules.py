@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.parallel.process_groups import NcclSettings, create_groups
+from models.parallel.collectives import NcclSettings, create_groups
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.nccl_rules.device import Rules
 from tests.nccl_rules.slots import LaunchRule

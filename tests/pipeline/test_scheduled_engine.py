@@ -22,7 +22,7 @@ from threefold.pipeline.engine import COMPUTE, ScheduledEngine
 from threefold.prove.layouts import SCHEDULES
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
-from threefold.tracking.timeline import TimelineRecorder
+from threefold.tracking.profiler import TimelineRecorder
 
 STAGES, MICRO_BATCHES = 4, 8
 QUICK = ("1f1b", "interleaved x 2", "zb-v", "dualpipev")

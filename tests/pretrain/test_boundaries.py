@@ -13,14 +13,14 @@ import pytest
 from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.phases import PhasePlan
-from threefold.pretrain import restart
+from threefold.pretrain import setup
 from threefold.pretrain.after_step import after_step, roll_back
 from threefold.pretrain.run import RunEnd
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import FolderInUse, FolderLock
 from threefold.run_folder.progress import LeftPart, Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
-from threefold.supervision.loss_watch import Severity
+from threefold.supervision.step_watch import Severity
 from threefold.tracking.tracker import Tracker
 
 
@@ -149,26 +149,26 @@ def test_a_new_process_inherits_the_lock_and_no_other_file(
 ) -> None:
     inherited: dict[int, bool] = {}
     monkeypatch.setattr(
-        restart,
+        setup,
         "_set_inheritable",
         lambda descriptor, *, inheritable: inherited.update({descriptor: inheritable}),
     )
-    monkeypatch.setattr(restart, "finish_output", lambda seconds: None)
-    monkeypatch.setattr(restart, "dist", mock.Mock(get_world_size=lambda: 1))
+    monkeypatch.setattr(setup, "finish_output", lambda seconds: None)
+    monkeypatch.setattr(setup, "dist", mock.Mock(get_world_size=lambda: 1))
     execute = mock.Mock(side_effect=InterruptedError)
-    monkeypatch.setattr(restart.os, "execve", execute)
+    monkeypatch.setattr(setup.os, "execve", execute)
     with (tmp_path / "lock").open("w") as lock, (tmp_path / "other").open("w") as other:
         folder: Any = SimpleNamespace(lock_descriptor=lock.fileno())
         number_of_other = other.fileno()
         with pytest.raises(InterruptedError):
-            restart.replace_process(folder, {restart.AGENT_STORE: "True"})
+            setup.replace_process(folder, {setup.AGENT_STORE: "True"})
     assert [number for number, kept in inherited.items() if kept] == [folder.lock_descriptor]
     assert number_of_other in inherited
-    assert execute.call_args.args[2] == {restart.AGENT_STORE: "False"}
+    assert execute.call_args.args[2] == {setup.AGENT_STORE: "False"}
 
 
 def test_a_new_process_resumes_automatically() -> None:
-    command = restart.command_of(
+    command = setup.command_of(
         [
             "tiny.toml", "--resume", "never", "--set", "training.steps=9", "--resume-once=a",
             "--continued-at=1.5", "--lock", "7", "--run-dir=x",
@@ -178,7 +178,7 @@ def test_a_new_process_resumes_automatically() -> None:
     )  # fmt: skip
     kept = ["tiny.toml", "--set", "training.steps=9", "--run-dir=x"]
     assert command[2:] == [*kept, "--continued-at=2.5", "--lock=8"]
-    assert "--lock=8" not in restart.command_of([], 2.5, lock=None)
+    assert "--lock=8" not in setup.command_of([], 2.5, lock=None)
 
 
 def test_a_replaced_process_keeps_the_lock(tmp_path: Path) -> None:

@@ -22,9 +22,8 @@ from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.prove import layouts
 from threefold.prove.compare import ResumeResult
 from threefold.prove.layouts import ProofCase, sample, valid_cases
-from threefold.prove.relay import resume_in_layout
 from threefold.prove.report import CaseResult, relay_as_text
-from threefold.prove.training import many_cases
+from threefold.prove.training import many_cases, resume_in_layout
 from threefold.run_folder.folder import RunFolder
 
 SHAPES = {

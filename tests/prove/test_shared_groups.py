@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from models.parallel.process_groups import create_groups
+from models.parallel.collectives import create_groups
 from tests.ranks import join_world, run_ranks
 from threefold.prove.training import shared_groups
 

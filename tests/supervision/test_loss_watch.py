@@ -3,7 +3,7 @@ import math
 import pytest
 
 from threefold.config.sections import Supervision
-from threefold.supervision.loss_watch import LOSSES_NEEDED, LossWatch, Severity
+from threefold.supervision.step_watch import LOSSES_NEEDED, LossWatch, Severity
 
 NAN, INF = math.nan, math.inf
 SKIPPED, UNSAFE, ROLL_BACK = Severity.SKIPPED, Severity.UNSAFE, Severity.ROLL_BACK

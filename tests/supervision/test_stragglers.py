@@ -1,7 +1,7 @@
 import pytest
 
 from threefold.config.parallel_dims import ParallelDims
-from threefold.supervision.stragglers import (
+from threefold.supervision.step_watch import (
     StragglerHistory,
     describe,
     relative_times,

@@ -107,7 +107,7 @@ from threefold.supervision import supervisor
 from threefold.runtime.processes import start_processes
 from threefold.runtime.output import use_nonblocking_output
 from threefold.supervision.hang_report import Breadcrumb
-from threefold.supervision.loss_watch import Severity
+from threefold.supervision.step_watch import Severity
 from threefold.supervision.supervisor import Supervisor
 from threefold.run_folder.folder import RunFolder
 from threefold.config.parallel_dims import LaunchEnvironment

@@ -21,8 +21,7 @@ from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
 from threefold.runtime.launchers import free_port
 from threefold.tracking import wandb_connection, weights_and_biases
-from threefold.tracking.metrics import Meter
-from threefold.tracking.tracker import Display, open_tracker
+from threefold.tracking.tracker import Display, Meter, open_tracker
 from threefold.tracking.wandb_connection import WandbStatus
 from threefold.tracking.weights_and_biases import WandbThread
 

@@ -31,8 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.errors import FULL_DISK_ERRORS
-from models.parallel.collectives import TensorAxis
-from models.parallel.process_groups import create_host_groups
+from models.parallel.collectives import TensorAxis, create_host_groups
 from models.sharding import Sharding, sharding_of
 from threefold.checkpoint.format import FileRecord, Manifest, TensorFileWriter, tensor_key
 from threefold.checkpoint.retention import (

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY, origin
+from threefold.launch.attempt import rank_command
 from threefold.launch.connection import on_this_machine, over_srun, over_ssh
 from threefold.launch.hosts import read_hostfile, recipe_on_hosts, slurm_hosts
 from threefold.launch.launcher import Launcher, say
-from threefold.launch.rank_command import rank_command
 from threefold.launch.replanning import Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse

@@ -13,8 +13,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataP
 from models.attention import ModelAxes
 from models.context_parallel.collectives import ContextAxis
 from models.experts.routing import ExpertAxis
-from models.parallel.collectives import TensorAxis
-from models.parallel.process_groups import NcclSettings, create_groups
+from models.parallel.collectives import NcclSettings, TensorAxis, create_groups
 from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 

@@ -14,8 +14,14 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import Tensor
 
-from models.parallel.collectives import TensorAxis, all_gather, wait_for
-from models.parallel.process_groups import NcclSettings, create_groups, matches_by_order
+from models.parallel.collectives import (
+    NcclSettings,
+    TensorAxis,
+    all_gather,
+    create_groups,
+    matches_by_order,
+    wait_for,
+)
 from threefold.pipeline.schedules import FORWARD, Pass, Pipeline
 from threefold.pipeline.simulation import Route, rounds, routes
 

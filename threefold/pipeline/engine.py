@@ -38,9 +38,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from models.experts.layer import expert_layers
 from models.experts.overlap import Turns
 from models.layer_specs import observed_scores
+from models.parallel.collectives import matches_by_order
 from models.parallel.layers import Deferral, ImmediateAddition, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parallel.process_groups import matches_by_order
 from threefold.pipeline.channels import Boundary, Channels
 from threefold.pipeline.gradients import gradients_of
 from threefold.pipeline.schedules import (

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from models.experts.layer import expert_layers
-from models.kernels import accumulation
+from models.kernels import matmul
 from models.parallel.collectives import reduce_scatter_single, wait_for
 from models.parallel.layers import Deferring, ProductGradient, QuantizedGradient, WeightGradient
 from threefold.pipeline.schedules import BACKWARD, WEIGHT, Kind
@@ -358,7 +358,7 @@ class FlatGradients(ABC):
 
     def adds_in_matmul(self) -> bool:
         """Return True if the matmuls of weight gradients can add them to the sums."""
-        return accumulation.adds_in_matmul(self.buckets[0].weights, self._dtype())
+        return matmul.adds_in_matmul(self.buckets[0].weights, self._dtype())
 
     def add(self, parameter: nn.Parameter, gradient: Tensor | WeightGradient) -> None:
         """Add a gradient of a micro-batch, or compute and add it."""

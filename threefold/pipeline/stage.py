@@ -15,8 +15,8 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import Tensor, nn
 
 from models.layer_specs import run_layers
+from models.parallel.collectives import create_groups
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parallel.process_groups import create_groups
 from threefold.pipeline.schedules import Pipeline
 
 # Temporary replacement of an attribute that other code reads and that no argument can change.

@@ -14,8 +14,13 @@ from models.errors import UserError
 from threefold.pretrain.run import Run, RunEnd, StepOutcome, is_due, stopped_without_save
 from threefold.run_folder.json_lines import mean_validation_loss, validation_losses
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, exit_now
-from threefold.supervision.loss_watch import BadStep, Severity
-from threefold.supervision.stragglers import describe, relative_times, slow_groups
+from threefold.supervision.step_watch import (
+    BadStep,
+    Severity,
+    describe,
+    relative_times,
+    slow_groups,
+)
 from threefold.tracking.messages import tell_skipped
 
 # Rollback of a run to its last checkpoint, and continuation with the data after the bad step.

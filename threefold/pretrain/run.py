@@ -8,8 +8,7 @@ from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
-from threefold.supervision.loss_watch import LossWatch
-from threefold.supervision.stragglers import StragglerHistory
+from threefold.supervision.step_watch import LossWatch, StragglerHistory
 from threefold.tracking.clocks import Startup, StepClock
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
@@ -20,10 +19,8 @@ if TYPE_CHECKING:  # these import torch, which takes seconds
     from threefold.engine.engine import Engine
     from threefold.pretrain.evaluation import Evaluator
     from threefold.supervision.supervisor import Supervisor
-    from threefold.tracking.metrics import Meter
-    from threefold.tracking.profiler import StepProfiler
-    from threefold.tracking.timeline import TimelineRecorder
-    from threefold.tracking.tracker import Tracker
+    from threefold.tracking.profiler import StepProfiler, TimelineRecorder
+    from threefold.tracking.tracker import Meter, Tracker
 
 
 @dataclass(frozen=True, kw_only=True)

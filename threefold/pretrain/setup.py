@@ -1,13 +1,15 @@
-"""The start of a run on all ranks, from the supervisor to the first step, and its orderly end."""
+"""The start of a run on all ranks, its orderly end, and its restart for a phase."""
 
+import fcntl
 import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from threefold.checkpoint.snapshots.writer import SnapshotWriter
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.parallel_dims import check_placement
 from threefold.config.recipe import Recipe
+from threefold.config.sections import REPOSITORY
 from threefold.data.dataset import Prefetcher, TrainingData
 from threefold.engine.build import DTYPES
 from threefold.engine.engine import Engine
@@ -40,6 +43,8 @@ from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import remove_debris
 from threefold.run_folder.lock import FolderInUse
 from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, PortInUse, exit_now
+from threefold.runtime.launchers import free_port
+from threefold.runtime.output import finish_output
 from threefold.runtime.processes import (
     check_machine,
     gathered,
@@ -48,7 +53,7 @@ from threefold.runtime.processes import (
     threads_on_first_node,
 )
 from threefold.supervision.hang_report import Breadcrumb
-from threefold.supervision.loss_watch import LossWatch
+from threefold.supervision.step_watch import LossWatch
 from threefold.supervision.supervisor import Supervisor
 from threefold.tracking.clocks import Startup, StepClock
 from threefold.tracking.messages import (
@@ -62,10 +67,8 @@ from threefold.tracking.messages import (
     thread_excess,
     warn,
 )
-from threefold.tracking.metrics import Meter
-from threefold.tracking.profiler import StepProfiler
-from threefold.tracking.timeline import TimelineRecorder
-from threefold.tracking.tracker import open_tracker
+from threefold.tracking.profiler import StepProfiler, TimelineRecorder
+from threefold.tracking.tracker import Meter, open_tracker
 from threefold.tracking.wandb_connection import check_wandb, read_wandb_key
 
 # Rejection by one rank, shared with all others, so that no rank waits in a collective for it.
@@ -426,3 +429,78 @@ def leave_processes() -> None:
     # Launchers end all ranks when the first one exits with an error, and rank 0 may finish last.
     dist.barrier()
     dist.destroy_process_group()
+
+
+# Start of a phase that needs another engine: every rank replaces itself with a new process. A phase
+# may change the sequence length, the size of micro-batches or the layout, on which the process
+# groups, the kernels and the engine depend. The run saves a checkpoint, and each rank calls
+# `execve` with its own command. The process keeps its PID, so its launcher notices nothing. The new
+# program resumes from the checkpoint as after any other interruption. No memory, group or compiled
+# kernel of the earlier engine is left.
+#
+# - The ranks meet at another port, which rank 0 chooses. The store at the earlier port may still
+#   hold the keys of the earlier process group (torchrun's store lives as long as torchrun).
+# - All descriptors are closed by `execve`, except for the standard streams and the lock of the run
+#   folder, which therefore stays locked.
+# - `--resume` is dropped, so that the default `auto` applies. An explicit `--resume` would begin
+#   another branch.
+
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun
+SECONDS_FOR_READER = 30.0  # maximum wait until the reader of the output has taken all of it
+
+
+def replace_process(folder: RunFolder, environment: Mapping[str, str]) -> NoReturn:
+    """Replace this rank with a new process that resumes the run; collective.
+
+    Args:
+        folder: the run folder, whose lock the new process takes over
+        environment: the environment variables that the launcher has given to this process
+    """
+    started = time.monotonic()
+    variables = dict(environment)
+    if dist.get_world_size() > 1:
+        port = [free_port() if dist.get_rank() == 0 else 0]
+        dist.broadcast_object_list(port)
+        variables["MASTER_PORT"] = str(port[0])
+    if AGENT_STORE in variables:
+        variables[AGENT_STORE] = "False"  # rank 0 holds the store at the new port
+    dist.barrier()
+    dist.destroy_process_group()
+    lock = folder.lock_descriptor
+    command = command_of(sys.argv[1:], started, lock)
+    finish_output(SECONDS_FOR_READER)
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        if descriptor > 2:
+            _set_inheritable(descriptor, inheritable=descriptor == lock)
+    os.execve(command[0], command, variables)
+
+
+def command_of(arguments: Sequence[str], started: float, lock: int | None) -> list[str]:
+    """Return the command that resumes the run of this process.
+
+    Args:
+        arguments: the options of this process
+        started: time.monotonic() at the beginning of the replacement, in seconds
+        lock: the descriptor of the run folder's lock; None if this process does not hold it
+    """
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word in ("--resume", "--resume-once", "--continued-at", "--lock"):
+            next(words, None)
+        elif not word.startswith(("--resume=", "--resume-once=", "--continued-at=", "--lock=")):
+            kept.append(word)
+    holds = [] if lock is None else [f"--lock={lock}"]
+    script = str(REPOSITORY / "recipes" / "pretrain.py")
+    return [sys.executable, script, *kept, f"--continued-at={started!r}", *holds]
+
+
+def _set_inheritable(descriptor: int, *, inheritable: bool) -> None:
+    try:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFD)
+        without = flags & ~fcntl.FD_CLOEXEC
+        fcntl.fcntl(descriptor, fcntl.F_SETFD, without if inheritable else flags | fcntl.FD_CLOEXEC)
+    except OSError:  # the descriptor of the listing itself, which is closed
+        return

@@ -16,7 +16,7 @@ from threefold.runtime.ranks import ForkedRanks, log_tails, send
 # The fork server imports these modules once for all processes. Without the last three, each process
 # would import them when it builds an engine.
 PRELOADED_MODULES = [
-    "threefold.prove.relay",
+    "threefold.prove.training",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "deepspeed.runtime.zero.muon.muon_optimizer",
@@ -140,8 +140,10 @@ def run_cases(
 
 def _run_cases(pipe: Connection, cases: Sequence[ProofCase], relay: Path | None) -> None:
     """Train the cases in one rank, and send outcomes (rank 0) or an error (all ranks)."""
-    from threefold.prove.relay import run_relay  # torch: only ranks need it
-    from threefold.prove.training import train_cases
+    from threefold.prove.training import (
+        run_relay,  # torch: only ranks need it
+        train_cases,
+    )
 
     done = 0
     try:

@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import default_pg_timeout
 
 from models.errors import UserError
-from models.parallel.process_groups import create_host_groups
+from models.parallel.collectives import create_host_groups
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.gpus.datasheet import is_cpu
 from threefold.runtime.environment import (

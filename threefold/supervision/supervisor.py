@@ -43,7 +43,7 @@ from threefold.supervision.hang_report import (
     rank_status,
     read_dump,
 )
-from threefold.supervision.loss_watch import Severity
+from threefold.supervision.step_watch import Severity
 
 # Functions run in threads, for a caller that must not block.
 

@@ -33,7 +33,7 @@ from models import cost, initialization
 from models.attention import rotary_table, rotary_table_of_windows
 from models.experts import routing
 from models.experts.overlap import Turns
-from models.kernels import accumulation, attention, attention_parts, compile, norms
+from models.kernels import attention, attention_parts, compile, matmul, norms
 from models.kernels.attention import cumulative_lengths
 from models.kernels.attention_parts import CPU_FLASH
 from models.parallel import cross_entropy
@@ -197,8 +197,8 @@ def kernels_of_a_gpu(compiled: bool) -> Iterator[None]:
         replaced(attention, "padded_attention", _EfficientAttention.apply),
         replaced(norms, "sums_in_16_bits", lambda x: False),
         replaced(cross_entropy, "sums_in_tiles", lambda logits: True),
-        replaced(accumulation, "is_on_gpu", lambda x: True),
-        replaced(accumulation, "multiply_into", add_nothing),
+        replaced(matmul, "is_on_gpu", lambda x: True),
+        replaced(matmul, "multiply_into", add_nothing),
         entries_replaced(cost.MAX_LOGITS, {"cpu": cost.MAX_LOGITS["cuda"]}),
         replaced(compile.Fusing, "fuse", staticmethod(fuse)),
         replaced(dist.Work, "is_completed", lambda self: True),

@@ -24,10 +24,9 @@ from models.experts.routing import ExpertAxis, choose_experts
 from models.initialization import NormalRows, initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import layers
-from models.parallel.collectives import TensorAxis, conjugate, scatter_to_tensor_axis
+from models.parallel.collectives import TensorAxis, conjugate, create_groups, scatter_to_tensor_axis
 from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
-from models.parallel.process_groups import create_groups
 from models.sharding import Sharding, sharding_of
 from models.transformer import MLP
 from tests.conftest import quick_and_long, selected

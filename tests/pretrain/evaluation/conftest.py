@@ -14,8 +14,7 @@ from threefold.config.recipe import Recipe
 from threefold.convert.files import open_checkpoint
 from threefold.convert.to_hugging_face import export
 from threefold.pretrain.evaluation import Evaluator
-from threefold.prove.relay import save
-from threefold.prove.training import start, train_step
+from threefold.prove.training import save, start, train_step
 from threefold.run_folder.folder import RunFolder
 
 STEPS = 20

@@ -40,8 +40,7 @@ from threefold.data.dataset import TrainingData
 from threefold.data.tasks import Tasks, open_tasks
 from threefold.engine.engine import Engine
 from threefold.pretrain.evaluation import Evaluator
-from threefold.prove.relay import load_newest
-from threefold.prove.training import many_cases, start
+from threefold.prove.training import load_newest, many_cases, start
 from threefold.run_folder.folder import RunFolder
 
 CONTEXT2 = {"layout__context": 2}

@@ -13,9 +13,8 @@ from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.data.dataset import TrainingData
 from threefold.engine.engine import Engine, StepResult
-from threefold.prove.relay import save
 from threefold.prove.shrink import write_corpus
-from threefold.prove.training import start, train_step
+from threefold.prove.training import save, start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.sweep.trial import Result
 from threefold.sweep.width_transfer import measure as measure_module

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.errors import UserError
-from models.parallel.process_groups import create_host_groups
+from models.parallel.collectives import create_host_groups
 from threefold.checkpoint.snapshots.names import FP32_BYTES, SnapshotName
 from threefold.checkpoint.snapshots.node_memory import NodeMemory
 from threefold.checkpoint.writer import (

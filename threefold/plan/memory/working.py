@@ -175,7 +175,7 @@ def mlp_working_elements(job: Job, first_only: bool) -> float:
 def adds_in_matmul(job: Job) -> bool:
     """Return True if the weight gradients of linear layers have no tensors of their own.
 
-    See `models/kernels/accumulation.py`.
+    See `models/kernels/matmul.py`.
     """
     on_gpu = job.machine.gpu.device == "cuda"
     is_staged = job.footprint.loss_in_parts and not job.shards_in_passes  # Threefold's ZeRO-1 and 2

@@ -1,4 +1,4 @@
-"""Matmuls of matrices that are quantized to FP8 in tiles and blocks, as in DeepSeek-V3.
+"""Matmuls in FP8 with tiles and blocks, as in DeepSeek-V3, and weight gradients added in a matmul.
 
 Activations and gradients have one scale per row and 128 columns (a tile of 1 x 128), weights have
 one per block of 128 x 128 (arXiv 2412.19437, section 3.3). All values are E4M3. All scales are
@@ -243,3 +243,51 @@ def _scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 def _column_major(x: Tensor) -> Tensor:
     return x.t().contiguous().t()
+
+
+# Weight gradients that a matmul adds to fp32 sums, without a temporary for the product.
+
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+def adds_in_matmul(x: Tensor, total: torch.dtype) -> bool:
+    """Return True if the device adds products of tensors like x to sums of type `total`."""
+    return is_on_gpu(x) and x.dtype in SIXTEEN_BITS and total == torch.float32
+
+
+def is_on_gpu(x: Tensor) -> bool:
+    """Return True for a tensor on a GPU, whose matmuls can add to sums of another type."""
+    return x.device.type == "cuda"
+
+
+def add_product(total: Tensor, grad: Tensor, x: Tensor, *, replace: bool) -> None:
+    """Add grad^T x to a sum, or replace the sum by it.
+
+    In one matmul the product is not rounded to 16 bits before it is added.
+
+    Args:
+        total: [out, in]
+        grad: [n, out]
+        x: [n, in]
+        replace: the old values of `total` do not count
+    """
+    is_empty = not len(x)  # an expert without tokens
+    if is_empty and not replace:
+        return
+    if adds_in_matmul(x, total.dtype) and not is_empty:
+        multiply_into(total, grad.t(), x, replace=replace)
+        return
+    product = grad.t() @ x
+    if replace:
+        total.copy_(product)
+    else:
+        total.add_(product)
+
+
+def multiply_into(total: Tensor, first: Tensor, second: Tensor, *, replace: bool) -> None:
+    """Add first second to an fp32 tensor, or replace it, in one matmul of 16-bit tensors."""
+    if replace:
+        torch.mm(first, second, out_dtype=torch.float32, out=total)
+    else:
+        torch.addmm(total, first, second, out_dtype=torch.float32, out=total)
