@@ -363,6 +363,7 @@ def layout_of(root: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_megatron_core_agrees(kind: str, tmp_path: Path) -> None:
     given = os.environ.get("THREEFOLD_MEGATRON_CORE")  # a folder of earlier outputs
@@ -370,7 +371,8 @@ def test_megatron_core_agrees(kind: str, tmp_path: Path) -> None:
         pytest.skip("megatron-core is not installed")
     theirs = tmp_path / "theirs" if given is None else Path(given) / kind
     command = ["-m", "tests.convert.megatron_core", str(theirs), "--kind", kind]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "4", *command]
+    torchrun = ["-m", "torch.distributed.run", "--log-dir", str(tmp_path / "logs")]
+    launcher = [*torchrun, "--nproc-per-node", "4", *command]
     for words in (command, launcher) if given is None else ():
         subprocess.run([sys.executable, *words], cwd=REPOSITORY, check=True)
     expected = torch.load(theirs / "expected.pt")["losses"]

@@ -15,7 +15,6 @@ from models import cost
 from models.attention import Frequencies, rotary_table
 from models.config import ModelConfig
 from models.kernels import attention, elementwise, norms
-from models.kernels import dropout as dropout_module
 from models.kernels.compile import (
     are_compiled,
     as_written,
@@ -464,7 +463,7 @@ def graphs() -> int:
 @pytest.fixture
 def compiled_everywhere() -> Iterator[None]:
     """Compile also the functions that a CPU otherwise runs eagerly."""
-    natives = (elementwise._gelu, elementwise._gelu_backward, dropout_module._drop_out)
+    natives = (elementwise._gelu, elementwise._gelu_backward, elementwise._drop_out)
     with contextlib.ExitStack() as stack:
         for function in natives:
             stack.enter_context(mock.patch.object(function, "native_on_cpu", False))

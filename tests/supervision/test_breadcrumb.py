@@ -119,6 +119,6 @@ def test_a_checkpoint_is_loaded_with_a_note_for_each_tensor(weights_only: bool) 
         restore=restore,
         parameters={each.name: SimpleNamespace(sharding=sharding) for each in fragments},
     )
-    engine = engine_of(SequentialEngine, crumb, state=state, axes=ModelAxes())
+    engine = engine_of(SequentialEngine, crumb, state=state, axes=ModelAxes(), average=None)
     engine.load(mock.Mock(), weights_only=weights_only)
     assert crumb.activities == ["loading weight of head", "loading weight of blocks.0"]

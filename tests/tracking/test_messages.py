@@ -192,7 +192,9 @@ def test_changed_values_are_printed_as_text(
         "tracking.group": ["\ud83d", "a\nb"],  # half of a surrogate pair
         "training.initial_weights": [None, "weights"],
     }
-    found = mock.Mock(changes=lambda _: changes, learning_rate_jump=lambda _: "")
+    found = mock.Mock(
+        changes=lambda _: changes, learning_rate_jump=lambda _: "", change_of_average=lambda _: ""
+    )
     tell_changes(RunFolder(tmp_path), found, parse_recipe(small, "test"))
     *lines, without_effect = capsys.readouterr().out.splitlines()
     assert lines == [
