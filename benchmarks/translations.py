@@ -29,12 +29,12 @@ from threefold.convert.translation import Translated, translate
 
 Values = Mapping[str, Any]
 MAX_STEPS = 1500  # whose batches and rates are compared
-RATE_TOLERANCE = 2e-5  # of the peak: samples that are no whole number of steps
+RATE_TOLERANCE = 2e-5  # of the peak; warm-up and decay in samples are rounded to steps
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a source trains, by its own formulas.
+    """The numbers of a source that its recipe must have, from the formulas of its program.
 
     Attributes:
         parameters: of the model, with the padding of its vocabulary

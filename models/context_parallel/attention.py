@@ -52,7 +52,7 @@ class Divided(NamedTuple):
     """The division of a layer's queries and keys among context ranks.
 
     tiles: the result of `tiles_of` for this rank's slices
-    logits: notes the largest logits in the backward pass; None: nobody needs them
+    logits: notes the largest logits in the backward pass; None: they are not noted
     """
 
     axis: ContextAxis

@@ -204,7 +204,7 @@ class Merged(NamedTuple):
 
     q, grad, out: [b, a, s/c, d]
     logsumexp: [b, a, s/c]
-    logits: notes the logits of each part whose gradients are computed; None: nobody needs them
+    logits: notes the logits of each part whose gradients are computed; None: they are not noted
     """
 
     q: Tensor

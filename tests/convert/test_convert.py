@@ -980,7 +980,7 @@ def test_text_from_a_run_is_transformers_text(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]], exported: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Of the run's newest checkpoint, of a checkpoint, and of an export; no file is left."""
+    """The source is the run's newest checkpoint, a checkpoint or an export; no file is left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     checkpoint = trained["llama"][1].path
     expected = most_likely(exported, "t5 t9", 12)

@@ -243,9 +243,39 @@ def test_what_changes_the_loss_is_named_first_and_nothing_unknown_is_dropped(
     assert keys == ["embed-layernorm", "position-embedding-type", "some-new-option"]
     assert list(result.lines[: len(result.warnings)]) == result.warnings
     assert lines_about(result, "some-new-option") == [
-        "unknown: some-new-option = 7 -> no rule for this key; it may change the loss"
+        "unknown: some-new-option = 7 -> this key is not known here; it may change the loss"
     ]
     assert "ALiBi" in lines_about(result, "position-embedding-type")[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "unsupported"),
+    [
+        ("--fp8-format e4m3 --fp8-recipe blockwise", "fp8", {}),
+        (
+            "--fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16",
+            "fp8",
+            {"first-last-layers-bf16": "the matmuls of all blocks are in FP8"},
+        ),
+        ("--fp8-format hybrid --fp8-recipe blockwise", "weights", {"fp8-format": "in E5M2"}),
+        ("--fp8-format e4m3", "weights", {"fp8-format": "values in earlier steps"}),
+        ("--fp8-hybrid", "weights", {"fp8-hybrid": "values in earlier steps"}),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "weights", {"fp8-format": "per 32 elements"}),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", "weights", {"fp8-format": "per tensor"}),
+        ("--fp8-recipe blockwise", "weights", {}),
+    ],
+)
+def test_only_block_scaled_fp8_becomes_ours(
+    flags: str, precision: str, unsupported: dict[str, str], tmp_path: Path
+) -> None:
+    result = translated(tmp_path, "fp8.args", f"{MIXTRAL} {flags}")
+    usual = {line.key for line in translated(tmp_path, "bf16.args", MIXTRAL).warnings}
+    warnings = {line.key: line.text for line in result.warnings if line.key not in usual}
+    assert result.recipe.training.matmul_precision == precision
+    assert warnings.keys() == unsupported.keys()
+    assert all(reason in warnings[key] for key, reason in unsupported.items())
+    for word in flags.split():
+        assert not word.startswith("--") or lines_about(result, word.removeprefix("--"))
 
 
 def test_a_script_is_read_and_never_executed(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def _megatron(t: Translation) -> None:
         corpora(t, "data-path", pairs if blended else [(1, str(word)) for word in words])
     t.precision = next((kind for kind in ("bf16", "fp16") if t.has(kind)), "fp32")
     t.derive("bf16 fp16", {}, f"deepspeed, {t.precision}")
+    _fp8_of_megatron(t)
     t.deepspeed |= t.foreign.deepspeed
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping",
                 "gradient_accumulation_steps"):  # fmt: skip
@@ -113,6 +114,47 @@ def _megatron(t: Translation) -> None:
     config = t.get("deepspeed-config")
     known = "in the script" if t.foreign.deepspeed else "not in the script; see zero-stage"
     t.say("deepspeed-config", DERIVED, f"{config}, {known}")
+
+
+# Scales of Megatron's recipes for FP8 (Transformer Engine's classes of recipes) that differ from
+# those of training.matmul_precision = "fp8", which are Transformer Engine's Float8BlockScaling.
+OTHER_SCALES = {
+    "delayed": "one scale per tensor, from its values in earlier steps",
+    "tensorwise": "one scale per tensor",
+    "mxfp8": "one scale per 32 elements",
+    "custom": "the scales of the user's own code",
+}
+
+
+def _fp8_of_megatron(t: Translation) -> None:
+    of_older_versions = next((name for name in ("hybrid", "e4m3") if t.has(f"fp8-{name}")), None)
+    format_of_values, recipe = t.get("fp8-format", of_older_versions), t.get("fp8-recipe")
+    exceptions = ("first-last-layers-bf16", "no-fp8-wgrad")
+    if format_of_values is None or recipe in OTHER_SCALES:
+        for key in ("fp8-recipe", *exceptions):
+            t.say(key, FREE, "the recipe has no matmuls in FP8")
+    if format_of_values is None:
+        return
+    wrong = ""
+    if recipe != "blockwise":
+        wrong = f"FP8 with {OTHER_SCALES.get(recipe, f'the scales of {recipe}')}"
+    elif format_of_values != "e4m3":
+        wrong = f"FP8 with gradients in E5M2 ({format_of_values})"
+    elif t.precision == "fp16":
+        wrong = "FP8 with weights in fp16"
+    if wrong:
+        ours = "has scales of 1 x 128 and 128 x 128, values in E4M3, and weights in bf16 or fp32"
+        for key in ("fp8-format", "fp8-hybrid", "fp8-e4m3"):
+            if t.has(key):
+                t.differs(key, f'{wrong}; training.matmul_precision = "fp8" {ours}')
+        t.say("fp8-recipe", DERIVED, "see fp8-format")
+        return
+    settings = {"training.matmul_precision": "fp8"}
+    t.derive("fp8-format fp8-recipe fp8-e4m3", settings, "scales of 1 x 128 and 128 x 128")
+    if t.has("first-last-layers-bf16"):
+        t.differs("first-last-layers-bf16", "the matmuls of all blocks are in FP8")
+    if t.has("no-fp8-wgrad"):
+        t.differs("no-fp8-wgrad", "weight gradients are matmuls in FP8, too, except for experts")
 
 
 def _latent_of_megatron(t: Translation) -> None:
@@ -470,12 +512,11 @@ MEGATRON = Program(
                "batch"),
         "eod-mask-loss": breaks("every position counts in the loss"),
         "reset-position-ids": breaks("positions continue over documents"),
-        "fp8-format": breaks("matrix products are in the recipe's precision"),
-        "fp8-hybrid": breaks("matrix products are in the recipe's precision"),
-        "fp8-e4m3": breaks("matrix products are in the recipe's precision"),
-        "fp8-param-gather": Rule(reason="weights are gathered in the recipe's precision"),
-        "fp8-amax-history-len": Rule(reason="no fp8"),
-        "fp8-amax-compute-algo": Rule(reason="no fp8"),
+        "fp8-param-gather": Rule(reason="weights are gathered in the type of the weights"),
+        **free("belongs to --fp8-recipe delayed", "fp8-amax-history-len fp8-amax-compute-algo "
+               "fp8-margin fp8-interval"),
+        **free("belongs to first-last-layers-bf16", "num-layers-at-start-in-bf16 "
+               "num-layers-at-end-in-bf16"),
         "curriculum-learning": breaks("sequences grow in [[phase]] tables only"),
         "data-efficiency-curriculum-learning": breaks("sequences grow in [[phase]] tables only"),
         "random-ltd": breaks("no token skips a layer"),
@@ -572,7 +613,7 @@ MEGATRON = Program(
         "layernorm-epsilon": 1e-5, "adam-beta1": 0.9, "adam-beta2": 0.999, "adam-eps": 1e-8,
         "weight-decay": 0.01, "clip-grad": 1.0, "min-lr": 0.0, "lr-decay-style": "linear",
         "lr-wsd-decay-style": "exponential", "eval-interval": 1000, "eval-iters": 100,
-        "optimizer": "adam", "make-vocab-size-divisible-by": 128,
+        "optimizer": "adam", "make-vocab-size-divisible-by": 128, "fp8-recipe": "delayed",
     },
     derive=_megatron,
     required=("num-layers", "hidden-size", "num-attention-heads", "seq-length"),

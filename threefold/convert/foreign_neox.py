@@ -240,7 +240,8 @@ NEOX = Program(
         "moe_num_experts": breaks("these experts are not translated; write [model.experts]", 1),
         "train_impl": breaks("only the next token is predicted", "normal"),
         "pack_impl": breaks("documents are packed", "packed"),
-        "te_fp8_format": breaks("matrix products are in the recipe's precision"),
+        "te_fp8_format": breaks("FP8 with one scale per tensor, from its values in earlier steps; "
+               'training.matmul_precision = "fp8" has scales of 1 x 128 and 128 x 128'),
         **free("part of te_fp8_format", "te_fp8_wgrad te_fp8_amax_history_len "
                "te_fp8_amax_compute_algo te_fp8_margin te_fp8_mha"),
         "finetune": breaks("training.initial_weights starts from weights"),

@@ -439,7 +439,9 @@ TORCHTITAN = Program(
         "compile.enable": takes("training.compile"),
         "debug.seed": takes("seed"),
         "debug.deterministic": takes("training.deterministic"),
-        "model.converters": breaks("matrix products are in the recipe's precision", []),
+        "model.converters": breaks("float8 has one scale per tensor or row, mx one per 32 "
+               'elements; training.matmul_precision = "fp8" has scales of 1 x 128 '
+               "and 128 x 128", []),
         "training.seed": takes("seed"),
         "training.enable_cpu_offload": Rule(reason="weights and optimizer state stay on the GPU"),
         **free("part of model.converters", "quantize.linear.float8.enable_fsdp_float8_all_gather "

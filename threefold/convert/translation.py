@@ -80,7 +80,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to a key whose meaning needs no other key.
+    """The translation of a key whose meaning does not depend on other keys.
 
     Attributes:
         target: our key, which takes the value; "" for none
@@ -252,7 +252,7 @@ class Translation:
             elif dot and (rule := self.program.table.get(f"{section}.*")):
                 self.say(key, FREE, rule.reason)
             else:
-                text = "no rule for this key; it may change the loss"
+                text = "this key is not known here; it may change the loss"
                 self.say(key, UNKNOWN, text, changes_loss=True)
         for text in self.program.differences:
             self.lines.append(Line("", None, NOT_SUPPORTED, text, changes_loss=True))

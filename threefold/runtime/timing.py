@@ -18,7 +18,7 @@ MATMULS_PER_REPETITION = 5
 
 @dataclass(frozen=True)
 class Repetitions:
-    """How often an operation is timed, after one repetition for warm-up.
+    """The repetitions of an operation that are timed, after one for warm-up.
 
     Attributes:
         count: number of times that the calls are timed
