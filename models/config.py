@@ -188,7 +188,7 @@ def check_rope_theta(theta: float) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class Latents:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     Queries, and keys and values, are projected from latent vectors with an RMSNorm each. A head of
@@ -515,7 +515,7 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     """Limit c of the attention scores, which become c tanh(score / c), as in Gemma 2; at least 0.1,
     because scores far above the limit have no gradient."""
-    latent: LatentAttention | None = None
+    latent: Latents | None = None
     """Multi-head latent attention in place of separate keys and values, as in DeepSeek-V3."""
     rope_theta: float = 10000.0
     """Base of the rotary position embeddings."""
@@ -775,7 +775,7 @@ class ModelConfig:
         """
         sections = {
             "rope_scaling": RopeScaling, "experts": Experts, "window": Window,
-            "latent": LatentAttention, "prediction": Prediction,
+            "latent": Latents, "prediction": Prediction,
         }  # fmt: skip
         given = {
             key: kind(**table[key]) for key, kind in sections.items() if table.get(key) is not None

@@ -16,7 +16,7 @@ from models.experts.layer import MixtureOfExperts
 from models.initialization import residual_multiplier
 from models.kernels.compile import Fusing
 from models.kernels.elementwise import ACTIVATIONS, gelu
-from models.kernels.norms import Branch, add
+from models.kernels.norms import ResidualBranch, add
 from models.latent_attention import LatentAttention
 from models.parallel.collectives import TensorAxis
 from models.parallel.layers import NORMS, ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -116,7 +116,9 @@ class Block(Fusing):
         y = _with_bias(self.mlp(inputs), self.mlp.bias_here())
         return add(x, self._branch(self.mlp_output_norm(y), None, "mlp", info), self.fuse)
 
-    def _branch(self, y: Tensor, bias: Tensor | None, half: str, info: MicroBatchInfo) -> Branch:
+    def _branch(
+        self, y: Tensor, bias: Tensor | None, half: str, info: MicroBatchInfo
+    ) -> ResidualBranch:
         """Return the term that one half of the block adds to the residual stream."""
         rows, key = None, info.dropout
         if key is not None and self.dropout > 0:
@@ -124,7 +126,7 @@ class Block(Fusing):
             rows = stream_rows(
                 y, key=key, layer=layer, tensor=self.tensor, fuse=self.fuse, slices=info.slices
             )
-        return Branch(y, bias, rows, self.dropout, self.multiplier)
+        return ResidualBranch(y, bias, rows, self.dropout, self.multiplier)
 
 
 class MLP(Fusing):

@@ -40,7 +40,7 @@ from threefold.engine.build import (
     build_from_recipe,
     layers_of_virtual_stages,
 )
-from threefold.pipeline.engine import Event, Recording
+from threefold.pipeline.engine import Event, EventRecorder
 from threefold.runtime.processes import quiet
 
 STAGES = 2
@@ -212,7 +212,7 @@ def build_ours(recipe: Recipe, setting: Setting) -> Contestant:
     """Build our engine as recipes/pretrain.py does."""
     dims = ParallelDims(pipeline=STAGES, data=1, tensor=1)
     engine = build_from_recipe(recipe, dims, build_deepspeed_config(recipe, dims))
-    recording = Recording(engine.wrapped)
+    recording = EventRecorder(engine.wrapped)
 
     def step(tokens: Tensor, labels: Tensor) -> Turn:
         recording.clear()

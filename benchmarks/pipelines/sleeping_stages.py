@@ -24,7 +24,7 @@ from threefold.config.parallel_dims import ParallelDims
 from threefold.engine.axes import ProcessGrid
 from threefold.engine.parameter_groups import UpdateRule, buckets_of_stage
 from threefold.pipeline.channels import Boundary
-from threefold.pipeline.engine import Event, Recording, ScheduledEngine
+from threefold.pipeline.engine import Event, EventRecorder, ScheduledEngine
 from threefold.pipeline.schedules import BACKWARD, Pass, Pipeline
 from threefold.pipeline.simulation import TimedPass, Timeline, pipeline_seconds, simulate
 from threefold.pipeline.stage import Stage
@@ -188,7 +188,7 @@ def time_rank(setting: Setting) -> dict[str, list[RankStep]]:
     }
     for engine in engines.values():
         run_step(engine)
-    recordings = {name: Recording(engine) for name, engine in engines.items()}
+    recordings = {name: EventRecorder(engine) for name, engine in engines.items()}
     steps: dict[str, list[RankStep]] = {name: [] for name in engines}
     for _ in range(setting.steps):
         for name, engine in engines.items():

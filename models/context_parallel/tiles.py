@@ -56,7 +56,7 @@ class Tile:
         """The limits of the queries and their own keys."""
         return self.limits and self.limits.for_part(self.rows.stop - self.rows.start, 0)
 
-    def piece(self, number: int, keys: range, first_key: int) -> "Piece":
+    def piece(self, number: int, keys: range, first_key: int) -> "TilePiece":
         """Return the piece with some of the keys in `before`.
 
         Args:
@@ -72,7 +72,7 @@ class Tile:
                 count = min(count, keys[-1] + self.limits.window - first)
                 rows = slice(rows.start, rows.start + count)
             limits = self.limits.for_part(count, first - keys.start)
-        return Piece(
+        return TilePiece(
             number,
             (self.sequences, slice(None), rows),
             (self.sequences, slice(None), slice(first_key, first_key + len(keys))),
@@ -81,7 +81,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TilePiece:
     """The first queries of a tile and earlier keys, of which each query sees one at least.
 
     tile: number of the tile
@@ -136,7 +136,7 @@ def _tiles_of_sequences(
                 row = rows.stop
 
 
-def pieces(tiles: Sequence[Tile], slices: Slices) -> Iterator[Piece]:
+def pieces(tiles: Sequence[Tile], slices: Slices) -> Iterator[TilePiece]:
     """Yield the pieces of tiles with the keys of some tokens.
 
     Args:
@@ -163,7 +163,7 @@ def attend_to_own(q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> lis
 
 
 def attend_to_others(
-    parts: list[Part], q: Tensor, keys: Tensor, values: Tensor, others: Iterable[Piece]
+    parts: list[Part], q: Tensor, keys: Tensor, values: Tensor, others: Iterable[TilePiece]
 ) -> None:
     """Merge the attention to the keys of some pieces into the parts of their tiles."""
     for piece in others:
@@ -239,7 +239,11 @@ def write_gradients_of_own(
 
 
 def add_gradients_of_others(
-    grads: Sequence[Tensor], merged: Merged, keys: Tensor, values: Tensor, others: Iterable[Piece]
+    grads: Sequence[Tensor],
+    merged: Merged,
+    keys: Tensor,
+    values: Tensor,
+    others: Iterable[TilePiece],
 ) -> None:
     """Add the gradients that pass through the keys of some pieces, in fp32.
 

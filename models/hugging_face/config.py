@@ -11,7 +11,7 @@ from models.config import (
     WITHOUT_ROTATION,
     AttentionKind,
     Experts,
-    LatentAttention,
+    Latents,
     ModelConfig,
     RopeScaling,
     Window,
@@ -369,7 +369,7 @@ def _settings(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def _latent_in(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of latent attention."""
     with their_names(LATENT_SIZES, "model.latent"):
-        latent = LatentAttention(**{key: theirs[name] for key, name in LATENT_SIZES.items()})
+        latent = Latents(**{key: theirs[name] for key, name in LATENT_SIZES.items()})
     settings: dict[str, Any] = {"latent": latent, "head_size": theirs["qk_nope_head_dim"]}
     rope = theirs.get("rope_parameters") or {}
     under, factor = rope.get("mscale_all_dim"), rope.get("factor")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from models.config import GATED, LatentAttention, ModelConfig
+from models.config import GATED, Latents, ModelConfig
 from models.hugging_face.families import Family, family_of
 from models.initialization import (
     output_multiplier,
@@ -266,7 +266,7 @@ def _attention_tensors(
 
 
 def _latent_tensors(
-    config: ModelConfig, latent: LatentAttention, ours: str, theirs: str
+    config: ModelConfig, latent: Latents, ours: str, theirs: str
 ) -> dict[str, Counterpart]:
     """Return the counterparts of a layer's latent attention, given the prefixes of the names.
 

@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models.kernels.attention_parts import (
     MAX_FLASH_HEAD_SIZE,
-    Block,
     Limits,
+    QueryBlock,
     aten,
     attend,
     attend_backward,
@@ -419,7 +419,7 @@ class _BlockedAttention(torch.autograd.Function):
         return grad_q, grad_keys.view(k.shape), grad_values.view(v.shape), grad_sinks, None
 
 
-def _blocks(length: int, limits: Limits | None) -> Iterator[Block]:
+def _blocks(length: int, limits: Limits | None) -> Iterator[QueryBlock]:
     rows = ROWS if limits is None else WINDOW_ROWS
     return blocks_of(length, length, limits, causal=True, rows=rows)
 

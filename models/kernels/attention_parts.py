@@ -415,7 +415,7 @@ def _wide(q: Tensor) -> torch.dtype:
     return torch.promote_types(q.dtype, torch.float32)
 
 
-class Block(NamedTuple):
+class QueryBlock(NamedTuple):
     """Queries from `first` to `last`, and the keys that some of them see, from `low` to `high`."""
 
     first: int
@@ -426,18 +426,18 @@ class Block(NamedTuple):
 
 def blocks_of(
     queries: int, keys: int, limits: Limits | None, *, causal: bool, rows: int
-) -> Iterator[Block]:
+) -> Iterator[QueryBlock]:
     """Yield the blocks of all queries, each with `rows` of them but for the last one."""
     for first in range(0, queries, rows):
         last = min(first + rows, queries)
         low = 0
         if limits is not None and limits.window is not None:
             low = max(0, first + limits.distance - limits.window + 1) // ALIGNED * ALIGNED
-        yield Block(first, last, low, last if causal else keys)
+        yield QueryBlock(first, last, low, last if causal else keys)
 
 
 def _limited_scores(
-    queries: Tensor, keys: Tensor, block: Block, limits: Limits, causal: bool
+    queries: Tensor, keys: Tensor, block: QueryBlock, limits: Limits, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return scaled scores [b * g, a/g * rows, keys], -inf where a query does not see a key.
 
@@ -469,14 +469,14 @@ def logsumexp_of(scores: Tensor, probabilities: Tensor) -> Tensor:
     return largest.to(_wide(scores)) - probability.to(_wide(scores)).log()
 
 
-def hide_later(scores: Tensor, block: Block) -> None:
+def hide_later(scores: Tensor, block: QueryBlock) -> None:
     """Replace the scores of keys after their query by -inf, in place."""
     first, last, low, _ = block
     later = scores.new_full((last - first, last - first), float("-inf")).triu_(1)
     scores.unflatten(1, (-1, last - first))[..., first - low :].add_(later)
 
 
-def hide_earlier(scores: Tensor, block: Block, limits: Limits) -> None:
+def hide_earlier(scores: Tensor, block: QueryBlock, limits: Limits) -> None:
     """Replace the scores of keys before the window of their query by -inf, in place."""
     first, last, low, high = block
     assert limits.window is not None

@@ -20,7 +20,7 @@ from models.kernels.compile import Function, as_written
 from models.kernels.elementwise import drop, keep_mask
 
 
-class Branch(NamedTuple):
+class ResidualBranch(NamedTuple):
     """The output of one half of a block on its way to the residual stream.
 
     It is multiplier * dropout(y + bias).
@@ -79,7 +79,7 @@ def norm_heads(
     return _HeadNorms.apply(qkv, q_weight, k_weight, heads, epsilon, fuse)
 
 
-def add(x: Tensor, branch: Branch, fuse: Function) -> Tensor:
+def add(x: Tensor, branch: ResidualBranch, fuse: Function) -> Tensor:
     """Return x + multiplier * dropout(y + bias): [s, b, h]."""
     if branch.bias is None and branch.rows is None:
         return torch.add(x, branch.y, alpha=branch.multiplier)
@@ -88,7 +88,7 @@ def add(x: Tensor, branch: Branch, fuse: Function) -> Tensor:
 
 def add_and_norm(
     x: Tensor,
-    branch: Branch,
+    branch: ResidualBranch,
     weight: Tensor,
     bias: Tensor | None,
     *,
@@ -162,7 +162,7 @@ class _AddAndNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, y_bias, rows, probability, multiplier, weight, bias, epsilon, fuse):
         ctx.fuse, ctx.branch = fuse, (probability, multiplier, y_bias is not None)
-        branch = Branch(y, y_bias, rows, probability, multiplier)
+        branch = ResidualBranch(y, y_bias, rows, probability, multiplier)
         total, keep, normed, *statistics = fuse(_add_and_norm)(x, *branch, weight, bias, epsilon)
         ctx.save_for_backward(keep, total, weight, bias, *statistics)
         return total, normed

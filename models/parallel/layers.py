@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from models.kernels.compile import Fusing
 from models.kernels.elementwise import look_up
 from models.kernels.matmul import Fp8, Quantized, add_product, adds_in_matmul, product
-from models.kernels.norms import Branch, add_and_norm, input_and_norm, norm
+from models.kernels.norms import ResidualBranch, add_and_norm, input_and_norm, norm
 from models.parallel.collectives import (
     TensorAxis,
     all_gather,
@@ -479,7 +479,7 @@ class Norm(Fusing):
         weight, bias = self.parameters_here()
         return input_and_norm(x, weight, bias, epsilon=self.epsilon, fuse=self.fuse)
 
-    def of_sum(self, x: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
+    def of_sum(self, x: Tensor, branch: ResidualBranch) -> tuple[Tensor, Tensor]:
         """Return x + branch and its norm: each [..., size]."""
         weight, bias = self.parameters_here()
         return add_and_norm(x, branch, weight, bias, epsilon=self.epsilon, fuse=self.fuse)

@@ -11,7 +11,7 @@ import pytest
 from models.errors import UserError
 from tests.checkpoint.test_manifest import write_checkpoint
 from threefold.checkpoint import resume
-from threefold.checkpoint.resume import Request, Start, begin_branch, find_start
+from threefold.checkpoint.resume import ResumeRequest, Start, begin_branch, find_start
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
@@ -81,7 +81,7 @@ def write_run(path: Path) -> None:
         copy.append({"step": step, "tokens": 8 * 32 * step, "run": "earlier"})
 
 
-def start_again(path: Path, request: Request, recipe: Recipe) -> Start:
+def start_again(path: Path, request: ResumeRequest, recipe: Recipe) -> Start:
     """Run the part of a process that precedes the engine."""
     folder = RunFolder(path)
     folder.hold()
@@ -131,7 +131,7 @@ def test_a_request_survives_a_kill_at_any_instant(
         before = kept(home)
         if step == STEPS[-1]:
             before[1].discard(("run", 33))  # without the request, the step is repeated identically
-        request = Request(str(home / where) if "/" in where else where)
+        request = ResumeRequest(str(home / where) if "/" in where else where)
         killer.left = instant
         try:
             start_again(home / "run", request, recipe)
@@ -139,12 +139,12 @@ def test_a_request_survives_a_kill_at_any_instant(
         except KilledError:
             pass
         killer.left = -1
-        found = start_again(home / "run", Request(), recipe)  # requeued
+        found = start_again(home / "run", ResumeRequest(), recipe)  # requeued
         obeyed.append(found.progress.step == step)
         if not obeyed[-1]:  # killed before the request was on the disk, so it has no effect
             assert found.progress.step == STEPS[-1] and instant < 6
             continue
-        again = start_again(home / "run", Request(), recipe)  # killed while loading
+        again = start_again(home / "run", ResumeRequest(), recipe)  # killed while loading
         assert again.found.path == found.found.path and again.progress.step == step
         folder = RunFolder(home / "run")
         assert {step_of(path) for path in published(folder.checkpoints)} <= {
@@ -157,20 +157,20 @@ def test_a_request_survives_a_kill_at_any_instant(
         assert all(part <= whole for part, whole in zip(before, kept(home), strict=True))
         folder.event("resume", step, samples=8 * step)
         write_checkpoint(folder.checkpoints, step + 8)
-        assert start_again(home / "run", Request(), recipe).progress.step == step + 8
+        assert start_again(home / "run", ResumeRequest(), recipe).progress.step == step + 8
     assert obeyed[-1] and instant < MAX_INSTANTS
     assert obeyed == sorted(obeyed) and (obeyed.count(True) > 5 or name == "never")
 
 
 def test_a_request_is_carried_out_once(recipe: Recipe, tmp_path: Path) -> None:
     write_run(tmp_path / "run")
-    request = Request(str(tmp_path / "run/checkpoints/step-0000008"), once="job-7")
+    request = ResumeRequest(str(tmp_path / "run/checkpoints/step-0000008"), once="job-7")
     assert start_again(tmp_path / "run", request, recipe).progress.step == 8
     folder = RunFolder(tmp_path / "run")
     folder.event("resume", 8, samples=64)
     write_checkpoint(folder.checkpoints, 16)
     assert start_again(tmp_path / "run", request, recipe).progress.step == 16  # requeued
-    other = Request(request.resume, once="job-8")
+    other = ResumeRequest(request.resume, once="job-8")
     assert start_again(tmp_path / "run", other, recipe).progress.step == 8
 
 
@@ -178,15 +178,15 @@ def test_rollbacks_of_an_abandoned_branch_do_not_count(recipe: Recipe, tmp_path:
     write_run(tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
     folder.event("rollback", 34, to=32, samples=272)
-    start = start_again(tmp_path / "run", Request(), recipe)
+    start = start_again(tmp_path / "run", ResumeRequest(), recipe)
     assert start.progress.samples == 272 and start.rollbacks == 1
-    request = Request(str(folder.checkpoints / "step-0000016"))
+    request = ResumeRequest(str(folder.checkpoints / "step-0000016"))
     start = start_again(tmp_path / "run", request, recipe)
     assert start.progress.samples == 128 and start.rollbacks == 0
     folder.event("resume", 16, samples=128)
     for step in (24, 32):
         write_checkpoint(folder.checkpoints, step)  # killed before the event of the save
-    start = start_again(tmp_path / "run", Request(), recipe)
+    start = start_again(tmp_path / "run", ResumeRequest(), recipe)
     assert start.progress.step == 32 and start.progress.samples == 256 and start.rollbacks == 0
 
 
@@ -195,7 +195,7 @@ def test_a_torn_event_is_skipped(recipe: Recipe, tmp_path: Path) -> None:
     for file in (tmp_path / "run/events.jsonl", tmp_path / "run/metrics.jsonl"):
         with file.open("ab") as stream:
             stream.write(b'{"step": 34, "ev' + b"\0" * 100)
-    assert start_again(tmp_path / "run", Request(), recipe).progress.step == 32
+    assert start_again(tmp_path / "run", ResumeRequest(), recipe).progress.step == 32
     assert [line["step"] for line in RunFolder(tmp_path / "run").read_metrics()][-1] == 32
 
 
@@ -209,7 +209,7 @@ def test_metrics_are_found_if_checkpoints_are_on_another_disk(
         write_run(tmp_path / run)
         (tmp_path / run / "checkpoints").rename(tmp_path / f"scratch {run}")
         (tmp_path / run / "checkpoints").symlink_to(tmp_path / f"scratch {run}")
-    for request in (Request(str(tmp_path / where)), Request()):
+    for request in (ResumeRequest(str(tmp_path / where)), ResumeRequest()):
         start = start_again(tmp_path / "run", request, recipe)
         assert start.progress.step == step
         lines = lines_of(RunFolder(tmp_path / "run").metrics)
@@ -223,7 +223,7 @@ def test_missing_metrics_of_a_checkpoint_are_a_warning(
     for run in ("run", "other"):
         write_run(tmp_path / run)
     (tmp_path / "other" / "metrics.jsonl").unlink()
-    request = Request(str(tmp_path / "other/checkpoints/step-0000008"))
+    request = ResumeRequest(str(tmp_path / "other/checkpoints/step-0000008"))
     start_again(tmp_path / "run", request, recipe)
     said = capsys.readouterr().err
     assert f"warning: {tmp_path / 'other' / 'metrics.jsonl'} does not exist" in said
@@ -242,10 +242,12 @@ def test_lost_checkpoints_are_not_replaced_by_a_new_run(
         initial = resume.ResumePoint(None, weights_only=True)
         monkeypatch.setattr(resume, "find_initial_weights", lambda *_, **__: initial)
     with pytest.raises(UserError, match=r"has no checkpoint, but .* step 40 was saved there"):
-        start_again(path, Request(), recipe)
+        start_again(path, ResumeRequest(), recipe)
     assert {file: file.read_bytes() for file in path.glob("*.jsonl")} == before
-    assert start_again(path, Request("never"), recipe).progress.step == 0
-    assert start_again(path, Request(), recipe).progress.step == 0  # this run has saved nothing
+    assert start_again(path, ResumeRequest("never"), recipe).progress.step == 0
+    assert (
+        start_again(path, ResumeRequest(), recipe).progress.step == 0
+    )  # this run has saved nothing
 
 
 def test_checkpoints_that_were_saved_before_a_branch_do_not_count(tmp_path: Path) -> None:

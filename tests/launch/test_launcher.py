@@ -27,7 +27,7 @@ from threefold.launch import connection as connection_module
 from threefold.launch import launcher as launcher_module
 from threefold.launch import nodes as nodes_module
 from threefold.launch.attempt import Command, forwarded, in_container
-from threefold.launch.connection import Agent, Report, on_this_machine
+from threefold.launch.connection import Agent, AgentReport, on_this_machine
 from threefold.launch.diagnosis import Failures, shown
 from threefold.launch.launcher import Announcements, Launcher
 from threefold.launch.replanning import Placement
@@ -237,7 +237,7 @@ def test_the_ranks_meet_at_the_address_of_the_first_host(
         agents[host] = agent = Agent(host, mock.Mock(), address=own, machine="machine1", ready=True)
         agent.server = {"port": 5, "secret": "x"}
         agent.send = lambda command, host=host: sent.append((host, command))  # type: ignore[method-assign,misc]
-    port = Report(first, {"is": "port", "port": 29501})
+    port = AgentReport(first, {"is": "port", "port": 29501})
     connections = SimpleNamespace(agents=agents, reports=lambda: [port])
     nodes = SimpleNamespace(agent=agents.get, connections=connections, spares=lambda hosts: 0)
     placement = Planner(2, (), chosen=False).best(2, 2)

@@ -20,7 +20,7 @@ from threefold.checkpoint.snapshots import node_memory
 from threefold.checkpoint.snapshots.node_memory import (
     Client,
     NodeMemory,
-    Server,
+    ServerAddress,
     SnapshotUnavailable,
     listings,
 )
@@ -45,14 +45,14 @@ def process(tmp_path: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def client(process: ServerProcess) -> Client:
-    return Client(Server("node1", process.port, process.secret, "127.0.0.1"))
+    return Client(ServerAddress("node1", process.port, process.secret, "127.0.0.1"))
 
 
 def test_complete_snapshots_are_listed(client: Client, process: ServerProcess) -> None:
     (process.folder / "step-0000015-9f3a22c1.incomplete").mkdir()
     process.write_servers([{"node": "node1", "port": 1, "secret": "", "address": "a"}])
     assert client.listing() == {SNAPSHOT: {FILE: len(CONTENT)}}
-    assert NodeMemory(process.folder).servers() == [Server("node1", 1, "", "a")]
+    assert NodeMemory(process.folder).servers() == [ServerAddress("node1", 1, "", "a")]
 
 
 def test_files_and_parts_arrive_unchanged(client: Client) -> None:
@@ -98,7 +98,7 @@ def test_a_request_needs_the_secret(secret: str | None, process: ServerProcess) 
 
 
 def test_nodes_that_do_not_answer_are_left_out(client: Client) -> None:
-    dead = Client(Server("node2", 1, "", "127.0.0.1"))
+    dead = Client(ServerAddress("node2", 1, "", "127.0.0.1"))
     assert set(listings([client, dead])) == {"node1"}
     assert listings([]) == {}
 
@@ -151,7 +151,9 @@ def test_a_process_keeps_few_connections(
     monkeypatch.setattr(node_memory, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(Client, "_open", OrderedDict())
     clients = [
-        Client(Server(f"node{n}", process.port, process.secret, "127.0.0.1")) for n in range(8)
+        Client(ServerAddress(f"node{n}", process.port, process.secret, "127.0.0.1"))
+        for n in range(8)
+        for n in range(8)
     ]
     for _ in range(2):
         for each in clients:
@@ -160,7 +162,7 @@ def test_a_process_keeps_few_connections(
 
 
 @contextlib.contextmanager
-def serve(folder: Path, connections: ConnectionLimit) -> Iterator[Server]:
+def serve(folder: Path, connections: ConnectionLimit) -> Iterator[ServerAddress]:
     """Run a server in this process, and yield its address."""
     (folder / SNAPSHOT).mkdir()
     (folder / SNAPSHOT / FILE).write_bytes(CONTENT)
@@ -169,7 +171,7 @@ def serve(folder: Path, connections: ConnectionLimit) -> Iterator[Server]:
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield Server("node1", listening.getsockname()[1], "secret", "127.0.0.1")
+        yield ServerAddress("node1", listening.getsockname()[1], "secret", "127.0.0.1")
     finally:
         server.shutdown()
         server.server_close()
@@ -293,7 +295,7 @@ def test_another_program_at_the_port_is_a_server_that_does_not_answer(answer: by
     listening = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=serve_answer, args=(listening,), daemon=True).start()
     try:
-        other = Client(Server("node2", listening.getsockname()[1], "", "127.0.0.1"))
+        other = Client(ServerAddress("node2", listening.getsockname()[1], "", "127.0.0.1"))
         with pytest.raises(SnapshotUnavailable, match="node2"):
             other.listing()
     finally:
@@ -313,7 +315,7 @@ def test_1500_half_requests_do_not_exhaust_the_server(
     process = ServerProcess.start(tmp_path / "run-node1")
     (process.folder / SNAPSHOT).mkdir()
     (process.folder / SNAPSHOT / FILE).write_bytes(CONTENT)
-    reader = Client(Server("node1", process.port, process.secret, "127.0.0.1"))
+    reader = Client(ServerAddress("node1", process.port, process.secret, "127.0.0.1"))
     try:
         with half_requests(process.port, 1500):
             for _ in range(5):

@@ -25,7 +25,7 @@ from models.context_parallel.division import (
     received_keys,
     slice_work,
 )
-from models.context_parallel.tiles import Piece, Tile, pieces, tiles_of
+from models.context_parallel.tiles import Tile, TilePiece, pieces, tiles_of
 from models.initialization import initialize
 from models.kernels import attention_parts
 from models.kernels.attention_parts import Limits, attend, attend_backward, merge, merge_sinks
@@ -172,7 +172,7 @@ def worker(cases: list[str], faults: list[str]) -> dict[Any, Any]:
     return outcomes if os.environ["RANK"] == "0" else {}
 
 
-def shorter_piece(tile: Tile, number: int, keys: range, first_key: int) -> Piece:
+def shorter_piece(tile: Tile, number: int, keys: range, first_key: int) -> TilePiece:
     """Return a piece whose windows have a key less."""
     limits = tile.limits and replace(tile.limits, window=(tile.limits.window or 2) - 1)
     return PIECE(replace(tile, limits=limits), number, keys, first_key)

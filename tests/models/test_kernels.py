@@ -23,7 +23,7 @@ from models.kernels.compile import (
     native_on_cpu,
 )
 from models.kernels.elementwise import GOLDEN_64, drop_out, keep_mask
-from models.kernels.norms import Branch
+from models.kernels.norms import ResidualBranch
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
@@ -108,50 +108,52 @@ KERNELS: dict[str, tuple[Callable, Callable, Sequence[tuple[int, ...]]]] = {
         [STREAM, (16,), (16,)],
     ),
     "add": (
-        lambda x, y: norms.add(x, Branch(y), as_written),
+        lambda x, y: norms.add(x, ResidualBranch(y), as_written),
         torch.add,
         [STREAM, STREAM],
     ),
     "add bias": (
-        lambda x, y, b: norms.add(x, Branch(y, b), as_written),
+        lambda x, y, b: norms.add(x, ResidualBranch(y, b), as_written),
         lambda x, y, b: x + y + b,
         [STREAM, STREAM, (16,)],
     ),
     "add bias and dropout": (
-        lambda x, y, b: norms.add(x, Branch(y, b, ROWS, 0.3), as_written),
+        lambda x, y, b: norms.add(x, ResidualBranch(y, b, ROWS, 0.3), as_written),
         lambda x, y, b: x + dropped(y + b),
         [STREAM, STREAM, (16,)],
     ),
     "add dropout": (
-        lambda x, y: norms.add(x, Branch(y, None, ROWS, 0.3), as_written),
+        lambda x, y: norms.add(x, ResidualBranch(y, None, ROWS, 0.3), as_written),
         lambda x, y: x + dropped(y),
         [STREAM, STREAM],
     ),
     "add with a multiplier": (
-        lambda x, y: norms.add(x, Branch(y, multiplier=0.3), as_written),
+        lambda x, y: norms.add(x, ResidualBranch(y, multiplier=0.3), as_written),
         lambda x, y: x + 0.3 * y,
         [STREAM, STREAM],
     ),
     "add bias and dropout with a multiplier": (
-        lambda x, y, b: norms.add(x, Branch(y, b, ROWS, 0.3, 0.7), as_written),
+        lambda x, y, b: norms.add(x, ResidualBranch(y, b, ROWS, 0.3, 0.7), as_written),
         lambda x, y, b: x + 0.7 * dropped(y + b),
         [STREAM, STREAM, (16,)],
     ),
     "add bias with a multiplier, and rms_norm": (
         lambda x, y, b, w: norms.add_and_norm(
-            x, Branch(y, b, multiplier=0.3), w, None, epsilon=EPSILON, fuse=as_written
+            x, ResidualBranch(y, b, multiplier=0.3), w, None, epsilon=EPSILON, fuse=as_written
         ),
         lambda x, y, b, w: (x + 0.3 * (y + b), rms_norm(x + 0.3 * (y + b), w)),
         [STREAM, STREAM, (16,), (16,)],
     ),
     "add and rms_norm": (
-        lambda x, y, w: norms.add_and_norm(x, Branch(y), w, None, epsilon=EPSILON, fuse=as_written),
+        lambda x, y, w: norms.add_and_norm(
+            x, ResidualBranch(y), w, None, epsilon=EPSILON, fuse=as_written
+        ),
         lambda x, y, w: (x + y, rms_norm(x + y, w)),
         [STREAM, STREAM, (16,)],
     ),
     "add bias and dropout, and layer_norm": (
         lambda x, y, yb, w, b: norms.add_and_norm(
-            x, Branch(y, yb, ROWS, 0.3), w, b, epsilon=EPSILON, fuse=as_written
+            x, ResidualBranch(y, yb, ROWS, 0.3), w, b, epsilon=EPSILON, fuse=as_written
         ),
         add_and_layer_norm,
         [STREAM, STREAM, (16,), (16,), (16,)],

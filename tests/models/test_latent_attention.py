@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.attention import Frequencies, ModelAxes
-from models.config import LatentAttention as Latent
-from models.config import ModelConfig, RopeScaling
+from models.config import Latents, ModelConfig, RopeScaling
 from models.context_parallel.collectives import ContextAxis
 from models.context_parallel.division import divide
 from models.cost import (
@@ -54,13 +53,13 @@ MODEL = ModelConfig(
     bias=False,
     tie_embeddings=False,
     initial_std=0.2,
-    latent=Latent(query_rank=10, key_value_rank=8, rotary_size=4, value_size=5),
+    latent=Latents(query_rank=10, key_value_rank=8, rotary_size=4, value_size=5),
 )
 DIRECT = replace(  # queries from the activations; wide latents, which are not sent
     MODEL,
     attention_scale=0.5,
     rope_scaling=None,
-    latent=Latent(key_value_rank=80, rotary_size=2, value_size=8),
+    latent=Latents(key_value_rank=80, rotary_size=2, value_size=8),
 )
 MODELS = {"latent queries": MODEL, "direct queries": DIRECT}
 DOCUMENTS = Documents(((9, 23), (4, 1, 7, 20)))
@@ -322,4 +321,4 @@ def test_combinations_that_are_not_possible_are_rejected() -> None:
         with pytest.raises(UserError, match=f"{key.removesuffix('s')}.*latent"):
             replace(MODEL, **{key: value})
     with pytest.raises(UserError, match="value_size = 11 is above"):
-        replace(MODEL, latent=Latent(key_value_rank=8, rotary_size=4, value_size=11))
+        replace(MODEL, latent=Latents(key_value_rank=8, rotary_size=4, value_size=11))

@@ -19,7 +19,7 @@ from models.initialization import (
 )
 from models.kernels import norms
 from models.kernels.compile import as_written
-from models.kernels.norms import Branch
+from models.kernels.norms import ResidualBranch
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.conftest import changed, small_recipe
@@ -177,7 +177,7 @@ def test_a_branch_without_a_multiplier_costs_no_operation() -> None:
     """The gradient of the branch is that of the sum itself, not a product with 1."""
     x, y = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
     total, normed = norms.add_and_norm(
-        x, Branch(y), torch.ones(3), None, epsilon=1e-5, fuse=as_written
+        x, ResidualBranch(y), torch.ones(3), None, epsilon=1e-5, fuse=as_written
     )
     kept = []
     x.register_hook(kept.append)

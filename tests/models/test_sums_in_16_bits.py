@@ -15,7 +15,7 @@ from models.kernels import elementwise, norms
 from models.kernels import elementwise as elementwise_module
 from models.kernels.compile import as_written
 from models.kernels.elementwise import look_up, table_gradient
-from models.kernels.norms import Branch
+from models.kernels.norms import ResidualBranch
 from models.layer_specs import LearnedPositions, TokenEmbedding
 from models.parallel.collectives import TensorAxis, copy_to_tensor_axis
 from models.parallel.layers import Deferral, matmul
@@ -37,7 +37,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def residual_bias(x: Tensor, bias: Tensor) -> Tensor:
-    return norms.add(x, Branch(x, bias), as_written)
+    return norms.add(x, ResidualBranch(x, bias), as_written)
 
 
 def gelu_bias(x: Tensor, bias: Tensor) -> Tensor:

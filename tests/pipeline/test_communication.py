@@ -17,7 +17,7 @@ from tests.nccl_rules.slots import (
 from threefold.config.layout import PAIRED_SCHEDULES
 from threefold.pipeline import simulation
 from threefold.pipeline.schedules import Pass, Pipeline, min_micro_batches
-from threefold.pipeline.simulation import Action, Event, Route, rounds, routes
+from threefold.pipeline.simulation import Action, Route, SimulatedEvent, rounds, routes
 
 PIPELINES = {  # name of the schedule -> its pipelines
     f"{schedule}-{virtual_stages}{'-paired' if paired else ''}": [
@@ -51,7 +51,7 @@ def stuck_at_first_use(steps: StepProgram, connected: set[Route]) -> list[int]:
     arrived: dict[Route, set[int]] = {}
     connected = set(connected)
 
-    def passes(stage: int, event: Event) -> bool:
+    def passes(stage: int, event: SimulatedEvent) -> bool:
         operation = steps.operation(event)
         if operation is None or operation.route in connected:
             return True
@@ -73,10 +73,10 @@ def stuck_at_first_use(steps: StepProgram, connected: set[Route]) -> list[int]:
 class ReceivesByNeed(simulation._Receives):
     """Receives in the order in which the stage needs the messages."""
 
-    def up_to(self, work: Pass | None) -> Iterator[Event]:
+    def up_to(self, work: Pass | None) -> Iterator[SimulatedEvent]:
         """Yield the receive of one message, whatever its sender sends before it."""
         if work is not None:
-            yield Event(Action.POST_RECEIVE, work)
+            yield SimulatedEvent(Action.POST_RECEIVE, work)
 
 
 @pytest.mark.parametrize("schedule", PIPELINES)

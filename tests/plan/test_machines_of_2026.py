@@ -11,7 +11,7 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import gpus_of_name, load_gpu
 from threefold.plan.calibration.fit import Calibration, predict, summary
 from threefold.plan.calibration.published_names import model_of_name, stack_of
-from threefold.plan.calibration.runs_table import Row, read_cells, read_row, read_table
+from threefold.plan.calibration.runs_table import MeasuredRow, read_cells, read_row, read_table
 from threefold.plan.job import Job, Machine, PlannedLayout, job_of, recipe_on_cluster
 from threefold.plan.memory.peak import fullest_stage, memory_of_stage
 from threefold.plan.quantization import FORMATS, Quantization, quantization_of
@@ -23,7 +23,7 @@ TABLE = REPOSITORY / "benchmarks" / "planner_accuracy" / "stacks_2026.csv"
 
 
 @cache
-def rows() -> dict[str, Row]:
+def rows() -> dict[str, MeasuredRow]:
     return {row.row_id: row for row in read_table(TABLE)}
 
 

@@ -462,7 +462,7 @@ def test_ranking_is_measured_by_pairs_and_by_the_first() -> None:
     predictions = []
     for row, predicted, measured in zip(rows, (2.0, 1.0, 3.0), (20.0, 30.0, 60.0), strict=True):
         row = replace(row, measured=replace(row.measured, step_seconds=measured))
-        predictions.append(fit_module.Prediction(row, row.job, predicted, 1.0, True))
+        predictions.append(fit_module.PredictedRow(row, row.job, predicted, 1.0, True))
     group = [fit_module.time_of(one) for one in predictions]
     ranking = fit_module.Ranking.of_groups([group])
     assert ranking.tau == pytest.approx((2 - 1) / 3) and ranking.pairs == 3

@@ -10,7 +10,7 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu
 from threefold.plan.calibration import fit
 from threefold.plan.calibration.fit import Calibration
-from threefold.plan.calibration.runs_table import Row, read_row
+from threefold.plan.calibration.runs_table import MeasuredRow, read_row
 from threefold.plan.job import Machine, PlannedLayout, job_of
 from threefold.plan.memory.peak import GIB, context_gib, fullest_stage
 from threefold.plan.report import rates
@@ -21,7 +21,7 @@ from threefold.plan.time.step import data_time, step_time
 PUBLISHED = REPOSITORY / "benchmarks" / "planner_accuracy"
 
 
-def row(**changes: str) -> Row:
+def row(**changes: str) -> MeasuredRow:
     """Return Narayanan's first row with other cells."""
     with (PUBLISHED / "narayanan2021.csv").open(newline="") as file:
         found = read_row(next(csv.DictReader(file)) | changes)
@@ -62,7 +62,7 @@ def test_the_error_is_positive_for_a_prediction_that_is_too_long() -> None:
     found = row(step_time_s="2")
     assert found.job is not None
     gib = found.job.machine.gpu.memory_gib
-    prediction = fit.Prediction(found, found.job, 3.0, 1.2 * gib, fits=False)
+    prediction = fit.PredictedRow(found, found.job, 3.0, 1.2 * gib, fits=False)
     assert prediction.error == pytest.approx(0.5) and prediction.too_large
     assert not replace(prediction, memory_gib=1.1 * gib).too_large  # within the error
 

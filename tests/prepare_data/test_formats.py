@@ -20,7 +20,7 @@ from threefold.prepare_data.documents import PROBLEM_KINDS
 from threefold.prepare_data.formats import Format
 from threefold.prepare_data.source import SourceOptions, open_source, open_validation
 from threefold.prepare_data.tables import Stream
-from threefold.prepare_data.tokenization import Report, texts_of
+from threefold.prepare_data.tokenization import PieceCounts, texts_of
 from threefold.prepare_data.workspace import mark_workspace
 
 TEXTS = [
@@ -212,7 +212,7 @@ def test_blank_lines_of_text_are_skipped_and_counted(name: str, tmp_path: Path) 
     for target_bytes in (1, 10**6):
         assert texts(opened(tmp_path / name), target_bytes) == [" = a = ", "b", "c"]
     (reader,) = opened(tmp_path / name)
-    report = Report()
+    report = PieceCounts()
     (piece,) = reader.pieces(10**6)
     list(texts_of(reader, piece, frozenset(), report))
     assert report.skipped == {"blank": {"rows": 6, "position": 0, "reason": "the line is blank"}}

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.conftest import changed
-from threefold.checkpoint.resume import Request, ResumePoint, Start
+from threefold.checkpoint.resume import ResumePoint, ResumeRequest, Start
 from threefold.checkpoint.retention import RESERVED_DISK_BYTES, checkpoint_bytes
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
@@ -40,7 +40,7 @@ def begin(
     found = mock.Mock(spec=ResumePoint, skipped={}, weights_only=False, in_memory=False)
     found.progress, found.changes.return_value = Progress(step), {}
     found.learning_rate_jump.return_value, found.earlier_recipe = "", earlier
-    begun = mock.Mock(spec=Start, found=found, progress=found.progress, request=Request())
+    begun = mock.Mock(spec=Start, found=found, progress=found.progress, request=ResumeRequest())
     handle = SimpleNamespace(folder=folder, supervisor=SimpleNamespace(hosts=["a"]))
     data = mock.Mock(**{"context_imbalance.return_value": 1.0})
     with mock.patch.object(setup, "begin_branch"):

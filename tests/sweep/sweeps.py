@@ -18,7 +18,7 @@ from models.errors import UserError
 from threefold.commands import sweep
 from threefold.config.loading import REPOSITORY
 from threefold.runtime.command_line import parse_subcommand
-from threefold.sweep.choice import Request, choose
+from threefold.sweep.choice import TrialRequest, choose
 from threefold.sweep.trial import Trial
 
 PROGRAM = Path(__file__).with_name("faulty_sweep.py")
@@ -82,7 +82,7 @@ class Sweep:
 
     def trials(self, **request: Any) -> list[Trial]:
         """Return the trials of a request, in the order in which they run."""
-        return choose(Request(recipes=[self.recipe], **request)).trials
+        return choose(TrialRequest(recipes=[self.recipe], **request)).trials
 
     def inject(self, faults: dict[str, str]) -> None:
         self.faults.write_text(json.dumps(faults))

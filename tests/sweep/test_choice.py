@@ -12,7 +12,7 @@ from tests.conftest import changed, small_recipe
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.plan.job import Machine, job_without_layout
 from threefold.plan.search import search
-from threefold.sweep.choice import Request, choose, values_of_setting
+from threefold.sweep.choice import TrialRequest, choose, values_of_setting
 from threefold.sweep.report import choice_lines
 from threefold.sweep.trial import Trial
 
@@ -30,7 +30,7 @@ def write(path: Path, **changes: Any) -> Path:
 
 
 def test_the_planners_best_layouts_are_chosen() -> None:
-    trials = choose(Request(recipes=[LLAMA], top=7, nodes=[1], gpus_per_node=[4])).trials
+    trials = choose(TrialRequest(recipes=[LLAMA], top=7, nodes=[1], gpus_per_node=[4])).trials
     recipe = load_recipe(LLAMA, ["cluster.nodes=1", "cluster.gpus_per_node=4"])
     job = job_without_layout(recipe, Machine.of_cluster(recipe.cluster))
     plans = search(job, 7).plans
@@ -44,7 +44,7 @@ def test_the_planners_best_layouts_are_chosen() -> None:
 
 
 def test_all_layouts_are_those_of_the_search(recipe: Path) -> None:
-    trials = choose(Request(recipes=[recipe], layouts="all")).trials
+    trials = choose(TrialRequest(recipes=[recipe], layouts="all")).trials
     loaded = load_recipe(recipe, ["cluster={nodes=1, gpus_per_node=2, gpu='cpu'}"])
     plans = search(job_without_layout(loaded, Machine.of_cluster(loaded.cluster)), 10**9).plans
     assert len(trials) == len(plans) > 20
@@ -56,7 +56,7 @@ def test_all_layouts_are_those_of_the_search(recipe: Path) -> None:
 
 def test_settings_make_a_grid(recipe: Path) -> None:
     settings = ["batch.micro_sequences=1,2", "layout.recompute=none,full"]
-    choice = choose(Request(recipes=[recipe], settings=settings))
+    choice = choose(TrialRequest(recipes=[recipe], settings=settings))
     assert next(choice_lines(choice, 0)) == "4 trials, on 2 ranks"
     trials = choice.trials
     found = {(t.recipe.batch.micro_sequences, t.recipe.layout.recompute) for t in trials}
@@ -79,10 +79,10 @@ def test_commas_separate_values_unless_they_are_toml(setting: str, values: list[
 
 
 def test_the_planner_keeps_the_given_keys(recipe: Path) -> None:
-    request = Request(recipes=[recipe], settings=["layout.tensor=1,2"], layouts="all")
-    every_key = {t.key for t in choose(Request(recipes=[recipe], layouts="all")).trials}
+    request = TrialRequest(recipes=[recipe], settings=["layout.tensor=1,2"], layouts="all")
+    every_key = {t.key for t in choose(TrialRequest(recipes=[recipe], layouts="all")).trials}
     assert {trial.key for trial in choose(request).trials} == every_key
-    request = Request(recipes=[recipe], settings=["layout.tensor=2"], layouts="all")
+    request = TrialRequest(recipes=[recipe], settings=["layout.tensor=2"], layouts="all")
     found = choose(request).trials
     assert 0 < len(found) < len(every_key)
     assert {trial.recipe.layout.tensor for trial in found} == {2}
@@ -90,7 +90,7 @@ def test_the_planner_keeps_the_given_keys(recipe: Path) -> None:
 
 def test_nodes_and_recipes_multiply(recipe: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "other.toml", model__hidden_size=128)
-    request = Request(
+    request = TrialRequest(
         recipes=[recipe, other], nodes=[1, 2], gpus_per_node=[1, 2], layouts="own", gpu="H100"
     )
     choice = choose(request)
@@ -142,13 +142,13 @@ def test_a_key_depends_on_what_decides_the_speed() -> None:
 
 def test_equal_trials_run_once(recipe: Path, tmp_path: Path) -> None:
     renamed = write(tmp_path / "renamed.toml", name="renamed")
-    trials = choose(Request(recipes=[recipe, renamed], layouts="own")).trials
+    trials = choose(TrialRequest(recipes=[recipe, renamed], layouts="own")).trials
     assert len(trials) == 1
 
 
 def test_impossible_combinations_are_rejected_with_reasons(recipe: Path) -> None:
     settings = ["layout.tensor=1,2,3", "batch.micro_sequences=2,3"]
-    choice = choose(Request(recipes=[recipe], settings=settings))
+    choice = choose(TrialRequest(recipes=[recipe], settings=settings))
     assert len(choice.trials) == 2 and len(choice.rejections) == 4
     reasons = {each.settings: each.reason for each in choice.rejections}
     assert (
@@ -164,7 +164,7 @@ def test_impossible_combinations_are_rejected_with_reasons(recipe: Path) -> None
 def test_a_combination_that_does_not_fit_its_world_is_rejected(recipe: Path) -> None:
     settings = ["layout.pipeline=1,2", "deepspeed=ds_configs/zero1_fp32.json,"
                 "ds_configs/zero3_fp32.json"]  # fmt: skip
-    choice = choose(Request(recipes=[recipe], settings=settings, gpus_per_node=[1, 2]))
+    choice = choose(TrialRequest(recipes=[recipe], settings=settings, gpus_per_node=[1, 2]))
     reasons = [each.reason for each in choice.rejections]
     assert any("gather its weights again" in reason for reason in reasons)
     assert any("of 2 ranks, not 1; " in reason for reason in reasons)
@@ -174,7 +174,7 @@ def test_a_combination_that_does_not_fit_its_world_is_rejected(recipe: Path) -> 
 
 def test_a_layout_that_the_plan_rules_out_is_not_tried() -> None:
     settings = ["batch.micro_sequences=1,4", "layout.tensor=1", "layout.pipeline=1"]
-    choice = choose(Request(recipes=[LLAMA], settings=settings))
+    choice = choose(TrialRequest(recipes=[LLAMA], settings=settings))
     assert [trial.recipe.batch.micro_sequences for trial in choice.trials] == [1]
     (rejection,) = choice.rejections
     assert rejection.outcome == "too_large" and "micro_sequences=4" in rejection.settings
@@ -182,7 +182,7 @@ def test_a_layout_that_the_plan_rules_out_is_not_tried() -> None:
 
 
 def test_a_search_counts_what_the_plan_rules_out() -> None:
-    assert choose(Request(recipes=[LLAMA], top=1)).ruled_out["too large for a GPU"] > 10
+    assert choose(TrialRequest(recipes=[LLAMA], top=1)).ruled_out["too large for a GPU"] > 10
 
 
 def test_a_json_that_fixes_the_micro_batch_suits_the_own_layout_only(
@@ -196,16 +196,16 @@ def test_a_json_that_fixes_the_micro_batch_suits_the_own_layout_only(
         )
     )
     settings = [f'deepspeed="{file}"']
-    assert choose(Request(recipes=[recipe], settings=settings, layouts="own")).trials
+    assert choose(TrialRequest(recipes=[recipe], settings=settings, layouts="own")).trials
     with pytest.raises(UserError, match=r"is fixed, but the sweep tries other layouts; use "):
-        choose(Request(recipes=[recipe], settings=settings))
+        choose(TrialRequest(recipes=[recipe], settings=settings))
 
 
 def test_an_unknown_recipe_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such recipe"):
-        choose(Request(recipes=[tmp_path / "absent.toml"]))
+        choose(TrialRequest(recipes=[tmp_path / "absent.toml"]))
 
 
 def test_a_sweep_without_trials_is_an_error(recipe: Path) -> None:
     with pytest.raises(UserError, match=r"no combination can run.*unknown key batch\.micro"):
-        choose(Request(recipes=[recipe], settings=["batch.micro=1,2"]))
+        choose(TrialRequest(recipes=[recipe], settings=["batch.micro=1,2"]))

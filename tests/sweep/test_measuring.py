@@ -18,7 +18,7 @@ from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from tests.sweep.sweeps import Sweep
 from threefold.config.loading import DEFAULT_RECIPE
-from threefold.sweep.choice import Request, choose
+from threefold.sweep.choice import TrialRequest, choose
 from threefold.sweep.folder import SweepFolder
 from threefold.sweep.ranks import worker
 from threefold.sweep.ranks.rank import outcome_of
@@ -94,7 +94,7 @@ def live_bytes(folder: str, stages: list[int]) -> list[int]:
             deepspeed=f"ds_configs/zero{stage}_fp32.json",
             cluster={"nodes": 1, "gpus_per_node": 1, "gpu": "cpu"},
         )
-        (trial,) = choose(Request(recipes=[recipe], layouts="own", warm_up=1, steps=1)).trials
+        (trial,) = choose(TrialRequest(recipes=[recipe], layouts="own", warm_up=1, steps=1)).trials
         request = trial.request(sweep.corpus)
         assert worker.measure(request, world, control, worker.Memory()).outcome == "ok"
         gc.collect()
@@ -113,8 +113,8 @@ def test_the_engine_of_a_trial_is_freed(tmp_path: Path) -> None:
 def test_a_step_takes_as_long_as_on_its_slowest_rank() -> None:
     """The warm-up counts apart, and the memory is that of the fullest rank."""
     ranks = [
-        worker.Measured([8.0, 1.0, 4.0, 2.0], peak_gib=3.0, allocated_gib=None),
-        worker.Measured([9.0, 2.0, 3.0, 5.0], peak_gib=2.0, allocated_gib=1.5),
+        worker.RankMeasurement([8.0, 1.0, 4.0, 2.0], peak_gib=3.0, allocated_gib=None),
+        worker.RankMeasurement([9.0, 2.0, 3.0, 5.0], peak_gib=2.0, allocated_gib=1.5),
     ]
     result = worker.result_of(ranks, warm_up=2, device="a GPU")
     assert (result.step_seconds, result.warm_up_seconds) == ([4.0, 5.0], 11.0)

@@ -15,7 +15,7 @@ from tests.sweep.sweeps import Sweep
 from tests.sweep.test_table import trial_of
 from threefold.plan.calibration.runs_table import read_table
 from threefold.sweep import report
-from threefold.sweep.choice import Choice, Request, choose
+from threefold.sweep.choice import Choice, TrialRequest, choose
 from threefold.sweep.folder import SweepFolder
 from threefold.sweep.table import row_of_result, row_of_trial, table_text
 from threefold.sweep.trial import PARTS, PLANNED_PARTS, Result, Split, Trial, split_of_slowest
@@ -138,11 +138,11 @@ def test_json_has_the_split() -> None:
 
 
 def test_the_option_and_the_timeline_of_a_recipe_ask_for_the_split(recipe: Path) -> None:
-    (plain,) = choose(Request(recipes=[recipe], layouts="own")).trials
-    (asked,) = choose(Request(recipes=[recipe], layouts="own", split=True)).trials
+    (plain,) = choose(TrialRequest(recipes=[recipe], layouts="own")).trials
+    (asked,) = choose(TrialRequest(recipes=[recipe], layouts="own", split=True)).trials
     assert not plain.split and asked.split
     settings = ["tracking.timeline_step=3", "deepspeed=ds_configs/zero3_fp32.json"]
-    (timed,) = choose(Request(recipes=[recipe], layouts="own", settings=settings)).trials
+    (timed,) = choose(TrialRequest(recipes=[recipe], layouts="own", settings=settings)).trials
     assert timed.split and timed.recipe.tracking.timeline_step == 0
     assert plain.key == asked.key and asked.with_steps(4).split
 

@@ -18,7 +18,12 @@ from threefold.gpus.datasheet import load_gpu
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.block import BACKWARD_SLOWER, fused_attention_seconds, matmul_seconds
 from threefold.run_folder.folder import RunFolder
-from threefold.tracking.profiler import Operation, StepProfiler, operations_of, operations_table
+from threefold.tracking.profiler import (
+    ProfiledOperation,
+    StepProfiler,
+    operations_of,
+    operations_table,
+)
 
 H100 = load_gpu("H100")
 
@@ -35,7 +40,7 @@ H100 = load_gpu("H100")
 def test_a_matmul_has_the_planners_seconds(name: str, shapes: Any, batch: int) -> None:
     gpu = THREEFOLD.kernels_on(H100)
     expected = matmul_seconds(gpu, "bf16", rows=4096, columns=512, inner=1024, batch=batch)
-    operation = Operation(name, shapes, calls=1, seconds=1.0)
+    operation = ProfiledOperation(name, shapes, calls=1, seconds=1.0)
     assert operation.kind == "matmul"
     assert operation.planned_seconds(H100, "bf16") == expected / THREEFOLD.kernel_efficiency
     assert operation.planned_seconds(H100, "int4") is None
@@ -53,16 +58,16 @@ def test_attention_has_the_planners_seconds() -> None:
         "aten::_scaled_dot_product_flash_attention": outer,
         "aten::_flash_attention_forward": inner,
     }.items():
-        operation = Operation(name, (shape,) * 3, calls=1, seconds=1.0)
+        operation = ProfiledOperation(name, (shape,) * 3, calls=1, seconds=1.0)
         assert operation.kind == "attention"
         assert operation.planned_seconds(H100, "bf16") == pytest.approx(expected)
-    operation = Operation("aten::_scaled_dot_product_cudnn_attention", (outer,) * 3, 1, 1.0)
+    operation = ProfiledOperation("aten::_scaled_dot_product_cudnn_attention", (outer,) * 3, 1, 1.0)
     assert operation.planned_seconds(H100, "bf16") == pytest.approx(cudnn)
     name = "aten::_scaled_dot_product_flash_attention_backward"
-    operation = Operation(name, (outer,) * 4, calls=1, seconds=1.0)
+    operation = ProfiledOperation(name, (outer,) * 4, calls=1, seconds=1.0)
     backward = expected * 2.5 * BACKWARD_SLOWER
     assert operation.planned_seconds(H100, "bf16") == pytest.approx(backward)
-    several_lengths = Operation(
+    several_lengths = ProfiledOperation(
         "aten::_flash_attention_forward", ((4096, 16, 128),) * 3, calls=1, seconds=1.0
     )
     assert several_lengths.planned_seconds(H100, "bf16") is None
@@ -82,7 +87,7 @@ def test_the_operations_of_a_profile() -> None:
     attention = found["aten::_scaled_dot_product_flash_attention_for_cpu"]
     assert attention.kind == "attention" and attention.planned_seconds(load_gpu("cpu"), "fp32")
     assert found["aten::cat"].kind == "other"
-    wrapper = Operation("aten::scaled_dot_product_attention", attention.shapes, 1, 1.0)
+    wrapper = ProfiledOperation("aten::scaled_dot_product_attention", attention.shapes, 1, 1.0)
     assert wrapper.planned_seconds(load_gpu("cpu"), "fp32") is None  # planned in `attention`
     # The time of an operation does not include operations that it calls.
     outer = sum(e.cpu_time_total for e in recording.key_averages() if e.key == "aten::matmul")
@@ -90,11 +95,11 @@ def test_the_operations_of_a_profile() -> None:
 
 
 def test_the_table() -> None:
-    matmul = Operation("aten::mm", ((4096, 1024), (1024, 512)), calls=10, seconds=0.0)
+    matmul = ProfiledOperation("aten::mm", ((4096, 1024), (1024, 512)), calls=10, seconds=0.0)
     planned = matmul.planned_seconds(H100, "bf16")
     assert planned
-    slow = Operation(matmul.name, matmul.shapes, calls=10, seconds=20 * planned)
-    send = Operation("c10d::send", (), calls=2, seconds=60 * planned)
+    slow = ProfiledOperation(matmul.name, matmul.shapes, calls=10, seconds=20 * planned)
+    send = ProfiledOperation("c10d::send", (), calls=2, seconds=60 * planned)
     text = operations_table([slow, send], title="title", gpu=H100, precision="bf16")
     assert text.startswith("title\n")
     assert "matmul" in text and " 25.0%, 2.00 times the planner's" in text
@@ -105,7 +110,7 @@ def test_the_table() -> None:
     text = operations_table([slow, send], title="title", gpu=None, precision="bf16")
     assert "no datasheet" in text and "planner's" not in text
     assert operations_table([], title="title", gpu=H100, precision="bf16")
-    many = [Operation(f"aten::{n}", (), calls=1, seconds=1.0) for n in range(100)]
+    many = [ProfiledOperation(f"aten::{n}", (), calls=1, seconds=1.0) for n in range(100)]
     text = operations_table(many, title="title", gpu=H100, precision="bf16")
     assert text.endswith("60.0%  60 others\n")
 

@@ -343,7 +343,7 @@ class FindInMemory(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
+class ResumeRequest:
     """The `--resume` option of a command.
 
     Attributes:
@@ -371,7 +371,7 @@ class Start:
     found: ResumePoint
     progress: Progress
     rollbacks: int
-    request: Request
+    request: ResumeRequest
     branch: Branch | None
     parent: dict[str, Any] | None = None
 
@@ -423,7 +423,7 @@ def _try_to_hold(folder: RunFolder, *, over: bool) -> tuple[str, str]:
 
 def find_start(
     folder: RunFolder,
-    request: Request,
+    request: ResumeRequest,
     recipe: Recipe,
     data: dict[str, Any],
     *,
@@ -441,7 +441,7 @@ def find_start(
     """
     history = _agree_on_history(folder)
     if (request.once, request.resume) in history.requests:
-        request = Request()
+        request = ResumeRequest()
     pending = history.branch if history.branch and history.branch.pending else None
     snapshot = ResumePoint()
     if find_in_memory and request.resume == "auto" and not pending:
@@ -491,7 +491,7 @@ def _at(
         parts = history.data_parts.get((progress.step, samples), [])
         check_parts_read(progress, parts, data.get("parts", ()))
     parent = history.parent or (found.checkpoint.manifest.parent if found.checkpoint else None)
-    return Start(found, progress, history.rollbacks(saved), Request(), pending, parent)
+    return Start(found, progress, history.rollbacks(saved), ResumeRequest(), pending, parent)
 
 
 def begin_branch(folder: RunFolder, start: Start) -> None:
@@ -530,7 +530,7 @@ def begin_branch(folder: RunFolder, start: Start) -> None:
     folder.restore_metrics(source, found.progress.step, stamp=stamp)
 
 
-def _record(folder: RunFolder, request: Request, found: ResumePoint, **fields: str) -> None:
+def _record(folder: RunFolder, request: ResumeRequest, found: ResumePoint, **fields: str) -> None:
     facts: dict[str, Any] = found.progress.record() | {"resume": request.resume}
     if request.once:
         facts["once"] = request.once

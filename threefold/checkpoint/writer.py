@@ -68,7 +68,7 @@ Flats = Sequence[Mapping[str, Tensor]]  # TrainingState.tensors: kind -> element
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterPiece:
     """The piece of a parameter that one rank of the stage sends."""
 
     rank: int  # in the stage's group
@@ -108,7 +108,7 @@ class Assembly:
         }
         sent = {n for number, n in enumerate(self.shardings) if number % copies == copy}
         own = [
-            Piece(self.rank, tensor.rank, fragment)
+            ParameterPiece(self.rank, tensor.rank, fragment)
             for fragment in state.fragments
             if fragment.name in sent
             and (tensor.rank == 0 or not self.shardings[fragment.name].replicated)
@@ -120,7 +120,7 @@ class Assembly:
         for shardings, kinds, _ in everyones:  # ranks may hold different experts
             self.shardings |= shardings
             self.kinds |= kinds
-        self.pieces: dict[str, list[Piece]] = {name: [] for name in self.shardings}
+        self.pieces: dict[str, list[ParameterPiece]] = {name: [] for name in self.shardings}
         for *_, pieces in everyones:
             for piece in pieces:
                 self.pieces[piece.fragment.name].append(piece)

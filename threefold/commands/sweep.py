@@ -26,14 +26,14 @@ from threefold.runtime.command_line import (
 from threefold.runtime.exits import exit_now
 from threefold.runtime.output import printer, stdout_for_json, use_nonblocking_output
 from threefold.sweep import report
-from threefold.sweep.choice import Request, choose
+from threefold.sweep.choice import TrialRequest, choose
 from threefold.sweep.folder import SweepFolder, SweepStopped
 from threefold.sweep.links.measure_cluster import ClusterMeasurement, report_lines, report_table
 from threefold.sweep.ranks.launchers import (
     DeepSpeedLauncher,
-    Launcher,
     LocalLauncher,
     SlurmLauncher,
+    WorkerLauncher,
 )
 from threefold.sweep.ranks.rank import run_rank
 from threefold.sweep.report import check_wandb, publish
@@ -133,7 +133,7 @@ def sweep(options: argparse.Namespace) -> int:
 
         # 3. Measure: consecutive trials reuse the same ranks, which are replaced after a failure.
         scheduler = Scheduler(folder, launcher, options.seconds_per_trial)
-        progress = report.Progress()
+        progress = report.SweepProgress()
         measure = halve if options.halving else partial(repeat, rounds=rounds, most=most_rounds)
         try:
             with stdout_for_json(options.json):
@@ -232,9 +232,9 @@ def number_of_rounds(text: str) -> tuple[int, int]:
     return rounds, largest
 
 
-def request_of(options: argparse.Namespace) -> Request:
+def request_of(options: argparse.Namespace) -> TrialRequest:
     """Return the request that the options describe."""
-    return Request(
+    return TrialRequest(
         recipes=options.recipes,
         settings=options.set,
         nodes=options.nodes,
@@ -248,7 +248,7 @@ def request_of(options: argparse.Namespace) -> Request:
     )
 
 
-def launcher_of(options: argparse.Namespace) -> Launcher:
+def launcher_of(options: argparse.Namespace) -> WorkerLauncher:
     """Return the launcher that the options name, or else the one that suits the environment."""
     program = Path(sys.argv[0]).resolve()  # ranks run the same script
     name = options.launcher

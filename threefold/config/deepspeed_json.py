@@ -513,7 +513,7 @@ def is_shipped(stage: int, precision: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SettingProblem:
     """A setting of the JSON that does not suit the recipe.
 
     Attributes:
@@ -532,13 +532,15 @@ class Problem:
         config[self.block] = {key: value for key, value in block.items() if value is not None}
 
 
-def _combinations(recipe: Recipe, config: dict[str, Any], dims: ParallelDims) -> Iterator[Problem]:
+def _combinations(
+    recipe: Recipe, config: dict[str, Any], dims: ParallelDims
+) -> Iterator[SettingProblem]:
     """Yield the settings of a checked JSON that do not suit the recipe.
 
     The caller may correct the config after each of them.
     """
     for problem in _unsuitable_stages(recipe, config, dims):
-        yield Problem(problem, "zero_optimization", "stage", 2)
+        yield SettingProblem(problem, "zero_optimization", "stage", 2)
     if recipe.training.matmul_precision == "fp8" and precision(config) == "fp16":
         problem = (
             f'training.matmul_precision = "fp8" with weights in fp16 ({recipe.deepspeed}), whose '
@@ -546,7 +548,7 @@ def _combinations(recipe: Recipe, config: dict[str, Any], dims: ParallelDims) ->
             f'"{shipped_json(zero_stage(config), "bf16")}", or training.matmul_precision = '
             f'"weights"'
         )
-        yield Problem(problem, "fp16", "enabled", False)
+        yield SettingProblem(problem, "fp16", "enabled", False)
     gradients = config.get("data_types", {}).get("grad_accum_dtype")
     untied = gradients not in (None, precision(config)) and (
         precision(config) != "bf16" or gradients != "fp32"
@@ -560,7 +562,7 @@ def _combinations(recipe: Recipe, config: dict[str, Any], dims: ParallelDims) ->
             f"stage have a copy of the embedding each, and DeepSpeed would let the copies drift "
             f"apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"
         )
-        yield Problem(problem, "data_types", "grad_accum_dtype")
+        yield SettingProblem(problem, "data_types", "grad_accum_dtype")
 
 
 def _unsuitable_stages(recipe: Recipe, config: dict[str, Any], dims: ParallelDims) -> Iterator[str]:

@@ -79,7 +79,7 @@ class Batch(Section):
         return self
 
 
-class Schedule(Section):
+class LearningRateSchedule(Section):
     """The learning rate over the steps; `learning_rate.py` has the formula."""
 
     warmup_steps: NonNegative
@@ -169,7 +169,7 @@ class Optimizer(Section):
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it. 0: no clipping."""
 
-    schedule: Schedule
+    schedule: LearningRateSchedule
 
     average: Average | None = None
     """Leave the section out to train without an average of the weights."""

@@ -112,7 +112,7 @@ CANDIDATES_PER_BLOCK = 2**14  # windows that are compared with earlier passes at
 
 
 @dataclass(frozen=True)
-class Pass:
+class WindowPass:
     """A pass over windows of one length in the current epoch, in the order of a permutation.
 
     Attributes:
@@ -138,7 +138,7 @@ class CorpusOrder:
         self.length = 0
         self.given = 0  # samples read since `length` changed
         self.epoch = 0  # epoch in which `length` changed
-        self.earlier: tuple[Pass, ...] = ()  # passes of that epoch before `length` changed
+        self.earlier: tuple[WindowPass, ...] = ()  # passes of that epoch before `length` changed
         self._unread: _Unread | None = None
 
     @property
@@ -169,12 +169,12 @@ class CorpusOrder:
         if self._unread is not None:
             considered = self._unread.considered(self.given)
             if considered is not None:
-                self.earlier += (Pass(self.length, self._unread.key, considered),)
+                self.earlier += (WindowPass(self.length, self._unread.key, considered),)
                 return
         epochs, considered = divmod(self.given - self._rest, self.count)
         self.epoch += epochs + (self._unread is not None)
         key = f"{self.name}/{self.epoch}"
-        self.earlier = (Pass(self.length, key, considered),) if considered else ()
+        self.earlier = (WindowPass(self.length, key, considered),) if considered else ()
 
     @property
     def _rest(self) -> int:
@@ -210,7 +210,7 @@ class _Unread:
     They are found block by block, and only the blocks that the run has reached.
     """
 
-    def __init__(self, tokens: int, length: int, key: str, earlier: tuple[Pass, ...]):
+    def __init__(self, tokens: int, length: int, key: str, earlier: tuple[WindowPass, ...]):
         self.tokens, self.length, self.key, self.earlier = tokens, length, key, earlier
         self.count = (tokens - 1) // length
         self._ends = [0]  # unread windows up to the end of each block
@@ -265,7 +265,7 @@ class _Unread:
             unread &= ~self._overlaps(windows, segment)
         return indices[unread], windows[unread]
 
-    def _overlaps(self, windows: np.ndarray, earlier: Pass) -> np.ndarray:
+    def _overlaps(self, windows: np.ndarray, earlier: WindowPass) -> np.ndarray:
         """Return True for each window that shares a token with the windows of an earlier pass."""
         count = (self.tokens - 1) // earlier.length
         first = windows * self.length // earlier.length

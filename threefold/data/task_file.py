@@ -131,7 +131,7 @@ def _multiple_choice(fields: dict[str, Any], place: str, *, prompt: str, delimit
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoringRequest:
     """A continuation whose log-likelihood is computed.
 
     Attributes:

@@ -17,7 +17,7 @@ from models.errors import UserError, counted
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
 from threefold.data.corpus import document_starts
-from threefold.data.task_file import Item, Request, TaskTokenizer, pack, read_items
+from threefold.data.task_file import Item, ScoringRequest, TaskTokenizer, pack, read_items
 
 PADDING = 0  # a token id of every vocabulary
 UNCOUNTED = -1  # request of a padding position
@@ -41,7 +41,7 @@ class Tasks:
     """
 
     tasks: list[TaskItems]
-    requests: list[Request]
+    requests: list[ScoringRequest]
     sequence_length: int
 
     @cached_property
@@ -87,14 +87,14 @@ class Tasks:
         chosen = positions(slices, self.sequence_length)
         return np.stack([self._window(row).requests for row in rows])[:, chosen]
 
-    def _window(self, row: int) -> "Window":
+    def _window(self, row: int) -> "TaskWindow":
         inside = self.windows[row] if row < len(self.windows) else []
-        window = Window.empty(self.sequence_length)
+        window = TaskWindow.empty(self.sequence_length)
         return window.filled([(number, self.requests[number]) for number in inside])
 
 
 @dataclass(frozen=True)
-class Window:
+class TaskWindow:
     """A window of s tokens.
 
     Attributes:
@@ -109,12 +109,12 @@ class Window:
     lengths: tuple[int, ...] = ()
 
     @classmethod
-    def empty(cls, length: int) -> "Window":
+    def empty(cls, length: int) -> "TaskWindow":
         """Return a window of padding."""
         padding = np.full(length, PADDING, np.int64)
         return cls(padding, padding.copy(), np.full(length, UNCOUNTED, np.int64), (length,))
 
-    def filled(self, requests: Sequence[tuple[int, Request]]) -> "Window":
+    def filled(self, requests: Sequence[tuple[int, ScoringRequest]]) -> "TaskWindow":
         """Write requests into this empty window, and return it with their lengths."""
         start, lengths = 0, []
         for number, request in requests:
@@ -166,7 +166,7 @@ def open_tasks(recipe: Recipe) -> Tasks:
     return Tasks(tasks, requests, length)
 
 
-def encode_task(task: TaskItems, tokenizer: TaskTokenizer, length: int) -> list[Request]:
+def encode_task(task: TaskItems, tokenizer: TaskTokenizer, length: int) -> list[ScoringRequest]:
     """Return a request for each choice of each item of a task.
 
     Contexts lose their first tokens if they are too long, as in
@@ -198,5 +198,5 @@ def encode_task(task: TaskItems, tokenizer: TaskTokenizer, length: int) -> list[
             )
         tokens = np.array([*context, *continuation], np.int32)
         kept = tokens[-(length + 1) :]
-        requests.append(Request(kept, len(continuation), is_cut=len(kept) < len(tokens)))
+        requests.append(ScoringRequest(kept, len(continuation), is_cut=len(kept) < len(tokens)))
     return requests

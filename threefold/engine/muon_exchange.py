@@ -38,7 +38,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixPiece:
     """Consecutive elements of a tensor rank's part of a matrix, which one rank holds.
 
     Attributes:
@@ -70,7 +70,7 @@ class Matrix:
 
     shape: tuple[int, int]
     flat: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[MatrixPiece] = field(default_factory=list)
 
     @property
     def elements(self) -> int:
@@ -94,8 +94,8 @@ class Round:
     """
 
     owned: Sequence[Matrix]
-    sent: Sequence[Sequence[Piece]]
-    received: Sequence[Sequence[Piece]]
+    sent: Sequence[Sequence[MatrixPiece]]
+    received: Sequence[Sequence[MatrixPiece]]
 
     @classmethod
     def of_rank(cls, rank: int, owned: Sequence[Sequence[Matrix]]) -> "Round":
@@ -104,14 +104,14 @@ class Round:
             [piece for matrix in matrices for piece in matrix.pieces if piece.rank == rank]
             for matrices in owned
         ]
-        received: list[list[Piece]] = [[] for _ in owned]
+        received: list[list[MatrixPiece]] = [[] for _ in owned]
         for matrix in owned[rank]:
             for piece in matrix.pieces:
                 received[piece.rank].append(piece)
         return cls(owned[rank], sent, received)
 
 
-def sizes(messages: Sequence[Sequence[Piece]]) -> list[int]:
+def sizes(messages: Sequence[Sequence[MatrixPiece]]) -> list[int]:
     """Return the number of elements of each message."""
     return [sum(piece.length for piece in message) for message in messages]
 
@@ -138,11 +138,11 @@ def matrices_of(shards: Sequence[Sequence[Shard]], tensor_size: int) -> list[Mat
     return [matrices[key] for key in sorted(matrices, key=lambda key: (matrices[key].flat, *key))]
 
 
-def _piece(rank: int, shard: Shard, part: MatrixPart) -> Piece:
+def _piece(rank: int, shard: Shard, part: MatrixPart) -> MatrixPiece:
     fragment = shard.fragment
     first = max(fragment.elements.start, part.elements.start)
     last = min(fragment.elements.stop, part.elements.stop)
-    return Piece(
+    return MatrixPiece(
         rank=rank,
         flat=fragment.flat,
         offset=fragment.offset + first - fragment.elements.start,
@@ -279,7 +279,10 @@ class MatrixExchange:
         return self._exchange(sent, current.sent, current.received)
 
     def _exchange(
-        self, sent: Tensor, messages: Sequence[Sequence[Piece]], answers: Sequence[Sequence[Piece]]
+        self,
+        sent: Tensor,
+        messages: Sequence[Sequence[MatrixPiece]],
+        answers: Sequence[Sequence[MatrixPiece]],
     ) -> _Running:
         if self.group is None:
             return _Running(sent, sent, None)
@@ -369,10 +372,10 @@ def _in_place(
         yield held[piece.flat][piece.offset : piece.offset + piece.length], part
 
 
-def _by_part(matrix: Matrix) -> Iterator[list[Piece]]:
+def _by_part(matrix: Matrix) -> Iterator[list[MatrixPiece]]:
     """Yield the pieces of each tensor rank's part or copy, in the order of its elements."""
 
-    def place(piece: Piece) -> tuple[int, int, int]:
+    def place(piece: MatrixPiece) -> tuple[int, int, int]:
         return piece.copy, piece.part.rows.start, piece.part.columns.start
 
     ordered = sorted(matrix.pieces, key=lambda piece: (*place(piece), piece.start))

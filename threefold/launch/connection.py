@@ -142,7 +142,7 @@ class FailedAttempts:
 
 
 @dataclass(frozen=True)
-class Report:
+class AgentReport:
     """A report of an agent; `content` is None if the connection has ended."""
 
     host: str
@@ -269,7 +269,7 @@ class Connections:
         for host in list(self.agents):
             self.close(host)
 
-    def reports(self) -> Iterator[Report]:
+    def reports(self) -> Iterator[AgentReport]:
         """Wait for reports for at most SECONDS_PER_POLL, and yield those that have arrived.
 
         The output of the ranks is printed meanwhile.
@@ -321,13 +321,13 @@ class Connections:
             print(f"launch.py: no connection to {host}: the same error, connection attempt {count}",
                   file=sys.stderr, flush=True)  # fmt: skip
 
-    def _read(self, agent: Agent) -> Iterator[Report]:
+    def _read(self, agent: Agent) -> Iterator[AgentReport]:
         assert agent.process.stdout
         arrived = self._arrived(agent.process.stdout)
         if arrived is None:
             return
         if not arrived:
-            yield Report(agent.host, None)
+            yield AgentReport(agent.host, None)
             return
         agent.heard_at = time.monotonic()
         *lines, agent.rest = (agent.rest + arrived).split(b"\n")
@@ -340,7 +340,7 @@ class Connections:
                 self._failed.pop(agent.host, None)
                 machine = f"{content['host']} {content['boot']}" if content["boot"] else ""
                 if not self.admit(agent.host, machine):
-                    yield Report(agent.host, None)
+                    yield AgentReport(agent.host, None)
                     return
                 agent.send({"do": "begin"})
             elif content["is"] == "ready":
@@ -349,7 +349,7 @@ class Connections:
                     agent.server = {"port": content["port"], "secret": content["secret"]}
                 agent.send({"do": "prepare", "variables": dict(self.variables)})
             else:
-                yield Report(agent.host, content)
+                yield AgentReport(agent.host, content)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

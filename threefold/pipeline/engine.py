@@ -618,7 +618,7 @@ class Event(NamedTuple):
     end: float
 
 
-class Recording:
+class EventRecorder:
     """The events of an engine, from its creation until `stop`."""
 
     def __init__(self, engine: ScheduledEngine):

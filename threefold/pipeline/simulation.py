@@ -113,7 +113,7 @@ class Action(StrEnum):
     SEND = "send"
 
 
-class Event(NamedTuple):
+class SimulatedEvent(NamedTuple):
     """One action of a stage.
 
     work: the pass that is computed, whose input is received, or whose result is sent
@@ -154,7 +154,7 @@ def is_remote(stage: int, other: Pass | None) -> bool:
     return other is not None and other.stage != stage
 
 
-def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[Event]:
+def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[SimulatedEvent]:
     """Yield the actions of a stage in a step: the order in which it calls the communicators.
 
     Before a stage waits for a message, it posts the receive of the message after it. All receives
@@ -169,12 +169,12 @@ def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[Event
         for work in unit:
             if is_remote(stage, pipeline.needed(work)):
                 yield from receives.up_to(next(needed, None))
-                yield Event(Action.WAIT, work)
+                yield SimulatedEvent(Action.WAIT, work)
         for work in unit:
-            yield Event(Action.COMPUTE, work)
+            yield SimulatedEvent(Action.COMPUTE, work)
         for work in unit:
             if is_remote(stage, pipeline.receiver(work)):
-                yield Event(Action.SEND, work)
+                yield SimulatedEvent(Action.SEND, work)
 
 
 class _Receives:
@@ -190,7 +190,7 @@ class _Receives:
         self.indices = {w: n for messages in self.messages.values() for n, w in enumerate(messages)}
         self.posted = dict.fromkeys(self.messages, 0)
 
-    def up_to(self, work: Pass | None) -> Iterator[Event]:
+    def up_to(self, work: Pass | None) -> Iterator[SimulatedEvent]:
         """Yield the receives that must be posted for the message of `work` to arrive."""
         if work is None:
             return
@@ -199,5 +199,5 @@ class _Receives:
         sender = source.stage
         end = max(self.indices[work] + 1, self.posted[sender])
         for message in self.messages[sender][self.posted[sender] : end]:
-            yield Event(Action.POST_RECEIVE, message)
+            yield SimulatedEvent(Action.POST_RECEIVE, message)
         self.posted[sender] = end

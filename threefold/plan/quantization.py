@@ -9,7 +9,7 @@ from threefold.gpus.datasheet import Gpu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class OperandFormat:
     """A format of the operands of matmuls.
 
     Attributes:
@@ -31,24 +31,26 @@ class Format:
 # 1.0: 32 elements and a scale of 8 bits; NVFP4: 16 elements, a scale of 8 bits and one for the
 # tensor) are found while a tile is in registers. Scales of rows differ from those of columns, so
 # that both copies are read and scaled separately.
-FORMATS: Mapping[str, Format] = MappingProxyType(
+FORMATS: Mapping[str, OperandFormat] = MappingProxyType(
     {
-        "fp8-tensor": Format(peak="fp8", bytes_per_element=1, cast_bytes=2 + 2 + 2 * 1),
-        "fp8-row": Format(peak="fp8", bytes_per_element=1, cast_bytes=2 * (2 + 2 + 1)),
-        "fp8-block": Format(peak="fp8", bytes_per_element=1 + 4 / 128, cast_bytes=2 + 2 * 1),
-        "mxfp8": Format(peak="fp8", bytes_per_element=1 + 1 / 32, cast_bytes=2 + 2 * 1),
+        "fp8-tensor": OperandFormat(peak="fp8", bytes_per_element=1, cast_bytes=2 + 2 + 2 * 1),
+        "fp8-row": OperandFormat(peak="fp8", bytes_per_element=1, cast_bytes=2 * (2 + 2 + 1)),
+        "fp8-block": OperandFormat(peak="fp8", bytes_per_element=1 + 4 / 128, cast_bytes=2 + 2 * 1),
+        "mxfp8": OperandFormat(peak="fp8", bytes_per_element=1 + 1 / 32, cast_bytes=2 + 2 * 1),
         # Those of Threefold (models/kernels/fp8.py). Its casts along rows and columns are separate
         # kernels, and it dequantizes both copies where no matmul has scales of blocks.
-        "fp8-tiles": Format(
+        "fp8-tiles": OperandFormat(
             peak="fp8", bytes_per_element=1 + 4 / 128, cast_bytes=2 * (2 + 1), casts_weights=True
         ),
-        "fp8-dequantized": Format(
+        "fp8-dequantized": OperandFormat(
             peak="",
             bytes_per_element=1 + 4 / 128,
             cast_bytes=2 * (2 + 1 + 1 + 2),
             casts_weights=True,
         ),
-        "nvfp4": Format(peak="fp4", bytes_per_element=0.5 + 1 / 16, cast_bytes=2 + 2 + 2 * 0.5),
+        "nvfp4": OperandFormat(
+            peak="fp4", bytes_per_element=0.5 + 1 / 16, cast_bytes=2 + 2 + 2 * 0.5
+        ),
     }
 )
 # Words of a table's precision, in the order in which they are tried.
@@ -75,7 +77,7 @@ class Quantization:
     wide_layers: int = 0
 
     @property
-    def format(self) -> Format:
+    def format(self) -> OperandFormat:
         """The format of the operands."""
         return FORMATS[self.kind]
 

@@ -34,11 +34,11 @@ from threefold.data.token_file import (
 )
 from threefold.prepare_data.documents import EmptyPart
 from threefold.prepare_data.formats import NumberedPiece, describe
-from threefold.prepare_data.tokenization import PARTS, Report, Tokenization, new_folder
+from threefold.prepare_data.tokenization import PARTS, PieceCounts, Tokenization, new_folder
 from threefold.run_folder.json_lines import flush
 
 BLOCK_BYTES = 2**24
-LOCATION_KEYS = ("files", "start", "stop", "unit")  # fields of a Piece in pieces.jsonl
+LOCATION_KEYS = ("files", "start", "stop", "unit")  # fields of a SourcePiece in pieces.jsonl
 COUNT_KEYS = ("documents", "tokens")  # counts of a part in the manifest
 
 
@@ -124,7 +124,9 @@ def join(
     return manifest
 
 
-def divide(tokenization: Tokenization, folder: Path, report: Report) -> tuple[Path, Report]:
+def divide(
+    tokenization: Tokenization, folder: Path, report: PieceCounts
+) -> tuple[Path, PieceCounts]:
     """Divide the only document of a corpus by tokens: its end is the validation part.
 
     Args:
@@ -145,11 +147,11 @@ def divide(tokenization: Tokenization, folder: Path, report: Report) -> tuple[Pa
             with TokenFileWriter(room / name, file.dtype) as writer:
                 writer.write(content, np.array([len(content)], np.int64))
             parts[name] = {"documents": 1, "tokens": len(content), "sha256": writer.hashes["bin"]}
-    return target, Report(parts=parts, skipped=report.skipped)
+    return target, PieceCounts(parts=parts, skipped=report.skipped)
 
 
 def count_skipped(
-    tokenization: Tokenization, pieces: Sequence[NumberedPiece], reports: Sequence[Report]
+    tokenization: Tokenization, pieces: Sequence[NumberedPiece], reports: Sequence[PieceCounts]
 ) -> dict[str, dict[str, Any]]:
     """Return the number of skipped rows by kind of problem, and the first of each kind in words."""
     total: dict[str, dict[str, Any]] = {}
@@ -162,7 +164,7 @@ def count_skipped(
     return total
 
 
-def sum_documents(reports: Sequence[Report]) -> int:
+def sum_documents(reports: Sequence[PieceCounts]) -> int:
     """Return the number of documents in all parts of all pieces."""
     return sum(counts["documents"] for report in reports for counts in report.parts.values())
 

@@ -43,7 +43,7 @@ READ_ERRORS = (OSError, ArrowException)
 
 
 @dataclass(frozen=True)
-class Piece:
+class SourcePiece:
     """A part of a source.
 
     files: paths, or the name of a dataset
@@ -65,7 +65,7 @@ class Piece:
         return describe(self.files, self.start, self.stop, self.unit)
 
 
-NumberedPiece = tuple[int, Piece]  # index of the format that reads the piece, and the piece
+NumberedPiece = tuple[int, SourcePiece]  # index of the format that reads the piece, and the piece
 
 
 def describe(files: Sequence[str], start: int, stop: int | None, unit: str) -> str:
@@ -94,18 +94,18 @@ class Format(ABC):
     always_skipped: frozenset[str] = frozenset()
 
     @abstractmethod
-    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+    def pieces(self, target_bytes: int) -> Iterator[SourcePiece]:
         """Yield the pieces of the source in order, each of about `target_bytes`."""
 
     @abstractmethod
-    def rows(self, piece: Piece) -> Iterator[Row]:
+    def rows(self, piece: SourcePiece) -> Iterator[Row]:
         """Yield the rows of a piece."""
 
-    def place(self, piece: Piece, position: int) -> str:
+    def place(self, piece: SourcePiece, position: int) -> str:
         """Return the location of a row in words that a user can search for."""
         return f"{piece.files[0]}, row {position}"
 
-    def version(self, piece: Piece) -> str:
+    def version(self, piece: SourcePiece) -> str:
         """Return the current version of the files that the piece is read from."""
         return " ".join(version_of(Path(file)) for file in piece.files)
 
@@ -135,17 +135,17 @@ class TextLines(Format):
     def __init__(self, file: Path):
         self.file = file
 
-    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+    def pieces(self, target_bytes: int) -> Iterator[SourcePiece]:
         """Yield ranges of bytes; a compressed file is one piece."""
         size, version = self.file.stat().st_size, version_of(self.file)
         if self.file.suffix in COMPRESSED:
-            yield Piece((str(self.file),), 0, None, size, version)
+            yield SourcePiece((str(self.file),), 0, None, size, version)
             return
         for start in range(0, size, target_bytes):
             stop = min(start + target_bytes, size)
-            yield Piece((str(self.file),), start, stop, stop - start, version, "bytes")
+            yield SourcePiece((str(self.file),), start, stop, stop - start, version, "bytes")
 
-    def rows(self, piece: Piece) -> Iterator[Row]:
+    def rows(self, piece: SourcePiece) -> Iterator[Row]:
         """Yield the lines that begin in the piece.
 
         Raises:
@@ -174,7 +174,7 @@ class TextLines(Format):
                     yield Row(position, content)
                 position += len(line)
 
-    def _too_long(self, piece: Piece, position: int, reason: str) -> UserError:
+    def _too_long(self, piece: SourcePiece, position: int, reason: str) -> UserError:
         place = self.place(piece, position)
         return UserError(f"{place} {reason}; split it into several documents, one per line")
 
@@ -185,7 +185,7 @@ class TextLines(Format):
         text = decoded(line.rstrip(b"\r\n"))
         return text if isinstance(text, Problem) else document(text, "the line")
 
-    def place(self, piece: Piece, position: int) -> str:
+    def place(self, piece: SourcePiece, position: int) -> str:
         """Return the file and the line number of a row."""
         with open_bytes(self.file) as stream:
             number, left = 1, position
@@ -214,12 +214,12 @@ class JsonArray(Format):
     def __init__(self, file: Path, column: str):
         self.file, self.column = file, column
 
-    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+    def pieces(self, target_bytes: int) -> Iterator[SourcePiece]:
         """Yield the whole file as one piece."""
         size = self.file.stat().st_size
-        yield Piece((str(self.file),), 0, None, size, version_of(self.file))
+        yield SourcePiece((str(self.file),), 0, None, size, version_of(self.file))
 
-    def rows(self, piece: Piece) -> Iterator[Row]:
+    def rows(self, piece: SourcePiece) -> Iterator[Row]:
         """Yield the array's objects.
 
         Raises:
@@ -243,7 +243,7 @@ class Texts(Format):
     def __init__(self, files: list[Path], *, lenient: bool = False):
         self.files, self.lenient = files, lenient
 
-    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+    def pieces(self, target_bytes: int) -> Iterator[SourcePiece]:
         """Yield groups of neighbouring files."""
         group: list[Path] = []
         size = 0
@@ -252,10 +252,10 @@ class Texts(Format):
             size += file.stat().st_size
             if size >= target_bytes or file == self.files[-1]:
                 versions = " ".join(map(version_of, group))
-                yield Piece(tuple(map(str, group)), 0, None, size, versions)
+                yield SourcePiece(tuple(map(str, group)), 0, None, size, versions)
                 group, size = [], 0
 
-    def rows(self, piece: Piece) -> Iterator[Row]:
+    def rows(self, piece: SourcePiece) -> Iterator[Row]:
         """Yield the text of each file."""
         for number, name in enumerate(piece.files):
             content = read_whole(Path(name), "divide it into several files")
@@ -265,7 +265,7 @@ class Texts(Format):
             if isinstance(text, str) or not self.lenient:
                 yield Row(number, text)
 
-    def place(self, piece: Piece, position: int) -> str:
+    def place(self, piece: SourcePiece, position: int) -> str:
         """Return the name of the file."""
         return piece.files[position]
 

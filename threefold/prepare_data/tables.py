@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from models.errors import UserError, reason_of
 from threefold.prepare_data.documents import Problem, Row, advice, document, field, printable
-from threefold.prepare_data.formats import READ_ERRORS, Format, Piece, version_of
+from threefold.prepare_data.formats import READ_ERRORS, Format, SourcePiece, version_of
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -41,17 +41,17 @@ class Parquet(Format):
             raise UserError(f"{file} cannot be read: {reason_of(error)}") from None
         check_column(str(file), column, names, self._first_rows())
 
-    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+    def pieces(self, target_bytes: int) -> Iterator[SourcePiece]:
         """Yield groups of neighbouring row groups."""
         about = parquet.read_metadata(self.file)
         version, first, size = version_of(self.file), 0, 0
         for group in range(about.num_row_groups):
             size += about.row_group(group).total_byte_size
             if size >= target_bytes or group == about.num_row_groups - 1:
-                yield Piece((str(self.file),), first, group + 1, size, version, "row groups")
+                yield SourcePiece((str(self.file),), first, group + 1, size, version, "row groups")
                 first, size = group + 1, 0
 
-    def rows(self, piece: Piece) -> Iterator[Row]:
+    def rows(self, piece: SourcePiece) -> Iterator[Row]:
         """Yield the rows of the piece's row groups."""
         with parquet.ParquetFile(self.file) as content:
             assert piece.stop is not None  # only pieces of text files have no stop
@@ -89,7 +89,7 @@ class Rows(Format):
         self.name, self.dataset, self.column = name, dataset.select_columns([column]), column
         self.fingerprint, self.split = dataset._fingerprint, split
 
-    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+    def pieces(self, target_bytes: int) -> Iterator[SourcePiece]:
         """Yield ranges of rows."""
         count = len(self.dataset)
         row_bytes = max(1, self.dataset.data.nbytes // max(1, count))
@@ -97,19 +97,19 @@ class Rows(Format):
         for start in range(0, count, step):
             stop = min(start + step, count)
             size = (stop - start) * row_bytes
-            yield Piece((self.name,), start, stop, size, self.fingerprint, "rows")
+            yield SourcePiece((self.name,), start, stop, size, self.fingerprint, "rows")
 
-    def place(self, piece: Piece, position: int) -> str:
+    def place(self, piece: SourcePiece, position: int) -> str:
         """Return the dataset, the split and the row number."""
         return ", ".join(
             filter(None, (self.name, self.split and f"{self.split} split", f"row {position}"))
         )
 
-    def version(self, piece: Piece) -> str:
+    def version(self, piece: SourcePiece) -> str:
         """Return the dataset's fingerprint."""
         return self.fingerprint
 
-    def rows(self, piece: Piece) -> Iterator[Row]:
+    def rows(self, piece: SourcePiece) -> Iterator[Row]:
         """Yield the rows of the piece."""
         stop = piece.stop
         assert stop is not None  # only pieces of text files have no stop
@@ -140,22 +140,22 @@ class Stream(Format):
         self.name, self.dataset, self.column = name, dataset, column
         self.split, self.identity = split, identity
 
-    def pieces(self, target_bytes: int) -> Iterator[Piece]:
+    def pieces(self, target_bytes: int) -> Iterator[SourcePiece]:
         """Yield the shards of the dataset."""
         for shard in range(self.dataset.num_shards):
-            yield Piece((self.name,), shard, shard + 1, 1, self.identity, "shards")
+            yield SourcePiece((self.name,), shard, shard + 1, 1, self.identity, "shards")
 
-    def version(self, piece: Piece) -> str:
+    def version(self, piece: SourcePiece) -> str:
         """Return the identity with which the dataset was opened."""
         return self.identity
 
-    def rows(self, piece: Piece) -> Iterator[Row]:
+    def rows(self, piece: SourcePiece) -> Iterator[Row]:
         """Yield the rows of the shard."""
         shard = self.dataset.shard(num_shards=self.dataset.num_shards, index=piece.start)
         for number, row in enumerate(from_library(shard, piece)):
             yield Row(number, field(row, self.column))
 
-    def place(self, piece: Piece, position: int) -> str:
+    def place(self, piece: SourcePiece, position: int) -> str:
         """Return the dataset, the split, the shard and the row number."""
         return f"{self.name}, {self.split} split, shard {piece.start}, row {position}"
 

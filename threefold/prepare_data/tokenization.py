@@ -32,7 +32,7 @@ from tqdm import tqdm
 from models.errors import UserError, counted, reason_of
 from threefold.data.token_file import TokenFileWriter, token_type
 from threefold.prepare_data.documents import EmptyPart, Row
-from threefold.prepare_data.formats import READ_ERRORS, Format, NumberedPiece, Piece
+from threefold.prepare_data.formats import READ_ERRORS, Format, NumberedPiece, SourcePiece
 from threefold.run_folder.json_lines import flush
 from threefold.runtime.exits import interrupts_blocked
 from threefold.runtime.output import SECONDS_BETWEEN_LINES
@@ -73,7 +73,7 @@ class Tokenization:
     folder: Path
     held_out: frozenset[int] = frozenset()
 
-    def name(self, format_number: int, piece: Piece) -> str:
+    def name(self, format_number: int, piece: SourcePiece) -> str:
         """Return the name of a piece's folder: a hash of everything that determines its content."""
         reader = self.formats[format_number]
         decides = (
@@ -91,7 +91,7 @@ class Tokenization:
         )
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:24]
 
-    def find(self, format_number: int, piece: Piece) -> "Report | None":
+    def find(self, format_number: int, piece: SourcePiece) -> "PieceCounts | None":
         """Return the report of a finished piece, or None if it skipped rows that `skip` forbids."""
         file = self.folder / self.name(format_number, piece) / REPORT
         if not file.is_file():
@@ -120,13 +120,13 @@ class Tokenization:
             )
         return outdated
 
-    def run(self, format_number: int, piece: Piece, progress: Queue) -> "Report":
+    def run(self, format_number: int, piece: SourcePiece, progress: Queue) -> "PieceCounts":
         """Tokenize a piece.
 
         Raises:
             UserError: A row is not a document, and `skip` does not name its kind of problem.
         """
-        report = Report()
+        report = PieceCounts()
         reader = self.formats[format_number]
         dtype = token_type(self.vocab_size)
         with new_folder(self.folder / self.name(format_number, piece)) as room:
@@ -180,7 +180,7 @@ class Tokenization:
 
 
 @dataclass
-class Report:
+class PieceCounts:
     """The counts of a finished piece.
 
     parts: documents, tokens and SHA-256 of the .bin, by part
@@ -191,7 +191,7 @@ class Report:
     skipped: dict[str, Skipped] = field(default_factory=dict)
 
 
-def read_report(file: Path) -> Report:
+def read_report(file: Path) -> PieceCounts:
     """Read the report of a finished piece.
 
     Raises:
@@ -199,7 +199,7 @@ def read_report(file: Path) -> Report:
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return Report(parts=dict(content["parts"]), skipped=dict(content["skipped"]))
+        return PieceCounts(parts=dict(content["parts"]), skipped=dict(content["skipped"]))
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} is damaged ({reason_of(error)}); delete {file.parent} and rerun the same "
@@ -208,14 +208,14 @@ def read_report(file: Path) -> Report:
 
 
 def texts_of(
-    reader: Format, piece: Piece, skip: frozenset[str], report: Report | None = None
+    reader: Format, piece: SourcePiece, skip: frozenset[str], report: PieceCounts | None = None
 ) -> Iterator[str]:
     """Yield the texts of a piece.
 
     Raises:
         UserError: A row is not a document; the message names the file, the line and the reason.
     """
-    report = report or Report()
+    report = report or PieceCounts()
     for row in readable(reader, piece):
         if isinstance(row.content, str):
             yield row.content
@@ -231,7 +231,7 @@ def texts_of(
         report.skipped.setdefault(kind, known)["rows"] += 1
 
 
-def readable(reader: Format, piece: Piece) -> Iterator[Row]:
+def readable(reader: Format, piece: SourcePiece) -> Iterator[Row]:
     """Yield the rows of a piece.
 
     Raises:
@@ -294,7 +294,7 @@ def check_parts(
     if held_out:
         own["validation"] = [item for item in pieces if item[0] in held_out]
     for part, items in own.items():
-        report, documents, characters = Report(), 0, 0
+        report, documents, characters = PieceCounts(), 0, 0
         kinds: set[bool] = set()  # True: held out
         for text in chain.from_iterable(texts_of(formats[n], p, skip, report) for n, p in items):
             documents, characters = documents + 1, characters + len(text)
@@ -369,7 +369,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def run_piece(format_number: int, piece: Piece) -> Report:
+def run_piece(format_number: int, piece: SourcePiece) -> PieceCounts:
     """Tokenize a piece in a worker."""
     tokenization, progress = _working
     return tokenization.run(format_number, piece, progress)
@@ -420,7 +420,7 @@ def _run(
     pool: ProcessPoolExecutor, left: list[NumberedPiece], speed: "Speed", *, processes: int
 ) -> None:
     coming = iter(left)
-    running: dict[Future, Piece] = {}
+    running: dict[Future, SourcePiece] = {}
     while True:
         while len(running) < PIECES_IN_FLIGHT_PER_PROCESS * processes:
             item = next(coming, None)
@@ -452,7 +452,7 @@ class Speed:
             tqdm(total=self.total, unit="B", unit_scale=True) if sys.stdout.isatty() else None
         )
 
-    def finished(self, piece: Piece) -> None:
+    def finished(self, piece: SourcePiece) -> None:
         """Count a finished piece."""
         self.done += piece.size
         self.pieces += 1

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from models.errors import UserError
 from models.kernels.attention import document_kernel_name
 from threefold.checkpoint.resume import (
-    Request,
+    ResumeRequest,
     Start,
     begin_branch,
     find_start,
@@ -220,7 +220,7 @@ def find_resume_point(
     Raises:
         UserError: no checkpoint can be used, or it belongs to another experiment.
     """
-    crumb, request = handle.supervisor.crumb, Request(resume, resume_once)
+    crumb, request = handle.supervisor.crumb, ResumeRequest(resume, resume_once)
     crumb.note("verifying checkpoints")
     find_in_memory = None
     if handle.memory:
@@ -386,7 +386,7 @@ def open_run(
                 engine, experiment.recipe, folder, precision=precision, show=tracker.show
             ),
             startup=startup,
-            find_start=partial(find_start, folder, Request(), recipe, data.fingerprint),
+            find_start=partial(find_start, folder, ResumeRequest(), recipe, data.fingerprint),
         )
         if not engine.compiled:  # otherwise the first step compiles, and belongs to the start-up
             supervisor.expect_steps()

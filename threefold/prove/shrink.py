@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from models.config import FP8_TILE, Experts, LatentAttention, ModelConfig
+from models.config import FP8_TILE, Experts, Latents, ModelConfig
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.data.token_file import write_token_file
@@ -167,9 +167,7 @@ def small_attention(model: ModelConfig, sizes: Mapping[str, Any], head_size: int
     return small
 
 
-def small_latent(
-    latent: LatentAttention, head_size: int, rotary_size: int
-) -> dict[str, int | None]:
+def small_latent(latent: Latents, head_size: int, rotary_size: int) -> dict[str, int | None]:
     """Return small sizes of latent attention; the ranks differ from each other and the rest."""
     value_size = head_size if latent.value_size > latent.rotary_size else rotary_size
     return {

@@ -31,7 +31,7 @@ from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
-from threefold.data.task_file import Request
+from threefold.data.task_file import ScoringRequest
 from threefold.data.tasks import Tasks
 from threefold.engine.build import build_from_recipe
 from threefold.engine.engine import Engine, StepResult, is_partitioned
@@ -185,7 +185,7 @@ def proof_task(data: TrainingData) -> Tasks:
     for number in range(TASK_REQUESTS):
         tokens = data.validation[""].read(number)  # [s + 1]
         kept = 2 + number * (length - 1) // (TASK_REQUESTS - 1)
-        requests.append(Request(tokens[:kept].astype(np.int32), 1 + number % (kept - 1)))
+        requests.append(ScoringRequest(tokens[:kept].astype(np.int32), 1 + number % (kept - 1)))
     return Tasks([], requests, length)
 
 

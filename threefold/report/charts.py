@@ -17,7 +17,7 @@ from bokeh.models import (
 from bokeh.plotting import figure
 
 from threefold.report.run_record import SYMBOLS, TURNS, Mark, RunRecord, Steps, spread
-from threefold.report.summaries import Prediction, reduced, trend
+from threefold.report.summaries import PredictedRun, reduced, trend
 
 MAX_OTHER_PANELS = 16
 LOSS = "loss"
@@ -69,7 +69,7 @@ class Panel:
     wide: bool = False
 
 
-def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> list[Panel]:
+def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, PredictedRun]) -> list[Panel]:
     """Return the panels of the metrics that at least one run has.
 
     Args:
@@ -134,7 +134,7 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, Prediction]) -> lis
 
 
 def _flops_per_second(
-    runs: Sequence[RunRecord], plans: Mapping[int, Prediction]
+    runs: Sequence[RunRecord], plans: Mapping[int, PredictedRun]
 ) -> Iterator[Panel]:
     """Yield the panel of TFLOP/s if the peak of a run's device, and so its MFU, is not known."""
     without = [
@@ -152,7 +152,7 @@ def _flops_per_second(
 
 
 def _planned(
-    plans: Mapping[int, Prediction],
+    plans: Mapping[int, PredictedRun],
     attribute: str,
     runs: Sequence[RunRecord],
     *,

@@ -46,7 +46,7 @@ from threefold.report.charts import (
     panels_of,
 )
 from threefold.report.run_record import RunRecord, describe, marks_of
-from threefold.report.summaries import Prediction, SourceShare, predict, shares_read
+from threefold.report.summaries import PredictedRun, SourceShare, predict, shares_read
 from threefold.run_folder.history import CAUSE_TEXTS
 from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE, number
 from threefold.run_folder.lock import is_held
@@ -60,33 +60,33 @@ UNITS = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, 
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table: its title, and a text for each run."""
 
     title: str
     cells: Sequence[str]
 
 
-def summary(runs: Sequence[RunRecord]) -> list[Row]:
+def summary(runs: Sequence[RunRecord]) -> list[TableRow]:
     """Return the most important numbers of each run."""
     metrics = list(dict.fromkeys(
         name for run in runs for name in run.steps.values
         if name.startswith(("validation_loss", "validation/", "averaged_validation", "tasks/"))
     ))  # fmt: skip
     rows = [
-        Row("state", [state(run) for run in runs]),
-        Row("steps", [_steps(run) for run in runs]),
-        Row("tokens", [_large(run.steps.last("tokens")) for run in runs]),
-        Row("training compute", [_compute(run) for run in runs]),
-        Row("loss, last step", [_number(run.steps.last("loss"), 5) for run in runs]),
-        *(Row(name, [_number(run.steps.last(name), 5) for run in runs]) for name in metrics),
-        Row("tokens per second, median",
+        TableRow("state", [state(run) for run in runs]),
+        TableRow("steps", [_steps(run) for run in runs]),
+        TableRow("tokens", [_large(run.steps.last("tokens")) for run in runs]),
+        TableRow("training compute", [_compute(run) for run in runs]),
+        TableRow("loss, last step", [_number(run.steps.last("loss"), 5) for run in runs]),
+        *(TableRow(name, [_number(run.steps.last(name), 5) for run in runs]) for name in metrics),
+        TableRow("tokens per second, median",
             [_count(run.steps.median("tokens_per_second")) for run in runs]),
-        Row("goodput", [_percent(run.wall_time["kept"]) for run in runs]),
-        Row("wall time", [f"{run.hours:.2f} h" for run in runs]),
-        Row("ranks", [str(run.world_size or NONE) for run in runs]),
-        Row("layout", [_layout(run) for run in runs]),
-        Row("code", [_code(run) for run in runs]),
+        TableRow("goodput", [_percent(run.wall_time["kept"]) for run in runs]),
+        TableRow("wall time", [f"{run.hours:.2f} h" for run in runs]),
+        TableRow("ranks", [str(run.world_size or NONE) for run in runs]),
+        TableRow("layout", [_layout(run) for run in runs]),
+        TableRow("code", [_code(run) for run in runs]),
     ]  # fmt: skip
     return [row for row in rows if any(cell != NONE for cell in row.cells)]
 
@@ -103,7 +103,7 @@ def state(run: RunRecord) -> str:
     return "interrupted"
 
 
-def plan_rows(run: RunRecord, plan: Prediction) -> list[Sequence[str]]:
+def plan_rows(run: RunRecord, plan: PredictedRun) -> list[Sequence[str]]:
     """Return measured and planned numbers of a run: name, measured, planned, difference.
 
     Metrics that the run does not have, such as the MFU of a CPU, are left out.
@@ -217,11 +217,11 @@ def slowest_ranks(run: RunRecord) -> list[Sequence[str]]:
     ]  # fmt: skip
 
 
-def recipe_differences(runs: Sequence[RunRecord]) -> list[Row]:
+def recipe_differences(runs: Sequence[RunRecord]) -> list[TableRow]:
     """Return the keys of the recipes whose values differ between the runs."""
     tables = [flat(run.table) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
-    rows = [Row(key, [table.get(key, NONE) for table in tables]) for key in keys]
+    rows = [TableRow(key, [table.get(key, NONE) for table in tables]) for key in keys]
     return [row for row in rows if len(set(row.cells)) > 1]
 
 
@@ -240,7 +240,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return entries
 
 
-def planned(run: RunRecord, predict: Any, gpu: str | None) -> tuple[Prediction | None, str]:
+def planned(run: RunRecord, predict: Any, gpu: str | None) -> tuple[PredictedRun | None, str]:
     """Return the prediction of a run, or None and the reason why there is none."""
     try:
         return predict(run, gpu), ""
@@ -384,7 +384,7 @@ def render(
 
 
 def _run_facts(
-    run: RunRecord, index: int, plan: tuple[Prediction | None, str], marks: Sequence[Any]
+    run: RunRecord, index: int, plan: tuple[PredictedRun | None, str], marks: Sequence[Any]
 ) -> dict[str, Any]:
     """Return the facts about a run that the template shows."""
     wall_time, start = wall_time_parts(run), 0.0

@@ -22,7 +22,7 @@ USUAL_GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class PredictedRun:
     """The planner's numbers for a run.
 
     Attributes:
@@ -46,7 +46,7 @@ class Prediction:
     device_gib: float
 
 
-def predict(record: RunRecord, gpu: str | None) -> Prediction:
+def predict(record: RunRecord, gpu: str | None) -> PredictedRun:
     """Predict the speed and the memory of a run.
 
     Args:
@@ -68,7 +68,7 @@ def predict(record: RunRecord, gpu: str | None) -> Prediction:
     job, problem = own_job(recipe, machine, THREEFOLD)
     if job is None:
         raise UserError(problem)
-    return Prediction(
+    return PredictedRun(
         gpu=name,
         ranks=ranks,
         **metrics_of_job(job, recipe.training.steps),

@@ -35,7 +35,7 @@ MAX_RANKS_OF_A_COLLECTIVE = 8
 
 
 @dataclass(frozen=True)
-class Operation:
+class LaunchedOperation:
     """A collective, a send or a receive that has been launched and has not ended.
 
     Attributes:
@@ -75,9 +75,9 @@ class Launched:
     ranks: list[int]
     collectives: int
     transfers: int
-    pending: list[Operation]
+    pending: list[LaunchedOperation]
 
-    def has_launched(self, operation: Operation) -> bool:
+    def has_launched(self, operation: LaunchedOperation) -> bool:
         """Return True if this rank has launched an operation of the group."""
         newest = self.transfers if operation.is_transfer else self.collectives
         return newest >= operation.sequence
@@ -123,11 +123,11 @@ def is_pending(entry: Mapping[str, Any]) -> bool:
     return not entry["retired"] and entry["state"] != "completed"
 
 
-def operation_of(entry: Mapping[str, Any]) -> Operation:
+def operation_of(entry: Mapping[str, Any]) -> LaunchedOperation:
     """Turn an entry of a dump into an operation."""
     is_transfer = entry["is_p2p"]
     of = "input" if entry["input_sizes"] else "output"
-    return Operation(
+    return LaunchedOperation(
         name=entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
         sequence=entry["p2p_seq_id" if is_transfer else "collective_seq_id"],
         is_transfer=is_transfer,
@@ -198,7 +198,7 @@ def _describe_operation(
     return False, text
 
 
-def _expected(operation: Operation, group: Launched) -> list[int]:
+def _expected(operation: LaunchedOperation, group: Launched) -> list[int]:
     """Return the ranks that an operation needs and whose sequence numbers can be compared.
 
     Each rank counts only the transfers that it takes part in. Two ranks count the same transfers
@@ -207,7 +207,7 @@ def _expected(operation: Operation, group: Launched) -> list[int]:
     return [] if operation.is_transfer and len(group.ranks) > 2 else group.ranks
 
 
-def _match(one: Operation, other: Operation) -> bool:
+def _match(one: LaunchedOperation, other: LaunchedOperation) -> bool:
     """Return True if two ranks are in the same collective; sizes of an all-reduce must be equal."""
     if one.is_transfer:
         return True

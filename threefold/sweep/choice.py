@@ -30,7 +30,7 @@ ALL = 10**9  # more layouts than a search finds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class TrialRequest:
     """The trials that a user asks for.
 
     Attributes:
@@ -99,7 +99,7 @@ class Combination:
         return PhasePlan(recipe).phases[0].recipe
 
 
-def choose(request: Request) -> Choice:
+def choose(request: TrialRequest) -> Choice:
     """Return the trials of a request, by kind of workers and then by predicted step time.
 
     Raises:
@@ -126,7 +126,7 @@ def choose(request: Request) -> Choice:
     return choice
 
 
-def trial_of(recipe: Recipe, request: Request, *, source: str) -> Trial:
+def trial_of(recipe: Recipe, request: TrialRequest, *, source: str) -> Trial:
     """Return the trial of a recipe.
 
     `tracking.timeline_step` asks for the split of a step. It is removed from the recipe, because
@@ -178,7 +178,7 @@ def nothing_to_run(choice: Choice) -> str:
     return f"no layout is left ({reasons or 'none is valid'}); use more GPUs or a smaller model"
 
 
-def combinations(request: Request, grid: Sequence[Sequence[str]]) -> Iterator[Combination]:
+def combinations(request: TrialRequest, grid: Sequence[Sequence[str]]) -> Iterator[Combination]:
     """Yield the product of recipes, clusters and settings."""
     unchanged: list[int | None] = [None]
     clusters = [

@@ -48,7 +48,7 @@ MAX_REASON_CHARACTERS = 160  # in a progress line
 
 
 @dataclass
-class Progress:
+class SweepProgress:
     """The progress of this command's trials.
 
     Attributes:
@@ -237,7 +237,7 @@ def outcomes(results: Iterable[tuple[Trial, Result]], choice: Choice) -> dict[st
     return {name: counts[name] for name in OUTCOMES}
 
 
-def overhead_line(progress: Progress, measured_seconds: float) -> str:
+def overhead_line(progress: SweepProgress, measured_seconds: float) -> str:
     """Return a line with the time that the sweep has spent outside of steps."""
     count = len(progress.done)
     overhead = (progress.seconds - measured_seconds) / max(1, count)

@@ -10,7 +10,7 @@ from threefold.plan.calibration.fit import RankedTime, leading
 from threefold.plan.stage_contents import stage_parameters
 from threefold.sweep.folder import SweepFolder, SweepStopped
 from threefold.sweep.ranks.controller import Workers, WorkersAbandoned, WorkersFailed
-from threefold.sweep.ranks.launchers import Launcher
+from threefold.sweep.ranks.launchers import WorkerLauncher
 from threefold.sweep.trial import SPLIT_STEPS, Result, Trial, competitors
 
 # Time limit of a trial. Building initializes the weights and may compile kernels.
@@ -34,7 +34,7 @@ class Scheduler:
     """
 
     folder: SweepFolder
-    launcher: Launcher
+    launcher: WorkerLauncher
     seconds_per_trial: float | None = None
     measured_seconds: float = 0.0
     _workers: Workers | None = None

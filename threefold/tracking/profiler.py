@@ -34,7 +34,7 @@ from threefold.config.parallel_dims import Coordinates, ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.engine.engine import Engine, PipelinedEngine
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
-from threefold.pipeline.engine import Event, Recording, passes_of
+from threefold.pipeline.engine import Event, EventRecorder, passes_of
 from threefold.pipeline.simulation import Timeline, simulate, typical_seconds
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.block import BACKWARD_SLOWER, fused_attention_seconds, matmul_seconds
@@ -84,7 +84,7 @@ class TimelineRecorder:
         if not self.steps:
             dist.barrier()
             self.origin = perf_counter()
-        recording = Recording(self.engine.wrapped)
+        recording = EventRecorder(self.engine.wrapped)
         try:
             yield
         finally:
@@ -178,7 +178,7 @@ Shapes = tuple[tuple[int, ...], ...]  # of the tensor arguments; () for other ar
 
 
 @dataclass(frozen=True)
-class Operation:
+class ProfiledOperation:
     """All calls of an operation with the same shapes in a step, on one rank.
 
     Attributes:
@@ -255,7 +255,7 @@ class Operation:
 
 
 def operations_table(
-    operations: Iterable[Operation], *, title: str, gpu: Gpu | None, precision: str
+    operations: Iterable[ProfiledOperation], *, title: str, gpu: Gpu | None, precision: str
 ) -> str:
     """Return the most expensive operations as text, after the sums of each kind.
 
@@ -293,7 +293,7 @@ def operations_table(
 
 
 def _sum_of_kind(
-    kind: str, found: Sequence[Operation], planned: Sequence[float | None], total: float
+    kind: str, found: Sequence[ProfiledOperation], planned: Sequence[float | None], total: float
 ) -> list[str]:
     """Return the line of a kind: its seconds, and the ratio to the planner's if there are any."""
     own = [
@@ -388,7 +388,7 @@ class StepProfiler:
         if self.engine.on_gpu:
             torch.cuda.memory._dump_snapshot(str(target.with_suffix(".pickle")))
 
-    def _title(self, operations: list[Operation]) -> str:
+    def _title(self, operations: list[ProfiledOperation]) -> str:
         seconds = sum(operation.seconds for operation in operations)
         title = (
             f"{self.recipe.name}, step {self.step}, rank {dist.get_rank()}: {seconds:.3f} s in "
@@ -411,7 +411,7 @@ class StepProfiler:
             return None
 
 
-def operations_of(recording: profile, *, on_gpu: bool) -> list[Operation]:
+def operations_of(recording: profile, *, on_gpu: bool) -> list[ProfiledOperation]:
     """Return the operations of a profile that take time; on a GPU, that of their kernels counts."""
     operations = []
     for event in recording.key_averages(group_by_input_shape=True):
@@ -420,7 +420,9 @@ def operations_of(recording: profile, *, on_gpu: bool) -> list[Operation]:
         micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if micros > 0:
             operations.append(
-                Operation(event.key, _shapes(event.input_shapes), event.count, micros * 1e-6)
+                ProfiledOperation(
+                    event.key, _shapes(event.input_shapes), event.count, micros * 1e-6
+                )
             )
     return operations
 

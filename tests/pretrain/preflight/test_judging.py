@@ -17,11 +17,11 @@ from threefold.pretrain.preflight.evaluate import (
     PIPELINE,
     TENSOR,
     DeviceReport,
+    IssueSeverity,
     LinkReport,
     Planned,
     PreflightResult,
     RankLayout,
-    Severity,
     best_of,
     evaluate,
     median_of_others,
@@ -106,7 +106,7 @@ class Cluster:
 
 
 def named(
-    result: PreflightResult, severity: Severity | None = None
+    result: PreflightResult, severity: IssueSeverity | None = None
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Return the measures and ranks of the issues."""
     return [
@@ -131,7 +131,7 @@ def test_one_slow_device_is_named(nodes: int) -> None:
     began = time.monotonic()
     result = cluster.evaluate()
     assert time.monotonic() - began < 5
-    assert named(result, Severity.SLOW) == [(MATMUL, (5,))]
+    assert named(result, IssueSeverity.SLOW) == [(MATMUL, (5,))]
     (issue,) = result.issues
     assert issue.value == pytest.approx(700 / 3) and issue.median_of_others == 700
     assert not result.stops and not result.left_out  # there is no spare node
@@ -169,7 +169,7 @@ def test_a_node_between_two_slow_ones_is_not_slow() -> None:
 def test_a_single_pair_of_nodes_cannot_be_told_apart() -> None:
     cluster = Cluster(2).slow(NETWORK, range(3, 4))
     result = cluster.evaluate(spares=2)
-    assert named(result, Severity.SHARED) == [(NETWORK, (3, 11))]
+    assert named(result, IssueSeverity.SHARED) == [(NETWORK, (3, 11))]
     assert not result.left_out and not result.stops
 
 
@@ -191,7 +191,7 @@ def test_the_stages_of_a_slow_node_are_explained_by_it() -> None:
 def test_slow_links_and_groups_within_a_node_blame_it() -> None:
     cluster = Cluster(2, 2).slow(NODE_LINK, range(2, 3)).slow(TENSOR, range(2, 4))
     result = cluster.evaluate(spares=1)
-    assert named(result, Severity.SLOW) == [(NODE_LINK, (2, 3)), (TENSOR, (2, 3))]
+    assert named(result, IssueSeverity.SLOW) == [(NODE_LINK, (2, 3)), (TENSOR, (2, 3))]
     assert list(result.left_out) == [1]
 
 
@@ -200,7 +200,7 @@ def test_broken_devices_stop_the_run_with_or_without_spares() -> None:
     cluster.device(40, tflops=None, problem="CUDA error: uncorrectable ECC error")
     for spares in (0, 1, 2):
         result = cluster.evaluate(spares=spares)
-        assert named(result, Severity.BROKEN) == [(MATMUL, (9,)), (MATMUL, (40,))]
+        assert named(result, IssueSeverity.BROKEN) == [(MATMUL, (9,)), (MATMUL, (40,))]
         assert result.stops and list(result.left_out) == [1, 5] and not result.has_slow
 
 
@@ -234,7 +234,7 @@ def test_many_slow_nodes_point_to_the_network() -> None:
 def test_memory_in_use_by_another_process() -> None:
     cluster = Cluster(2).device(3, free_gib=50.0).device(4, free_gib=76.5)
     result = cluster.evaluate(spares=1)
-    assert named(result, Severity.SLOW) == [(MEMORY, (3,))]
+    assert named(result, IssueSeverity.SLOW) == [(MEMORY, (3,))]
     assert result.issues[0].planned == 60.0 and list(result.left_out) == [0]
     assert result.mismatches == []
     needs_more = replace(PLANNED, memory_gib=(60.0, 78.5))

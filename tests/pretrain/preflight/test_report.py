@@ -8,15 +8,15 @@ from threefold.pretrain.preflight.evaluate import (
     MEMORY,
     NETWORK,
     Issue,
+    IssueSeverity,
     PreflightResult,
     RankLayout,
-    Severity,
     Summary,
 )
 from threefold.pretrain.preflight.run import event, healthy_line, mismatch, sentence, warnings
 
 HOSTS = [f"node{rank // 8}" for rank in range(1024)]
-SLOW = Issue(Severity.SLOW, MATMUL, (12,), 233.4, 701.2, 720.0)
+SLOW = Issue(IssueSeverity.SLOW, MATMUL, (12,), 233.4, 701.2, 720.0)
 
 
 def test_a_healthy_run_gets_one_line() -> None:
@@ -35,9 +35,11 @@ def test_a_finding_names_the_rank_the_host_and_the_values() -> None:
         "rank 12 (node1): matmul 233 TFLOP/s, the median of the others is 701 TFLOP/s, planned "
         "720 TFLOP/s"
     )
-    broken = Issue(Severity.BROKEN, MATMUL, (9,), problem="3 rows of matmuls have wrong results")
+    broken = Issue(
+        IssueSeverity.BROKEN, MATMUL, (9,), problem="3 rows of matmuls have wrong results"
+    )
     assert sentence(broken, HOSTS) == "rank 9 (node1): 3 rows of matmuls have wrong results"
-    memory = Issue(Severity.SLOW, MEMORY, (3,), 50.0, 78.0, 60.0)
+    memory = Issue(IssueSeverity.SLOW, MEMORY, (3,), 50.0, 78.0, 60.0)
     assert sentence(memory, HOSTS) == (
         "rank 3 (node0): 50 GiB of memory are free, the median of the others is 78 GiB, planned "
         "60 GiB; another process may use the device"
@@ -45,14 +47,14 @@ def test_a_finding_names_the_rank_the_host_and_the_values() -> None:
 
 
 def test_a_large_group_is_shortened() -> None:
-    shared = Issue(Severity.SHARED, DATA, tuple(range(0, 1024, 8)), 10.0, 45.0)
+    shared = Issue(IssueSeverity.SHARED, DATA, tuple(range(0, 1024, 8)), 10.0, 45.0)
     text = sentence(shared, HOSTS)
     assert text.startswith("ranks 0, 8, 16, 24, 32, 40, 48, 56, ... (node0, node1, ")
     assert text.endswith("the nodes cannot be told apart") and len(text) < 250
 
 
 def test_many_findings_stay_short() -> None:
-    slow = [Issue(Severity.SLOW, MATMUL, (rank,), 100.0, 700.0) for rank in range(1024)]
+    slow = [Issue(IssueSeverity.SLOW, MATMUL, (rank,), 100.0, 700.0) for rank in range(1024)]
     result = PreflightResult(
         slow, {MATMUL: Summary(700.0, 100.0, 0)}, [NETWORK], {1: SLOW}, stops=True
     )

@@ -38,8 +38,8 @@ CACHED = ("active_file", "inactive_file")  # of memory.stat
 
 
 @dataclass(frozen=True)
-class Server:
-    """The server of a node's snapshots (threefold/launch/snapshot_server.py).
+class ServerAddress:
+    """The address of the server of a node's snapshots (threefold/launch/snapshot_server.py).
 
     Attributes:
         secret: without it, the server does not answer
@@ -68,11 +68,11 @@ class NodeMemory:
         folder = environment.get(FOLDER_VARIABLE)
         return cls(Path(folder)) if folder else None
 
-    def servers(self) -> list[Server]:
+    def servers(self) -> list[ServerAddress]:
         """Return the servers of all nodes that launch.py reaches; none if they are unknown."""
         try:
             servers = json.loads((self.folder / SERVERS).read_text(encoding="utf-8"))
-            return [Server(**server) for server in servers]
+            return [ServerAddress(**server) for server in servers]
         except (OSError, ValueError, RecursionError, TypeError):
             return []
 
@@ -197,7 +197,7 @@ class Client:
     _open: ClassVar[OrderedDict["Client", http.client.HTTPConnection]] = OrderedDict()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, server: Server):
+    def __init__(self, server: ServerAddress):
         self.server = server
 
     def listing(self) -> Listing:

@@ -22,7 +22,7 @@ from threefold.checkpoint.snapshots.names import FP32_BYTES, SnapshotName
 from threefold.checkpoint.snapshots.node_memory import (
     Client,
     NodeMemory,
-    Server,
+    ServerAddress,
     SnapshotUnavailable,
     listings,
 )
@@ -153,7 +153,9 @@ def find_snapshot(
     return ResumePoint(newest, skipped=skipped)
 
 
-def _candidates(servers: Sequence[Server], history: History, at_least: int) -> Iterator[Candidate]:
+def _candidates(
+    servers: Sequence[ServerAddress], history: History, at_least: int
+) -> Iterator[Candidate]:
     """Yield the snapshots of the current branch that are complete, newest first."""
     clients = {server.node: Client(server) for server in servers}
     by_node = listings(list(clients.values()))

@@ -11,7 +11,7 @@ from typing import Any
 
 from models.cost import flops_per_token, parameter_count
 from models.errors import UserError
-from threefold.plan.calibration.runs_table import Row, is_table_of_runs, read_table
+from threefold.plan.calibration.runs_table import MeasuredRow, is_table_of_runs, read_table
 from threefold.plan.job import Job
 from threefold.plan.memory.peak import GIB, context_gib, exceeds_band, fullest_stage
 from threefold.plan.search import DEFAULT_HEADROOM
@@ -121,7 +121,7 @@ MIN_RANKED_LAYOUTS = 3  # groups with fewer layouts of one model and batch are n
 
 
 @dataclass(frozen=True)
-class Prediction:
+class PredictedRow:
     """A row of a table and its predictions.
 
     Attributes:
@@ -129,7 +129,7 @@ class Prediction:
         fits: True if that memory leaves the search's default headroom free
     """
 
-    row: Row
+    row: MeasuredRow
     job: Job
     seconds: float
     memory_gib: float
@@ -161,7 +161,7 @@ class Prediction:
         return (self.memory_gib - left_out) / measured - 1
 
 
-def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
+def predict(rows: Iterable[MeasuredRow], calibration: Calibration) -> list[PredictedRow]:
     """Predict all rows that describe a job."""
     predictions = []
     for row in rows:
@@ -171,7 +171,7 @@ def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
         memory = fullest_stage(job)
         limit = job.machine.gpu.memory_gib * GIB
         predictions.append(
-            Prediction(
+            PredictedRow(
                 row=row,
                 job=row.job,
                 seconds=step_time(job).total,
@@ -182,7 +182,7 @@ def predict(rows: Iterable[Row], calibration: Calibration) -> list[Prediction]:
     return predictions
 
 
-def row_table(prediction: Prediction) -> dict[str, Any]:
+def row_table(prediction: PredictedRow) -> dict[str, Any]:
     """Return a row for --json."""
     job, measured = prediction.job, prediction.measured_seconds
     flops = flops_per_token(job.model) * job.tokens_per_step
@@ -218,7 +218,7 @@ def row_table(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str, Any]:
+def summary(rows: Sequence[MeasuredRow], predictions: Sequence[PredictedRow]) -> dict[str, Any]:
     """Return the errors of a whole table; None for quantities that were not measured.
 
     Kendall's tau and the regret are means over groups of rows that differ only in their layout. Tau
@@ -257,7 +257,7 @@ def summary(rows: Sequence[Row], predictions: Sequence[Prediction]) -> dict[str,
     }
 
 
-def skipped_rows(rows: Iterable[Row]) -> dict[str, list[str]]:
+def skipped_rows(rows: Iterable[MeasuredRow]) -> dict[str, list[str]]:
     """Return the rows that cannot be predicted, by reason."""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for row in rows:
@@ -275,9 +275,9 @@ def errors_by_group(results: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str
     return dict(sorted(groups.items()))
 
 
-def ranked_groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
+def ranked_groups(predictions: Iterable[PredictedRow]) -> list[list[PredictedRow]]:
     """Group measured rows of one model, batch and machine; small groups are left out."""
-    groups: dict[Any, list[Prediction]] = defaultdict(list)
+    groups: dict[Any, list[PredictedRow]] = defaultdict(list)
     for prediction in predictions:
         if prediction.error is not None:
             job = prediction.job
@@ -319,7 +319,7 @@ class Ranking:
     groups: int
 
     @classmethod
-    def of(cls, predictions: Iterable[Prediction]) -> "Ranking":
+    def of(cls, predictions: Iterable[PredictedRow]) -> "Ranking":
         """Return the ranking of all groups of a table's predictions."""
         groups = ranked_groups(predictions)
         return cls.of_groups([[time_of(one) for one in group] for group in groups])
@@ -347,7 +347,7 @@ class Ranking:
         )
 
 
-def time_of(prediction: Prediction) -> RankedTime:
+def time_of(prediction: PredictedRow) -> RankedTime:
     """Return the times of a row with a measured step."""
     measured = prediction.row.measured
     assert measured.step_seconds is not None
@@ -437,7 +437,7 @@ class Fit:
 
     factors: Calibration = field(default_factory=Calibration)
     source: Path | None = None
-    rows: tuple[Row, ...] = ()
+    rows: tuple[MeasuredRow, ...] = ()
     used: Quality | None = None
     others: Quality | None = None
     left_out: int = 0
@@ -498,7 +498,7 @@ def fit_table(path: Path | None, gpu: str | None = None) -> Fit:
     )
 
 
-def quality(rows: Sequence[Row], factors: Calibration) -> Quality:
+def quality(rows: Sequence[MeasuredRow], factors: Calibration) -> Quality:
     """Return the errors of predictions for measured rows, with and without calibration."""
     before = predict(rows, Calibration())
     after = predict(rows, factors)
@@ -511,7 +511,7 @@ def quality(rows: Sequence[Row], factors: Calibration) -> Quality:
     )
 
 
-def _mean_error(predictions: Sequence[Prediction]) -> float | None:
+def _mean_error(predictions: Sequence[PredictedRow]) -> float | None:
     return mean(abs(row.error) for row in predictions if row.error is not None)
 
 

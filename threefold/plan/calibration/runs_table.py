@@ -583,7 +583,7 @@ REQUIRED_COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredRow:
     """A row of a table and its job.
 
     Attributes:
@@ -618,7 +618,7 @@ class Measured:
     round_seconds: tuple[float, ...] = ()
 
 
-def read_table(path: Path) -> list[Row]:
+def read_table(path: Path) -> list[MeasuredRow]:
     """Read all rows of a table.
 
     Raises:
@@ -674,7 +674,7 @@ def columns_of(path: Path) -> set[str]:
         raise UserError(f"{path}: this is not valid CSV: {reason_of(error)}") from None
 
 
-def read_row(cells: dict[str, str]) -> Row:
+def read_row(cells: dict[str, str]) -> MeasuredRow:
     """Read one row; it is marked as skipped if it does not describe a job."""
     reader = RowReader(cells)
     usable = not (cells.get("usable_for_time") and is_no(cells["usable_for_time"]))
@@ -693,11 +693,11 @@ def read_row(cells: dict[str, str]) -> Row:
         if stated and "unstated" not in stated and not number(stated):
             raise UserError(f"step_time_s is {stated}")
     except UserError as error:
-        return Row(reader.cell("row_id"), measured, None, tuple(reader.assumed), str(error))
+        return MeasuredRow(reader.cell("row_id"), measured, None, tuple(reader.assumed), str(error))
     if usable and measured.step_seconds is None:
         measured = replace(measured, step_seconds=seconds_of_mfu(job, cells))
     billions = number(cells.get("params_b"))
-    return Row(
+    return MeasuredRow(
         reader.cell("row_id"),
         measured,
         job,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import le, mul
 
-from models.config import GATED, LatentAttention, ModelConfig
+from models.config import GATED, Latents, ModelConfig
 from models.cost import context_columns, kinds_of_layers
 from threefold.pipeline.balance import pass_proportions
 from threefold.pipeline.schedules import SCHEDULES, Kind, Pipeline, stage_and_chunk
@@ -353,9 +353,7 @@ def query_key_value_bytes(model: ModelConfig, layout: PlannedLayout, footprint: 
     return split
 
 
-def latent_bytes(
-    model: ModelConfig, latent: LatentAttention, footprint: Footprint
-) -> tuple[float, float]:
+def latent_bytes(model: ModelConfig, latent: Latents, footprint: Footprint) -> tuple[float, float]:
     """Return the bytes that latent attention keeps for its latents per token.
 
     Returns:

@@ -28,7 +28,7 @@ from threefold.gpus.datasheet import Gpu
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job, Machine, PlannedLayout
 from threefold.plan.memory.activations import bytes_of_blocks
-from threefold.plan.quantization import Format, Quantization
+from threefold.plan.quantization import OperandFormat, Quantization
 from threefold.plan.stage_contents import (
     exchanged_rows,
     reached_keys_of,
@@ -50,7 +50,7 @@ TILES = (
 
 def matmul_seconds(
     gpu: Gpu, precision: str, *, rows: int, columns: int, inner: int, batch: int = 1,
-    operands: Format | None = None,
+    operands: OperandFormat | None = None,
 ) -> float:  # fmt: skip
     """Return the seconds of `batch` matmuls [rows, inner] x [inner, columns] in one kernel.
 

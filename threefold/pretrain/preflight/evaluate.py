@@ -22,7 +22,7 @@ from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transf
 # The result of a preflight: what is broken or slow, and which nodes are left out.
 
 
-class Severity(IntEnum):
+class IssueSeverity(IntEnum):
     """The severity of a issue.
 
     A shared link or group is slow, but its nodes cannot be told apart; a slow node is slow with
@@ -47,7 +47,7 @@ class Issue:
         problem: text of a broken device
     """
 
-    severity: Severity
+    severity: IssueSeverity
     measure: str
     ranks: tuple[int, ...]
     value: float | None = None
@@ -96,7 +96,7 @@ class PreflightResult:
     @property
     def has_slow(self) -> bool:
         """True if something seems slow, and nothing is broken: a second measurement may help."""
-        return bool(self.issues) and self.issues[0].severity < Severity.BROKEN
+        return bool(self.issues) and self.issues[0].severity < IssueSeverity.BROKEN
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ def evaluate(
     }
     nodes = -(-len(devices) // layout.per_node)
     left_out = _left_out(issues, layout, nodes=nodes, spares=spares)
-    broken = any(issue.severity == Severity.BROKEN for issue in issues)
+    broken = any(issue.severity == IssueSeverity.BROKEN for issue in issues)
     return PreflightResult(
         issues,
         summaries,
@@ -416,7 +416,7 @@ def _issues(
 ) -> list[Issue]:
     """Return what is broken or slow, the worst first."""
     issues = [
-        Issue(Severity.BROKEN, MATMUL, (rank,), problem=device.problem)
+        Issue(IssueSeverity.BROKEN, MATMUL, (rank,), problem=device.problem)
         for rank, device in enumerate(devices)
         if device.problem
     ]
@@ -428,13 +428,13 @@ def _issues(
             for comparable in _comparable(measure, values, devices)
             for issue in _slow(measure, comparable, expected, ratio)
         ]
-        own = [issue for issue in slow if issue.severity == Severity.SLOW]
+        own = [issue for issue in slow if issue.severity == IssueSeverity.SLOW]
         blamed |= {layout.node(issue.ranks[0]) for issue in own}
         # A slow node explains the slow links and groups that it shares with other nodes.
         issues += own + [
             issue
             for issue in slow
-            if issue.severity == Severity.SHARED
+            if issue.severity == IssueSeverity.SHARED
             and blamed.isdisjoint(layout.node(rank) for rank in issue.ranks)
         ]
     issues += _short_of_memory(devices, layout, planned)
@@ -457,7 +457,7 @@ def _slow(measure: str, values: Values, planned: float | None, ratio: float) -> 
     for ranks, (value, blames) in values.items():
         others = median_of_others(ordered, value)
         if others is not None and value * ratio < others:
-            severity = Severity.SLOW if blames else Severity.SHARED
+            severity = IssueSeverity.SLOW if blames else IssueSeverity.SHARED
             issues.append(Issue(severity, measure, ranks, value, others, planned))
     return issues
 
@@ -491,7 +491,7 @@ def _short_of_memory(
         if others is not None and device.free_gib < others - MEMORY_MARGIN_GIB:
             stage = rank * layout.dims.pipeline // len(devices)
             planned_gib = planned.memory_gib[stage] if planned.memory_gib else None
-            yield Issue(Severity.SLOW, MEMORY, (rank,), device.free_gib, others, planned_gib)
+            yield Issue(IssueSeverity.SLOW, MEMORY, (rank,), device.free_gib, others, planned_gib)
 
 
 def _summary(values: Values, planned: float | None) -> Summary:
@@ -522,12 +522,15 @@ def _left_out(
     issues: Sequence[Issue], layout: RankLayout, *, nodes: int, spares: int
 ) -> dict[int, Issue]:
     """Return the nodes to leave out: all broken ones, and slow ones for which there are spares."""
-    worst: dict[Severity, dict[int, Issue]] = {Severity.BROKEN: {}, Severity.SLOW: {}}
+    worst: dict[IssueSeverity, dict[int, Issue]] = {
+        IssueSeverity.BROKEN: {},
+        IssueSeverity.SLOW: {},
+    }
     for issue in issues:  # the worst first
         if issue.severity in worst:
             worst[issue.severity].setdefault(layout.node(issue.ranks[0]), issue)
-    broken = worst[Severity.BROKEN]
-    slow = {node: issue for node, issue in worst[Severity.SLOW].items() if node not in broken}
+    broken = worst[IssueSeverity.BROKEN]
+    slow = {node: issue for node, issue in worst[IssueSeverity.SLOW].items() if node not in broken}
     if _is_common(broken, nodes):
         return {}
     if _is_common(slow, nodes):

@@ -23,11 +23,11 @@ from threefold.pretrain.preflight.evaluate import (
     TENSOR,
     DeviceReport,
     Issue,
+    IssueSeverity,
     LinkReport,
     Planned,
     PreflightResult,
     RankLayout,
-    Severity,
     Summary,
     best_of,
     evaluate,
@@ -91,7 +91,7 @@ def sentence(issue: Issue, hosts: Sequence[str]) -> str:
     names = dict.fromkeys(hosts[rank] for rank in ranks)
     numbers = shortened(map(str, ranks))
     who = f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers} ({shortened(names)})"
-    if issue.severity == Severity.BROKEN:
+    if issue.severity == IssueSeverity.BROKEN:
         return f"{who}: {issue.problem}"
     assert issue.value is not None and issue.median_of_others is not None
     of = unit(measure)
@@ -101,7 +101,7 @@ def sentence(issue: Issue, hosts: Sequence[str]) -> str:
             f"{who}: {number(issue.value)} {of} of memory are free, the median of the others is "
             f"{number(issue.median_of_others)} {of}{planned}; another process may use the device"
         )
-    shared = "; the nodes cannot be told apart" if issue.severity == Severity.SHARED else ""
+    shared = "; the nodes cannot be told apart" if issue.severity == IssueSeverity.SHARED else ""
     return (
         f"{who}: {measure} {number(issue.value)} {of}, the median of the others is "
         f"{number(issue.median_of_others)} {of}{planned}{shared}"
@@ -146,7 +146,7 @@ def event(
             {
                 "rank": node * layout.per_node,
                 "reason": sentence(issue, hosts),
-                "broken": issue.severity == Severity.BROKEN,
+                "broken": issue.severity == IssueSeverity.BROKEN,
             }
             for node, issue in result.left_out.items()
         ]

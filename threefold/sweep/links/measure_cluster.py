@@ -23,7 +23,7 @@ from threefold.sweep.ranks.controller import (
     WorkersFailed,
     WorkersFolder,
 )
-from threefold.sweep.ranks.launchers import Launcher
+from threefold.sweep.ranks.launchers import WorkerLauncher
 from threefold.sweep.trial import WorkerKind
 
 WORKERS = REPOSITORY / "runs" / "links"  # of all commands; on a file system that all nodes share
@@ -73,7 +73,7 @@ class ClusterMeasurement:
         file = fit.own_file(datasheet.FOLDER, name)
         return cls(name, file, source, kind, seconds or SECONDS_TO_MEASURE)
 
-    def run(self, launcher: Launcher) -> tuple[Measurements, Gpu]:
+    def run(self, launcher: WorkerLauncher) -> tuple[Measurements, Gpu]:
         """Measure, write the datasheet, and return both.
 
         Raises:
@@ -95,7 +95,7 @@ class ClusterMeasurement:
             ) from None
         return measured, read_gpu(self.file)
 
-    def _measure(self, launcher: Launcher) -> tuple[Measurements, Gpu]:
+    def _measure(self, launcher: WorkerLauncher) -> tuple[Measurements, Gpu]:
         """Start the ranks, let them measure until the times can be fitted, and stop them."""
         with worlds_folder() as folder:
             try:

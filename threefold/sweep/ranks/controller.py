@@ -17,7 +17,7 @@ from threefold.gpus.datasheet import is_cpu
 from threefold.run_folder.lock import is_running, machine_id
 from threefold.runtime.launchers import start_ticks
 from threefold.runtime.ranks import Processes, log_file, log_tails
-from threefold.sweep.ranks.launchers import Launcher
+from threefold.sweep.ranks.launchers import WorkerLauncher
 from threefold.sweep.ranks.protocol import (
     ABANDONED,
     START,
@@ -58,7 +58,7 @@ class Workers:
     number: int = START
 
     @classmethod
-    def start(cls, kind: WorkerKind, folder: Path, launcher: Launcher) -> "Workers":
+    def start(cls, kind: WorkerKind, folder: Path, launcher: WorkerLauncher) -> "Workers":
         """Start the ranks, and wait until all have joined the process group.
 
         Args:

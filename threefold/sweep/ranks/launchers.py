@@ -16,7 +16,7 @@ from threefold.sweep.ranks.protocol import WorkerFiles
 from threefold.sweep.trial import WorkerKind
 
 
-class Launcher(Protocol):
+class WorkerLauncher(Protocol):
     """A way to start workers."""
 
     def check(self, kind: WorkerKind) -> None:
@@ -41,7 +41,7 @@ class LocalLauncher:
     program: Path
 
     def check(self, kind: WorkerKind) -> None:
-        """See `Launcher`."""
+        """See `WorkerLauncher`."""
         if kind.nodes > 1:
             raise UserError(
                 f"cluster.nodes = {kind.nodes}: without --hostfile or a Slurm allocation all ranks "
@@ -49,7 +49,7 @@ class LocalLauncher:
             )
 
     def start(self, files: WorkerFiles, kind: WorkerKind) -> Processes:
-        """See `Launcher`."""
+        """See `WorkerLauncher`."""
         arguments = [str(self.program), "--rank-of", str(files.folder)]
         return start_interpreters(kind.size, arguments, logs=files.folder, variables={})
 
@@ -62,7 +62,7 @@ class DeepSpeedLauncher:
     hostfile: Path
 
     def check(self, kind: WorkerKind) -> None:
-        """See `Launcher`."""
+        """See `WorkerLauncher`."""
         hosts = read_hostfile(self.hostfile, processes=kind.gpus_per_node)
         if len(hosts) < kind.nodes:
             raise UserError(
@@ -71,7 +71,7 @@ class DeepSpeedLauncher:
             )
 
     def start(self, files: WorkerFiles, kind: WorkerKind) -> Processes:
-        """See `Launcher`."""
+        """See `WorkerLauncher`."""
         deepspeed = Path(sys.executable).with_name("deepspeed")
         command = [
             *(str(deepspeed), "--hostfile", str(self.hostfile.resolve())),
@@ -94,7 +94,7 @@ class SlurmLauncher:
     program: Path
 
     def check(self, kind: WorkerKind) -> None:
-        """See `Launcher`."""
+        """See `WorkerLauncher`."""
         allocated = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
         if kind.nodes > allocated:
             raise UserError(
@@ -103,7 +103,7 @@ class SlurmLauncher:
             )
 
     def start(self, files: WorkerFiles, kind: WorkerKind) -> Processes:
-        """See `Launcher`."""
+        """See `WorkerLauncher`."""
         command = [
             *("srun", f"--nodes={kind.nodes}", f"--ntasks={kind.size}"),
             *(f"--ntasks-per-node={kind.gpus_per_node}", "--distribution=block", "--relative=0"),

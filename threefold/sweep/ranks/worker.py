@@ -97,7 +97,7 @@ def measure(
     memory.begin()
     engine, data = start(recipe, world)
     seconds = run_steps(engine, data, control, request["warm_up"] + request["steps"])
-    of_rank = Measured(seconds, memory.peak_gib(), memory.allocated_gib())
+    of_rank = RankMeasurement(seconds, memory.peak_gib(), memory.allocated_gib())
     if request["split"]:
         of_rank.parts = run_split_steps(engine, data, control)
     device = engine.device_name
@@ -109,7 +109,7 @@ def measure(
 
 
 @dataclass
-class Measured:
+class RankMeasurement:
     """The measured values of a rank.
 
     Attributes:
@@ -123,7 +123,7 @@ class Measured:
     parts: PartSeconds | None = None
 
 
-def result_of(of_ranks: Sequence[Measured], warm_up: int, device: str) -> Result:
+def result_of(of_ranks: Sequence[RankMeasurement], warm_up: int, device: str) -> Result:
     """Return the result of a trial from the measured values of all ranks.
 
     Ranks end a step at slightly different times, so each step takes the time of the slowest rank.

@@ -17,7 +17,7 @@ from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import check_document_starts, open_corpus
 from threefold.runtime.output import printer, stdout_for_json
-from threefold.sweep.ranks.launchers import Launcher
+from threefold.sweep.ranks.launchers import WorkerLauncher
 from threefold.sweep.scheduler import Scheduler
 from threefold.sweep.width_transfer import report
 from threefold.sweep.width_transfer.coordinates import Check
@@ -37,7 +37,7 @@ SETTINGS = {"measures": "trainings"}  # a folder of a layout sweep has others
 LOSS_PICTURE, SIZE_PICTURE = "learning_rates.svg", "coordinates.svg"
 
 
-def check_learning_rates(options: argparse.Namespace, launcher: Launcher, path: Path) -> int:
+def check_learning_rates(options: argparse.Namespace, launcher: WorkerLauncher, path: Path) -> int:
     """Sweep the learning rates in a folder, print the comparisons, and return the exit code.
 
     Raises:
@@ -75,7 +75,7 @@ def check_learning_rates(options: argparse.Namespace, launcher: Launcher, path: 
     return 0 if complete and all(verdict.passes for verdict in verdicts(outcomes)) else 1
 
 
-def check_coordinates(options: argparse.Namespace, launcher: Launcher, path: Path) -> int:
+def check_coordinates(options: argparse.Namespace, launcher: WorkerLauncher, path: Path) -> int:
     """Compare the sizes of activations over widths, and return the exit code.
 
     Raises:
@@ -111,7 +111,7 @@ def check_coordinates(options: argparse.Namespace, launcher: Launcher, path: Pat
 
 @contextmanager
 def measured(
-    trainings: Check | Sweep, options: argparse.Namespace, launcher: Launcher, path: Path
+    trainings: Check | Sweep, options: argparse.Namespace, launcher: WorkerLauncher, path: Path
 ) -> Iterator[tuple[TransferFolder, Say]]:
     """Check the trials, measure those without a result, and yield their folder and a printer."""
     check_trials(trainings.trials(), launcher)
@@ -144,7 +144,7 @@ def models_of(options: argparse.Namespace, settings: list[str]) -> Models:
     )
 
 
-def check_trials(trials: Sequence[TrainingTrial], launcher: Launcher) -> None:
+def check_trials(trials: Sequence[TrainingTrial], launcher: WorkerLauncher) -> None:
     """Check everything that does not need a process of its own.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from models.errors import counted
-from threefold.sweep.report import MAX_REASON_CHARACTERS, Progress, duration
+from threefold.sweep.report import MAX_REASON_CHARACTERS, SweepProgress, duration
 from threefold.sweep.trial import Result, Trial
 from threefold.sweep.width_transfer.coordinates import CoordinateCheck, Sizes
 from threefold.sweep.width_transfer.learning_rates import (
@@ -21,7 +21,7 @@ from threefold.sweep.width_transfer.learning_rates import (
 from threefold.sweep.width_transfer.models import TrainingTrial, final_loss
 
 
-class TrainingProgress(Progress):
+class TrainingProgress(SweepProgress):
     """The progress of the trials of a transfer check."""
 
     @override
