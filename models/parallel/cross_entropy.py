@@ -39,12 +39,12 @@ def vocab_parallel_loss(
     The logits exist for a part of the tokens at a time and are replaced by their gradients at once,
     as in Liger Kernel's fused linear cross-entropy (arXiv 2410.10989), but over a split vocabulary.
     In 16 bits each part of the tokens adds a rounding to the gradient of W. All tokens count,
-    whether documents are separate or not: a document's first token too, which the token before it
-    in the window has to predict.
+    whether documents are separate or not, including the first token of a document, which is
+    predicted from the last token of the previous document in the window.
 
-    The outputs of prediction modules (`models/transformer.py`) share W, and their losses have
-    gradients only, as the z-loss. Labels of a further token that do not count are -1. They add
-    nothing to the sum of a module's losses, which is divided by the number of all tokens.
+    The outputs of prediction modules (`models/transformer.py`) share W. Their losses, like the
+    z-loss, add gradients but are not part of the returned mean. The label -1 marks a further token
+    that does not count; the sum of a module's losses is divided by the number of all tokens.
 
     Forward: all-reduce (max) and all-reduce (sum) of [n] for each chunk, and the collectives of the
     backward pass of a column-parallel matmul; backward: none.
