@@ -1,4 +1,4 @@
-"""Muon for hidden matrices, AdamW for the other parameters, and QK-clip for Muon's queries and keys."""
+"""Muon for hidden matrices, AdamW for the other parameters, and QK-clip for queries and keys."""
 
 from collections.abc import Callable, Mapping
 from math import prod
