@@ -217,11 +217,7 @@ def load(file: Path) -> dict[str, Any]:
                 content = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{file} is missing; copy all files of the checkpoint") from None
-    except pickle.UnpicklingError as error:
-        if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            raise UserError(f"{file} needs {match[1]}; {ADVICE}") from None
-        raise UserError(_damaged(file, error)) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         raise UserError(_damaged(file, error)) from None
     if not isinstance(content, dict):
         raise UserError(_damaged(file, TypeError(f"a {type(content).__name__}, not a table")))
@@ -229,6 +225,10 @@ def load(file: Path) -> dict[str, Any]:
 
 
 def _damaged(file: Path, error: Exception) -> str:
+    """Describe a file that cannot be read, or that needs a class that is not allowed."""
+    match = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if match and isinstance(error, pickle.UnpicklingError):
+        return f"{file} needs {match[1]}; {ADVICE}"
     return f"{file} cannot be read ({reason_of(error)}); copy it again from its source"
 
 
@@ -569,11 +569,10 @@ def read_distributed(path: Path) -> ForeignCheckpoint:
     file = path / ".metadata"
     try:
         content = _MetadataReader(io.BytesIO(file.read_bytes())).load()
-    except pickle.UnpicklingError as error:
-        if match := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            raise UserError(f"{file} needs {match[1]}; {ADVICE}") from None
-        raise UserError(_damaged(file, error)) from None
-    except (OSError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
+    except (
+        OSError, EOFError, ValueError, TypeError, AttributeError, IndexError,
+        pickle.UnpicklingError,
+    ) as error:  # fmt: skip
         raise UserError(_damaged(file, error)) from None
     common = load(path / "common.pt")
     args = table(common.get("args"))

@@ -37,8 +37,8 @@ FORMATS: Mapping[str, OperandFormat] = MappingProxyType(
         "fp8-row": OperandFormat(peak="fp8", bytes_per_element=1, cast_bytes=2 * (2 + 2 + 1)),
         "fp8-block": OperandFormat(peak="fp8", bytes_per_element=1 + 4 / 128, cast_bytes=2 + 2 * 1),
         "mxfp8": OperandFormat(peak="fp8", bytes_per_element=1 + 1 / 32, cast_bytes=2 + 2 * 1),
-        # Those of Threefold (models/kernels/fp8.py). Its casts along rows and columns are separate
-        # kernels, and it dequantizes both copies where no matmul has scales of blocks.
+        # Those of Threefold (models/kernels/matmul.py). It casts along rows and along columns in
+        # separate kernels, and dequantizes both copies where no matmul takes scales of blocks.
         "fp8-tiles": OperandFormat(
             peak="fp8", bytes_per_element=1 + 4 / 128, cast_bytes=2 * (2 + 1), casts_weights=True
         ),
@@ -88,9 +88,10 @@ HOPPER = ("H100", "H200", "H800", "H20")
 def own_quantization(gpu: Gpu) -> Quantization:
     """Return the quantization of Threefold's `training.matmul_precision = "fp8"` on a GPU.
 
-    Only on Hopper GPUs torch's matmuls have scales of tiles and blocks (`models/kernels/fp8.py`).
+    Only on Hopper GPUs torch's matmuls take scales of tiles and blocks
+    (`models/kernels/matmul.py`).
     """
-    is_hopper = gpu.name.startswith(HOPPER) or any(name in HOPPER for name in gpu.device_names)
+    is_hopper = any(word in name for word in HOPPER for name in gpu.device_names)
     return Quantization(
         kind="fp8-tiles" if is_hopper and "fp8" in gpu.peak_tflops else "fp8-dequantized"
     )

@@ -18,10 +18,11 @@ from bokeh.plotting import figure
 
 from threefold.report.run_record import SYMBOLS, TURNS, Mark, RunRecord, Steps, spread
 from threefold.report.summaries import PredictedRun, reduced, trend
+from threefold.run_folder.json_lines import AVERAGED
 
 MAX_OTHER_PANELS = 16
 LOSS = "loss"
-VALIDATION = ("validation_loss", "validation/", "averaged_validation")
+VALIDATION = ("validation_loss", "validation/", f"{AVERAGED}validation")
 TASKS = "tasks/"
 BITS_PER_BYTE = "bits_per_byte"
 # Metrics that other parts of the page show.

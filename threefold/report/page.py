@@ -34,7 +34,9 @@ from threefold.config.phases import PhasePlan
 from threefold.report.charts import (
     COLOURS,
     PARTS,
+    TASKS,
     TREND_POINTS,
+    VALIDATION,
     Key,
     Scene,
     axes_of,
@@ -71,7 +73,7 @@ def summary(runs: Sequence[RunRecord]) -> list[TableRow]:
     """Return the most important numbers of each run."""
     metrics = list(dict.fromkeys(
         name for run in runs for name in run.steps.values
-        if name.startswith(("validation_loss", "validation/", "averaged_validation", "tasks/"))
+        if name.startswith((*VALIDATION, TASKS))
     ))  # fmt: skip
     rows = [
         TableRow("state", [state(run) for run in runs]),

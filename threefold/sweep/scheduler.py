@@ -171,10 +171,10 @@ def repeat(
         yield from measure_all(scheduler, current, begin)
         results = [(trial, folder.result(trial.key)) for trial in current]
         going = {trial.identity for trial, result in results if result and result.outcome == "ok"}
-    going_on = [trial for trial in trials if trial.identity in going]
+    candidates = [trial for trial in trials if trial.identity in going]
     for number in range(rounds + 1, most + 1):
-        going_on = undecided(folder, going_on)
-        yield from measure_all(scheduler, [one.in_round(number) for one in going_on], begin_round)
+        candidates = undecided(folder, candidates)
+        yield from measure_all(scheduler, [one.in_round(number) for one in candidates], begin_round)
 
 
 def undecided(folder: SweepFolder, trials: Sequence[Trial]) -> list[Trial]:

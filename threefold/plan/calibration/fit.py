@@ -295,9 +295,6 @@ class RankedTime:
     rounds: Sequence[float] = ()
 
 
-RankedPair = tuple[RankedTime, RankedTime]
-
-
 @dataclass(frozen=True)
 class Ranking:
     """Agreement of the predicted with the measured order of layouts, in groups that compete.

@@ -555,7 +555,7 @@ class RowReader:
 #     gpus [gpus_per_node]
 #     [intra_gbps_unidir]  gigabytes/s between GPUs of a node, each GPU, one direction
 #     [inter_gbps_per_gpu] gigabytes/s between nodes, each GPU, one direction
-#     precision            contains "bf16", "fp16" or "fp32", or names 8 or 4 bits (plan/job.py)
+#     precision            contains "bf16", "fp16" or "fp32", or names 8 or 4 bits (quantization.py)
 #     [attention_kernel]   contains "flash" or "unfused"
 #     tp pp [vpp] [cp] [dp]  tensor, pipeline, chunks, context, data ranks
 #     [experts] [experts_per_token] [expert_ffn] [shared_experts] [dense_layers] [ep] [etp]
