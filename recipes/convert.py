@@ -10,7 +10,7 @@
 
 `recipe` translates a configuration of GPT-NeoX, Megatron-LM, Megatron-DeepSpeed, nanotron,
 torchtitan or transformers and reports every key; scripts are read, never executed. `import` reads
-checkpoints of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, without executing code, for --resume.
+checkpoints of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX without executing code.
 
 The others hold one tensor in memory at a time. The checkpoint to read is a checkpoint folder, or a
 run folder, of which the newest undamaged checkpoint is taken. It is verified first. The output

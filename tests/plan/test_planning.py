@@ -472,7 +472,7 @@ def test_ranking_is_measured_by_pairs_and_by_the_first() -> None:
         for time, factors in zip(
             group, ((1.0, 1.2, 1.0), (1.0, 0.75, 1.0), (1.0, 1.0, 1.0)), strict=True
         )
-    ]  # the first two are no longer told apart, and these were in the wrong order
+    ]  # noise hides the difference of the first two, whose predicted order is wrong
     ranking = fit_module.Ranking.of_groups([noisy])
     assert (ranking.tau, ranking.pairs, ranking.within_noise) == (1.0, 3, 1)
     hidden = [replace(time, rounds=(1.0, 2.0)) for time in group]

@@ -258,7 +258,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     import_parser.add_argument("folder", type=Path, help="written by save_pretrained")
     import_parser.set_defaults(command=from_hf)
     foreign_parser = commands.add_parser(
-        "import", help="Megatron-LM, Megatron-DeepSpeed or GPT-NeoX -> a checkpoint to resume"
+        "import", help="Megatron-LM, Megatron-DeepSpeed or GPT-NeoX -> a checkpoint"
     )
     foreign_parser.add_argument(
         "checkpoint", type=Path, help="a folder of checkpoints, or that of an iteration"

@@ -131,7 +131,7 @@ class Average(Section):
     it begins at the initial weights."""
 
     every: Count = 1
-    """Updates between two averagings. Updates that fp16 skips after an overflow do not count."""
+    """Average after every N-th update. Updates that fp16 skips after an overflow do not count."""
 
 
 class Optimizer(Section):

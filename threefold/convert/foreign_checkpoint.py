@@ -301,7 +301,7 @@ def read_torch(path: Path, *, weights_only: bool) -> ForeignCheckpoint:
     """Read Megatron-LM's format "torch", with the optimizer's state if it is not distributed.
 
     Args:
-        weights_only: the optimizer has only the fp32 weights, if it can be read
+        weights_only: ignore an optimizer that does not fit the weights
     """
     folders = {
         (int(match[2] or 0), int(match[1])): folder
@@ -364,7 +364,7 @@ def _add_optimizer(
     """
     inner = state.get("optimizer", state) if isinstance(state, dict) else None
     if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
-        checkpoint.note = "the optimizer is distributed or chained, whose file has no names"
+        checkpoint.note = "the file of a distributed or chained optimizer has no names"
         return
     if not inner["state"]:
         checkpoint.note = "the optimizer is distributed, with its state in distrib_optim.pt"

@@ -38,12 +38,12 @@ from threefold.run_folder.folder import versions
 IMPORTED_FROM = "imported_from"  # key of the layout
 FOREIGN = OutputFiles(MANIFEST, f'"{IMPORTED_FROM}": ', recorded_files)
 HEAD = "head.weight"
-# Options of Megatron-LM that clear a flag with another name in the stored settings.
+# A stored flag -> the option of Megatron-LM that clears it.
 CLEARING = {
     "add_bias_linear": "disable-bias-linear", "bias_gelu_fusion": "no-bias-gelu-fusion",
     "add_position_embedding": "no-position-embedding",
 }  # fmt: skip
-# Settings that decide the function of the model, so that its weights are of no use without them.
+# Settings that change what the model computes, so that its weights are useless without them.
 DECISIVE = (
     "gpt_j_residual", "gpt_j_tied", "pos_emb", "position-embedding-type", "activation", "norm",
     "use_qk_layernorm", "qk-layernorm", "num_unique_layers", "sparsity_config", "embed-layernorm",
@@ -61,7 +61,7 @@ def foreign_settings(checkpoint: ForeignCheckpoint, files: Sequence[Path]) -> Fo
         files: configurations of the run, which replace the settings in the checkpoint
 
     Raises:
-        UserError: neither has the settings.
+        UserError: no file has the settings, or they have interleaved rotary columns.
     """
     if not files and checkpoint.program == "neox":
         files = sorted(checkpoint.path.glob("configs/*.y*ml"))
@@ -76,7 +76,8 @@ def foreign_settings(checkpoint: ForeignCheckpoint, files: Sequence[Path]) -> Fo
     if args.get("rotary_interleaved"):
         raise UserError(
             f"{checkpoint.path}: args.rotary_interleaved = True is not supported, because the "
-            f"columns of a head have another order; use rotary_interleaved = False"
+            f"columns of a head have another order; only checkpoints saved with False can be "
+            f"imported"
         )
     for clearing, name in CLEARING.items():
         args = {**args, name: args.get(clearing) is False}
@@ -110,7 +111,7 @@ def recipe_of(
     """Return the recipe that continues the run; the vocabulary is that of the embedding's rows.
 
     Args:
-        file: of the recipe, or another path with its name
+        file: path of the recipe; gives its name and folder
         overrides: `section.key=value`, applied last
 
     Raises:
@@ -188,7 +189,7 @@ class Conversion:
             joined = torch.cat([torch.cat(piece) for piece in zip(*pieces, strict=True)])
         elif ".mlp.up." in name and self.model.activation in GATED:
             halves = [part.chunk(2) for part in parts]
-            # The activation is that of the first half, in GPT-NeoX of the second one.
+            # Megatron activates the first half, GPT-NeoX the second.
             order = (1, 0) if self.is_neox else (0, 1)
             joined = torch.cat([half[n] for n in order for half in halves])
         elif name in (EMBEDDING, HEAD):
@@ -213,8 +214,8 @@ class Conversion:
 
         Megatron joins the queries of a group with its key and its value; before its checkpoint
         version 2, the rows were [3, heads, columns] (0) or [heads, columns, 3] (1), as
-        `fix_query_key_value_ordering` describes. GPT-NeoX joins those of a head, and with fewer
-        keys than queries all queries, all keys and all values of a rank.
+        `fix_query_key_value_ordering` describes. GPT-NeoX joins those of a head; with grouped
+        queries, a rank has all queries, then all keys, then all values.
         """
         model, columns = self.model, self.model.attention_head_size
         per_group = model.heads // model.kv_heads

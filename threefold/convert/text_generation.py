@@ -21,7 +21,7 @@ from threefold.prepare_data.tokenizer import load_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the tokens after a prompt are chosen.
+    """Rules for choosing the next token.
 
     Attributes:
         max_tokens: limit of the tokens after a prompt
@@ -70,8 +70,8 @@ class TextGenerator:
             name: what the user calls the prompt, for a message
 
         Raises:
-            UserError: there are no tokens, or the model has no position after them, or the chat
-                template rejects the conversation.
+            UserError: the prompt has no tokens, the model has no position for a further token, or
+                the chat template rejects the conversation.
         """
         if self.chats:
             turns = [*self.messages, {"role": "user", "content": prompt}]
@@ -92,7 +92,7 @@ class TextGenerator:
             if self.messages:
                 what, remedy = (
                     f"{name} with the conversation before it",
-                    "begin a new one, with a text",
+                    "rerun with a text",
                 )
             raise UserError(
                 f"{what} has {length} tokens and the model has {positions} positions; {remedy} of "
@@ -132,8 +132,8 @@ def generator_of(path: Path, sampling: Sampling, *, chat: bool = False) -> TextG
         chat: prompts are turns of a conversation
 
     Raises:
-        UserError: there is no such model, or it has no tokenizer, or no chat template for `chat`,
-            or the temporary folder is too small.
+        UserError: the model cannot be loaded, its tokenizer or (for `chat`) its chat template is
+            missing, or the temporary folder is too small.
     """
     if (path / "config.json").is_file():
         return _load(path, path, sampling, chat=chat)

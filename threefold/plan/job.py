@@ -168,8 +168,8 @@ class Job:
             whole sequences
         limits_logits: the recipe has `optimizer.qk_clip`, so that backward passes find the largest
             attention logits
-        average_every: updates between two averagings of the weights (`optimizer.average`); 0: no
-            average
+        average_every: the weights are averaged after every N-th update (`optimizer.average`); 0:
+            no average
         quantization: format of the matmuls of blocks; None: `precision`
         recomputed_share: share of the blocks that `layout.recompute` applies to
         offloaded_share: share of the kept activations that the host holds until the backward pass

@@ -341,7 +341,8 @@ def calibration_text(fit: Fit) -> str:
             if ranking.within_noise:
                 errors += f" ({ranking.within_noise} of {ranking.pairs} pairs are within noise)"
             if ranking.max_regret is not None:
-                errors += f"; the first choice is {ranking.max_regret:.1%} slower than the fastest"
+                slower = f"at most {ranking.max_regret:.1%} slower than the fastest"
+                errors += f"; the first choice is {slower}"
             lines.append(f"mean error on {rows} ({quality.steps}): {errors}")
     if fit.left_out:
         lines.append(f"left out {fit.left_out} row{'s' * (fit.left_out > 1)} on other GPUs")

@@ -161,7 +161,10 @@ def round_lines(
             f"more than the noise; the plan orders these with Kendall's tau = {ranking.tau:.2f}"
         )
     if ranking.max_regret is not None:
-        yield f"the plan's first choice is {ranking.max_regret:.1%} slower than the fastest layout"
+        yield (
+            f"the plan's first choice is at most {ranking.max_regret:.1%} slower than the fastest "
+            f"layout"
+        )
 
 
 def rounds_in(time: RankedTime) -> int:
@@ -178,7 +181,7 @@ def leaders_text(group: Sequence[RankedTime]) -> str:
         return f"layout 1 is faster than all others by more than the noise ({rounds} rounds)"
     *others, last = map(str, places)
     names = f"layouts {', '.join(others)} and {last}"
-    return f"{names} are equally fast, within the noise of {rounds} rounds"
+    return f"{names} cannot be told apart in {rounds} rounds"
 
 
 def agreement_line(groups: Iterable[Sequence[RankedTime]]) -> str | None:

@@ -237,7 +237,7 @@ def measure_and_fit(
 ) -> tuple[Measurements, Gpu]:
     """Measure until the times can be fitted, and return them with the fitted GPU.
 
-    Other programs on the nodes can make small messages slower than large ones. Everything is then
+    Other programs on the nodes can make small messages slower than large ones. The links are then
     measured again, and the shorter time of each operation counts.
 
     Raises:
