@@ -4,10 +4,14 @@
     python recipes/generate.py runs/7b/checkpoints/step-0100000 --temperature 0 --max-tokens 50
     python recipes/generate.py exported --chat
 
-The first argument is a run folder, of which the newest undamaged checkpoint is taken, a checkpoint,
-or a folder that transformers can load, such as an output of convert.py to-hf. Without --prompt, the
-command reads prompts, one a line, until Ctrl-D or Ctrl-C. It is made for trying out a model:
-transformers generates one token after the other, on a GPU if there is one.
+The first argument is one of these folders:
+- a run folder, of which the newest undamaged checkpoint is loaded
+- a checkpoint
+- a model that transformers can load, such as an output of convert.py to-hf
+
+Without --prompt, the command reads one prompt per line until Ctrl-D or Ctrl-C. transformers
+generates the text token by token, on a GPU if there is one; for many users, use a server such as
+vLLM.
 Exit code 0: done; 2: a file or an option is rejected; 130: interrupted.
 """
 

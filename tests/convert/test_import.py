@@ -230,7 +230,7 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda root: (root / "latest_checkpointed_iteration.txt").write_text("../other"),
         "'../other', which is not an iteration; name the folder of an iteration",
     ),
-    "layers": (_set(num_layers=6), "missing in the files: blocks.4"),
+    "layers": (_set(num_layers=6), "tensors of the recipe's model: blocks.4"),
     "sizes": (_set(ffn_hidden_size=64), "linear_fc1.weight has the shape (96, 32), and the"),
     "heads": (
         _set(num_attention_heads=2, num_query_groups=2, kv_channels=16),
@@ -241,7 +241,7 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no args": (_edit(lambda content: content.pop("args")), "name their files with --config"),
     "unknown": (
         _edit(lambda content: content["model"].update({"embedding.norm.weight": torch.zeros(2)})),
-        "1 tensor without a place in a model here: embedding.norm.weight",
+        "1 tensor that no model of this program has: embedding.norm.weight",
     ),
     "moments": (_edit(_moment), "optimizer.state[3].exp_avg has the shape (1,), and"),
     "groups": (

@@ -23,7 +23,7 @@ from threefold.config.loading import REPOSITORY
 from threefold.plan.calibration.fit import RankedTime
 from threefold.plan.calibration.runs_table import read_table
 from threefold.sweep.folder import SweepFolder
-from threefold.sweep.report import agreement_line, round_lines
+from threefold.sweep.report import agreement_line, leaders_text, round_lines
 from threefold.sweep.scheduler import repeat, rounds_of_groups
 from threefold.sweep.trial import Result, Trial
 
@@ -305,6 +305,10 @@ def test_leaders_are_measured_until_one_is_clearly_the_fastest(sweep: Sweep) -> 
     last = max(number for number, _ in measured)
     assert 4 <= last < 30
     assert any("layout 1 is faster than all others" in line for line in lines), lines
+    equal = timed_in_rounds([[1.0, 1.5] * 3 + [1.0], [1.5, 1.0] * 3 + [1.5]])
+    assert leaders_text(equal) == (
+        "layouts 1, 2, 3, 4, 5 and 2 slower layouts cannot be told apart in 2 rounds"
+    )
     assert any("pairs of layouts differ by more than the noise" in line for line in lines), lines
     rounds = sorted(len(row["round_times_s"].split()) for row in sweep.rows())
     assert rounds == [*[2] * (TOP - 2), last, last]

@@ -103,15 +103,13 @@ def import_command(options: argparse.Namespace) -> None:
         checkpoint, foreign, target or options.output, ranks=options.ranks, overrides=options.set
     )
     with output(options, options.checkpoint, FOREIGN) as folder:
-        diverged = import_checkpoint(
-            checkpoint, translated, folder, weights_only=options.weights_only
-        )
-    resumes = checkpoint.updates is not None and not options.weights_only
+        diverged = import_checkpoint(checkpoint, translated, folder)
+    resumes = checkpoint.updates is not None
     if not resumes:
         start = {"initial_weights": str(options.output.resolve())}
         translated.table["training"] = {**translated.table["training"], **start}
     kind = "weights and moments" if resumes else "weights without moments"
-    reason = f" ({checkpoint.note})" if checkpoint.updates is None else ""
+    reason = "" if resumes else f" ({checkpoint.note})"
     print(
         f"imported {checkpoint.path}, step {checkpoint.step}, into {options.output}: {kind}{reason}"
     )

@@ -31,11 +31,11 @@ def main(description: str | None = None) -> None:
 
 
 def generate(options: argparse.Namespace) -> None:
-    """Load the model, and write a text for --prompt, or for each prompt that is read.
+    """Load the model, and continue --prompt, or each line of standard input.
 
     Raises:
-        UserError: the model or --prompt is rejected. A rejected prompt that is read only prints
-            the message.
+        UserError: the model or --prompt is rejected. For a rejected line, the message is printed
+            and the next line is read.
     """
     from threefold.convert.text_generation import Sampling, generator_of
 
@@ -58,7 +58,7 @@ def generate(options: argparse.Namespace) -> None:
 
 
 def prompts() -> Iterator[str]:
-    """Yield the lines of standard input that are not empty, after a sign on a terminal."""
+    """Yield the lines of standard input that are not empty; on a terminal, ask with `PROMPT`."""
     is_terminal = sys.stdin.isatty()
     while True:
         try:

@@ -75,7 +75,7 @@ PREFIXES = re.compile(r"(module|language_model|decoder|encoder|transformer)\.")
 
 
 def our_name(theirs: str) -> str | None:
-    """Return our logical name of a tensor; None if it has no place in our models.
+    """Return our logical name of a tensor; None if our models have no such tensor.
 
     theirs: the name in any of the formats, with "layers.N." for a tensor of layer N of the model
     """
@@ -137,13 +137,13 @@ class ForeignCheckpoint(ABC):
         """Return their name -> our name.
 
         Raises:
-            UserError: a tensor has no place in our models.
+            UserError: our models do not have a tensor of the files.
         """
         if unknown := sorted(name for name, ours in names.items() if ours is None):
             raise UserError(
-                f"{self.path}: {counted(len(unknown), 'tensor')} without a place in a model here: "
-                f"{a_few(unknown)}; only dense decoders with the "
-                f"standard blocks can be imported"
+                f"{self.path}: {counted(len(unknown), 'tensor')} that no model of this program "
+                f"has: {a_few(unknown)}; only dense decoders with the standard blocks can be "
+                f"imported"
             )
         return {name: ours for name, ours in names.items() if ours is not None}
 
@@ -196,8 +196,8 @@ METADATA = {  # module -> classes in .metadata of torch.distributed.checkpoint
     "collections": ("OrderedDict",),
 }  # fmt: skip
 ADVICE = (
-    "this class is not in the list of what is read without executing code; load the file where you "
-    "trust it, remove the object, and save it again with torch.save"
+    "this class is not in the list of classes that are read without executing code; if you trust "
+    "the file, load it with torch.load(weights_only=False), remove the object and save it again"
 )
 
 
@@ -288,7 +288,7 @@ class RankFiles(ForeignCheckpoint):
         """Add the tensors of a file, by their names.
 
         Raises:
-            UserError: a tensor has no place in our models.
+            UserError: our models do not have a tensor of the files.
         """
         for theirs, ours in self._checked({name: our_name(name) for name in tensors}).items():
             parts = self.tensors[WEIGHTS].setdefault(ours, [])
@@ -618,20 +618,24 @@ def open_foreign(path: Path, *, weights_only: bool = False) -> ForeignCheckpoint
     """Open a checkpoint: the folder of an iteration, or of a run, whose newest one is read.
 
     Args:
-        weights_only: ignore an optimizer that does not fit the weights
+        weights_only: leave the optimizer's state out, even if it does not fit the weights
 
     Raises:
         UserError: the folder has no checkpoint of a known format, or its files cannot be read.
     """
     folder = _folder(path)
     if (folder / ".metadata").is_file():
-        return read_distributed(folder)
-    if any(RANK.fullmatch(file.name) for file in folder.glob("mp_rank_*")):
-        return read_torch(folder, weights_only=weights_only)
-    if any(folder.glob("*model_states.pt")):
-        return read_layers(folder)
-    raise UserError(
-        f"{folder} has no checkpoint of Megatron-LM, Megatron-DeepSpeed or GPT-NeoX; name a folder "
-        f"with {TRACKERS[0]}, or that of an iteration, with mp_rank_00, .metadata or "
-        f"layer_00-model_00-model_states.pt"
-    )
+        checkpoint = read_distributed(folder)
+    elif any(RANK.fullmatch(file.name) for file in folder.glob("mp_rank_*")):
+        checkpoint = read_torch(folder, weights_only=weights_only)
+    elif any(folder.glob("*model_states.pt")):
+        checkpoint = read_layers(folder)
+    else:
+        raise UserError(
+            f"{folder} has no checkpoint of Megatron-LM, Megatron-DeepSpeed or GPT-NeoX; name a "
+            f"folder with {TRACKERS[0]}, or that of an iteration, with mp_rank_00, .metadata or "
+            f"layer_00-model_00-model_states.pt"
+        )
+    if weights_only:
+        checkpoint.updates, checkpoint.note = None, "--weights-only"
+    return checkpoint

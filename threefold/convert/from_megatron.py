@@ -165,16 +165,15 @@ class Conversion:
         names, wanted = checkpoint.names(), set(self.shapes)
         if missing := sorted(wanted - names):
             raise UserError(
-                f"{checkpoint.path}: {counted(len(missing), 'tensor')} of the recipe's model "
-                f"missing in the files: {a_few(missing)}; use the settings of the run that saved "
-                f"them"
+                f"{checkpoint.path} lacks {counted(len(missing), 'tensor')} of the recipe's model: "
+                f"{a_few(missing)}; use the settings of the run that saved the checkpoint"
             )
         tied = {HEAD} if model.tie_embeddings else set()
         if unknown := sorted(names - wanted - tied):
             raise UserError(
-                f"{checkpoint.where(unknown[0])}: {counted(len(unknown), 'tensor')} without a "
-                f"place in the recipe's model: {a_few(unknown)}; use the settings of the run that "
-                f"saved them"
+                f"{checkpoint.where(unknown[0])}: {counted(len(unknown), 'tensor')} that the "
+                f"recipe's model does not have: {a_few(unknown)}; use the settings of the run that "
+                f"saved the checkpoint"
             )
 
     def tensor(self, kind: str, name: str) -> Tensor:
@@ -247,16 +246,9 @@ class Conversion:
 
 
 def import_checkpoint(
-    checkpoint: ForeignCheckpoint,
-    translated: Translated,
-    folder: Path,
-    *,
-    weights_only: bool,
+    checkpoint: ForeignCheckpoint, translated: Translated, folder: Path
 ) -> set[str]:
     """Write the checkpoint, with one logical tensor in memory at a time.
-
-    Args:
-        weights_only: leave out the optimizer's state
 
     Returns:
         The parameters whose replicas on the tensor ranks differ, and whose mean is taken.
@@ -266,7 +258,7 @@ def import_checkpoint(
     """
     recipe, model = translated.recipe, translated.recipe.model
     conversion = Conversion(checkpoint, model)
-    resumes = checkpoint.updates is not None and not weights_only
+    resumes = checkpoint.updates is not None
     files: dict[str, FileRecord] = {}
     tensors: dict[str, str] = {}
     groups = {"weights": (WEIGHTS,)} | ({"moments": STATES["adamw"]} if resumes else {})

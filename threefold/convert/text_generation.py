@@ -141,8 +141,8 @@ def generator_of(path: Path, sampling: Sampling, *, chat: bool = False) -> TextG
     tokenizer = find_tokenizer(source, None)
     if tokenizer is None:
         raise UserError(
-            f"{path} has only weights and no tokenizer; export it with convert.py to-hf "
-            f"--tokenizer FOLDER, and name the export"
+            f"{path} has weights but no tokenizer; export it with convert.py to-hf "
+            f"--tokenizer FOLDER, and give the folder of the export to generate.py"
         )
     try:
         with tempfile.TemporaryDirectory(prefix="threefold-generate-") as folder:

@@ -43,7 +43,7 @@ class WeightAverage:
         """Average the weights that an optimizer step has just updated.
 
         A step that is skipped, such as after an overflow in fp16, does not call the optimizer, and
-        so leaves the average as it is. Each flat tensor is in one call of a step.
+        so leaves the average as it is. Within a step, each call has other flat tensors.
         """
         updated = {id(flat) for group in optimizer.param_groups for flat in group["params"]}
         averages, weights = [], []

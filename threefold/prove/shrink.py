@@ -37,14 +37,14 @@ def shrink(
     divisors among 1 .. 2 * ranks, because each context rank has two slices. The vocabulary keeps
     its remainder modulo 64, and an odd number of layers stays odd.
 
-    With matmuls in FP8, the sizes are instead those whose blocks and tiles at most two tensor ranks
-    and two context ranks divide.
+    With matmuls in FP8, the sizes are instead so large that each of two tensor ranks and two
+    context ranks has whole blocks and tiles.
 
     Args:
         ranks: size of the largest world
         layers: maximum number of layers, or one more to keep an odd number odd
         corpus: folder that `write_corpus` wrote
-        fp8: keep the matmuls of the recipe in FP8, if they are
+        fp8: keep matmuls in FP8; otherwise they are in the type of the weights
     """
     table = recipe.model_dump(mode="json", exclude_none=True)
     for key in ("cluster", "phase", "evaluation"):  # a proof has a task of its own
@@ -156,7 +156,7 @@ def small_attention(model: ModelConfig, sizes: Mapping[str, Any], head_size: int
     if model.partial_rotary_factor != 1:
         columns = max(2, round(model.partial_rotary_factor * head_size / 2) * 2)
         small["partial_rotary_factor"] = columns / head_size
-    # Whole tiles of queries with a rotary part need one of the size of the rest.
+    # Queries of whole tiles need a rotary part of the size of the other part.
     rotary_size = SMALL_ROTARY_SIZE if head_size == HEAD_SIZE else head_size
     if model.latent is not None:
         small["latent"] = small_latent(model.latent, head_size, rotary_size)
@@ -168,7 +168,7 @@ def small_attention(model: ModelConfig, sizes: Mapping[str, Any], head_size: int
 
 
 def small_latent(latent: Latents, head_size: int, rotary_size: int) -> dict[str, int | None]:
-    """Return small sizes of latent attention; the ranks differ from each other and the rest."""
+    """Return small sizes of latent attention, all different from each other where they may be."""
     value_size = head_size if latent.value_size > latent.rotary_size else rotary_size
     return {
         "query_rank": None if latent.query_rank is None else SMALL_QUERY_RANK,
@@ -184,7 +184,7 @@ def small_experts(
     """Return the settings of the small model's experts: few and narrow ones.
 
     Args:
-        width: columns of an expert; None: a few, with the divisors of the recipe's
+        width: columns of an expert; None: a small number with the same divisors as the recipe's
     """
     groups = experts.groups
     count = _same_divisors(

@@ -173,15 +173,17 @@ def rounds_in(time: RankedTime) -> int:
 
 
 def leaders_text(group: Sequence[RankedTime]) -> str:
-    """Say which of the layouts may be the fastest, by their places in the list of the fastest."""
+    """Say which of the layouts may be the fastest, by their numbers in the list of the fastest."""
     ordered = sorted(group, key=lambda time: time.measured)
-    places = [index + 1 for index in leading(ordered)]
+    leaders = leading(ordered)
     rounds = rounds_in(ordered[0])
-    if len(places) == 1:
+    if len(leaders) == 1:
         return f"layout 1 is faster than all others by more than the noise ({rounds} rounds)"
-    *others, last = map(str, places)
-    names = f"layouts {', '.join(others)} and {last}"
-    return f"{names} cannot be told apart in {rounds} rounds"
+    names = [f"{index + 1}" for index in leaders if index < MAX_BEST]
+    if slower := len(leaders) - len(names):
+        names.append(counted(slower, "slower layout"))
+    *others, last = names
+    return f"layouts {', '.join(others)} and {last} cannot be told apart in {rounds} rounds"
 
 
 def agreement_line(groups: Iterable[Sequence[RankedTime]]) -> str | None:
