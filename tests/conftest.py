@@ -3,6 +3,7 @@
 import functools
 import signal
 import subprocess
+import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
@@ -16,6 +17,8 @@ from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
 from threefold.prove.shrink import write_corpus
 
 TESTS = Path(__file__).resolve().parent
+DAYS = 3  # in which `make long` and `make cluster` run all tests that take turns
+TODAY = int(time.time()) // 86400
 USER_FOLDERS = ("recipes", "ds_configs")  # in which users put files of their own
 
 
@@ -57,6 +60,16 @@ def quick_and_long(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
     return [pytest.param(value, marks=mark) for value, mark in zip(values, marks, strict=True)]
 
 
+def in_turn(number: int, *today: pytest.MarkDecorator) -> list[pytest.MarkDecorator]:
+    """Return the marks of a test, numbered among similar ones that run on different days.
+
+    On its day it has the marks `today`; on the others it is an exhaustive test.
+    """
+    if number % DAYS == TODAY % DAYS:
+        return list(today)
+    return [pytest.mark.exhaustive, pytest.mark.in_turn]
+
+
 @pytest.fixture(autouse=True)
 def signal_handlers_restored() -> Iterator[None]:
     """Restore the signal handlers that a command changes in the tests' process.
@@ -84,7 +97,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep the tests of a portion."""
     if portion := config.getoption("portion"):
         first, step = map(int, portion.split("/"))
-        kept = items[first::step]
+        kept = [item for item in items if not item.get_closest_marker("in_turn")][first::step]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
 

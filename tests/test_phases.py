@@ -19,7 +19,7 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
-from tests.conftest import changed, small_recipe
+from tests.conftest import changed, in_turn, small_recipe
 from tests.ranks import run_ranks, start_ranks
 from threefold.checkpoint.compatibility import check_same_run
 from threefold.checkpoint.format import Manifest
@@ -292,8 +292,13 @@ def test_a_run_handed_through_layouts_is_equal(
     assert largest_difference(folder, undisturbed) < 1e-6
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("torchrun", marks=in_turn(0, pytest.mark.long)),
+        pytest.param("deepspeed", marks=in_turn(1, pytest.mark.long)),
+    ],
+)
 def test_launchers_pass_through_a_boundary(
     undisturbed: Path, recipe_file: Path, tmp_path: Path, launcher: str
 ) -> None:

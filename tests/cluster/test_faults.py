@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.cluster import Cluster, missing
+from tests.conftest import in_turn
 from tests.fault_injection.faults import HOSTS, Fault, faults, inject
 from tests.fault_injection.unread import UNREAD
 
@@ -12,7 +13,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(bool(missing()), reason=f"no cluster here: {missing()}"),
 ]
-QUICK = [  # the others are exhaustive tests; six on one host are long ones, with a full pipe
+QUICK = [  # in turn; the others are exhaustive tests. Six on one host are long, with a full pipe
     "a rank's gradient is not finite, 1 hosts", "a rank crashes, 1 hosts",
     "SIGTERM to a rank, 2 hosts", "SIGSTOP to a rank, 2 hosts", "SIGTERM to deepspeed, 2 hosts",
     "SIGKILL to a node's launcher, 2 hosts", "a host's link is cut, 2 hosts",
@@ -38,7 +39,9 @@ def cluster() -> Iterator[Cluster]:
         pytest.param(
             *case,
             id=name,
-            marks=[] if name.removesuffix(", pipe") in QUICK else pytest.mark.exhaustive,
+            marks=in_turn(QUICK.index(quick))
+            if (quick := name.removesuffix(", pipe")) in QUICK
+            else pytest.mark.exhaustive,
         )
         for name, case in FAULTS.items()
     ],

@@ -1,13 +1,13 @@
 """Checkpoints that megatron-core itself writes, to compare with those that the tests write.
 
     pip install --no-deps --target FOLDER megatron_core==0.16.1
-    PYTHONPATH=FOLDER python -m tests.convert.megatron_core OUTPUT --kind llama
-    PYTHONPATH=FOLDER torchrun --nproc-per-node 4 -m tests.convert.megatron_core OUTPUT --kind llama
+    PYTHONPATH=FOLDER python -m tests.convert.megatron_core OUTPUT
 
-One rank trains three steps in fp32 on CPU, writes the checkpoint in both formats, and records the
-losses of the next two steps in `expected.pt`. Four ranks read it with two tensor ranks and two
-stages, and write it again. The code around megatron-core's models follows `generate_state_dict` and
-`get_checkpoint_name` of Megatron-LM's training/checkpointing.py, because no package contains it.
+For each kind of model, one rank trains three steps in fp32 on CPU, writes the checkpoint in both
+formats, and records the losses of the next two steps in `expected.pt`. Four ranks read it with two
+tensor ranks and two stages, and write it again. The code around megatron-core's models follows
+`generate_state_dict` and `get_checkpoint_name` of Megatron-LM's training/checkpointing.py, because
+no package contains it.
 """
 
 import argparse
@@ -15,11 +15,14 @@ import os
 from argparse import Namespace
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 STEPS, SEQUENCES = 3, 2
 RATE, DECAY = 1e-3, 0.1
@@ -71,11 +74,21 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    """Write the files of one kind of model."""
+    """Write the files of each kind of model, in forked ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--kind", choices=SIZES, required=True)
-    options = parser.parse_args()
+    output = parser.parse_args().output
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # megatron-core compiles functions when it is imported
+
+    for module in ("models.gpt.gpt_layer_specs", "dist_checkpointing", "optimizer.optimizer"):
+        import_module(f"megatron.core.{module}")  # once for all ranks
+    for kind, ranks in product(SIZES, (1, 4)):
+        (output / kind).mkdir(parents=True, exist_ok=True)
+        start_processes(_write, (ranks, kind, output / kind), nprocs=ranks, start_method="fork")
+
+
+def _write(rank: int, ranks: int, kind: str, output: Path) -> None:
+    """Write the files of a kind of model, on one of the ranks."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *device: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda tensor, *device: tensor  # type: ignore[method-assign]
@@ -86,17 +99,16 @@ def main() -> None:
     from megatron.core.transformer.enums import AttnBackend
 
     get_cuda_rng_tracker().fork = lambda *name: nullcontext()
-    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    store = dist.HashStore() if ranks == 1 else None
+    store = dist.FileStore(str(output / f"store{ranks}"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     tensor, stages = (1, 1) if ranks == 1 else (2, ranks // 2)
-    chunks = 2 if options.kind == "gpt" and stages > 1 else 1
+    chunks = 2 if kind == "gpt" and stages > 1 else 1
     parallel_state.initialize_model_parallel(
         tensor, stages, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
     )
-    models = [_model(options.kind, tensor, stages, chunks, chunk) for chunk in range(chunks)]
+    models = [_model(kind, tensor, stages, chunks, chunk) for chunk in range(chunks)]
     optimizer = _optimizer(models)
-    args = arguments(options.kind, tensor=tensor, stages=stages, chunks=chunks)
+    args = arguments(kind, tensor=tensor, stages=stages, chunks=chunks)
     args.attention_backend = AttnBackend.auto
     if ranks == 1:
         for step in range(STEPS):
@@ -104,19 +116,19 @@ def main() -> None:
     else:
         optimizer.init_state_fn(optimizer.optimizer)
         wanted = _sharded(models, optimizer)
-        loaded = dist_checkpointing.load(wanted, str(options.output / "dist" / "iter_0000003"))
+        loaded = dist_checkpointing.load(wanted, str(output / "dist" / "iter_0000003"))
         for number, model in enumerate(models):
             model.load_state_dict(loaded[_key(models, number)], strict=False)
         optimizer.load_state_dict(loaded["optimizer"])
     common = {"args": args, "checkpoint_version": 3.0, "iteration": STEPS}
-    folder = options.output / ("dist" if ranks == 1 else "dist4") / "iter_0000003"
+    folder = output / ("dist" if ranks == 1 else "dist4") / "iter_0000003"
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     dist_checkpointing.save(common | _sharded(models, optimizer), str(folder))
     name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
     if stages > 1:
         name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
-    path = options.output / ("torch" if ranks == 1 else "torch4") / "iter_0000003" / name
+    path = output / ("torch" if ranks == 1 else "torch4") / "iter_0000003" / name
     path.mkdir(parents=True, exist_ok=True)
     states = {
         _key(models, number): model.state_dict_for_save_checkpoint()
@@ -130,7 +142,7 @@ def main() -> None:
     if ranks == 1:
         weights = {name: x.detach().clone() for name, x in models[0].named_parameters()}
         losses = [_train_step(models[0], optimizer, step) for step in (STEPS, STEPS + 1)]
-        torch.save({"losses": losses, "weights": weights}, options.output / "expected.pt")
+        torch.save({"losses": losses, "weights": weights}, output / "expected.pt")
         print(f"losses of the next two steps: {losses}")
     dist.barrier()
     dist.destroy_process_group()

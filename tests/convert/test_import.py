@@ -363,18 +363,24 @@ def layout_of(root: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what megatron-core writes."""
+    if given := os.environ.get("THREEFOLD_MEGATRON_CORE"):  # a folder of earlier outputs
+        return Path(given)
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    output = tmp_path_factory.mktemp("megatron")
+    command = [sys.executable, "-m", "tests.convert.megatron_core", str(output)]
+    variables = {"TMPDIR": str(output)}  # of W&B, which megatron-core imports
+    subprocess.run(command, cwd=REPOSITORY, env=os.environ | variables, check=True)
+    return output
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
-def test_megatron_core_agrees(kind: str, tmp_path: Path) -> None:
-    given = os.environ.get("THREEFOLD_MEGATRON_CORE")  # a folder of earlier outputs
-    if given is None and importlib.util.find_spec("megatron") is None:
-        pytest.skip("megatron-core is not installed")
-    theirs = tmp_path / "theirs" if given is None else Path(given) / kind
-    command = ["-m", "tests.convert.megatron_core", str(theirs), "--kind", kind]
-    torchrun = ["-m", "torch.distributed.run", "--log-dir", str(tmp_path / "logs")]
-    launcher = [*torchrun, "--nproc-per-node", "4", *command]
-    for words in (command, launcher) if given is None else ():
-        subprocess.run([sys.executable, *words], cwd=REPOSITORY, check=True)
+def test_megatron_core_agrees(kind: str, written: Path, tmp_path: Path) -> None:
+    theirs = written / kind
     expected = torch.load(theirs / "expected.pt")["losses"]
     config, tensors = foreign.CONFIGS[kind], foreign.random_tensors(foreign.CONFIGS[kind])
     chunks = 2 if kind == "gpt" else 1

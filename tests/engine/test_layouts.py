@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.conftest import GPT_SWITCHES, changed, in_turn, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
 from threefold.config.loading import parse_recipe
@@ -134,7 +134,7 @@ llama zero3 fp32 sequence selective muon
 experts zero2 bf16 tensor expert full documents muon data
 experts zb-v zero1 fp32 sequence dropout documents muon
 """
-MORE_LAYOUTS = {  # (world size, name) -> changes; all are long
+MORE_LAYOUTS = {  # (world size, name) -> changes; all are long, in turn
     (1, "micro-batch 4"): {"batch__micro_sequences": 4},
     (1, "experts zero3, micro-batch 4"): EXPERTS | ZERO3 | FULL | {"batch__micro_sequences": 4},
     (2, "zero2, alone, tensor 2"): ZERO2 | TENSOR2,
@@ -215,12 +215,15 @@ QUICK_KEYS = [key_of(row) for row in rows_of(QUICK)]
 
 
 def cases(quick_keys: Iterable[Key]) -> list[Any]:
-    """Return all layouts as values of a parameter, those that are not quick marked as long."""
+    """Return all layouts as values of a parameter; those that are not quick are long in turn."""
+    quick_keys = list(quick_keys)
     return [
         pytest.param(
-            key, marks=[] if key in quick_keys else pytest.mark.long, id=f"{key[0]} {key[1]}"
+            key,
+            marks=[] if key in quick_keys else in_turn(number, pytest.mark.long),
+            id=f"{key[0]} {key[1]}",
         )
-        for key in (*ROWS, *MORE_LAYOUTS)
+        for number, key in enumerate((*ROWS, *MORE_LAYOUTS))
     ]
 
 

@@ -6,13 +6,14 @@ from itertools import product
 import pytest
 
 from tests.cluster.cluster import Cluster, missing
+from tests.conftest import in_turn
 from tests.fault_injection.faults import Fault, faults, inject
 from tests.fault_injection.unread import UNREAD
 
 pytestmark = pytest.mark.skipif(bool(missing(hosts=False)), reason=missing(hosts=False))
 ON_ONE_HOST = [fault for fault in faults() if not fault.hosts]
 CASES = {f"{fault.name}, {kind}": (fault, kind) for fault, kind in product(ON_ONE_HOST, UNREAD)}
-LONG = [  # one fault of each kind: a signal to save, a kill, a hang, a stop
+LONG = [  # in turn; one fault of each kind: a signal to save, a kill, a hang, a stop
     f"{name}, full pipe"
     for name in (
         "SIGUSR1 to a rank", "SIGKILL to a rank", "SIGSTOP to a rank", "SIGTERM to the launcher",
@@ -34,7 +35,9 @@ def cluster() -> Iterator[Cluster]:
         pytest.param(
             *case,
             id=name,
-            marks=pytest.mark.long if name in LONG else pytest.mark.exhaustive,
+            marks=in_turn(LONG.index(name), pytest.mark.long)
+            if name in LONG
+            else pytest.mark.exhaustive,
         )
         for name, case in CASES.items()
     ],

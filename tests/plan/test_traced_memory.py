@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import shipped_recipes
+from tests.conftest import in_turn, shipped_recipes
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Job, Machine, job_of
@@ -292,12 +292,13 @@ VARIANTS = {
 QUICK = (
     "tensor, stages", "fp16", "zero-2", "zero-3, one micro-batch", "windows, sinks, two sequences",
 )  # fmt: skip
-LONG = (  # the other layouts are exhaustive tests
+LONG = ("zb-v, full, two stages",)
+IN_TURN = (  # long tests; the layouts that are named nowhere are exhaustive ones
     "sequence parallel, stages", "full by 2", "interleaved", "zb-v, tensor", "zero-2, stages",
     "context, tensor, stages", "experts, columns", "muon, experts", "norms of outputs",
-    "windows, ring", "latent, sequence parallel", "zb-v, full, two stages",
+    "windows, ring", "latent, sequence parallel",
 )  # fmt: skip
-assert set(QUICK + LONG) <= set(VARIANTS)
+assert set(QUICK + LONG + IN_TURN) <= set(VARIANTS)
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}
 LONG_RECIPES = ("llama-70b",)
 assert set(LONG_RECIPES) <= set(RECIPES.values())
@@ -306,6 +307,8 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
     """Return the marks of the test of a layout."""
+    if name in IN_TURN:
+        return in_turn(IN_TURN.index(name), pytest.mark.long)
     return [] if name in QUICK else [pytest.mark.long if name in LONG else EXHAUSTIVE]
 
 

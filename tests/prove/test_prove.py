@@ -35,7 +35,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.layers import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
 from models.sharding import MatrixPart, Sharding
-from tests.conftest import GPT_SWITCHES, changed, shipped_recipes, small_recipe
+from tests.conftest import GPT_SWITCHES, changed, in_turn, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
 from threefold.commands import prove
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
@@ -653,7 +653,7 @@ MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
     # too little of the gradient norm to show there, and Adam's steps hide a factor
     "the last norm's gradient is a thousandth too large": ({}, {"tensor": 2}),
 }
-QUICK_FAULTS = {  # one for each mechanism; the others are long
+QUICK_FAULTS = {  # one for each mechanism; the others are long, in turn
     "the tied gradients are not added up",
     "q, k and v are declared as one block",
     "data ranks read one place further",
@@ -995,8 +995,10 @@ def mutants(
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(fault, marks=[] if fault in QUICK_FAULTS else pytest.mark.long)
-        for fault in MUTANTS
+        pytest.param(
+            fault, marks=[] if fault in QUICK_FAULTS else in_turn(number, pytest.mark.long)
+        )
+        for number, fault in enumerate(MUTANTS)
     ],
 )
 def test_a_seeded_fault_fails_the_proof(

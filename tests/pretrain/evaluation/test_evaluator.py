@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.parallel.micro_batch_info import MicroBatchInfo
-from tests.conftest import selected
+from tests.conftest import in_turn, selected
 from tests.engine.test_layouts import (
     COLUMNS2,
     DOCUMENTS,
@@ -77,7 +77,7 @@ OTHERS: dict[str, dict[str, Any]] = {  # layouts of 8 ranks
     "experts zb-v expert 4": EXPERTS | ZB_V | {"layout__expert": 4},
     "experts zero3 tensor 2 context 2": EXPERTS | ZERO3 | TENSOR2 | CONTEXT2,
 }
-LONG = (  # the other layouts are exhaustive tests
+LONG = (  # in turn; the other layouts are exhaustive tests
     "pipeline 2 tensor 2 context 2",
     "documents dualpipev ring 2 data 2",
     "experts context 2 expert 2 expert tensor 2",
@@ -160,7 +160,12 @@ def test_evaluations_do_not_depend_on_the_layout(
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.exhaustive)
+        pytest.param(
+            name,
+            marks=in_turn(LONG.index(name), pytest.mark.long)
+            if name in LONG
+            else pytest.mark.exhaustive,
+        )
         for name in OTHERS
     ],
 )
