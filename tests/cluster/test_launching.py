@@ -53,6 +53,12 @@ def write_recipe(corpus: Path, file: Path, **changes: Any) -> Path:
     return file
 
 
+TWO_NODES = {
+    "layout__pipeline": 2,
+    "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"},
+}
+
+
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the metrics of a run without times."""
     lines = RunFolder(folder).read_metrics()
@@ -186,7 +192,7 @@ def test_a_job_trains_as_one_process_does(submit, alone: Path, tmp_path: Path) -
 
 
 def test_a_job_is_saved_before_its_time_limit_and_resumes(submit, tmp_path: Path) -> None:
-    job = submit(training__steps=24)
+    job = submit(training__steps=24, **TWO_NODES)
     wait_for_step(tmp_path / "run", 6)
     assert job.cluster.run(f"scancel --batch --signal=USR1 {job.number}").returncode == 0
     facts = job.wait("COMPLETED", "FAILED")
@@ -195,17 +201,12 @@ def test_a_job_is_saved_before_its_time_limit_and_resumes(submit, tmp_path: Path
     assert told == ["start", "save", "stop", "resume", "save", "end"]
     disturbed = metrics(tmp_path / "run")
     shutil.rmtree(tmp_path / "run")
-    submit(training__steps=24).wait("COMPLETED")
+    submit(training__steps=24, **TWO_NODES).wait("COMPLETED")
     assert disturbed == metrics(tmp_path / "run") and len(disturbed) == 24
 
 
 def test_a_job_resumes_without_a_dead_host(submit, cluster: Cluster, tmp_path: Path) -> None:
-    job = submit(
-        training__steps=50,
-        checkpoint__every=5,
-        layout__pipeline=2,
-        cluster={"nodes": 2, "gpus_per_node": 2, "gpu": "H100"},
-    )
+    job = submit(training__steps=50, checkpoint__every=5, **TWO_NODES)
     wait_for_step(tmp_path / "run", 12)
     victim = re.search(r"node\d|node\[\d", job.facts()["NodeList"])[0].replace("[", "")
     cluster.kill_host(victim)
@@ -221,7 +222,7 @@ def test_a_job_resumes_without_a_dead_host(submit, cluster: Cluster, tmp_path: P
 
 def test_a_job_that_always_fails_stops(submit, tmp_path: Path) -> None:
     broken = ["--set", "optimizer.learning_rate=1e38", "--set", "optimizer.gradient_clipping=0"]
-    job = submit(*broken)
+    job = submit(*broken, **TWO_NODES)
     facts = job.wait("FAILED", "COMPLETED")
     assert facts["JobState"] == "FAILED" and facts["ExitCode"] == "3:0", job.words(facts)
     assert facts["Restarts"] == "1"
@@ -229,14 +230,14 @@ def test_a_job_that_always_fails_stops(submit, tmp_path: Path) -> None:
 
 
 def test_a_rejected_recipe_is_not_requeued(submit, tmp_path: Path) -> None:
-    job = submit("--set", "layout.pipeline=3")
+    job = submit("--set", "layout.pipeline=3", **TWO_NODES)
     facts = job.wait("FAILED", "COMPLETED")
     assert facts["ExitCode"] == "2:0" and facts["Restarts"] == "0"
-    assert "ranks, not 8;" in job.words(facts)
+    assert "ranks, not 4;" in job.words(facts)
 
 
 def test_jobs_follow_each_other(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(corpus, tmp_path / "recipe.toml")
+    recipe = write_recipe(corpus, tmp_path / "recipe.toml", **TWO_NODES)
     done = cluster.run(f"slurm/submit.sh --jobs 2 {recipe} --run-dir {tmp_path}/run", env=CPU)
     numbers = re.findall(r"Submitted batch job (\d+)", done.stdout)
     assert len(numbers) == 2, done.stderr
@@ -289,9 +290,8 @@ def test_a_key_appears_nowhere(submit, cluster: Cluster, corpus: Path, tmp_path:
     offline = {"WANDB_BASE_URL": "http://127.0.0.1:9"}  # no server listens there
     secrets = [{"WANDB_API_KEY": CANARY}, {"WANDB_API_KEY_FILE": str(tmp_path / "key")}]
     (tmp_path / "hosts").write_text("".join(f"{host} slots=2\n" for host in cluster.hosts[:2]))
-    two = {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"}
-    settings = {"cluster": two, "layout__pipeline": 2, "tracking__mode": "auto"}
-    job = submit(environment=secrets[0] | offline, training__steps=60, **settings)
+    settings = TWO_NODES | {"training__steps": 60, "tracking__mode": "auto"}
+    job = submit(environment=secrets[0] | offline, **settings)
     wait_for_step(tmp_path / "run", 3)
     assert CANARY not in arguments_of_all(cluster)
     facts = job.wait("COMPLETED", "FAILED")
