@@ -163,7 +163,7 @@ def test_a_disk_is_compared_with_the_checkpoints_to_come(
     kept = "checkpoint.keep = 1, keep_best = 1, 1 because of keep_every = 80, plus one"
     assert warning and f"room for 3 ({kept}" in warning
     warning = check_disk(tmp_path / "other", recipe, step=60)
-    assert warning and "room for 2 (it saves at most 2 more); free" in warning
+    assert warning and "and the run saves up to 2 more; free" in warning
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_rejected(

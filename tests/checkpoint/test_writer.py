@@ -262,7 +262,8 @@ def test_a_save_at_the_end_of_a_process_needs_a_smaller_reserve(
     problem = lone_writer.save(Progress(13), ends_process=True)
     assert problem and "1.1 MB are reserved" in problem
     rerun = (
-        f"have {retention.room_of_a_start(lone_writer.recipe)} free, then rerun the same command to"
+        f"free space until a start has the {retention.room_of_a_start(lone_writer.recipe)} that it "
+        f"needs, then rerun the same command to"
     )
     assert lone_writer.remedy() == f"no checkpoint exists; {rerun} start again"
     for step in (9, 10, 11, 15):  # 11 is damaged, 15 belongs to an abandoned branch

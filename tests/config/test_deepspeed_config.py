@@ -513,7 +513,7 @@ def test_settings_of_zero_3_are_noted_with_other_stages(stage: int, tmp_path: Pa
     recipe, dims = setting(write(tmp_path, content), "layout.pipeline=1")
     kept = read_deepspeed_json(recipe.deepspeed)["zero_optimization"].keys() & zero.keys()
     names = ", ".join(f"zero_optimization.{key}" for key in ONLY_ZERO_3)
-    note = f"without effect here: {names} (they have an effect only with ZeRO-3)"
+    note = f"without effect here: {names} (for ZeRO-3 only)"
     assert (deepspeed_notes(recipe, dims), kept) == (
         ([], zero.keys()) if stage == 3 else ([note], set())
     )

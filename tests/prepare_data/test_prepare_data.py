@@ -2,6 +2,7 @@ import errno
 import fcntl
 import json
 import os
+import queue
 import random
 import re
 import shutil
@@ -478,7 +479,7 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
     assert done.returncode == 0 and "1 of 1 piece already finished" in done.stdout
     assert (
         f"1 finished piece in {workspace} will be deleted when this command has finished, because "
-        f"the source or an option has changed since the interruption; to keep them, press Ctrl-C "
+        f"the source or an option has changed since the interruption; to keep it, press Ctrl-C "
         f"and rerun with another --output\n" in done.stdout
     )
 
@@ -576,7 +577,10 @@ def test_the_remedy_for_a_short_part_names_options_that_help(
     ("function", "kept"),
     [
         ("corpus.join", "out.incomplete keeps 1 finished piece; rerun the same command"),
-        ("tokenization.run_pieces", "out.incomplete keeps the tokenizer; rerun the same command"),
+        (
+            "tokenization.run_pieces",
+            "out.incomplete keeps the tokenizer and no finished piece; rerun the same",
+        ),
         ("tokenizer.train_tokenizer", "nothing is finished yet; rerun the same command to start"),
         ("tokenization.check_parts", "nothing has changed; rerun the same command to start"),
     ],
@@ -764,3 +768,15 @@ def test_the_ledger_lists_the_samples_of_a_step(prepared: Path, tmp_path: Path) 
         assert text.startswith(tokenizer.decode(row)[:30])
     rejected = prepare("show", tmp_path / "recipe.toml", "--step", 21)
     assert rejected.returncode == 2 and "has the steps 1 to 20; use --step 20\n" in rejected.stderr
+
+
+def test_a_time_left_is_estimated_once_a_share_of_the_bytes_is_done(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A document that is one large piece would let the estimate grow without bound."""
+    speed = tokenization.Speed([10_000, 89_990_000, 10_000_000], queue.Queue())
+    for size, left in ((10_000, "100.0 MB left"), (99_990_000, "00:00 left")):
+        speed.finished(mock.Mock(size=size))
+        speed.last_line -= tokenization.SECONDS_BETWEEN_LINES
+        speed.show()
+        assert capsys.readouterr().out.endswith(f"reading the first documents  {left}\n")

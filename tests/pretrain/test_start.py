@@ -74,7 +74,7 @@ def test_the_disk_is_compared_with_the_saves_of_all_phases(
     folder = RunFolder(tmp_path)
     begin(experiment, folder, 5)
     (warning,) = (line for line in folder.read_events() if line["event"] == "warning")
-    assert "needs room for 2 (" in warning["message"]
+    assert "the run saves up to 2 more; free" in warning["message"]
 
 
 def test_an_earlier_attempt_without_a_checkpoint_is_mentioned(

@@ -54,7 +54,7 @@ def test_an_edited_file_is_no_reason_to_stop() -> None:
 def test_a_restarted_run_prints_its_goodput() -> None:
     line = goodput_line(WallTime(EVENTS, LINES), EVENTS)
     assert line == (
-        "  goodput     30.0% of 0.03 h in kept steps, after 2 starts; lost: waiting 32.0%, starts "
+        "  goodput     30.0% of 100 s in kept steps, after 2 starts; lost: waiting 32.0%, starts "
         "15.0%, between steps 10.0%, repeated steps 8.0%, validation 5.0%"
     )
     once = [event for event in EVENTS if event["event"] != "resume"]

@@ -31,7 +31,7 @@ from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.progress import Progress
-from threefold.tracking import weights_and_biases
+from threefold.tracking import wandb_connection, weights_and_biases
 from threefold.tracking.messages import summarize
 from threefold.tracking.tracker import open_tracker
 from threefold.tracking.wandb_connection import (
@@ -620,3 +620,10 @@ def test_an_offline_run_whose_process_has_ended_continues_without_a_message(
     told, summed = about_wandb(capfd.readouterr().out)
     assert told == ["offline, because a reason"]
     assert summed == [f"offline; upload with: wandb sync {files}"]
+
+
+def test_a_server_that_refuses_connections_is_told_from_a_silent_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert not wandb_connection._refuses(server)
+    assert wandb_connection._refuses(server)

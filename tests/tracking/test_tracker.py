@@ -186,9 +186,10 @@ def test_a_wait_at_the_end_is_announced(
         thread._thread.join()
     ended = "was interrupted while it sent its data" if interrupted else "did not finish in time"
     assert problem == f"Weights & Biases {ended}"
-    subject = "an answer, and to send its data" if awaits_server else "W&B to start"
+    data = "an answer, and then for the run's data to be sent or written to files"
+    subject = data if awaits_server else "W&B to start"
     assert told[awaits_server:][:2] == [
-        f"waiting for {subject}, for at most 0.04 s; Ctrl-C ends this wait",
+        f"waiting for {subject}, for at most 0.04 s in all; Ctrl-C ends this wait",
         f"{'off' if interrupted else 'failed'}, because W&B {ended}",
     ]
 

@@ -128,11 +128,13 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
     needed = min(max(1, kept), saves)
     if needed * size <= free:
         return None
-    reason = _summands(recipe, present) if kept <= saves else f"it saves at most {saves} more"
+    use = f"saves up to {saves} more"
+    if kept <= saves:
+        use = f"needs room for {needed} ({_summands(recipe, present)})"
     return (
-        f"{folder} has room for {counted(free // size, 'more checkpoint')} of {_size(size)}, "
-        f"and the run needs room for {needed} ({reason}); free at least "
-        f"{_size(needed * size - free)}, or use --run-dir with a folder on a larger disk"
+        f"{folder} has room for {counted(free // size, 'more checkpoint')} of {_size(size)}, and "
+        f"the run {use}; free at least {_size(needed * size - free)}, or use --run-dir with a "
+        f"folder on a larger disk"
     )
 
 

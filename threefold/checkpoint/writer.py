@@ -493,7 +493,7 @@ class CheckpointWriter:
         rerun = "rerun the same command"
         if is_full:
             room = room_of_a_start(self.recipe)
-            rerun = f"have {room} free, then rerun the same command"
+            rerun = f"free space until a start has the {room} that it needs, then {rerun}"
         try:
             steps = [
                 step_of(path)

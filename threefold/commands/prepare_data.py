@@ -81,7 +81,8 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
         )
         return
     check_options(options, output, workspace)
-    print(f"preparing {output} from {a_few(options.source)}", flush=True)
+    sources = [*options.source, *(options.validation_source or ())]
+    print(f"preparing {output} from {a_few(sources)}", flush=True)
 
     # These imports take seconds, and the worker processes do not need most of them.
     import threefold.prepare_data.tokenizer  # noqa: F401 (for `plan`)
@@ -329,7 +330,7 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--text-is", choices=("line", "file"), default="line",
-        help="unit that is a document in a .txt file (default: line)",
+        help="unit that is a document in a text file (default: line)",
     )  # fmt: skip
 
 

@@ -69,10 +69,7 @@ def main(description: str | None = None) -> None:
             print(f"prove.py: {problem}", file=sys.stderr)
             sys.exit(2)
         except SystemExit:  # of the signal handler
-            print(
-                "prove.py: interrupted before anything was started; nothing has changed",
-                file=sys.stderr,
-            )
+            print("prove.py: interrupted; nothing has been started or written", file=sys.stderr)
             raise
         print(f"{recipe.name}: {counted(len(cases), 'layout')} of {size(small)}", file=sys.stderr)
         proof = Proof(small, cases, ranks=options.ranks)

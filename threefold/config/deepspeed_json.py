@@ -165,7 +165,7 @@ def _leave_zero_3_out(config: dict[str, Any], review: Review) -> None:
         return
     zero = config["zero_optimization"]
     for key in [key for key in zero if key in ONLY_ZERO_3]:
-        review.ignore(f"zero_optimization.{key}", "they have an effect only with ZeRO-3")
+        review.ignore(f"zero_optimization.{key}", "for ZeRO-3 only")
         del zero[key]
 
 

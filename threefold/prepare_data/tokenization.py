@@ -115,8 +115,9 @@ class Tokenization:
             print(
                 f"{counted(len(outdated), 'finished piece')} in {self.folder.parent} will be "
                 f"deleted when {command} has finished, because the source or an option has "
-                f"changed since the interruption; to keep them, press Ctrl-C and rerun with "
-                f"another --output"
+                f"changed since the interruption; to keep "
+                f"{'it' if len(outdated) == 1 else 'them'}, press Ctrl-C and rerun with another "
+                f"--output"
             )
         return outdated
 
@@ -377,6 +378,7 @@ def run_piece(format_number: int, piece: SourcePiece) -> PieceCounts:
 
 # Distribute pieces over worker processes, and show the progress.
 
+MIN_SHARE_FOR_ESTIMATE = 0.05  # of the bytes are done before a time left is estimated
 PIECES_IN_FLIGHT_PER_PROCESS = 2  # the running piece and the next one
 
 
@@ -471,8 +473,11 @@ class Speed:
         if self.bar is not None:
             self.bar.set_postfix_str(self.describe(now))
         elif now - self.last_line >= SECONDS_BETWEEN_LINES:
-            left = (now - self.started) * (self.total - self.done) / self.done if self.done else 0
-            until = f"  {tqdm.format_interval(left)} left" if self.done else ""
+            left = self.total - self.done
+            until = f"  {left / 1e6:,.1f} MB left"
+            if self.done >= MIN_SHARE_FOR_ESTIMATE * self.total:
+                seconds = (now - self.started) * left / self.done
+                until = f"  {tqdm.format_interval(seconds)} left"
             counts = self.describe(now) if self.documents else "reading the first documents"
             print(f"{self.pieces}/{self.all_pieces} pieces  {counts}{until}", flush=True)
             self.last_line = now

@@ -182,7 +182,11 @@ def _keep_finished(
     finished = [path for path in pieces if path.name not in outdated]
     trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
     if pieces or trained:
-        kept = counted(len(finished), "finished piece") if finished else "the tokenizer"
+        kept = (
+            counted(len(finished), "finished piece")
+            if finished
+            else "the tokenizer and no finished piece"
+        )
         if isinstance(error, OSError) and error.errno in FULL_DISK_ERRORS:  # it says to rerun
             if not finished:
                 return f"{workspace} keeps {kept}"

@@ -129,7 +129,7 @@ def one_interrupt() -> Iterator[None]:
 def _end_at_once(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_DFL)  # also for a second signal, if the reader has stalled
     with contextlib.suppress(OSError):
-        os.write(2, f"{_interrupted()} before anything was started; nothing has changed\n".encode())
+        os.write(2, f"{_interrupted()}; nothing has been started or written\n".encode())
     os.kill(os.getpid(), number)
 
 

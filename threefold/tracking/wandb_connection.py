@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import secrets
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -170,6 +171,7 @@ def read_run_id(file: Path) -> str:
 Mode = Literal["online", "offline", "disabled", "shared"]  # of `wandb.init`
 MAX_REASON_CHARACTERS = 200  # of an error, in a message
 SECONDS_TO_CONNECT = 30.0
+SECONDS_TO_REFUSE = 2.0  # a connection
 STATUS_FILE = "wandb/status.json"
 TAG_OF_EXIT = b"\x92\x01"  # field 18, `exit`, of the records in W&B's files; after the run's id
 ERRORS_OF_ENDED_SERVICE = (  # wandb.sdk.mailbox and wandb.sdk.lib.service, 0.31
@@ -294,6 +296,8 @@ def restart_offline(
     """
     server = _settings().base_url
     reason = f"{server} did not answer within {SECONDS_TO_CONNECT:g} s"
+    if _refuses(server):
+        reason = f"{server} refuses connections"
     if "returned error 401" in str(error):
         key, remedy = "the key", 'use "wandb login --relogin"'
         if os.environ.get("WANDB_API_KEY"):  # W&B prefers it to the key of `wandb login`
@@ -380,8 +384,20 @@ def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
         if server == default:
             server += f", the default server of wandb {wandb.__version__}"
         login = 'log in with "wandb login" to be online'
-        return "offline", f"there is no key for {server} ({login})"
+        asked = ', although the mode "online" is requested' if wanted == "online" else ""
+        return "offline", f"there is no key for {server} ({login}){asked}"
     return ("shared" if settings.mode == "shared" else "online"), reason
+
+
+def _refuses(server: str) -> bool:
+    """Return True if no program listens at the port of a server, which answers at once."""
+    url = urlparse(server)
+    port = url.port or {"http": 80}.get(url.scheme, 443)
+    try:
+        socket.create_connection((url.hostname or "", port), timeout=SECONDS_TO_REFUSE).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def _service_has_ended(error: Exception) -> bool:

@@ -344,10 +344,14 @@ class WandbThread:
         if self._ends_within(notice) or not left:
             return
         if not self.has_told_failure:
-            subjects = {"online": "its data to be sent", "offline": "its data to be written"}
-            starting = "an answer, and to send its data" if self._awaits_server else "W&B to start"
+            subjects = {
+                "online": "the run's data to be sent",
+                "offline": "the run's data to be written",
+            }
+            connecting = "an answer, and then for the run's data to be sent or written to files"
+            starting = connecting if self._awaits_server else "W&B to start"
             subject = subjects.get(self._status.mode, starting)
-            reason = f"for {subject}, for at most {left:g} s; Ctrl-C ends this wait"
+            reason = f"for {subject}, for at most {left:g} s in all; Ctrl-C ends this wait"
             self._tell(WandbStatus("waiting", reason=reason))
         self._ends_within(left)
 
