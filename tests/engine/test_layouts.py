@@ -384,7 +384,6 @@ def references(
         for size, name in selected
         if (size, name) in MORE_LAYOUTS
     }
-    wanted = {name: changes | {"batch__micro_sequences": 8} for name, changes in wanted.items()}
     return run_ranks(1, reference_worker, str(layout_corpus), wanted | PLAIN)[0]
 
 
