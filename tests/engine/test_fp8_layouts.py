@@ -48,7 +48,6 @@ MODELS = {"dense": {}, "experts": EXPERTS, "latent": LATENT}
 Key = tuple[int, str, str]  # world size, model and name of a layout
 LAYOUTS: dict[Key, dict[str, Any]] = {  # -> changes of the recipe
     (1, "dense", "micro-batch 2"): {"batch__micro_sequences": 2},
-    (4, "dense", "sequence 2, context 2"): SEQUENCE2 | CONTEXT2,
     (4, "dense", "tensor 2, zb-h1"): TENSOR2 | ZB_H1,
     (4, "dense", "zero3, context 2, full"): ZERO3 | CONTEXT2 | FULL,
     (4, "experts", "sequence 2, expert 2"): SEQUENCE2 | {"layout__expert": 2},

@@ -104,20 +104,20 @@ OF_THE_MODEL = ("model", "precision", "dropout", "documents", "optimizer")  # no
 QUICK = """
 experts zero2 fp32 sequence gather expert columns full muon
 experts zero3 bf16 tensor columns selective dropout documents adamw data
-llama 1f1b zero1 fp32 sequence full documents adamw
-gpt zb-h1 zero2 bf16 tensor documents adamw accumulating
-experts dualpipev zero1 bf16 expert selective dropout adamw data overlap
 gpt zero3 fp32 tensor ring full dropout muon
-llama zb-v zero2 bf16 full dropout documents muon data group
 llama dualpipev zero2 fp32 ulysses selective muon group
-gpt interleaved zero2 fp32 sequence dropout documents adamw three-chunks
-experts zb-h1 zero1 fp32 sequence columns selective dropout muon by-hand
+llama zb-v zero2 bf16 full dropout documents muon data group
+gpt interleaved zero2 fp32 sequence dropout documents adamw
 gpt 1f1b zero1 bf16 adamw data group
 experts zb-v zero1 bf16 gather expert documents adamw
+gpt zb-h1 zero2 bf16 tensor documents adamw accumulating
 """
 LONG = """
+llama 1f1b zero1 fp32 sequence full documents adamw
+experts dualpipev zero1 bf16 expert selective dropout adamw data overlap
+experts zb-h1 zero1 fp32 sequence columns selective dropout muon by-hand
 gpt zb-v zero1 fp32 selective muon data
-llama interleaved zero1 bf16 ring dropout muon group
+llama interleaved zero1 bf16 ring dropout muon group three-chunks
 experts interleaved zero1 fp32 tensor columns full documents muon
 experts 1f1b zero1 fp32 gather expert selective dropout muon
 llama zero3 bf16 ring documents muon data
@@ -491,13 +491,13 @@ REJECTED = {  # pairs that the checks of a recipe reject
 
 
 def test_the_table_has_every_pair_of_values() -> None:
-    """Seven of eight pairs are in QUICK, and the others in LONG."""
+    """Four of five pairs are in QUICK, and the others in LONG."""
     all_pairs = pairs(ROWS)
     for one, other in itertools.combinations(sorted(set().union(*all_pairs)), 2):
         if one.split()[0] != other.split()[0]:
             is_rejected = (one, other) in REJECTED or (other, one) in REJECTED
             assert is_rejected != (frozenset((one, other)) in all_pairs), (one, other)
-    assert len(pairs(QUICK_KEYS)) > 7 / 8 * len(all_pairs)
+    assert len(pairs(QUICK_KEYS)) > 4 / 5 * len(all_pairs)
 
 
 def test_the_padding_of_a_shard_is_dropped() -> None:

@@ -16,7 +16,7 @@ from threefold.engine.muon_exchange import update_scale
 from threefold.prove.compare import NOISE_SUFFIX, split_noise
 from threefold.prove.training import gather, held_state, held_weights, many_cases, start, train_step
 
-STEPS = 8
+STEPS = 3
 SWITCHES = {"llama": {}, "gpt": GPT_SWITCHES}
 LAYOUTS: dict[str, dict[str, Any]] = {  # on two ranks
     "ZeRO-1": {},

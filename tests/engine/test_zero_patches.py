@@ -79,6 +79,7 @@ def first_steps(corpus: str) -> dict[tuple[str, float], tuple[float, float]]:
                     small_recipe(Path(corpus)),
                     deepspeed=f"ds_configs/{config}.json",
                     optimizer__gradient_clipping=clipping,
+                    batch__micro_sequences=4,
                 )
                 engine, data = start(parse_recipe(table, "test"), world)
                 norm = train_step(engine, data, 1).grad_norm

@@ -94,7 +94,8 @@ def train_worker(corpus: str, changes: dict[str, Any]) -> tuple[Trained, Trained
     with many_cases() as begin:
         for is_on_gpu in (matmul.is_on_gpu, lambda x: True):
             begin()
-            table = changed(small_recipe(Path(corpus)), **{"deepspeed": BF16.format(1)} | changes)
+            defaults = {"deepspeed": BF16.format(1), "batch__global_sequences": 4}
+            table = changed(small_recipe(Path(corpus)), **defaults | changes)
             calls = 0
 
             def noted(*tensors: Tensor, replace: bool) -> None:

@@ -93,9 +93,7 @@ VARIANTS: dict[str, ModelConfig] = {
     ),
 }
 LAYOUTS = {  # tensor ranks, sequence parallelism, recomputation
-    "tensor 2": (2, False, "none"),
-    "tensor 2, sequence-parallel": (2, True, "full"),
-    "tensor 4": (4, False, "selective"),
+    "tensor 2": (2, False, "selective"),
     "tensor 4, sequence-parallel": (4, True, "none"),
 }
 WITH_DROPOUT = replace(VARIANTS["biases with norms of both"], dropout=0.3)

@@ -127,7 +127,7 @@ def test_sequences_with_equal_document_lengths_share_calls() -> None:
     with mock.patch.object(attention, "causal_attention", side_effect=attend) as calls:
         run(LLAMA, rows, lengths, row=0, where=slice(0, 24))
     shapes = [tuple(call.args[0].shape[::2]) for call in calls.call_args_list]  # b and s
-    assert shapes == 3 * [(2, 24), (2, 9), (2, 15), (1, 24)]
+    assert shapes == LLAMA.layers * [(2, 24), (2, 9), (2, 15), (1, 24)]
 
 
 # All documents in one call, as on GPUs

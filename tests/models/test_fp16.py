@@ -16,7 +16,7 @@ from tests.ranks import fp16_on_cpu, join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.prove.training import gather, held_state, many_cases, start, train_step
 
-STEPS = 4
+STEPS = 3
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ZeRO stage, changes of the recipe
     "zero-1": (1, {}),
     "zero-2": (2, {}),
@@ -115,7 +115,7 @@ def test_losses_and_norms_are_near_those_of_fp32(layout: str, ranks: list[dict])
     exact, found = (ranks[0][layout, name] for name in ("fp32", "constant"))
     assert found.losses == pytest.approx(exact.losses, abs=3e-3)
     assert found.norms == pytest.approx(exact.norms, rel=1e-2)
-    assert exact.losses[0] - exact.losses[-1] > 0.05
+    assert exact.losses[0] - exact.losses[-1] > 0.02
     assert largest_difference(found.moments, exact.moments) < 0.03
 
 
@@ -123,7 +123,7 @@ def test_losses_and_norms_are_near_those_of_fp32(layout: str, ranks: list[dict])
 def test_a_growing_loss_scale_leaves_the_update_as_it_is(layout: str, ranks: list[dict]) -> None:
     constant, growing = (ranks[0][layout, name] for name in ("constant", "growing"))
     assert constant.scales == [2**10] * STEPS
-    assert growing.scales[0] == 2**10 and growing.scales[-1] >= 2**12
+    assert growing.scales[0] == 2**10 and growing.scales[-1] == 2**11
     assert growing.norms == pytest.approx(constant.norms, rel=1e-3)
     assert largest_difference(growing.moments, constant.moments) < 3e-3
 

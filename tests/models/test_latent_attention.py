@@ -30,7 +30,7 @@ from models.initialization import initialize
 from models.kernels import attention
 from models.latent_attention import LatentAttention
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, logical_shapes
-from models.parallel.collectives import TensorAxis
+from models.parallel.collectives import TensorAxis, create_groups
 from models.parallel.layers import Deferral, defer_weights
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
 from models.sharding import sharding_of
@@ -227,21 +227,19 @@ CASES: dict[str, tuple[ModelConfig, str, int, int, dict[str, Any]]] = {
 
 def axes_of(tensor_size: int, split: bool, attention: str) -> ModelAxes:
     """Return the axes of this rank among four; tensor ranks are neighbours."""
-    rank, groups = dist.get_rank(), {}
-    for size in (1, 2, 4):
-        for first in range(0, 4, size):
-            groups["tensor", size, first // size] = dist.new_group(range(first, first + size))
-        for first in range(size):
-            groups["context", size, first] = dist.new_group(range(first, 4, size))
-    place, index = divmod(rank, tensor_size)
+    place, index = divmod(dist.get_rank(), tensor_size)
+    tensor, context = groups(tensor_size)
     return ModelAxes(
-        tensor=TensorAxis(
-            groups["tensor", tensor_size, place], index, tensor_size, split and tensor_size > 1
-        ),
-        context=ContextAxis(
-            groups["context", tensor_size, index], place, 4 // tensor_size, attention
-        ),
+        tensor=TensorAxis(tensor, index, tensor_size, split and tensor_size > 1),
+        context=ContextAxis(context, place, 4 // tensor_size, attention),
     )
+
+
+@functools.cache
+def groups(tensor_size: int) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Create the groups of tensor and of context ranks."""
+    ranks = torch.arange(4).view(-1, tensor_size)
+    return create_groups(ranks.tolist()), create_groups(ranks.t().tolist())
 
 
 def worker() -> dict[str, Outcome]:

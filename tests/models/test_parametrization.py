@@ -26,7 +26,6 @@ from tests.conftest import changed, small_recipe
 from tests.models.experts.test_hugging_face import DOTS
 from tests.models.test_transformer import (
     DROPPING,
-    LLAMA,
     PLAIN,
     SHAPES,
     WITH_DROPOUT,
@@ -36,6 +35,7 @@ from tests.models.test_transformer import (
 from threefold.config.loading import parse_recipe
 from threefold.engine.parameter_groups import UpdateRule, rule_of
 
+LLAMA, GPT2 = (replace(SHAPES[name], layers=3) for name in ("llama", "gpt2"))
 # Width ratio 4, depth ratio 3, head size 16 with base head size 4.
 COMPLETEP = {
     "parametrization": "completep",
@@ -129,7 +129,7 @@ FACTORS_OF_BIASES = {
 
 
 @pytest.mark.parametrize(
-    ("standard", "expected"), [(EVERY_PART, FACTORS), (SHAPES["gpt2"], FACTORS_OF_BIASES)]
+    ("standard", "expected"), [(EVERY_PART, FACTORS), (GPT2, FACTORS_OF_BIASES)]
 )
 def test_the_factors_are_those_of_the_papers(
     standard: ModelConfig, expected: dict[str, tuple[float | None, ...]]

@@ -38,7 +38,7 @@ def worker(corpus: str, cases: dict) -> dict[str, Outcome]:
         for name, (_, config, changes, weight) in cases.items():
             begin()
             table = changed(small_recipe(Path(corpus)), **changes)
-            table = changed(table, deepspeed=f"ds_configs/{config}.json")
+            table = changed(table, deepspeed=f"ds_configs/{config}.json", batch__micro_sequences=4)
             engine, data = start(parse_recipe(table, "test"), world)
             sound = train_step(engine, data, 1).grad_norm
             before = [flat.clone() for flat in engine.state.weights]

@@ -28,8 +28,8 @@ PIPELINES = {  # name of the schedule -> its pipelines
             virtual_stages=virtual_stages,
             paired=paired,
         )
-        for p in (2, 3, 4, 8)
-        for m in (1, p, p + 1, 2 * p)
+        for p in (2, 3, 8)
+        for m in (1, p + 1, 2 * p)
         if m >= min_micro_batches(schedule, p, paired=paired)
     ]
     for schedule, virtual_stages in SCHEDULES

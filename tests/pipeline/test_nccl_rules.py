@@ -64,10 +64,10 @@ def join_with_rules(rules: Rules) -> LaunchEnvironment:
 
 def recipe_of(corpus: str, layout: dict[str, Any], **changes: Any) -> Recipe:
     """Return a small recipe of two stages, or of the layout's number of stages."""
-    stages = layout.get("pipeline", 2)
+    stages, is_folded = layout.get("pipeline", 2), layout.get("schedule") in ("zb-v", "dualpipev")
     sequences = 2 * stages * changes.pop("data", 1)
     defaults = {
-        "model__layers": 3 * stages,
+        "model__layers": stages * (2 if is_folded else layout.get("virtual_stages", 1)),
         "layout": {"pipeline": stages, **layout},
         "batch": {"global_sequences": sequences, "micro_sequences": 1},
     }

@@ -164,7 +164,7 @@ LAYOUTS = {
 QUICK = ("bf16", "tied, interleaved", "zb-h1")
 SMALL_BUCKET = 5000  # elements: several in each of the small model's layers
 SIZES = (SMALL_BUCKET, 10**9)
-STEPS = 3
+STEPS = 2
 
 
 def config_file(folder: str, precision: str, elements: int) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,12 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.pipeline.test_order import most_in_flight
-from tests.ranks import join_world, run_ranks
+from tests.ranks import run_ranks
 from threefold.config.loading import parse_recipe
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.engine.engine import Engine
 from threefold.pipeline.engine import COMPUTE, ScheduledEngine
 from threefold.prove.layouts import SCHEDULES
-from threefold.prove.training import start, train_step
+from threefold.prove.training import many_cases, start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.tracking.profiler import TimelineRecorder
 
@@ -70,42 +72,45 @@ def chunks_of(schedule: str) -> int:
 
 def schedules_worker(corpus: str, folder: str, schedules: list[str]) -> dict[str, dict[str, Any]]:
     """Return the maximum in flight, measured and according to the order, for each schedule."""
-    world = join_world()
-    found = {}
-    for name in schedules:
-        layout = SCHEDULES[name]
-        table = changed(
-            small_recipe(Path(corpus)),
-            model__layers=STAGES * chunks_of(name),
-            layout={"pipeline": STAGES, **layout},
-            batch={"global_sequences": MICRO_BATCHES, "micro_sequences": 1},
-            tracking__timeline_step=2,
-            tracking__timeline_steps=2,
-        )
-        recipe = parse_recipe(table, "test")
-        engine, data = start(recipe, world)
-        held = count_in_flight(engine.wrapped)
-        run = RunFolder(Path(folder) / name)
-        if world.rank == 0:
-            run.path.mkdir()
-        shown: list[tuple[int, str, Path]] = []
+    world, found = LaunchEnvironment.from_environment(os.environ), {}
+    with many_cases() as begin:
+        for name in schedules:
+            begin()
+            layout = SCHEDULES[name]
+            table = changed(
+                small_recipe(Path(corpus)),
+                model__layers=STAGES * chunks_of(name),
+                layout={"pipeline": STAGES, **layout},
+                batch={"global_sequences": MICRO_BATCHES, "micro_sequences": 1},
+                tracking__timeline_step=1,
+                tracking__timeline_steps=2,
+            )
+            recipe = parse_recipe(table, "test")
+            engine, data = start(recipe, world)
+            held = count_in_flight(engine.wrapped)
+            run = RunFolder(Path(folder) / name)
+            if world.rank == 0:
+                run.path.mkdir()
+            shown: list[tuple[int, str, Path]] = []
 
-        def show(*each: Any, shown: list[Any] = shown) -> None:
-            shown.append(each)
+            def show(*each: Any, shown: list[Any] = shown) -> None:
+                shown.append(each)
 
-        recorder = TimelineRecorder(engine, recipe, recipe.parallel_dims(world), run, show=show)
-        waiting = Waiting(engine)
-        for step, mode in ((1, nullcontext()), (2, nullcontext()), (3, waiting)):
-            with recorder.recorded(step), mode:
-                train_step(engine, data, step)
-            recorder.write_after(step)
-        assert shown == ([(3, "timeline", run.path / "timeline.svg")] if world.rank == 0 else [])
-        pipeline = engine.wrapped.pipeline
-        found[name] = {
-            "held": max(held),
-            "ordered": most_in_flight(pipeline.orders[world.rank]),
-            "waited in": waiting.found,
-        }
+            recorder = TimelineRecorder(engine, recipe, recipe.parallel_dims(world), run, show=show)
+            waiting = Waiting(engine)
+            for step, mode in ((1, nullcontext()), (2, waiting)):
+                with recorder.recorded(step), mode:
+                    train_step(engine, data, step)
+                recorder.write_after(step)
+            assert shown == (
+                [(2, "timeline", run.path / "timeline.svg")] if world.rank == 0 else []
+            )
+            pipeline = engine.wrapped.pipeline
+            found[name] = {
+                "held": max(held),
+                "ordered": most_in_flight(pipeline.orders[world.rank]),
+                "waited in": waiting.found,
+            }
     return found
 
 
@@ -162,7 +167,7 @@ def test_the_measured_timeline_has_every_pass_of_every_rank(
     passes = Counter((e["pid"], e["cat"], e["args"]["step"]) for e in events if e["ph"] == "X")
     each = MICRO_BATCHES * chunks_of(name)
     for rank in range(STAGES):
-        for step in (2, 3):
+        for step in (1, 2):
             assert passes[rank, "forward", step] == passes[rank, "backward", step] == each
             assert passes[rank, "weight", step] == (each if name.startswith("zb") else 0)
     of_rank = [e for e in events if e["ph"] == "X" and e["pid"] == 1]

@@ -1,6 +1,7 @@
 """A model with experts on several ranks against one rank, and the layer against a plain loop."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -50,7 +51,7 @@ MODELS = {
         ),
     ),
     "sigmoid": replace(
-        LLAMA,
+        LLAMA, layers=3,
         experts=Experts(
             count=8, per_token=2, ffn_hidden_size=24, shared=1, router="sigmoid", normalize=True,
             output_scale=2.5, balance_loss=0.3,
@@ -266,6 +267,7 @@ def run_on_a_rank(config: ModelConfig, layout: Layout, rank: int) -> Outcome:
     )
 
 
+@functools.cache
 def axes(layout: Layout, rank: int) -> tuple[TensorAxis, ContextAxis, ExpertAxis]:
     """Create the groups of a layout, and return the axes from this rank's perspective."""
     dims = layout.dims
