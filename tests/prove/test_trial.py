@@ -37,7 +37,9 @@ def freeing_worker(corpus: str) -> dict[Any, tuple[bool, int]]:
         with many_cases() as begin:
             for _ in range(2):
                 begin()
-                recipe = parse_recipe(changed(small_recipe(Path(corpus)), model__layers=1, **changes), "test")
+                recipe = parse_recipe(
+                    changed(small_recipe(Path(corpus)), model__layers=1, **changes), "test"
+                )
                 engine, data = start(recipe, world)
                 train_step(engine, data, 1)
                 module = weakref.ref(engine.wrapped.module)

@@ -173,16 +173,15 @@ def test_snapshots_of_abandoned_steps_are_not_used(four_nodes: Any, recipe: Reci
         ([branch], 0, 0),
     ]
     wanted = [
-        (replay([{"event": "start", "step": 0}, *events]), at_least) for events, at_least, _ in cases
+        (replay([{"event": "start", "step": 0}, *events]), at_least)
+        for events, at_least, _ in cases
     ]
     memories = [process.folder for process in processes]
     (found,) = run_ranks(1, find_each, recipe, memories, wanted)
     assert found == [step for *_, step in cases]
 
 
-def find_each(
-    recipe: Recipe, memories: list[Path], wanted: list[tuple[History, int]]
-) -> list[int]:
+def find_each(recipe: Recipe, memories: list[Path], wanted: list[tuple[History, int]]) -> list[int]:
     """Return the step of the snapshot that is found with each history; 0 for none."""
     data = start(recipe, join_world())[1]
     memory = NodeMemory(memories[0])
