@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import http.server
-import importlib
+import io
 import json
 import os
 import re
@@ -11,11 +11,11 @@ import runpy
 import shlex
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -30,7 +30,7 @@ from threefold.config.recipe import Recipe
 from threefold.plan import catalogue
 from threefold.plan.catalogue import ZERO_STAGE_HEADER, ZERO_STAGE_ROWS
 from threefold.plan.recipe_reference import reference
-from threefold.runtime.exits import leave_handlers_out
+from threefold.runtime import output
 
 MAX_README_LINES = 200
 DOCS = {path.name: path.read_text() for path in sorted((REPOSITORY / "docs").glob("*.md"))}
@@ -198,27 +198,19 @@ def test_the_tree_equals_the_folders() -> None:
 
 
 def print_usages() -> dict[str, str]:
-    """Return the help text of every script, and of every subcommand, that a command names.
-
-    They run in forks of this process, because the imports take seconds.
-    """
-    importlib.import_module("datasets")
+    """Return the help text of every script, and of every subcommand, that a command names."""
     usages = {}
     for program in sorted({program_of(shlex.split(command)) for command in COMMANDS} - {""}):
         script, *subcommand = program.split()
-        with tempfile.TemporaryFile() as file:
-            child = os.fork()
-            if not child:
-                os.dup2(file.fileno(), 1)
-                sys.argv = [script, *subcommand, "--help"]
-                sys.path[0] = os.path.dirname(script)
-                with contextlib.suppress(SystemExit):
-                    runpy.run_path(script, run_name="__main__")
-                sys.stdout.flush()
-                leave_handlers_out(0)  # before the interpreter frees its modules one by one
-            os.waitpid(child, 0)
-            file.seek(0)
-            usages[program] = file.read().decode()
+        sys.argv = [script, *subcommand, "--help"]
+        sys.path[0] = os.path.dirname(script)
+        with (
+            mock.patch.object(output, "use_nonblocking_output"),  # which replaces sys.stdout
+            contextlib.redirect_stdout(io.StringIO()) as printed,
+            contextlib.suppress(SystemExit),
+        ):
+            runpy.run_path(script, run_name="__main__")
+        usages[program] = printed.getvalue()
     return usages
 
 
@@ -287,7 +279,8 @@ def test_the_commands_for_agents_run(command: str, monkeypatch: pytest.MonkeyPat
 
 def marks_of_shown(text: str) -> list[pytest.MarkDecorator]:
     """Return the marks of the test of a command: some search or simulate for seconds."""
-    return [pytest.mark.long] if re.search(r"plan.py largest|communication_slots", text) else []
+    takes_long = re.search(r"plan.py largest|llama/70b|communication_slots", text)
+    return [pytest.mark.long] if takes_long else []
 
 
 @pytest.mark.parametrize("text", [pytest.param(text, marks=marks_of_shown(text)) for text in SHOWN])

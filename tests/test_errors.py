@@ -115,10 +115,15 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
 
 @functools.cache
 def sources() -> list[tuple[str, ast.Module]]:
-    """Return the path and the syntax tree of every module."""
+    """Return the path and the syntax tree of every module that handles or raises errors."""
     folders = (REPOSITORY / folder for folder in ("models", "recipes", "threefold", "slurm"))
     paths = (path for folder in folders for path in sorted(folder.rglob("*.py")))
-    return [(str(path.relative_to(REPOSITORY)), ast.parse(path.read_text())) for path in paths]
+    texts = {str(path.relative_to(REPOSITORY)): path.read_text() for path in paths}
+    return [
+        (path, ast.parse(text))
+        for path, text in texts.items()
+        if "except" in text or "ValueError" in text
+    ]
 
 
 @functools.cache

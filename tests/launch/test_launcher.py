@@ -490,6 +490,7 @@ pretrain.main()
 """
 
 
+@pytest.mark.long
 def test_a_run_of_launch_py_replaces_a_node_with_wrong_results(small: dict, tmp_path: Path) -> None:
     table = changed(
         small,

@@ -14,7 +14,7 @@ import pytest
 
 from models.cost import parameter_count
 from tests.commands import run_here
-from tests.conftest import shipped_recipes
+from tests.conftest import quick_and_long, shipped_recipes
 from tests.ranks import run_ranks
 from threefold.commands import plan
 from threefold.config.deepspeed_json import (
@@ -40,7 +40,7 @@ from threefold.prove.training import train_cases
 FILES = [path for path in shipped_recipes() if path.parent != DEFAULT_RECIPE.parent]
 NAMES = [f"{path.parent.name}-{path.stem}" for path in FILES]
 GPUS = ("V100-32GB", "A100-40GB", "A100-80GB", "H100", "H200", "B200", "MI300X")
-STEPS = 2
+STEPS = 1
 VOCAB_SIZE = 192  # of the corpus: the smallest vocabulary that shrinking makes
 COPIES = (  # recipes that have all features of the catalogue
     "completep-gpt-125m", "deepseek-v2-lite", "deepseek-v3", "dots-llm1", "gemma3-27b",
@@ -65,7 +65,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Training:
-    """A few steps of a small copy; `untouched` are the parameters that had no gradient."""
+    """A step of a small copy; `untouched` are the parameters that had no gradient."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -399,9 +399,7 @@ def test_a_comment_states_how_much_less_time_the_planners_layout_takes(name: str
     assert int(stated) == round(100 * (1 - best / own))
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt/13b", "llama/8b", pytest.param("qwen3/32b", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", quick_and_long(["llama/8b"], ["gpt/13b", "llama/8b", "qwen3/32b"]))
 def test_a_layout_that_is_said_to_be_the_planners_is_within_its_error(name: str) -> None:
     path = REPOSITORY / "recipes" / f"{name}.toml"
     assert "the planner's fastest layout" in path.read_text()

@@ -92,8 +92,8 @@ def test_exchanged_bytes_fall_with_the_window_as_planned(attention: str) -> None
     layout = {"context": 2, "context_attention": attention}
     table = changed(
         corpus, layout=layout, deepspeed="ds_configs/zero1_bf16.json",
-        model__sequence_length=64, model__attention_pattern=["window"], batch__micro_sequences=1,
-        batch__global_sequences=2,
+        model__layers=1, model__sequence_length=64, model__attention_pattern=["window"],
+        batch={"global_sequences": 1, "micro_sequences": 1},
     )  # fmt: skip
     for window in (4, 16):
         recipe = parse_recipe(changed(table, model__window={"size": window}), "test")
@@ -102,5 +102,5 @@ def test_exchanged_bytes_fall_with_the_window_as_planned(attention: str) -> None
             traffic = trace(recipe, 2, 2, rank).traffic
             assert {each.kind for each in traffic if each.axis == "context"} == {"all_to_all"}
             sent += sum(each.memory_bytes for each in traffic if each.axis == "context")
-        keys = 2 * recipe.model.layers * 2 * recipe.model.key_value_size  # of two micro-batches
+        keys = 2 * recipe.model.key_value_size
         assert sent == sum(received_keys(64, 2, window)) * keys * (2 + 2 + 4)

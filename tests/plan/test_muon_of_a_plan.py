@@ -78,8 +78,8 @@ def test_the_ranks_of_one_stage_write_the_whole_checkpoint(
 
 
 def test_the_optimizer_state_and_the_buffers_of_the_update_agree_with_a_trace() -> None:
-    overrides = ["cluster.nodes=1", "model.layers=4", "model.hidden_size=2048", "model.heads=16",
-                 "model.kv_heads=8", "layout.tensor=2", "batch.global_sequences=8"]  # fmt: skip
+    overrides = ["cluster.nodes=1", "model.layers=2", "model.hidden_size=2048", "model.heads=16",
+                 "model.kv_heads=8", "layout.tensor=2", "batch.global_sequences=4"]  # fmt: skip
     recipe = load_recipe(path_of("llama/8b"), [MUON, *overrides])
     planned = job_of(recipe, Machine.of_cluster(recipe.cluster))
     traced = trace(recipe, 8, 8, 0)

@@ -126,23 +126,23 @@ def test_picked_stages_are_spread_evenly() -> None:
 def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pictures, "MIN_LAST_NODES", 2)
     assert pictures.node_counts(1) == [1, 2]
-    relatives = [RECIPES / "llama" / f"{size}.toml" for size in ("1b", "8b", "405b")]
+    relatives = [RECIPES / "llama" / f"{size}.toml" for size in ("1b", "405b")]
     monkeypatch.setattr(search_module, "recipes_in_repository", lambda: relatives)
     size = ("cluster.nodes=2", "cluster.gpus_per_node=4", "batch.global_sequences=8")
     recipe, job = load("llama/7b.toml", *size)
     axes, bar = pictures.heatmap(recipe, job).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2"]
     names = [label.get_text().partition("\n")[0] for label in axes.get_yticklabels()]
-    assert names == [f"llama-{size}b" for size in (1, 7, 8, 405)]
+    assert names == [f"llama-{size}b" for size in (1, 7, 405)]
     cells = {
         (round(text.get_position()[1]), round(text.get_position()[0])): text.get_text()
         for text in axes.texts
     }
-    assert len(cells) == 4 * 2
+    assert len(cells) == 3 * 2
     own = search(job, 1).plans[0]
     assert cells[1, 1] == pictures.memory_text(own)
     assert f"{pictures.mfu(own):.0%}" in cells[1, 1]
-    assert cells[3, 0] == "-"  # 405B on one node
+    assert cells[2, 0] == "-"  # 405B on one node
     (frame,) = [each for each in axes.patches if isinstance(each, Rectangle)]
     assert frame.get_xy() == (0.5, 0.5)
     assert bar.get_ylabel() == "predicted MFU"
@@ -165,7 +165,7 @@ def test_columns_are_powers_of_two_and_the_users_nodes() -> None:
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
 def test_pictures_are_written(tmp_path: Path, suffix: str) -> None:
-    _, job = load("qwen3/32b.toml")
+    _, job = load("llama/8b.toml")
     file = tmp_path / f"plan{suffix}"
     pictures.draw_timeline(job, title="written", file=file)
     start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]

@@ -893,7 +893,7 @@ def run_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_needs_neither_torch_nor_matplotlib() -> None:
     code = (
-        "import sys; sys.argv = ['plan.py', 'recipes/llama/7b.toml', '--nodes', '2', '--json']\n"
+        "import sys; sys.argv = ['plan.py', 'recipes/llama/7b.toml', '--nodes', '1', '--json']\n"
         "from threefold.commands import plan\n"
         "try:\n    plan.main()\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'deepspeed', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)\n"

@@ -392,7 +392,7 @@ def test_two_real_ranks_write_a_datasheet_that_plans_use(
         patched.setattr(datasheet, "FOLDER", tmp_path)
         clear_caches()
         measurement = ClusterMeasurement.of("two-cores", **size, seconds=None)
-        request = measurement._request()["links"]
+        request = measurement._request()["links"] | {"matmul_size": 256}
         fitted = fit.measure_and_fit(
             lambda: run_ranks(2, measure_here, request)[0], measurement.source, 2
         )

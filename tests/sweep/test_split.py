@@ -114,7 +114,9 @@ def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 @pytest.mark.parametrize("layout", quick_and_long(QUICK_LAYOUTS, LAYOUTS))
 def test_a_sleep_counts_to_its_part(layout: str, small: dict[str, Any]) -> None:
     changes, parts = LAYOUTS[layout]
+    stages = changes.get("layout", {}).get("pipeline", 1)
     changes = changes | {"batch": {"global_sequences": 4, "micro_sequences": 2}}
+    changes |= {"model__layers": stages}
     for splits in run_ranks(2, split_by_virtual_clock, changed(small, **changes), list(parts)):
         for (name, part), split in zip(parts.items(), splits[1:], strict=True):
             grown = growth(splits[0], split)
@@ -136,23 +138,23 @@ def test_a_slow_stage_makes_the_other_stage_wait(small: dict[str, Any]) -> None:
         assert "bubble" in growth(first[0], after)
 
 
-def split_with_slow_blocks(recipe: dict[str, Any]) -> dict[str, float]:
-    engine, batch = engine_of(recipe)
-    for module in engine.wrapped.module.modules():
-        if isinstance(module, Block):
-            module.register_forward_pre_hook(lambda *_: time.sleep(BLOCK_SECONDS))
-    return quietest(engine, batch)
+def splits_with_slow_blocks(recipes: list[dict[str, Any]]) -> list[dict[str, float]]:
+    splits = []
+    for recipe in recipes:
+        engine, batch = engine_of(recipe)
+        for module in engine.wrapped.module.modules():
+            if isinstance(module, Block):
+                module.register_forward_pre_hook(lambda *_: time.sleep(BLOCK_SECONDS))
+        splits.append(quietest(engine, batch))
+    return splits
 
 
 def test_the_stage_with_fewer_layers_waits_longer(small: dict[str, Any]) -> None:
-    bubbles = {}
-    for blocks in ((2, 2), (1, 3)):
-        layout = {"pipeline": 2, "layers_per_stage": list(blocks)}
-        recipe = changed(small, model__layers=4, layout=layout)
-        light, heavy = run_ranks(2, split_with_slow_blocks, recipe)
-        bubbles[blocks] = light["bubble"]
+    layouts = [{"pipeline": 2, "layers_per_stage": blocks} for blocks in ([2, 2], [1, 3])]
+    recipes = [changed(small, model__layers=4, layout=layout) for layout in layouts]
+    (even, light), (_, heavy) = run_ranks(2, splits_with_slow_blocks, recipes)
     micro_batches = 4
-    assert bubbles[1, 3] > bubbles[2, 2] + (micro_batches - 1) * BLOCK_SECONDS
+    assert light["bubble"] > even["bubble"] + (micro_batches - 1) * BLOCK_SECONDS
     assert light["bubble"] > heavy["bubble"] + micro_batches * BLOCK_SECONDS
     assert split_of_slowest([light, heavy], 1.0).rank == 1
 

@@ -159,37 +159,38 @@ def test_a_snapshot_is_read_in_another_layout(
     tell(processes)
 
 
-@pytest.mark.parametrize(
-    ("events", "at_least", "step"),
-    [
+def test_snapshots_of_abandoned_steps_are_not_used(four_nodes: Any, recipe: Recipe) -> None:
+    _, processes = four_nodes
+    rollback = {"event": "rollback", "step": 4, "samples": 32}
+    branch = {"event": "branch", "step": 2, "checkpoint": "step-0000002", "stamp": "s"}
+    cases: list[tuple[list[dict[str, Any]], int, int]] = [
         ([], 2, 2),
         ([], 3, 0),  # the disk has a newer checkpoint
         ([{"event": "resume", "step": 2}], 0, 2),
         ([{"event": "resume", "step": 1}], 0, 0),
-        ([{"event": "rollback", "step": 4, "to": 2, "samples": 32}], 0, 2),
-        ([{"event": "rollback", "step": 4, "to": 1, "samples": 32}], 0, 0),
-        ([{"event": "branch", "step": 2, "checkpoint": "step-0000002", "stamp": "s"}], 0, 0),
-    ],
-)
-def test_snapshots_of_abandoned_steps_are_not_used(
-    events: list[dict[str, Any]], at_least: int, step: int, four_nodes: Any, recipe: Recipe
-) -> None:
-    _, processes = four_nodes
-    history = replay([{"event": "start", "step": 0}, *events])
+        ([rollback | {"to": 2}], 0, 2),
+        ([rollback | {"to": 1}], 0, 0),
+        ([branch], 0, 0),
+    ]
+    wanted = [
+        (replay([{"event": "start", "step": 0}, *events]), at_least)
+        for events, at_least, _ in cases
+    ]
     memories = [process.folder for process in processes]
-    (found,) = run_ranks(1, find_with, recipe, memories, history, at_least)
-    assert found == step
+    (found,) = run_ranks(1, find_each, recipe, memories, wanted)
+    assert found == [step for *_, step in cases]
 
 
-def find_with(recipe: Recipe, memories: list[Path], history: History, at_least: int) -> int:
-    """Return the step of the snapshot that is found with a history; 0 for none."""
-    world = join_world()
-    data = start(recipe, world)[1]
+def find_each(recipe: Recipe, memories: list[Path], wanted: list[tuple[History, int]]) -> list[int]:
+    """Return the step of the snapshot that is found with each history; 0 for none."""
+    data = start(recipe, join_world())[1]
     memory = NodeMemory(memories[0])
-    found = find_snapshot(
-        memory, recipe=recipe, data=data.fingerprint, history=history, at_least=at_least
-    )
-    return found.progress.step
+    return [
+        find_snapshot(
+            memory, recipe=recipe, data=data.fingerprint, history=history, at_least=at_least
+        ).progress.step
+        for history, at_least in wanted
+    ]
 
 
 def flip(file: Path, chance: random.Random) -> None:
@@ -253,8 +254,8 @@ def test_a_damaged_manifest_is_read_from_another_node(four_nodes: Any, recipe: R
     for count, step in ((3, 2), (4, 0)):
         for manifest in manifests[:count]:
             flip(manifest, random.Random(count))
-        (found,) = run_ranks(1, find_with, recipe, memories, RunFolder(run).history(), 0)
-        assert found == step
+        wanted = [(RunFolder(run).history(), 0)]
+        assert run_ranks(1, find_each, recipe, memories, wanted) == [[step]]
         for manifest in manifests:
             manifest.write_bytes(sound)
 
@@ -287,8 +288,7 @@ def test_a_failed_rename_leaves_the_earlier_snapshot(recipe: Recipe, tmp_path: P
         history = RunFolder(tmp_path / "run").history()
         for without, step in (((), 2), ((0,), 1)):
             tell(processes, without=without)
-            (found,) = run_ranks(1, find_with, recipe, memories, history, 0)
-            assert found == step
+            assert run_ranks(1, find_each, recipe, memories, [(history, 0)]) == [[step]]
 
 
 def fail_second(recipe: Recipe, run: Path, memories: list[Path]) -> Any:
@@ -304,23 +304,23 @@ def fail_second(recipe: Recipe, run: Path, memories: list[Path]) -> Any:
     return train(recipe, run, memories, 3)
 
 
-@pytest.mark.parametrize(("with_memory", "agreed"), [(0, 0), (1, 0), (2, 2)])
-def test_all_nodes_must_have_a_folder(with_memory: int, agreed: int, recipe: Recipe) -> None:
+def test_all_nodes_must_have_a_folder(recipe: Recipe) -> None:
     wanted = recipe.model_copy(
         update={"checkpoint": recipe.checkpoint.model_copy(update={"snapshot_every": 5})}
     )
-    assert run_ranks(2, have_memory, wanted, with_memory) == [agreed == 2] * 2
-    assert run_ranks(2, have_memory, recipe, 2) == [False, False]  # no snapshots are wanted
+    cases = [(wanted, 0), (wanted, 1), (wanted, 2), (recipe, 2)]  # the last wants no snapshots
+    assert run_ranks(2, have_memory, cases) == [[False, False, True, False]] * 2
 
 
-def have_memory(recipe: Recipe, with_memory: int) -> bool:
-    """Return True if the ranks agree to take snapshots, when only some have a folder for them."""
-    world = join_world()
-    if world.rank < with_memory:
-        os.environ[FOLDER_VARIABLE] = "/absent"
-    found = memory_of_all_nodes(recipe) is not None
-    dist.barrier()  # a rank that ends closes the store of the others
-    return found
+def have_memory(cases: list[tuple[Recipe, int]]) -> list[bool]:
+    """Return whether the ranks agree to take snapshots, when only the first have a folder."""
+    world, agreed = join_world(), []
+    for recipe, with_memory in cases:
+        if world.rank < with_memory:
+            os.environ[FOLDER_VARIABLE] = "/absent"
+        agreed.append(memory_of_all_nodes(recipe) is not None)
+        dist.barrier()  # a rank that ends closes the store of the others
+    return agreed
 
 
 def test_files_must_be_complete() -> None:
