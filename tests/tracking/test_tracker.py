@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import socket
 import subprocess
@@ -97,8 +98,9 @@ def check_a_run_continues(recipe, folder: RunFolder) -> None:
     assert thread._thread
     while thread._thread.is_alive():
         for child in psutil.Process().children():
-            if "wandb-core" in child.name():
-                child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "wandb-core" in child.name():
+                    child.kill()
         thread._thread.join(0.2)
 
 
