@@ -79,12 +79,11 @@ def column(browser: Chromium, step: float) -> float:
 
 def pixels(browser: Chromium, key: str, colour: tuple[int, int, int]) -> list[tuple[int, int]]:
     """Return the places of a colour in a figure, as (column, row) from its top left corner."""
-    left, top, width, height = box(browser, key)
+    left, top, width, height = map(int, box(browser, key))
     browser.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    clip = {"x": int(left), "y": int(top + browser.value("scrollY")), "width": int(width)}
-    clip |= {"height": int(height), "scale": 1}
-    found = browser.send("Page.captureScreenshot", format="png", clip=clip)
-    picture = Image.open(io.BytesIO(base64.b64decode(found["data"]))).convert("RGB")
+    content = base64.b64decode(browser.send("Page.captureScreenshot", format="png")["data"])
+    picture = Image.open(io.BytesIO(content)).convert("RGB")
+    picture = picture.crop((left, top, left + width, top + height))
     near = np.abs(np.asarray(picture).astype(int) - colour).max(axis=2) <= COLOUR_TOLERANCE
     rows, columns = np.nonzero(near)
     return list(zip(columns.tolist(), rows.tolist(), strict=True))
