@@ -105,7 +105,7 @@ class Cluster:
         return [*shlex.split(into), command]
 
     def run(
-        self, command: str, host: str = "head", *, timeout: float = 120, **settings: object
+        self, command: str, host: str = "head", *, timeout: float = 300, **settings: object
     ) -> subprocess.CompletedProcess[str]:
         """Run a shell command on a host to its end."""
         return subprocess.run(
