@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,6 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 EXECUTABLE = next(filter(None, map(shutil.which, NAMES)), None)
 NO_CHROMIUM = "needs Chromium (Debian and Ubuntu: apt-get install chromium)"
 TIMEOUT = 60.0
-MAX_STARTS = 3
 READY = "document.body && document.body.dataset.ready === 'yes'"  # of a report
 OPTIONS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
@@ -23,10 +23,6 @@ OPTIONS = (
     "--disable-sync", "--mute-audio", "--hide-scrollbars", "--remote-debugging-pipe",
     "--force-color-profile=srgb",
 )  # fmt: skip
-
-
-class BrowserEnded(RuntimeError):
-    """The browser has ended by itself."""
 
 
 class Chromium:
@@ -40,39 +36,30 @@ class Chromium:
     def __init__(self, profile: Path, *, width: int = 1280, height: int = 900):
         self.requests: list[str] = []
         self.messages: list[str] = []
-        self._log = profile / "chromium.log"
-        for attempt in range(1, MAX_STARTS + 1):
-            self._start(profile)
-            try:
-                pages = self.send("Target.getTargets")["targetInfos"]
-                break
-            except (BrowserEnded, BrokenPipeError):
-                self.__exit__(None, None, None)
-                if attempt == MAX_STARTS:
-                    raise
-        target = next(page["targetId"] for page in pages if page["type"] == "page")
-        attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
-        self._session = attached["sessionId"]
-        for domain in ("Page", "Network", "Runtime", "Log"):
-            self.send(f"{domain}.enable")
-        self.resize(width, height)
-
-    def _start(self, profile: Path) -> None:
-        """Start the browser, which rarely crashes at once while the machine is very busy."""
         assert EXECUTABLE is not None
         to_browser, self._write_end = os.pipe()
         self._read_end, from_browser = os.pipe()
         self._number, self._received, self._session = 0, b"", ""
+        self._log = profile / "chromium.log"
+        # Of a socket, whose path has at most 107 bytes, and of files that a killed browser leaves.
+        self._temporary = tempfile.mkdtemp()
         # Chromium reads commands from descriptor 3 and writes answers to 4.
         command = [EXECUTABLE, *OPTIONS, f"--user-data-dir={profile}", "about:blank"]
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "bash", *command],
                 pass_fds=(to_browser, from_browser), stderr=log,
-                env=os.environ | {"TMPDIR": str(profile)},  # of files that a killed browser leaves
+                env=os.environ | {"TMPDIR": self._temporary},
             )  # fmt: skip
         os.close(to_browser)
         os.close(from_browser)
+        pages = self.send("Target.getTargets")["targetInfos"]
+        target = next(page["targetId"] for page in pages if page["type"] == "page")
+        attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Network", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+        self.resize(width, height)
 
     def __enter__(self) -> "Chromium":
         return self
@@ -85,6 +72,7 @@ class Chromium:
         self._process.wait()
         os.close(self._write_end)
         os.close(self._read_end)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command and return its result."""
@@ -156,8 +144,7 @@ class Chromium:
             ready, _, _ = select.select([self._read_end], [], [], max(0.0, end - time.monotonic()))
             assert ready, f"Chromium did not answer within {TIMEOUT} s"
             part = os.read(self._read_end, 2**20)
-            if not part:
-                raise BrowserEnded(f"Chromium has ended: {self._log.read_text()[-2000:]}")
+            assert part, f"Chromium has ended: {self._log.read_text()[-2000:]}"
             self._received += part
         message, _, self._received = self._received.partition(b"\0")
         return json.loads(message)
