@@ -780,3 +780,7 @@ def test_a_time_left_is_estimated_once_a_share_of_the_bytes_is_done(
         speed.last_line -= tokenization.SECONDS_BETWEEN_LINES
         speed.show()
         assert capsys.readouterr().out.endswith(f"reading the first documents  {left}\n")
+    empty = tokenization.Speed([0], queue.Queue())
+    empty.last_line -= tokenization.SECONDS_BETWEEN_LINES
+    empty.show()
+    assert capsys.readouterr().out == "0/1 pieces  reading the first documents  0.0 MB left\n"

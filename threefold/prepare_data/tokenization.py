@@ -475,7 +475,7 @@ class Speed:
         elif now - self.last_line >= SECONDS_BETWEEN_LINES:
             left = self.total - self.done
             until = f"  {left / 1e6:,.1f} MB left"
-            if self.done >= MIN_SHARE_FOR_ESTIMATE * self.total:
+            if self.done >= MIN_SHARE_FOR_ESTIMATE * self.total > 0:
                 seconds = (now - self.started) * left / self.done
                 until = f"  {tqdm.format_interval(seconds)} left"
             counts = self.describe(now) if self.documents else "reading the first documents"
