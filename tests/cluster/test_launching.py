@@ -29,6 +29,10 @@ TIMED = (
     "tflops_per_gpu", "memory_gb",
 )  # fmt: skip
 SECONDS_OF_A_JOB = 180
+TWO_NODES = {
+    "layout__pipeline": 2,
+    "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +55,6 @@ def write_recipe(corpus: Path, file: Path, **changes: Any) -> Path:
     }
     file.write_text(tomli_w.dumps(changed(small_recipe(corpus), **settings | changes)))
     return file
-
-
-TWO_NODES = {
-    "layout__pipeline": 2,
-    "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"},
-}
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

@@ -104,12 +104,11 @@ def import_command(options: argparse.Namespace) -> None:
     )
     with output(options, options.checkpoint, FOREIGN) as folder:
         diverged = import_checkpoint(checkpoint, translated, folder)
-    resumes = checkpoint.updates is not None
-    if not resumes:
+    if not checkpoint.resumes:
         start = {"initial_weights": str(options.output.resolve())}
         translated.table["training"] = {**translated.table["training"], **start}
-    kind = "weights and moments" if resumes else "weights without moments"
-    reason = "" if resumes else f" ({checkpoint.note})"
+    kind = "weights and moments" if checkpoint.resumes else "weights without moments"
+    reason = "" if checkpoint.resumes else f" ({checkpoint.note})"
     print(
         f"imported {checkpoint.path}, step {checkpoint.step}, into {options.output}: {kind}{reason}"
     )
@@ -123,7 +122,7 @@ def import_command(options: argparse.Namespace) -> None:
         print(f"wrote {', '.join(map(str, written))}; set [data] in {target}, then:")
     else:
         print(f"\n{translated.text([checkpoint.path])}\nset [data] in this recipe, then:")
-    resume = f" --resume {options.output}" if resumes else ""
+    resume = f" --resume {options.output}" if checkpoint.resumes else ""
     print(f"  python recipes/pretrain.py {target or 'RECIPE.toml'}{resume}")
 
 

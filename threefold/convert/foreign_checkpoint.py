@@ -116,6 +116,11 @@ class ForeignCheckpoint(ABC):
     version: float = 3.0
     note: str = ""
 
+    @property
+    def resumes(self) -> bool:
+        """True if the optimizer's state is read, so that training continues."""
+        return self.updates is not None
+
     @abstractmethod
     def names(self) -> set[str]:
         """Return our names of the parameters in the files."""

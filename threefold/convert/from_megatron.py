@@ -258,10 +258,9 @@ def import_checkpoint(
     """
     recipe, model = translated.recipe, translated.recipe.model
     conversion = Conversion(checkpoint, model)
-    resumes = checkpoint.updates is not None
     files: dict[str, FileRecord] = {}
     tensors: dict[str, str] = {}
-    groups = {"weights": (WEIGHTS,)} | ({"moments": STATES["adamw"]} if resumes else {})
+    groups = {"weights": (WEIGHTS,)} | ({"moments": STATES["adamw"]} if checkpoint.resumes else {})
     for label, kinds in groups.items():
         keys = {tensor_key(kind, n): (kind, n) for n in conversion.shapes for kind in kinds}
         shapes = {key: conversion.shapes[name] for key, (_, name) in keys.items()}
@@ -279,7 +278,7 @@ def import_checkpoint(
     if samples is None:
         samples = checkpoint.step * recipe.batch.global_sequences
     facts: dict[str, Any] = {"step": 0, "samples": 0, "tokens": 0, "updates": 0}
-    if resumes:
+    if checkpoint.resumes:
         facts = {
             "step": checkpoint.step, "samples": samples,
             "tokens": samples * model.sequence_length, "updates": checkpoint.updates,
@@ -287,7 +286,7 @@ def import_checkpoint(
     Manifest(
         **facts,
         loss_scale=None,
-        recipe=recipe.model_dump(mode="json") if resumes else {"model": asdict(model)},
+        recipe=recipe.model_dump(mode="json") if checkpoint.resumes else {"model": asdict(model)},
         layout={IMPORTED_FROM: str(checkpoint.path)},
         data={},
         versions=versions(),

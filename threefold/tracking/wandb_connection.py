@@ -295,9 +295,6 @@ def restart_offline(
         files: the files that have not been sent
     """
     server = _settings().base_url
-    reason = f"{server} did not answer within {SECONDS_TO_CONNECT:g} s"
-    if _refuses(server):
-        reason = f"{server} refuses connections"
     if "returned error 401" in str(error):
         key, remedy = "the key", 'use "wandb login --relogin"'
         if os.environ.get("WANDB_API_KEY"):  # W&B prefers it to the key of `wandb login`
@@ -305,6 +302,10 @@ def restart_offline(
         reason = f"{server} rejected {key} (401; {remedy})"
     elif "deadline exceeded" not in str(error):
         reason = f"of an error of {server} ({short(error)})"
+    elif _refuses(server):
+        reason = f"{server} refuses connections"
+    else:
+        reason = f"{server} did not answer within {SECONDS_TO_CONNECT:g} s"
     reason += f"; the data stay in the run folder, under the W&B id {arguments['id']}"
     if _service_has_ended(error):
         # At Ctrl-C, the launcher `deepspeed` ends all processes that descend from it, several times
@@ -383,9 +384,10 @@ def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
         server = settings.base_url
         if server == default:
             server += f", the default server of wandb {wandb.__version__}"
-        login = 'log in with "wandb login" to be online'
-        asked = ', although the mode "online" is requested' if wanted == "online" else ""
-        return "offline", f"there is no key for {server} ({login}){asked}"
+        reason = f'there is no key for {server} (log in with "wandb login" to be online)'
+        if wanted == "online":
+            reason += ', although the mode "online" is requested'
+        return "offline", reason
     return ("shared" if settings.mode == "shared" else "online"), reason
 
 
