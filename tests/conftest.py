@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,13 @@ def in_turn(number: int, *today: pytest.MarkDecorator) -> list[pytest.MarkDecora
     if number % DAYS == TODAY % DAYS:
         return list(today)
     return [pytest.mark.exhaustive, pytest.mark.in_turn]
+
+
+def in_turn_or_exhaustive(
+    name: str, names: Sequence[str], *today: pytest.MarkDecorator
+) -> list[pytest.MarkDecorator]:
+    """Return the marks of a test; those that are not among `names` are always exhaustive."""
+    return in_turn(names.index(name), *today) if name in names else [pytest.mark.exhaustive]
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.cluster import Cluster, missing
-from tests.conftest import in_turn
+from tests.conftest import in_turn_or_exhaustive
 from tests.fault_injection.faults import HOSTS, Fault, faults, inject
 from tests.fault_injection.unread import UNREAD
 
@@ -39,9 +39,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.param(
             *case,
             id=name,
-            marks=in_turn(QUICK.index(quick))
-            if (quick := name.removesuffix(", pipe")) in QUICK
-            else pytest.mark.exhaustive,
+            marks=in_turn_or_exhaustive(name.removesuffix(", pipe"), QUICK),
         )
         for name, case in FAULTS.items()
     ],

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from tests.cluster.cluster import Cluster, missing
-from tests.conftest import in_turn
+from tests.conftest import in_turn_or_exhaustive
 from tests.fault_injection.faults import Fault, faults, inject
 from tests.fault_injection.unread import UNREAD
 
@@ -35,9 +35,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.param(
             *case,
             id=name,
-            marks=in_turn(LONG.index(name), pytest.mark.long)
-            if name in LONG
-            else pytest.mark.exhaustive,
+            marks=in_turn_or_exhaustive(name, LONG, pytest.mark.long),
         )
         for name, case in CASES.items()
     ],

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import in_turn, shipped_recipes
+from tests.conftest import in_turn_or_exhaustive, shipped_recipes
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Job, Machine, job_of
@@ -307,9 +307,13 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
     """Return the marks of the test of a layout."""
-    if name in IN_TURN:
-        return in_turn(IN_TURN.index(name), pytest.mark.long)
-    return [] if name in QUICK else [pytest.mark.long if name in LONG else EXHAUSTIVE]
+    if name in QUICK:
+        return []
+    return (
+        [pytest.mark.long]
+        if name in LONG
+        else in_turn_or_exhaustive(name, IN_TURN, pytest.mark.long)
+    )
 
 
 def planned_job(path: Path, overrides: list[str]) -> tuple[Recipe, Job]:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.parallel.micro_batch_info import MicroBatchInfo
-from tests.conftest import in_turn, selected
+from tests.conftest import in_turn_or_exhaustive, selected
 from tests.engine.test_layouts import (
     COLUMNS2,
     DOCUMENTS,
@@ -162,9 +162,7 @@ def test_evaluations_do_not_depend_on_the_layout(
     [
         pytest.param(
             name,
-            marks=in_turn(LONG.index(name), pytest.mark.long)
-            if name in LONG
-            else pytest.mark.exhaustive,
+            marks=in_turn_or_exhaustive(name, LONG, pytest.mark.long),
         )
         for name in OTHERS
     ],
