@@ -454,8 +454,10 @@ def test_an_error_in_the_last_call_ends_the_thread(
     assert (status.mode, status.reason) == ("incomplete", "of an error (no answer)")
     printed = capfd.readouterr()
     told, summed = about_wandb(printed.out)
-    assert told == ["online at http://page", "incomplete, because of an error (no answer)"]
-    assert summed == [f"incomplete; upload the rest with: wandb sync {status.where}"]
+    incomplete = "incomplete, because of an error (no answer); training does not depend on it"
+    assert told == ["online at http://page", incomplete]
+    command = f"wandb sync --include-online {status.where}"
+    assert summed == [f"incomplete; upload the rest with: {command}"]
     assert printed.err == ""
     (warning,) = [event for event in folder.read_events() if event["event"] == "warning"]
     claim = "Weights & Biases failed (no answer); metrics.jsonl has every step"
@@ -553,7 +555,8 @@ def test_an_interrupted_wait_of_an_online_run_is_announced(
     assert thread.finish() == f"Weights & Biases {problem}"
     release.set()
     assert told[-2].startswith("waiting for its unsent data to be written to files, for at most")
-    assert told[-1].startswith(f"incomplete, because W&B {problem}; upload the rest with: wandb")
+    incomplete = f"incomplete, because W&B {problem}; training does not depend on it; upload the"
+    assert told[-1].startswith(incomplete)
 
 
 @pytest.mark.parametrize("name", ["HandleAbandonedError", "MailboxClosedError"])
@@ -619,7 +622,7 @@ def test_an_offline_run_whose_process_has_ended_continues_without_a_message(
     assert status == WandbStatus("offline", files, "a reason")
     told, summed = about_wandb(capfd.readouterr().out)
     assert told == ["offline, because a reason"]
-    assert summed == [f"offline; upload with: wandb sync {files}"]
+    assert summed == [f"offline; upload with: wandb sync --include-online {files}"]
 
 
 def test_a_server_that_refuses_connections_is_told_from_a_silent_one() -> None:

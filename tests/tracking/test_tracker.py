@@ -1,5 +1,7 @@
 import contextlib
 import errno
+import glob
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +14,9 @@ from unittest import mock
 
 import psutil
 import pytest
+import wandb
+from click.testing import CliRunner
+from wandb.cli.cli import cli
 
 from models.errors import UserError
 from tests.conftest import changed
@@ -150,7 +155,8 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
     else:
         assert not missing
     lines = [line for line in (printed.out + printed.err).splitlines() if "step" not in line]
-    assert lines.count("W&B: failed, because of an error (no disk)") == 1
+    failed = "W&B: failed, because of an error (no disk); training does not depend on it"
+    assert lines.count(failed) == 1
     assert not [line for line in lines if "Weights & Biases" in line or "waiting" in line]
 
 
@@ -192,7 +198,9 @@ def test_a_wait_at_the_end_is_announced(
     subject = data if awaits_server else "W&B to start"
     assert told[awaits_server:][:2] == [
         f"waiting for {subject}, for at most 0.04 s in all; Ctrl-C ends this wait",
-        f"{'off' if interrupted else 'failed'}, because W&B {ended}",
+        f"off, because W&B {ended}"
+        if interrupted
+        else f"failed, because W&B {ended}; training does not depend on it",
     ]
 
 
@@ -364,3 +372,28 @@ def test_the_end_of_an_interrupted_run_says_that_it_is_saved(
     assert f"stopped{line}{reason}\n" == capsys.readouterr().err
     (stop,) = [event for event in folder.read_events() if event["event"] == "stop"]
     assert stop["reason"] == reason
+
+
+def test_a_run_that_stops_prints_how_to_upload_all_its_parts(
+    small, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for first in (1, 4):  # wandb distinguishes runs by the second of their start
+        (folder.path / f"wandb/run-20260101_00000{first}-mine").mkdir(parents=True)
+        (folder.path / f"wandb/run-20260101_00000{first}-mine/run-mine.wandb").touch()
+    (folder.path / "wandb/offline-run-20260101_000002-mine").mkdir()
+    (folder.path / "wandb/offline-run-20260101_000002-mine/run-mine.wandb").touch()
+    commands = []
+    for mode, files in (("offline", "offline-run-*"), ("incomplete", "*run-*"), ("online", "")):
+        with open_tracker(
+            recipe_with(small, "disabled"), folder, 0, start=Progress(), changed={}
+        ) as tracker:
+            tracker.wandb.status = WandbStatus(mode, str(folder.path / "wandb" / files))
+            tracker.stop("saved at step 3 (SIGINT); rerun the same command", INTERRUPTED)
+        commands += re.findall(r"^W&B: .* with: wandb (.*)$", capsys.readouterr().out, re.MULTILINE)
+    wandb.termsetup(wandb.Settings(silent=False), None)  # other tests silence it
+    counts = []
+    for command in commands:
+        *options, pattern = command.split()
+        arguments = [*options, "--dry-run", *glob.glob(pattern)]
+        counts.append(re.findall(r"Would sync (\d) run", CliRunner().invoke(cli, arguments).output))
+    assert counts == [["1"], ["3"]]

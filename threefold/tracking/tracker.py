@@ -245,6 +245,7 @@ class Tracker:
         predicted: PredictedMetrics = nothing_predicted,
     ):
         self.recipe, self.folder, self.last_step = recipe, folder, start.step
+        self._has_stopped = False
         self.plan = PhasePlan(recipe)
         details: dict[str, Any] = {"changed": changed} if changed else {}
         if start.step:
@@ -355,7 +356,7 @@ class Tracker:
 
     def stop(self, reason: str, exit_code: int) -> None:
         """Report that the run stops before its last step."""
-        self.wandb.exit_code = exit_code
+        self.wandb.exit_code, self._has_stopped = exit_code, True
         shares = self.wall_time.shares(time.time())
         self._record("stop", self.last_step, reason=reason, exit_code=exit_code, wall_time=shares)
         link = " and" if exit_code == INTERRUPTED else ":"  # "stopped and saved at step 35"
@@ -401,6 +402,8 @@ class Tracker:
             self.folder.event("warning", self.last_step, message=problem)
             if not self.wandb.has_told_failure:
                 print(problem, file=sys.stderr)
+        if self._has_stopped and (upload := self.wandb.status.at_stop):
+            print(f"W&B: {upload}", flush=True)
         for missing in self.folder.missing_lines():
             print(f"warning: {missing}", file=sys.stderr)
 

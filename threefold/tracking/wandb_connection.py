@@ -205,7 +205,15 @@ class WandbStatus:
         """The mode and the reason, for the line about a mode that is new."""
         if self.mode == "waiting":
             return f"waiting {self.reason}"
-        return f"{self._mode()}, because {self.reason}" if self.reason else self._mode()
+        announced = f"{self._mode()}, because {self.reason}" if self.reason else self._mode()
+        lost = self.mode in ("incomplete", "failed")
+        return announced + ("; training does not depend on it" if lost else "")
+
+    @property
+    def at_stop(self) -> str:
+        """The command that sends the data, for the end of a run that can be resumed; or empty."""
+        upload = self._upload("now, or all parts of the run when it has finished, ")
+        return f"{self._mode()}; {upload}" if upload else ""
 
     @property
     def summary(self) -> str:
@@ -218,12 +226,14 @@ class WandbStatus:
             return f"online at {self.where}" if self.where else "online"
         return "off" if self.mode == "disabled" else self.mode
 
-    def _upload(self) -> str:
+    def _upload(self, when: str = "") -> str:
         """Return the command that sends what has not been sent; empty if there is nothing."""
         if self.mode not in ("offline", "incomplete"):
             return ""
         rest = "" if self.mode == "offline" else "the rest "
-        return f"upload {rest}with: wandb sync {self.where}"
+        # Otherwise `wandb sync` leaves out the folders of online runs, even those in its arguments.
+        option = "" if Path(self.where).name.startswith("offline-") else "--include-online "
+        return f"upload {rest}{when}with: wandb sync {option}{self.where}"
 
     def write(self, folder: Path) -> None:
         """Write the status into a run folder, for the summary of the run."""

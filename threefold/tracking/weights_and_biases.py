@@ -262,6 +262,7 @@ class WandbThread:
             before a wait
 
     Attributes:
+        status: the mode, and the place of the data; "failed" before another mode is known
         exit_code: exit code of this process, if it ends without waiting for W&B
         has_told_failure: True if `tell` was called with a failure
     """
@@ -283,7 +284,7 @@ class WandbThread:
     ):
         self._folder, self._facts = folder, dict(facts)
         self._predicted, self._plan = predicted, dict[str, float]()
-        self._tell, self._status = tell, WandbStatus("failed")
+        self._tell, self.status = tell, WandbStatus("failed")
         self._is_late = self._is_interrupted = self._awaits_server = self._has_restarted = False
         self._ended = threading.Event()
         self._run: Any = None
@@ -350,7 +351,7 @@ class WandbThread:
             }
             connecting = "an answer, and then for the run's data to be sent or written to files"
             starting = connecting if self._awaits_server else "W&B to start"
-            subject = subjects.get(self._status.mode, starting)
+            subject = subjects.get(self.status.mode, starting)
             reason = f"for {subject}, for at most {left:g} s in all; Ctrl-C ends this wait"
             self._tell(WandbStatus("waiting", reason=reason))
         self._ends_within(left)
@@ -376,7 +377,7 @@ class WandbThread:
         """
         self._is_interrupted = True
         with contextlib.suppress(KeyboardInterrupt):
-            if self._status.mode == "online":
+            if self.status.mode == "online":
                 reason = (
                     f"for its unsent data to be written to files, for at most "
                     f"{self.SECONDS_TO_KEEP:g} s; Ctrl-C ends this wait, too"
@@ -384,9 +385,9 @@ class WandbThread:
                 self._tell(WandbStatus("waiting", reason=reason))
             deadline, is_killed = time.monotonic() + self.SECONDS_TO_KEEP, False
             while not self._ended.wait(SECONDS_BETWEEN_CHECKS) and time.monotonic() < deadline:
-                if self._status.mode == "failed" and not self._has_restarted:  # not started yet
+                if self.status.mode == "failed" and not self._has_restarted:  # not started yet
                     is_killed = is_killed or end_service()
-                elif self._status.mode == "online" and has_written_all(self._run):
+                elif self.status.mode == "online" and has_written_all(self._run):
                     break
 
     def _leave_behind(self) -> None:
@@ -418,14 +419,14 @@ class WandbThread:
                 except Exception as error:
                     if self._has_restarted or self._is_late:
                         raise
-                    run = self._restarted(arguments, error, self._status)
+                    run = self._restarted(arguments, error, self.status)
             is_read = True
             try:
                 run.finish()
             except Exception as error:
-                if self._has_restarted or self._is_late or self._status.mode != "offline":
+                if self._has_restarted or self._is_late or self.status.mode != "offline":
                     raise
-                self._restarted(arguments, error, self._status).finish()
+                self._restarted(arguments, error, self.status).finish()
         except Exception as error:
             if self._is_interrupted:
                 self._problem = f"Weights & Biases {INTERRUPTED}"
@@ -472,7 +473,7 @@ class WandbThread:
         """Tell that some of the data has not been sent."""
         self.has_told_failure = True
         files = str(self._folder.path / "wandb" / ALL_FILES)
-        if self._status.mode != "failed":  # it has started
+        if self.status.mode != "failed":  # it has started
             self._change(WandbStatus("incomplete", files, reason))
         else:
             mode = "disabled" if self._is_interrupted else "failed"
@@ -481,8 +482,8 @@ class WandbThread:
     def _change(self, status: WandbStatus) -> None:
         """Record a status, and tell it unless neither the mode nor the reason has changed."""
         self._folder.check_lease()
-        is_new = replace(status, where="") != replace(self._status, where="")
-        self._status = status
+        is_new = replace(status, where="") != replace(self.status, where="")
+        self.status = status
         status.write(self._folder.path)
         if is_new:
             self._tell(status)
