@@ -202,8 +202,8 @@ class Process:
         self.files, self.folder = files, folder
         self.facts: dict[str, Any] = {}
         folder.mkdir()
-        # anyio's plugin runs asynchronous tests, of which there are none.
-        without = ["-p", "no:cacheprovider", "-p", "no:anyio"]
+        # No test is asynchronous, which anyio's plugin runs, or reads what was logged.
+        without = ["-p", "no:cacheprovider", "-p", "no:anyio", "-p", "no:logging"]
         words = [*options, f"--basetemp={folder / 'temporary'}", *without, *files]
         self.process = multiprocessing.get_context("fork").Process(target=self._run, args=[words])
         self.process.start()

@@ -40,6 +40,13 @@ FORK_SERVER_MODULES = [
     "pytest",
     "matplotlib.pyplot",
     "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "torch.distributed.checkpoint",
+    "threefold.commands.convert",
+    "threefold.commands.sweep",
+    "threefold.convert.to_hugging_face",
+    "threefold.convert.from_hugging_face",
+    "threefold.trace.trace",
     "tests.frozen_imports",
 ]
 SECONDS = 420

@@ -138,9 +138,10 @@ def pieces(size: int) -> list[int]:
 
 
 def mixed(bits: Tensor) -> np.ndarray:
-    """Return a number for each row of bytes."""
-    factors = np.random.default_rng(0).integers(2**62, size=bits.shape[1], dtype=np.uint64)
-    return (bits.numpy().astype(np.uint64) * (2 * factors + 1)).sum(1, dtype=np.uint64)
+    """Return a number for each row of bytes, whose number is divisible by 8."""
+    words = bits.contiguous().view(torch.int64).numpy().view(np.uint64)
+    factors = np.random.default_rng(0).integers(2**62, size=words.shape[1], dtype=np.uint64)
+    return (words * (2 * factors + 1)).sum(1, dtype=np.uint64)
 
 
 def record(engine: Engine) -> dict[tuple[str, str], list[np.ndarray]]:

@@ -384,13 +384,8 @@ def test_a_small_copy_trains(names: Sequence[str], tmp_path: Path) -> None:
         assert training.untouched == [], name
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama/13b",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt/175b", "llama/70b")),
-    ],
-)  # fmt: skip
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama/13b", "llama/70b", "gpt/175b"])
 def test_a_comment_states_how_much_less_time_the_planners_layout_takes(name: str) -> None:
     path = REPOSITORY / "recipes" / f"{name}.toml"
     comment = " ".join(line.strip("# ") for line in path.read_text().splitlines() if "#" in line)
