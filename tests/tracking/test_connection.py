@@ -559,9 +559,12 @@ def test_an_interrupted_wait_of_an_online_run_is_announced(
     assert told[-1].startswith(incomplete)
 
 
-@pytest.mark.parametrize("name", ["HandleAbandonedError", "MailboxClosedError"])
-def test_errors_without_a_text_are_explained(name: str) -> None:
-    error = getattr(mailbox, name)()
+@pytest.mark.parametrize(
+    "error",
+    [mailbox.HandleAbandonedError(), mailbox.MailboxClosedError(), ConnectionResetError("lost")],
+    ids=repr,
+)
+def test_errors_of_an_ended_service_are_recognized(error: Exception) -> None:
     assert short(error) == "its service process on this machine has ended"
     assert short(ValueError("wrong.\nmore")) == "wrong"
 

@@ -413,7 +413,12 @@ def _refuses(server: str) -> bool:
 
 
 def _service_has_ended(error: Exception) -> bool:
-    return type(error).__name__ in ERRORS_OF_ENDED_SERVICE
+    """Return True if an error means that W&B's service process has ended.
+
+    A ConnectionError is one of the socket to this process, because the process itself speaks to the
+    server.
+    """
+    return isinstance(error, ConnectionError) or type(error).__name__ in ERRORS_OF_ENDED_SERVICE
 
 
 def short(error: Exception) -> str:
