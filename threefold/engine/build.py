@@ -45,9 +45,8 @@ from threefold.engine.deepspeed_overrides import (
 )
 from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine, is_partitioned
 from threefold.engine.experts import mark_experts
-from threefold.engine.muon import Muon
 from threefold.engine.muon_exchange import MatrixExchange
-from threefold.engine.parameter_groups import parameter_groups, rules_of
+from threefold.engine.optimizer import Muon, parameter_groups, rules_of
 from threefold.pipeline.balance import pass_proportions
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
