@@ -33,8 +33,8 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from models.transformer import Block
 from threefold.runtime.output import stdout_for_json
-from threefold.trace.counters import AllocationCounter
 from threefold.trace.fake_cluster import empty_tables
+from threefold.trace.trace import AllocationCounter
 
 MODEL = ModelConfig(
     layers=48,

@@ -36,8 +36,7 @@ from threefold.prepare_data.sample_lookup import sample_lines
 from threefold.pretrain.setup import command_of
 from threefold.report.run_record import marks_of, read_run
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.history import History
-from threefold.run_folder.progress import LeftPart, Progress
+from threefold.run_folder.history import History, LeftPart, Progress
 from threefold.runtime.launchers import free_port
 from threefold.runtime.processes import start_processes
 

@@ -72,7 +72,7 @@ pretrain.main()
 JUMPING = """
 from recipes import pretrain
 from threefold.data.dataset import TrainingData
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 
 resume = TrainingData.resume
 

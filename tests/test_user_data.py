@@ -38,8 +38,8 @@ from threefold.prepare_data.tokenizer import load_tokenizer
 from threefold.report.page import render
 from threefold.report.run_record import read_run
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import Progress
 from threefold.run_folder.lock import is_held
-from threefold.run_folder.progress import Progress
 from threefold.runtime.environment import check_accelerator
 from threefold.runtime.processes import check_port
 from threefold.tracking.wandb_connection import (

@@ -22,7 +22,7 @@ from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.ranks import join_world, run_ranks
 from threefold.config.parallel_dims import ParallelDims
 from threefold.engine.axes import ProcessGrid
-from threefold.engine.parameter_groups import UpdateRule, buckets_of_stage
+from threefold.engine.optimizer import UpdateRule, buckets_of_stage
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import Event, EventRecorder, ScheduledEngine
 from threefold.pipeline.schedules import BACKWARD, Pass, Pipeline

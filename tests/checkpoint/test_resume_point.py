@@ -20,7 +20,7 @@ from threefold.config.recipe import Recipe
 from threefold.data.corpus import fingerprint
 from threefold.data.dataset import TrainingData
 from threefold.run_folder.folder import layout_of
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 
 
 def test_permitted_changes_are_accepted_and_reported(corpus: Path) -> None:

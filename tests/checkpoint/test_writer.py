@@ -24,9 +24,8 @@ from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.history import checkpoint_name, published, step_of
+from threefold.run_folder.history import Progress, checkpoint_name, published, step_of
 from threefold.run_folder.json_lines import LineFile
-from threefold.run_folder.progress import Progress
 
 # pretrain.py on a disk that is full when step 4 is saved. A file system with a quota still reports
 # free space.

@@ -32,7 +32,7 @@ from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, pa
 from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.pretrain.experiment import read_experiment
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 from threefold.tracking.messages import announce
 
 TINY = REPOSITORY / "recipes" / "tiny.toml"

@@ -25,7 +25,7 @@ from threefold.data.manifest import tokenizer_hash
 from threefold.data.sample_order import choose_sources, permuted
 from threefold.data.token_file import HEADER, TokenFile, write_token_file
 from threefold.prepare_data.workspace import OwnFiles
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 from threefold.tracking.messages import announce
 
 

@@ -13,7 +13,7 @@ from threefold.data import sample_order
 from threefold.data.dataset import TrainingData
 from threefold.data.sample_order import CorpusOrder, permuted, place_of
 from threefold.data.token_file import TokenFile
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 
 ALONE = ParallelDims(pipeline=1, data=1, tensor=1)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from models.errors import UserError
-from threefold.data.task_file import Item, read_items
+from threefold.data.tasks import Item, read_items
 
 CHOICE = {"prompt": "a", "choices": ["b", "c"], "answer": 1}
 CLOZE = {"prompt": "a", "answer": "b", "delimiter": "", "id": "x"}

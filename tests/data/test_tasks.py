@@ -18,8 +18,7 @@ from tests.pretrain.evaluation.text_corpus import (
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import ParallelDims
 from threefold.data.dataset import TrainingData
-from threefold.data.task_file import TaskTokenizer, pack
-from threefold.data.tasks import UNCOUNTED, Tasks, open_tasks
+from threefold.data.tasks import UNCOUNTED, Tasks, TaskTokenizer, open_tasks, pack
 
 PAIRS = [
     ("def f", "(x)"),

@@ -11,8 +11,8 @@ from tests.engine.plain_muon import PlainRun, by_singular_values
 from tests.ranks import fp16_on_cpu, join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
-from threefold.engine.muon import Muon, orthogonalize
 from threefold.engine.muon_exchange import update_scale
+from threefold.engine.optimizer import Muon, orthogonalize
 from threefold.prove.compare import NOISE_SUFFIX, split_noise
 from threefold.prove.training import gather, held_state, held_weights, many_cases, start, train_step
 

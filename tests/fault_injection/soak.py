@@ -333,7 +333,7 @@ def _forget_moments() -> None:
 def _read_again() -> None:
     """Let a resumed run read the corpus from its beginning."""
     from threefold.data.dataset import TrainingData
-    from threefold.run_folder.progress import Progress
+    from threefold.run_folder.history import Progress
 
     healthy = TrainingData.resume
 

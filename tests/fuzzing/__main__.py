@@ -58,7 +58,7 @@ from threefold.report.page import _run_facts, render
 from threefold.report.run_record import marks_of, read_run
 from threefold.report.summaries import predict
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 
 SECONDS = 300.0  # of a whole run
 CPU_SECONDS_PER_INPUT = 10.0  # after which an input counts as a hang

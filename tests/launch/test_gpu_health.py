@@ -6,7 +6,7 @@ of nvidia-smi.
 
 import pytest
 
-from threefold.launch.gpu_health import (
+from threefold.launch.gpu_watch import (
     COUNT,
     LEAVE_OUT,
     NO_ANSWER,

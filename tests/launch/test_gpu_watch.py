@@ -10,8 +10,7 @@ import pytest
 
 from tests.launch.test_node_agent import Agent, agents  # noqa: F401 (a fixture)
 from threefold.launch import gpu_watch
-from threefold.launch.gpu_health import NO_ANSWER, GpuError
-from threefold.launch.gpu_watch import GpuWatch
+from threefold.launch.gpu_watch import NO_ANSWER, GpuError, GpuWatch
 
 SMI = """#!/bin/sh
 case "$1" in

@@ -24,8 +24,8 @@ from threefold.checkpoint.snapshots.node_memory import Client, NodeMemory
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.launch import attempt as attempt_module
 from threefold.launch import connection as connection_module
+from threefold.launch import hosts as hosts_module
 from threefold.launch import launcher as launcher_module
-from threefold.launch import nodes as nodes_module
 from threefold.launch.attempt import Command, forwarded, in_container
 from threefold.launch.connection import Agent, AgentReport, on_this_machine
 from threefold.launch.diagnosis import Failures, shown
@@ -152,7 +152,7 @@ class Running:
 def start(tmp_path: Path, small: dict, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Return a function that starts a launcher on three hosts, two of which have ranks."""
     monkeypatch.setattr(connection_module, "SECONDS_PER_POLL", 0.02)
-    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_CONNECTS", 1.0)
+    monkeypatch.setattr(hosts_module, "SECONDS_BETWEEN_CONNECTS", 1.0)
     monkeypatch.setattr(attempt_module, "SECONDS_FOR_MESSAGES", 0.2)
     script = tmp_path / "rank.py"
     script.write_text(RANK)
@@ -321,7 +321,7 @@ def test_a_first_node_that_names_no_port_is_replaced(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its agent sends heartbeats, but its answers with a port are lost."""
-    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_CONNECTS", 60.0)
+    monkeypatch.setattr(hosts_module, "SECONDS_BETWEEN_CONNECTS", 60.0)
     monkeypatch.setattr(attempt_module, "SECONDS_TO_ANSWER", 1.0)
 
     def connect(host: str, command: Any) -> list[str]:
@@ -347,7 +347,7 @@ def test_a_first_node_that_names_no_port_is_replaced(
 def test_a_lost_node_is_replaced_by_a_spare_one(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_CONNECTS", 60.0)
+    monkeypatch.setattr(hosts_module, "SECONDS_BETWEEN_CONNECTS", 60.0)
     running = start()
     running.wait_for_attempt(1, ranks=2)
     os.kill(running.agent("node2"), signal.SIGKILL)
@@ -410,7 +410,7 @@ def find_unfit(running: Running, *, broken: bool) -> None:
 def test_a_slow_node_is_replaced_by_a_spare_one_and_used_last(
     start: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_CONNECTS", 60.0)
+    monkeypatch.setattr(hosts_module, "SECONDS_BETWEEN_CONNECTS", 60.0)
     running = start(node_failures=1)
     ranks = running.wait_for_attempt(1, ranks=2)
     assert ranks[0]["variables"][SPARE_NODES] == "1"
@@ -484,8 +484,8 @@ if sys.argv[sys.argv.index("--lease") + 1].endswith(".1"):
     folder.event("preflight", 0, left_out=[node])
     os._exit({unfit})
 from recipes import pretrain
-from threefold.pretrain.preflight import measure
-measure.matmul_tflops = lambda *_, **__: 1.0
+from threefold.pretrain.preflight import run
+run.matmul_tflops = lambda *_, **__: 1.0
 pretrain.main()
 """
 
@@ -705,7 +705,7 @@ def test_failures_of_earlier_starts_are_remembered(
 def test_the_list_of_hosts_is_read_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     lists = [["node1"], ["node1", "node2"]]
     connections, failures = SimpleNamespace(agents={}), Failures(limit=0)
-    nodes = nodes_module.Nodes(
+    nodes = hosts_module.Nodes(
         lambda: lists.pop(0),
         connections,
         failures,
@@ -714,7 +714,7 @@ def test_the_list_of_hosts_is_read_every_few_seconds(monkeypatch: pytest.MonkeyP
     for _ in range(3):
         assert nodes.refresh() == ""
     assert nodes.hosts == ["node1"]
-    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_LISTS", 0.0)
+    monkeypatch.setattr(hosts_module, "SECONDS_BETWEEN_LISTS", 0.0)
     nodes.refresh()
     assert nodes.hosts == ["node1", "node2"]
 
@@ -737,7 +737,7 @@ def test_two_names_of_one_machine(
     start: Any, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agents of this machine are told apart by the launcher "local", but not here."""
-    monkeypatch.setattr(nodes_module, "SECONDS_BETWEEN_CONNECTS", 0.1)
+    monkeypatch.setattr(hosts_module, "SECONDS_BETWEEN_CONNECTS", 0.1)
     running = start(shares_machine=False, hosts=["node1", "alias"], nodes=1)
     running.wait_for_attempt(1, ranks=1)
     (used,) = running.events("attempt")[0]["nodes"]  # the first one to answer
@@ -765,7 +765,7 @@ def test_two_names_of_one_machine(
 def test_the_first_host_of_a_machine_owns_it(
     machine: str, machines: dict[str, str], hosts: list[str], found: str
 ) -> None:
-    assert nodes_module.owner(machine, machines, hosts) == found
+    assert hosts_module.owner(machine, machines, hosts) == found
 
 
 def test_a_run_that_fails_again_and_again_stops(start: Any, capfd: pytest.CaptureFixture) -> None:

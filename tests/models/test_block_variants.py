@@ -49,7 +49,7 @@ from tests.models.test_transformer import (
 )
 from tests.ranks import run_ranks
 from threefold.config.loading import parse_recipe
-from threefold.engine.parameter_groups import rule_of
+from threefold.engine.optimizer import rule_of
 
 SMALL = replace(LLAMA, layers=2, heads=8, kv_heads=4, head_size=6, sequence_length=16)
 VARIANTS: dict[str, ModelConfig] = {

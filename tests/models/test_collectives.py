@@ -9,7 +9,7 @@ import torch.distributed as dist
 from models.parallel.collectives import TensorAxis, all_gather, reduce_from_tensor_axis
 from models.parallel.layers import matmul as linear
 from tests.ranks import join_world, run_ranks
-from threefold.trace.counters import AllocationCounter
+from threefold.trace.trace import AllocationCounter
 
 SHAPES = [(3,), (2, 3), (1, 4, 5), (2, 3, 4)]
 DIMENSIONS = (0, 1, -1)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.experts.grouped_matmul import grouped_matmul
+from models.experts.layer import grouped_matmul
 from models.kernels.compile import compiled
 from models.kernels.matmul import E4M3, TILE, Fp8, power_of_two_scales, product
 from models.layer_specs import SequentialModel, compute_in_fp8, layer_specs

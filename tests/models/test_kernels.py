@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models import cost
-from models.attention import Frequencies, rotary_table
+from models.attention import Frequencies, _QueryKeyNorm, rotary_table
 from models.config import ModelConfig
 from models.kernels import attention, elementwise, norms
 from models.kernels.compile import (
@@ -28,12 +28,11 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
-from models.parallel.query_key_norm import _QueryKeyNorm
 from tests.conftest import in_turn
 from tests.models.test_transformer import KEY, SHAPES, SPECIAL, WITH_DROPOUT
 from threefold.runtime.processes import compiler, has_compiler, should_compile
-from threefold.trace.counters import AllocationCounter
 from threefold.trace.fake_cluster import one_kernel
+from threefold.trace.trace import AllocationCounter
 
 EPSILON, HEADS, KV_HEADS, D = 1e-5, 4, 2, 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the largest value

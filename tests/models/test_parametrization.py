@@ -33,7 +33,7 @@ from tests.models.test_transformer import (
     run_model,
 )
 from threefold.config.loading import parse_recipe
-from threefold.engine.parameter_groups import UpdateRule, rule_of
+from threefold.engine.optimizer import UpdateRule, rule_of
 
 LLAMA, GPT2 = (replace(SHAPES[name], layers=3) for name in ("llama", "gpt2"))
 # Width ratio 4, depth ratio 3, head size 16 with base head size 4.

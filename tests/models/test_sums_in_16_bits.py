@@ -22,7 +22,7 @@ from models.parallel.layers import Deferral, matmul
 from models.parallel.micro_batch_info import Documents, MicroBatchInfo
 from tests.models.test_transformer import SHAPES
 from tests.ranks import join_world, run_ranks
-from threefold.trace.counters import AllocationCounter
+from threefold.trace.trace import AllocationCounter
 
 REPEATS = (1024, 16384)
 ROUNDING = 2**-8  # largest relative error of a rounding to bf16

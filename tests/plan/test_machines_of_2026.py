@@ -14,8 +14,7 @@ from threefold.plan.calibration.published_names import model_of_name, stack_of
 from threefold.plan.calibration.runs_table import MeasuredRow, read_cells, read_row, read_table
 from threefold.plan.job import Job, Machine, PlannedLayout, job_of, recipe_on_cluster
 from threefold.plan.memory.peak import fullest_stage, memory_of_stage
-from threefold.plan.quantization import FORMATS, Quantization, quantization_of
-from threefold.plan.software import load_software
+from threefold.plan.software import FORMATS, Quantization, load_software, quantization_of
 from threefold.plan.time import block
 from threefold.plan.time.step import step_time
 

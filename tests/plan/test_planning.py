@@ -53,7 +53,6 @@ from threefold.plan.calibration.runs_table import (
 )
 from threefold.plan.job import Job, Machine, PlannedLayout, job_of
 from threefold.plan.memory.activations import activation_bytes, block_bytes, micro_batches_in_flight
-from threefold.plan.memory.model_states import state_bytes
 from threefold.plan.memory.peak import (
     GIB,
     MEMORY_BAND,
@@ -61,6 +60,7 @@ from threefold.plan.memory.peak import (
     fullest_stage,
     host_bytes,
     stage_memory,
+    state_bytes,
     state_of_stage,
 )
 from threefold.plan.recipe_edits import changes

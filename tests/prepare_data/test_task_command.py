@@ -11,7 +11,7 @@ import pytest
 from models.errors import UserError
 from tests.pretrain.evaluation.text_corpus import write_text_corpus
 from threefold.config.loading import REPOSITORY
-from threefold.data.task_file import read_items
+from threefold.data.tasks import read_items
 from threefold.prepare_data.tasks import (
     CHOICES,
     CONTEXT_LINES,

@@ -17,8 +17,8 @@ from threefold.pretrain import setup
 from threefold.pretrain.after_step import after_step, roll_back
 from threefold.pretrain.run import RunEnd
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import LeftPart, Progress
 from threefold.run_folder.lock import FolderInUse, FolderLock
-from threefold.run_folder.progress import LeftPart, Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
 from threefold.supervision.step_watch import Severity
 from threefold.tracking.tracker import Tracker

@@ -19,7 +19,7 @@ from threefold.config.recipe import Recipe
 from threefold.pretrain import setup
 from threefold.pretrain.experiment import Experiment, check_phases
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 
 Usage = namedtuple("Usage", ["free"])
 LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}

@@ -45,8 +45,8 @@ from threefold.engine.build import build_from_recipe
 from threefold.engine.deepspeed_overrides import sum_of_squares
 from threefold.engine.engine import Engine
 from threefold.engine.experts import is_marked
-from threefold.engine.muon import Muon, orthogonalize
 from threefold.engine.muon_exchange import MatrixExchange, update_scale
+from threefold.engine.optimizer import Muon, orthogonalize
 from threefold.pipeline.gradients import FlatGradients, ShardedReduction
 from threefold.pipeline.stage import Stage
 from threefold.prove import compare as compare_module
@@ -877,7 +877,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda wrapped: 1.0,
         ),
         "the balance loss has the counts of one rank": (
-            "models.experts.balance.sum_over_sequence",
+            "models.experts.routing.sum_over_sequence",
             lambda counts, axis: counts,
         ),
         "the router keeps partial gradients": (
@@ -917,7 +917,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             as_one_matrix,
         ),
         "Muon has the momentum of another rank": (
-            "threefold.engine.muon.Muon._add_momentum",
+            "threefold.engine.optimizer.Muon._add_momentum",
             momentum_of_rank_0,
         ),
         "Muon scales updates by the shape of a part": (

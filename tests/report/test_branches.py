@@ -7,7 +7,7 @@ from typing import Any
 from tests.report.synthetic import line_of, recipe_of, write_run
 from threefold.report.run_record import abandoned_branches, divide, read_run
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 
 
 def line(step: int, branch: str = "a", loss: float = 1.0) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import pytest
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import Progress
 from threefold.run_folder.json_lines import LineFile
 from threefold.run_folder.lock import FolderLock
-from threefold.run_folder.progress import Progress
 
 HOLD = (
     "import sys, time, pathlib; sys.path[0] = '.'\n"

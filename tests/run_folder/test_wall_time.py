@@ -7,8 +7,7 @@ import pytest
 
 from threefold.config.loading import parse_recipe
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.history import WallTime, shares_text
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress, WallTime, shares_text
 from threefold.tracking.messages import goodput_line
 
 EVENTS: list[dict[str, Any]] = [

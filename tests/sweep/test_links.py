@@ -27,10 +27,9 @@ from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transf
 from threefold.runtime import timing as runtime_timing
 from threefold.sweep.folder import SweepStopped
 from threefold.sweep.links import fit, timing
-from threefold.sweep.links.fit import FitFailed, fitted_gpu
+from threefold.sweep.links.fit import SIZES, FitFailed, LinkTime, Measurements, RankRate, fitted_gpu
 from threefold.sweep.links.measure_cluster import ClusterMeasurement
-from threefold.sweep.links.measurements import SIZES, LinkTime, Measurements, RankRate
-from threefold.sweep.ranks.launchers import LocalLauncher
+from threefold.sweep.ranks.controller import LocalLauncher
 
 LINK_KEYS = (
     "node_link_gigabytes_per_second", "node_link_efficiency", "node_link_latency_seconds",

@@ -16,8 +16,7 @@ from tests.sweep.test_table import trial_of
 from threefold.plan.calibration.runs_table import read_table
 from threefold.sweep import report
 from threefold.sweep.choice import Choice, TrialRequest, choose
-from threefold.sweep.folder import SweepFolder
-from threefold.sweep.table import row_of_result, row_of_trial, table_text
+from threefold.sweep.folder import SweepFolder, row_of_result, row_of_trial, table_text
 from threefold.sweep.trial import PARTS, PLANNED_PARTS, Result, Split, Trial, split_of_slowest
 
 SECONDS = dict(zip(PARTS, [0.3, 0.2, 0.02, 0.03, 0.01, 0.1, 0.05, 0.04, 0.007], strict=True))

@@ -15,7 +15,7 @@ from threefold.plan.calibration.runs_table import (
     read_table,
 )
 from threefold.plan.report import rates
-from threefold.sweep.table import (
+from threefold.sweep.folder import (
     COLUMNS,
     row_of_rejection,
     row_of_result,

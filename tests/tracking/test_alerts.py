@@ -11,8 +11,8 @@ from tests.conftest import changed
 from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import Progress
 from threefold.run_folder.lock import grant
-from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import HUNG, STOPPED
 from threefold.tracking import weights_and_biases
 from threefold.tracking.tracker import open_tracker

@@ -30,7 +30,7 @@ from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 from threefold.tracking import wandb_connection, weights_and_biases
 from threefold.tracking.messages import summarize
 from threefold.tracking.tracker import open_tracker

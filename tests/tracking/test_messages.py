@@ -15,7 +15,7 @@ from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.phases import PhasePlan
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 from threefold.tracking.messages import (
     announce,
     longer_training,

@@ -16,7 +16,7 @@ from wandb.proto import wandb_internal_pb2
 from tests.conftest import changed, small_recipe
 from threefold.config.loading import parse_recipe
 from threefold.run_folder.folder import RunFolder
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 from threefold.tracking.tracker import Tracker, open_tracker
 from threefold.tracking.weights_and_biases import TaskTable, WandbThread
 

@@ -22,8 +22,8 @@ from models.errors import UserError
 from tests.conftest import changed
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import Progress
 from threefold.run_folder.json_lines import LineFile
-from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED, STOPPED
 from threefold.runtime.launchers import free_port
 from threefold.tracking import wandb_connection, weights_and_biases

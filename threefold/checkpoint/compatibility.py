@@ -14,7 +14,7 @@ from threefold.config.phases import table_at
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
 from threefold.data.manifest import is_corpus
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
 # starts from initial weights.

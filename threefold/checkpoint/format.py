@@ -31,9 +31,8 @@ from models.errors import UserError, reason_of
 from threefold.config.optimization import Batch
 from threefold.config.phases import with_current_names
 from threefold.config.sections import Phase, with_current_keys
-from threefold.run_folder.history import NAME, step_of
+from threefold.run_folder.history import NAME, Progress, left_parts_from, step_of
 from threefold.run_folder.json_lines import flush
-from threefold.run_folder.progress import Progress, left_parts_from
 
 # safetensors files, written tensor by tensor, so that a file never has to fit in memory.
 #

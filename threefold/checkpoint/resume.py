@@ -40,6 +40,7 @@ from threefold.run_folder.history import (
     NAME,
     Branch,
     History,
+    Progress,
     newest_step,
     published,
     set_aside,
@@ -49,7 +50,6 @@ from threefold.run_folder.history import (
 )
 from threefold.run_folder.json_lines import flush
 from threefold.run_folder.lock import FolderInUse
-from threefold.run_folder.progress import Progress
 from threefold.runtime.processes import gathered
 
 # Find and verify the checkpoint from which a run starts or resumes.

@@ -50,13 +50,13 @@ from threefold.config.recipe import Recipe
 from threefold.plan.goodput import duration
 from threefold.run_folder.folder import RunFolder, layout_of, versions
 from threefold.run_folder.history import (
+    Progress,
     checkpoint_name,
     publish,
     published,
     remove_debris,
     step_of,
 )
-from threefold.run_folder.progress import Progress
 from threefold.runtime.processes import RankTree, gathered
 
 # Assembly of logical tensors from the pieces on the ranks of one stage.

@@ -29,7 +29,7 @@ from threefold.sweep import report
 from threefold.sweep.choice import TrialRequest, choose
 from threefold.sweep.folder import SweepFolder, SweepStopped
 from threefold.sweep.links.measure_cluster import ClusterMeasurement, report_lines, report_table
-from threefold.sweep.ranks.launchers import (
+from threefold.sweep.ranks.controller import (
     DeepSpeedLauncher,
     LocalLauncher,
     SlurmLauncher,

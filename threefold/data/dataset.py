@@ -35,7 +35,7 @@ from threefold.data.manifest import few_tokens, read_manifest
 from threefold.data.sample_order import Mixture, mixture_after, source_numbers
 from threefold.data.tasks import Tasks, open_tasks
 from threefold.data.token_file import TokenFile
-from threefold.run_folder.progress import LeftParts, Progress
+from threefold.run_folder.history import LeftParts, Progress
 
 # The micro-batch, which flows through the model in one forward pass.
 

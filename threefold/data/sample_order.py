@@ -20,7 +20,7 @@ import numpy as np
 
 from threefold.config.phases import PhasePlan
 from threefold.config.sections import repository_path, whole_shares
-from threefold.run_folder.progress import ConsumedRange
+from threefold.run_folder.history import ConsumedRange
 
 # The order of a run's samples: a mixture of corpora, each in its own random permutation.
 

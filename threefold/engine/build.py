@@ -5,16 +5,19 @@
     optimizer = build_optimizer(model, recipe, config=config)
     engine = build_engine(recipe, axes, config=config, model=model, optimizer=optimizer)
 
-`build_from_recipe` makes these four calls.
+`build_from_recipe` makes these four calls. `release` frees the memory of an engine that is no
+longer needed.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
+import torch._dynamo
 from torch import nn
 
 from models.experts.layer import expert_layers
@@ -40,11 +43,10 @@ from threefold.engine.deepspeed_overrides import (
     without_memory_reports,
     without_needless_copies,
 )
-from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine
+from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine, is_partitioned
 from threefold.engine.experts import mark_experts
-from threefold.engine.muon import Muon
 from threefold.engine.muon_exchange import MatrixExchange
-from threefold.engine.parameter_groups import parameter_groups, rules_of
+from threefold.engine.optimizer import Muon, parameter_groups, rules_of
 from threefold.pipeline.balance import pass_proportions
 from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
@@ -288,3 +290,43 @@ def boundary(recipe: Recipe, tensor: TensorAxis, config: dict[str, Any]) -> Boun
     length = recipe.tokens_per_rank // (tensor.size if tensor.sequence_parallel else 1)
     shape = (length, recipe.batch.micro_sequences, recipe.model.hidden_size)
     return Boundary(shape, DTYPES[precision(config)], tensor)
+
+
+# Remove an engine whose process builds another one.
+
+
+def release(engine: Engine) -> None:
+    """Remove the hooks and the compiled code of an engine, so that the collector can free it.
+
+    C++ objects, which the collector cannot see, refer to gradient hooks, which refer to the engine.
+    """
+    if engine.compiled:  # otherwise torch stops compiling after several shapes
+        torch._dynamo.reset()
+    with quiet():
+        engine.wrapped.destroy()
+    for _, parameter in engine.parameters():
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            if hooks:
+                hooks.clear()
+    if any(is_partitioned(parameter) for _, parameter in engine.parameters()):
+        # References to ZeRO-3's optimizer remain, so at least free the memory of its tensors.
+        shards = [vars(parameter)["ds_tensor"] for _, parameter in engine.parameters()]
+        optimizer = engine.wrapped.optimizer
+        for tensor in tensors_in([vars(optimizer), dict(optimizer.optimizer.state), shards], set()):
+            with contextlib.suppress(RuntimeError):  # memory that torch has not allocated
+                tensor.untyped_storage().resize_(0)
+
+
+def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dictionaries, lists and tuples.
+
+    Args:
+        value: a tensor, a container or anything else
+        seen: ids of the containers that were already visited
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        seen.add(id(value))
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from tensors_in(item, seen)

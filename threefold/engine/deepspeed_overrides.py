@@ -132,7 +132,7 @@ from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
-from threefold.engine.muon import Muon
+from threefold.engine.optimizer import Muon
 from threefold.pipeline.stage import replaced
 
 COMPILER_SWITCH = "TORCHDYNAMO_DISABLE"  # a variable that torch reads

@@ -33,8 +33,7 @@ from threefold.engine.experts import (
     is_marked,
     update_biases,
 )
-from threefold.engine.muon import QueryKeyClip
-from threefold.engine.parameter_groups import rules_of
+from threefold.engine.optimizer import QueryKeyClip, rules_of
 from threefold.engine.weight_average import WeightAverage
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.runtime.processes import gathered

@@ -14,7 +14,7 @@ from models.cost import MUON_BATCH_ELEMENTS, MUON_ROUND_ELEMENTS
 from models.parallel.collectives import TensorAxis, wait_for
 from models.sharding import MatrixPart, Sharding, sharding_of
 from threefold.checkpoint.state import Fragment, TrainingState
-from threefold.engine.muon import orthogonalize
+from threefold.engine.optimizer import orthogonalize
 from threefold.runtime.processes import gathered
 
 # Plan of the exchange that gathers logical matrices from the shards of an optimizer's state.

@@ -18,7 +18,7 @@ from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.launch.connection import Agent
 from threefold.launch.diagnosis import AttemptResult, RankEnd
-from threefold.launch.nodes import Nodes
+from threefold.launch.hosts import Nodes
 from threefold.launch.replanning import Placement
 from threefold.pretrain.preflight.evaluate import SPARE_NODES
 from threefold.run_folder.folder import RunFolder

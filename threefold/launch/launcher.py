@@ -30,7 +30,7 @@ from threefold.launch.diagnosis import (
     trains,
     unfit_hosts,
 )
-from threefold.launch.nodes import SECONDS_BETWEEN_LISTS, SECONDS_TO_CONNECT, Nodes
+from threefold.launch.hosts import SECONDS_BETWEEN_LISTS, SECONDS_TO_CONNECT, Nodes
 from threefold.launch.replanning import Placement, Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import newest_step

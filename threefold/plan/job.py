@@ -24,8 +24,7 @@ from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 from threefold.pipeline.balance import divide_blocks, divide_evenly, layer_costs
 from threefold.pipeline.schedules import default_group
-from threefold.plan.quantization import Quantization, own_quantization
-from threefold.plan.software import THREEFOLD, Footprint, Software
+from threefold.plan.software import THREEFOLD, Footprint, Quantization, Software, own_quantization
 
 Value = TypeVar("Value")
 

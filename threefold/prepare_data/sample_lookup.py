@@ -18,8 +18,8 @@ from threefold.data.manifest import lost_manifest
 from threefold.prepare_data.corpus import Origins
 from threefold.prepare_data.tokenizer import load_tokenizer
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.history import Progress
 from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE
-from threefold.run_folder.progress import Progress
 
 MAX_CHARACTERS_SHOWN = 200  # of a window
 

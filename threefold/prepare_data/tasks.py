@@ -13,7 +13,7 @@ import numpy as np
 from models.errors import UserError, counted, reason_of
 from threefold.config.sections import repository_path
 from threefold.data.corpus import check_part
-from threefold.data.task_file import read_items
+from threefold.data.tasks import read_items
 from threefold.data.token_file import TokenFile
 from threefold.prepare_data.tokenization import fast_tokenizer
 from threefold.run_folder.json_lines import write_whole

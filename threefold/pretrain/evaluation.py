@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from threefold.data.dataset import MicroBatch, TrainingData
-from threefold.data.task_file import Item
-from threefold.data.tasks import UNCOUNTED, positions
+from threefold.data.tasks import UNCOUNTED, Item, positions
 from threefold.engine.engine import Engine
 from threefold.run_folder.json_lines import AVERAGED
 

@@ -31,8 +31,7 @@ from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
-from threefold.data.task_file import ScoringRequest
-from threefold.data.tasks import Tasks
+from threefold.data.tasks import ScoringRequest, Tasks
 from threefold.engine.build import build_from_recipe
 from threefold.engine.engine import Engine, StepResult, is_partitioned
 from threefold.engine.experts import smallest_margin

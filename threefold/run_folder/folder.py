@@ -19,6 +19,7 @@ from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.run_folder.history import (
     History,
+    Progress,
     current_event,
     published,
     replay,
@@ -32,7 +33,6 @@ from threefold.run_folder.json_lines import (
     write_whole,
 )
 from threefold.run_folder.lock import FolderLock, Lease, revoke
-from threefold.run_folder.progress import Progress
 
 METRIC_KEYS = {"step": (int,)}
 EVENT_KEYS = {"event": (str,), "step": (int,)}

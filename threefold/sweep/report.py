@@ -18,8 +18,7 @@ from threefold.plan.calibration.fit import (
 )
 from threefold.plan.report import layout_line
 from threefold.sweep.choice import Choice
-from threefold.sweep.folder import SweepFolder, SweepStopped
-from threefold.sweep.table import row_of_result, row_of_trial
+from threefold.sweep.folder import SweepFolder, SweepStopped, row_of_result, row_of_trial
 from threefold.sweep.trial import (
     FAULTS,
     OUTCOMES,

@@ -9,8 +9,12 @@ from threefold.gpus.datasheet import is_cpu
 from threefold.plan.calibration.fit import RankedTime, leading
 from threefold.plan.stage_contents import stage_parameters
 from threefold.sweep.folder import SweepFolder, SweepStopped
-from threefold.sweep.ranks.controller import Workers, WorkersAbandoned, WorkersFailed
-from threefold.sweep.ranks.launchers import WorkerLauncher
+from threefold.sweep.ranks.controller import (
+    WorkerLauncher,
+    Workers,
+    WorkersAbandoned,
+    WorkersFailed,
+)
 from threefold.sweep.trial import SPLIT_STEPS, Result, Trial, competitors
 
 # Time limit of a trial. Building initializes the weights and may compile kernels.

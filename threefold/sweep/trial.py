@@ -21,7 +21,7 @@ from threefold.gpus.datasheet import is_cpu
 from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import GIB, fullest_stage
 from threefold.plan.time.step import StepTime, step_time
-from threefold.sweep.links.measurements import Measurements
+from threefold.sweep.links.fit import Measurements
 
 # The parts of a measured step, and their comparison with the plan.
 

@@ -19,9 +19,8 @@ from threefold.config.phases import PhasePlan, Segment, changes
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import peak_tflops
 from threefold.run_folder.folder import RunFolder, code_version
-from threefold.run_folder.history import WallTime
+from threefold.run_folder.history import Progress, WallTime
 from threefold.run_folder.json_lines import task_accuracies, validation_losses
-from threefold.run_folder.progress import Progress
 from threefold.runtime.exits import INTERRUPTED
 from threefold.runtime.output import SECONDS_BETWEEN_LINES
 from threefold.tracking.clocks import Startup

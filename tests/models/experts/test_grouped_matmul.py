@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.experts import grouped_matmul
+from models.experts import layer as layer_module
 from models.parallel import layers
 from models.parallel.layers import Deferral
 
@@ -36,7 +36,7 @@ def example(rows: Sequence[int]) -> tuple[Tensor, list[nn.Parameter], Tensor]:
 def run(rows: Sequence[int], deferral: Deferral | None = None) -> list[Tensor | None]:
     """Return the product, the gradient of x, and the gradient of each weight."""
     x, weights, grad = example(rows)
-    y = grouped_matmul.grouped_matmul(x, weights, rows, deferral)
+    y = layer_module.grouped_matmul(x, weights, rows, deferral)
     y.backward(grad)
     if deferral is not None:
         assert all(weight.grad is None for weight in weights)
@@ -86,13 +86,13 @@ def test_a_weight_without_rows_has_a_gradient_of_zeros() -> None:
 def test_a_gradient_that_is_not_contiguous_is_accepted() -> None:
     rows = ROWS["all groups"]
     x, weights, grad = example(rows)
-    grouped_matmul.grouped_matmul(x, weights, rows, None).t().contiguous().backward(
+    layer_module.grouped_matmul(x, weights, rows, None).t().contiguous().backward(
         grad.t().contiguous()
     )
     assert agree([x.grad, *(weight.grad for weight in weights)], run_loop(rows)[1:])
 
 
-MULTIPLY, WEIGHT_GRADIENT = grouped_matmul._multiply, layers.weight_gradient
+MULTIPLY, WEIGHT_GRADIENT = layer_module._multiply, layers.weight_gradient
 FAULTS: dict[str, dict[str, Any]] = {
     "the weight of the first group for all": {
         "_multiply": lambda x, weights, rows, transposed: MULTIPLY(
@@ -115,14 +115,14 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_noticed(fault: str) -> None:
-    with mock.patch.multiple(grouped_matmul, **FAULTS[fault]):
+    with mock.patch.multiple(layer_module, **FAULTS[fault]):
         assert not agree(run(ROWS["empty groups"]), run_loop(ROWS["empty groups"]))
 
 
 def test_a_fault_in_deferral_is_noticed() -> None:
     immediate = run(ROWS["all groups"])
     with mock.patch.object(
-        grouped_matmul, "ProductGradient", lambda *pair: lambda: 0 * WEIGHT_GRADIENT(*pair)
+        layer_module, "ProductGradient", lambda *pair: lambda: 0 * WEIGHT_GRADIENT(*pair)
     ):
         assert not agree(run(ROWS["all groups"], Deferral()), immediate)
 
@@ -138,7 +138,7 @@ def views(count: int = 4, gap: int = 0) -> tuple[Tensor, list[nn.Parameter]]:
 def stacks_without_copy() -> bool:
     """Return True if adjacent weights are stacked in place, with the right values."""
     flat, weights = views()
-    stacked = grouped_matmul.stack(weights)
+    stacked = layer_module.stack(weights)
     expected = torch.stack([weight.detach() for weight in weights])
     in_place = stacked.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
     return torch.equal(stacked, expected) and in_place
@@ -167,7 +167,7 @@ APART = (
 def copies_correctly(name: str) -> bool:
     """Return True if weights that are not adjacent are copied, with the right values."""
     weights = apart(name)
-    stacked = grouped_matmul.stack(weights)
+    stacked = layer_module.stack(weights)
     storages = {weight.untyped_storage().data_ptr() for weight in weights}
     expected = torch.stack([weight.detach() for weight in weights])
     copied = stacked.untyped_storage().data_ptr() not in storages
@@ -176,10 +176,9 @@ def copies_correctly(name: str) -> bool:
 
 def test_adjacent_weights_are_stacked_without_a_copy() -> None:
     assert stacks_without_copy()
-    assert not grouped_matmul.stack(views()[1]).requires_grad
+    assert not layer_module.stack(views()[1]).requires_grad
     assert (
-        grouped_matmul.stack(views()[1][1:3]).tolist()
-        == grouped_matmul.stack(views()[1])[1:3].tolist()
+        layer_module.stack(views()[1][1:3]).tolist() == layer_module.stack(views()[1])[1:3].tolist()
     )
 
 
@@ -197,7 +196,7 @@ def test_a_wrong_stack_is_noticed() -> None:
         strides = (first.numel(), *first.stride())
         return first.as_strided((2, *first.shape), strides, first.storage_offset())
 
-    with mock.patch.object(grouped_matmul, "stack", always_copied):
+    with mock.patch.object(layer_module, "stack", always_copied):
         assert not stacks_without_copy()
-    with mock.patch.object(grouped_matmul, "stack", never_copied):
+    with mock.patch.object(layer_module, "stack", never_copied):
         assert not copies_correctly("every second one") and not copies_correctly("with gaps")

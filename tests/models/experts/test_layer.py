@@ -17,8 +17,7 @@ from models.attention import ModelAxes
 from models.config import Experts, ModelConfig
 from models.context_parallel.collectives import ContextAxis
 from models.context_parallel.division import divide
-from models.experts import balance as balance_module
-from models.experts import dispatch, grouped_matmul, routing
+from models.experts import dispatch, routing
 from models.experts import layer as layer_module
 from models.experts.layer import MixtureOfExperts, expert_layers
 from models.experts.routing import ExpertAxis, choose_experts
@@ -406,11 +405,11 @@ def seeded_fault(fault: str) -> Iterator[None]:
     """Break the layer in one way."""
     combine, attach, balance_loss = (
         dispatch.begin_combine,
-        balance_module._Attach.forward,
-        balance_module.balance_loss,
+        routing._Attach.forward,
+        routing.balance_loss,
     )
     gather = dispatch._gather
-    experts_here, with_losses = ExpertAxis.experts_here, balance_module.with_router_losses
+    experts_here, with_losses = ExpertAxis.experts_here, routing.with_router_losses
 
     def unpermuted(
         y: Tensor, gates: Tensor, ways: routing.Routes, axis: ExpertAxis, **settings: Any
@@ -452,7 +451,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             unweighted,
         ),
         "counts of this rank only": (
-            balance_module,
+            routing,
             "dist",
             mock.Mock(all_reduce=lambda counts, group: None),
         ),
@@ -466,7 +465,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             "with_router_losses",
             unscaled,
         ),
-        "fractions of the whole micro-batch": (balance_module, "balance_loss", pooled),
+        "fractions of the whole micro-batch": (routing, "balance_loss", pooled),
         "experts numbered from the last rank": (ExpertAxis, "experts_here", reversed_numbers),
         "each tensor rank routes the first tokens": (
             layer_module,
@@ -489,7 +488,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
             "_gather",
             gathered_in_reverse,
         ),
-        "noted in the forward pass too": (balance_module._Attach, "forward", staticmethod(noting)),
+        "noted in the forward pass too": (routing._Attach, "forward", staticmethod(noting)),
     }
     with mock.patch.object(*faults[fault]):
         yield
@@ -757,7 +756,7 @@ def overlap_worker() -> list[str]:
     with (
         mock.patch.object(dispatch.Transfer, "begin", noting("begin", dispatch.Transfer.begin)),
         mock.patch.object(dispatch.Transfer, "wait", noting("wait", dispatch.Transfer.wait)),
-        mock.patch.object(grouped_matmul, "weight_gradient", weight_gradient),
+        mock.patch.object(layer_module, "weight_gradient", weight_gradient),
         mock.patch.object(layers, "weight_gradient", weight_gradient),
     ):
         x = torch.randn(12, 3, LLAMA.hidden_size, generator=generator).requires_grad_()

@@ -14,22 +14,20 @@ from torch import Tensor
 
 from models.attention import recomputed
 from models.config import Experts, Router
-from models.experts import balance as balance_module
-from models.experts.balance import (
-    RouterStatistics,
-    balance_loss,
-    count_by_sequence,
-    with_router_losses,
-    z_loss,
-)
+from models.experts import routing as routing_module
 from models.experts.routing import (
     ExpertAxis,
+    RouterStatistics,
     Routing,
+    balance_loss,
     choose_experts,
+    count_by_sequence,
     count_tokens,
     limit_to_groups,
     scores_of,
     smallest_margin,
+    with_router_losses,
+    z_loss,
 )
 from models.parallel.collectives import TensorAxis
 from tests.ranks import run_ranks
@@ -172,7 +170,7 @@ def with_losses(
     router: Router = "softmax",
 ) -> Tensor:
     """Return gates of ones, whose backward pass adds the losses' gradients to the logits."""
-    return balance_module.with_router_losses(
+    return routing_module.with_router_losses(
         torch.ones(chosen.flatten(0, 1).shape, requires_grad=True),
         routing_of(logits, chosen, router),
         settings=settings_of(router),
@@ -234,7 +232,7 @@ def run_cases(rank: int, size: int) -> dict[Any, Outcome]:
 @contextlib.contextmanager
 def seeded_fault(fault: str) -> Iterator[None]:
     """Break the statistics in one way."""
-    attach = balance_module._Attach.forward
+    attach = routing_module._Attach.forward
 
     def of_a_rank(probabilities: Tensor, counts: Tensor, k: int, axis: ExpertAxis) -> Tensor:
         return balance_loss(probabilities, counts, k, replace(axis, tensor=TensorAxis()))
@@ -253,22 +251,22 @@ def seeded_fault(fault: str) -> Iterator[None]:
 
     targets: dict[str, tuple[Any, str, Any]] = {
         "counts of this rank only": (
-            balance_module,
+            routing_module,
             "dist",
             SimpleNamespace(all_reduce=lambda counts, group: None),
         ),
         "probabilities averaged over the tokens of a tensor rank": (
-            balance_module,
+            routing_module,
             "balance_loss",
             of_a_rank,
         ),
-        "fractions of the whole micro-batch": (balance_module, "balance_loss", pooled),
+        "fractions of the whole micro-batch": (routing_module, "balance_loss", pooled),
         "not divided by the number of micro-batches": (
-            balance_module,
+            routing_module,
             "with_router_losses",
             unscaled,
         ),
-        "noted in the forward pass too": (balance_module._Attach, "forward", staticmethod(noting)),
+        "noted in the forward pass too": (routing_module._Attach, "forward", staticmethod(noting)),
     }
     with mock.patch.object(*targets[fault]):
         yield
@@ -319,7 +317,7 @@ def test_the_losses_of_a_sigmoid_router_are_those_computed_by_hand(micro_batches
 
 
 def test_scores_that_are_not_divided_by_their_sum_are_noticed() -> None:
-    with mock.patch.object(balance_module, "probabilities_of", lambda scores, router: scores):
+    with mock.patch.object(routing_module, "probabilities_of", lambda scores, router: scores):
         found = [run_on_a_rank((1, 1), 1, 0, "sigmoid")]
     assert not is_right(joined(found, (1, 1), 1), "sigmoid")
 
@@ -432,8 +430,8 @@ def evaluate(found: RouterStatistics) -> None:
     logits, chosen = example()
     axis = ExpertAxis(sequence_size=2)
     gates = torch.ones(chosen.flatten(0, 1).shape)
-    with torch.no_grad(), mock.patch.object(balance_module, "dist") as collectives:
-        found_gates = balance_module.with_router_losses(
+    with torch.no_grad(), mock.patch.object(routing_module, "dist") as collectives:
+        found_gates = routing_module.with_router_losses(
             gates,
             routing_of(logits, chosen),
             settings=settings_of(),
@@ -456,7 +454,7 @@ def test_losses_that_are_computed_in_an_evaluation_are_noticed() -> None:
             return with_router_losses(*given, **rest)
 
     with (
-        mock.patch.object(balance_module, "with_router_losses", always),
+        mock.patch.object(routing_module, "with_router_losses", always),
         pytest.raises(AssertionError),
     ):
         evaluate(RouterStatistics())

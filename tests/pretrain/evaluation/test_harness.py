@@ -13,7 +13,7 @@ import pytest
 
 from tests.pretrain.evaluation.conftest import TrainedRun
 from tests.pretrain.evaluation.text_corpus import write_lines
-from threefold.data.task_file import Item, read_items
+from threefold.data.tasks import Item, read_items
 from threefold.prepare_data.tasks import items_of_samples
 
 pytestmark = [

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from threefold.data.task_file import Item
+from threefold.data.tasks import Item
 from threefold.pretrain.evaluation import task_scores
 
 CHOICES = [

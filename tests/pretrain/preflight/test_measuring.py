@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from threefold.pretrain.preflight import measure
-from threefold.pretrain.preflight.measure import (
+from threefold.pretrain.preflight import run
+from threefold.pretrain.preflight.run import (
     MESSAGE_BYTES,
     PROBE_BYTES,
     REPETITIONS,
@@ -43,7 +43,7 @@ def test_products_are_small_integers_in_every_order_of_additions() -> None:
         # 256 is the largest integer below which bf16 has all integers. The sum of the absolute
         # values limits every partial sum, here for 16 times the rows of the largest check.
         largest = (left.double().abs() @ right.double().abs()).max()
-        assert largest * measure.CHECKED_SIZE["cuda"] / len(left) <= 256
+        assert largest * run.CHECKED_SIZE["cuda"] / len(left) <= 256
         return left @ right
 
     assert wrong_rows(1024, "fp32", CPU, multiply) == 0
@@ -53,13 +53,13 @@ def test_a_report_has_the_rate_and_the_problem(monkeypatch: pytest.MonkeyPatch) 
     healthy = measure_device("fp32", CPU)
     assert healthy.device == "cpu" and healthy.tflops and not healthy.problem
     assert healthy.free_gib is None
-    monkeypatch.setattr(measure, "wrong_rows", lambda *_: 3)
+    monkeypatch.setattr(run, "wrong_rows", lambda *_: 3)
     assert measure_device("fp32", CPU).problem == "3 rows of matmuls have wrong results"
 
     def fail(*_: object, **__: object) -> float:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nfurther lines")
 
-    monkeypatch.setattr(measure, "matmul_tflops", fail)
+    monkeypatch.setattr(run, "matmul_tflops", fail)
     failed = measure_device("fp32", CPU)
     assert failed.tflops is None
     assert failed.problem == "CUDA error: uncorrectable ECC error encountered"

@@ -22,7 +22,7 @@ os.environ["LOCAL_WORLD_SIZE"] = "1"
 os.environ.update({variables})
 {install}
 from recipes import pretrain
-from threefold.pretrain.preflight import measure, run
+from threefold.pretrain.preflight import run
 rank = int(os.environ["RANK"])
 fault = "{fault}" if rank == 2 else ""
 measured = []
@@ -33,13 +33,13 @@ def matmul_tflops(*_, **__):
     if fault == "error":
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
     return 0.2 if fault == "slow" or (fault == "disturbed" and len(measured) == 1) else 1.0
-measure.matmul_tflops = matmul_tflops
+run.matmul_tflops = matmul_tflops
 run.SECONDS_WITHOUT_PROGRESS = 4
 def release_memory(device):
     if fault == "error":
         raise RuntimeError("CUDA error")
 run.release_memory = release_memory
-seconds, wrong_rows = measure.LinkTest._seconds, measure.wrong_rows
+seconds, wrong_rows = run.LinkTest._seconds, run.wrong_rows
 def multiply(left, right):
     product = left @ right
     product[3, 5] += fault == "wrong"
@@ -47,8 +47,8 @@ def multiply(left, right):
 def timed(test, seconds_of, size, repetitions):
     measured = seconds(test, seconds_of, size, repetitions)
     return None if measured is None else 1.0
-measure.wrong_rows = lambda *arguments: wrong_rows(*arguments, multiply=multiply)
-measure.LinkTest._seconds = timed
+run.wrong_rows = lambda *arguments: wrong_rows(*arguments, multiply=multiply)
+run.LinkTest._seconds = timed
 pretrain.main()
 """
 

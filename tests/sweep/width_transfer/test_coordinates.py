@@ -16,6 +16,7 @@ from threefold.engine.engine import Engine, StepResult
 from threefold.prove.shrink import write_corpus
 from threefold.prove.training import save, start, train_step
 from threefold.run_folder.folder import RunFolder
+from threefold.sweep.ranks.worker import checked_recipe
 from threefold.sweep.trial import Result
 from threefold.sweep.width_transfer import measure as measure_module
 from threefold.sweep.width_transfer.check import check_training
@@ -224,7 +225,9 @@ def train_again(folder: str) -> list[list[float]]:
         (curve,) = curves_on(home / "data", (64,), training=run | {"steps": 2} | changes)
         (trial,) = loss_trials(curve, [1e-9], 1)
         check_training(trial.recipe)
-        result = measure_module.measure_training(trial.request(lambda *_: home / "data"), world)
+        request = trial.request(lambda *_: home / "data")
+        recipe = checked_recipe(request, world)
+        result = measure_module.measure_training(request["kind"], recipe, world)
         assert result.training is not None
         found.append(result.training["losses"])
     return found

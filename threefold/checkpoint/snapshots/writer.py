@@ -24,7 +24,7 @@ from threefold.checkpoint.writer import (
     Written,
     united,
 )
-from threefold.run_folder.progress import Progress
+from threefold.run_folder.history import Progress
 from threefold.runtime.processes import gathered
 
 # Copies of a node's files in the memory of a partner node.

@@ -17,8 +17,7 @@ from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.calibration.published_names import model_of_name, stack_of
 from threefold.plan.job import Job, Machine, PlannedLayout
 from threefold.plan.memory.peak import GIB, fullest_stage
-from threefold.plan.quantization import Quantization, quantization_of
-from threefold.plan.software import Software
+from threefold.plan.software import Quantization, Software, quantization_of
 
 DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
 MAX_NUMBER = 10**12
@@ -555,7 +554,7 @@ class RowReader:
 #     gpus [gpus_per_node]
 #     [intra_gbps_unidir]  gigabytes/s between GPUs of a node, each GPU, one direction
 #     [inter_gbps_per_gpu] gigabytes/s between nodes, each GPU, one direction
-#     precision            contains "bf16", "fp16" or "fp32", or names 8 or 4 bits (quantization.py)
+#     precision            contains "bf16", "fp16" or "fp32", or names 8 or 4 bits (software.py)
 #     [attention_kernel]   contains "flash" or "unfused"
 #     tp pp [vpp] [cp] [dp]  tensor, pipeline, chunks, context, data ranks
 #     [experts] [experts_per_token] [expert_ffn] [shared_experts] [dense_layers] [ep] [etp]

@@ -28,7 +28,7 @@ from threefold.gpus.datasheet import Gpu
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job, Machine, PlannedLayout
 from threefold.plan.memory.activations import bytes_of_blocks
-from threefold.plan.quantization import OperandFormat, Quantization
+from threefold.plan.software import OperandFormat, Quantization
 from threefold.plan.stage_contents import (
     exchanged_rows,
     reached_keys_of,

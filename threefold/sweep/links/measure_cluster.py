@@ -15,15 +15,23 @@ from threefold.gpus.datasheet import Gpu, load_gpu, read_gpu
 from threefold.plan.job import DEFAULT_CLUSTER
 from threefold.sweep.folder import SweepStopped
 from threefold.sweep.links import fit
-from threefold.sweep.links.fit import FitFailed, LinkFit, Links, measure_and_fit
-from threefold.sweep.links.measurements import MATMUL_SIZE, SIZES, LinkTime, Measurements
+from threefold.sweep.links.fit import (
+    MATMUL_SIZE,
+    SIZES,
+    FitFailed,
+    LinkFit,
+    Links,
+    LinkTime,
+    Measurements,
+    measure_and_fit,
+)
 from threefold.sweep.ranks.controller import (
+    WorkerLauncher,
     Workers,
     WorkersAbandoned,
     WorkersFailed,
     WorkersFolder,
 )
-from threefold.sweep.ranks.launchers import WorkerLauncher
 from threefold.sweep.trial import WorkerKind
 
 WORKERS = REPOSITORY / "runs" / "links"  # of all commands; on a file system that all nodes share

@@ -20,7 +20,7 @@ from threefold.runtime.timing import (
     time_all_reduce,
     time_transfer,
 )
-from threefold.sweep.links.measurements import (
+from threefold.sweep.links.fit import (
     OPERATIONS,
     LinkTime,
     Measurements,

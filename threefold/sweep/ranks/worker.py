@@ -14,14 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from threefold.config.deepspeed_json import precision, read_deepspeed_json
+from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
+from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
+from threefold.engine.build import release
 from threefold.engine.engine import Engine
 from threefold.prove.training import shared_groups, start
-from threefold.runtime.processes import gathered, on_gpu, start_processes
+from threefold.runtime.processes import check_machine, gathered, on_gpu, start_processes
 from threefold.sweep.breakdown import split_of_rank
 from threefold.sweep.links.timing import measure_links
-from threefold.sweep.ranks.engines import checked_recipe, release
 from threefold.sweep.ranks.protocol import (
     START,
     RankWatch,
@@ -60,7 +63,8 @@ def serve(
             if "links" in request:
                 result = measure_links(request["links"], world, control)
             elif "kind" in request:
-                result = measure_training(request, world)
+                recipe = checked_recipe(request, world)
+                result = measure_training(request["kind"], recipe, world)
             else:
                 result = measure(request, world, control, memory)
             watch.end()
@@ -83,6 +87,24 @@ def next_request(
 def write_result(files: WorkerFiles, number: int, result: Result) -> None:
     """Write a result for the scheduler."""
     write_message(files.result, {"number": number, "result": result.as_json()})
+
+
+def checked_recipe(request: dict[str, Any], world: LaunchEnvironment) -> Recipe:
+    """Return the recipe of a request.
+
+    Raises:
+        UserError: this machine cannot run the recipe.
+    """
+    recipe = parse_recipe(request["recipe"], request["recipe"]["name"])
+    assert recipe.cluster is not None
+    check_machine(
+        world,
+        precision=precision(read_deepspeed_json(recipe.deepspeed)),
+        compile=recipe.training.compile,
+        deterministic=recipe.training.deterministic,
+        gpu=recipe.cluster.gpu,
+    )
+    return recipe
 
 
 def measure(

@@ -17,7 +17,7 @@ from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import check_document_starts, open_corpus
 from threefold.runtime.output import printer, stdout_for_json
-from threefold.sweep.ranks.launchers import WorkerLauncher
+from threefold.sweep.ranks.controller import WorkerLauncher
 from threefold.sweep.scheduler import Scheduler
 from threefold.sweep.width_transfer import report
 from threefold.sweep.width_transfer.coordinates import Check

@@ -16,12 +16,13 @@ from models.layer_specs import VocabularyTable, layer_names
 from models.transformer import Block
 from threefold.checkpoint.resume import find_initial_weights
 from threefold.config.parallel_dims import LaunchEnvironment
+from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
+from threefold.engine.build import release
 from threefold.engine.engine import Engine
 from threefold.pretrain.evaluation import Evaluator
 from threefold.prove.training import start, train_step
 from threefold.run_folder.json_lines import validation_losses
-from threefold.sweep.ranks.engines import checked_recipe, release
 from threefold.sweep.trial import Result
 
 # Sizes of a model's activations at the start and after each step, for the coordinate check.
@@ -122,19 +123,18 @@ def layers_by_name(module: nn.Module, names: list[str]) -> dict[str, nn.Module]:
     return modules
 
 
-def measure_training(request: dict[str, Any], world: LaunchEnvironment) -> Result:
-    """Build the engine of a recipe, train it, and return what the request asks for; collective.
+def measure_training(kind: str, recipe: Recipe, world: LaunchEnvironment) -> Result:
+    """Build the engine of a recipe, train it, and return what was measured; collective.
 
     Args:
-        request: the table of the recipe, and the kind of measurement
+        kind: "coordinates" for the sizes of activations, otherwise losses are measured
     """
-    recipe = checked_recipe(request, world)
     engine, data = start(recipe, world)
     weights = find_initial_weights(recipe)
     if weights.checkpoint is not None:
         engine.load(weights.checkpoint, weights_only=True)
     seconds: list[float] = []
-    if request["kind"] == "coordinates":
+    if kind == "coordinates":
         training = activation_sizes(engine, data)
     else:
         training, seconds = losses(engine, data)
