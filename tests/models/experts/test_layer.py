@@ -453,7 +453,7 @@ def seeded_fault(fault: str) -> Iterator[None]:
         "counts of this rank only": (
             routing,
             "dist",
-            mock.Mock(all_reduce=lambda counts, group: None),
+            mock.Mock(wraps=dist, all_reduce=lambda counts, group: None),
         ),
         "router's gradient not summed over tensor ranks": (
             layer_module,
