@@ -375,8 +375,9 @@ def test_the_end_of_an_interrupted_run_says_that_it_is_saved(
 
 
 def test_a_run_that_stops_prints_how_to_upload_all_its_parts(
-    small, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+    small, folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("wandb.cli.cli._setup_logger", lambda: None)  # leaves a file in /tmp
     for first in (1, 4):  # wandb distinguishes runs by the second of their start
         (folder.path / f"wandb/run-20260101_00000{first}-mine").mkdir(parents=True)
         (folder.path / f"wandb/run-20260101_00000{first}-mine/run-mine.wandb").touch()
