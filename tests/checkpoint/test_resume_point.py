@@ -118,6 +118,16 @@ def test_a_schedule_that_has_decayed_to_0_is_not_kept(corpus: Path) -> None:
     assert "from 0.00e+00" in text and "add a [[phase]] with its own schedule" in text
 
 
+def test_a_schedule_that_ended_with_its_warm_up_can_be_extended(corpus: Path) -> None:
+    settings = COSINE | {"optimizer__schedule__warmup_steps": 20}
+    found = resumed(recipe_of(corpus, **settings), 20)
+    longer = settings | {"training__steps": 24}
+    assert found.learning_rate_jump(recipe_of(corpus, **longer)) == ""
+    lower = found.learning_rate_jump(recipe_of(corpus, **longer, optimizer__learning_rate=1e-3))
+    assert "changes from 4.00e-03 (recipe of the checkpoint) to" in lower
+    assert "optimizer.schedule.steps" not in lower
+
+
 def test_a_jump_that_the_recipe_always_had_is_not_described(corpus: Path) -> None:
     recipe = recipe_of(corpus, **COSINE, phase=[LATE | {"start_step": 11}])
     assert resumed(recipe, 10).learning_rate_jump(recipe) == ""

@@ -35,6 +35,7 @@ from threefold.tracking import wandb_connection, weights_and_biases
 from threefold.tracking.messages import summarize
 from threefold.tracking.tracker import open_tracker
 from threefold.tracking.wandb_connection import (
+    BLOCK_BYTES,
     WandbStatus,
     check_variables,
     choose_mode,
@@ -494,7 +495,7 @@ def test_an_interrupted_wait_for_a_server_leaves_an_offline_run(
 
     def tell(status: WandbStatus) -> None:
         told.append(status)
-        if "Ctrl-C ends this wait" in status.reason:
+        if "ends this wait" in status.reason:
             waits.set()
 
     monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -518,7 +519,7 @@ def test_an_interrupted_wait_for_a_server_leaves_an_offline_run(
     run.settings = SimpleNamespace(sync_file=str(file))
     assert has_written_all(run)
     os.truncate(file, file.read_bytes().rindex(b"\x92\x01"))  # before the field of the exit
-    assert not has_written_all(run)
+    assert has_written_all(run) is False
     status = WandbStatus.read(folder.path)
     assert status == told[-1]
     assert (status.mode, status.reason) == ("offline", "the wait for its server was interrupted")
@@ -565,8 +566,51 @@ def test_an_interrupted_wait_of_an_online_run_is_announced(
     ids=repr,
 )
 def test_errors_of_an_ended_service_are_recognized(error: Exception) -> None:
-    assert short(error) == "its service process on this machine has ended"
+    assert short(error) == "wandb's process on this machine has ended"
     assert short(ValueError("wrong.\nmore")) == "wrong"
+
+
+@pytest.mark.parametrize("at", range(-9, 2))
+def test_the_last_record_is_found_across_a_boundary_of_blocks(at: int, tmp_path: Path) -> None:
+    """at: place of the record, relative to the boundary."""
+    file, record = tmp_path / "run-mine.wandb", b"mine\x92\x01\x00"
+    data = bytes(BLOCK_BYTES + at) + record + bytes(9)
+    file.write_bytes(data[:BLOCK_BYTES] + b"header!" + data[BLOCK_BYTES:])
+    run = SimpleNamespace(id="mine", settings=SimpleNamespace(sync_file=str(file)))
+    assert has_written_all(run)
+    assert has_written_all(SimpleNamespace(id="other", settings=run.settings)) is False
+    file.unlink()
+    assert has_written_all(run) is None
+
+
+def test_a_part_without_a_record_is_deleted(small: dict, folder: RunFolder) -> None:
+    """`wandb sync` sends nothing of a run whose file has only a header."""
+    arguments = wandb_arguments(parse_recipe(small, "test"), folder.path)
+    sizes = {"offline-run-1": 7, "offline-run-2": 8, "run-3": 7}
+    for name, size in sizes.items():
+        part = folder.path / "wandb" / f"{name}-{arguments['id']}"
+        part.mkdir()
+        (part / f"run-{arguments['id']}.wandb").write_bytes(bytes(size))
+    run, _ = start_wandb(("disabled", ""), arguments)
+    run.finish()
+    assert [path.name[:13] for path in folder.path.glob("wandb/*run-*")] == ["offline-run-2"]
+
+
+def test_a_run_whose_files_are_cut_off_is_said_to_be_incomplete(
+    small: dict, folder: RunFolder, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As on a full disk: the record of the exit, which comes last, is not in the file."""
+    file = folder.path / "cut_off.wandb"
+    file.write_bytes(b"some")
+    run = mock.Mock(id="mine", settings=mock.Mock(sync_file=str(file)))
+    files = str(folder.path / "wandb/offline-run-*")
+    started = (run, WandbStatus("offline", files, "a reason"))
+    with mock.patch.object(weights_and_biases, "start_wandb", return_value=started):
+        train(small, folder)
+    told, summed = about_wandb(capfd.readouterr().out)
+    cut_off = "could not write all of its data to files, as on a full disk"
+    assert told[1] == f"incomplete, because W&B {cut_off}; training does not depend on it"
+    assert summed == [f"incomplete; upload with: wandb sync {files}"]
 
 
 def test_the_status_of_an_earlier_process_is_removed(small: dict, folder: RunFolder) -> None:

@@ -24,7 +24,7 @@ from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import Progress
 from threefold.run_folder.json_lines import LineFile
-from threefold.runtime.exits import INTERRUPTED, STOPPED
+from threefold.runtime.exits import INTERRUPTED, STOPPED, interrupt_command
 from threefold.runtime.launchers import free_port
 from threefold.tracking import wandb_connection, weights_and_biases
 from threefold.tracking.tracker import Display, Meter, open_tracker
@@ -197,7 +197,7 @@ def test_a_wait_at_the_end_is_announced(
     data = "an answer, and then for the run's data to be sent or written to files"
     subject = data if awaits_server else "W&B to start"
     assert told[awaits_server:][:2] == [
-        f"waiting for {subject}, for at most 0.04 s in all; Ctrl-C ends this wait",
+        f"waiting for {subject}, for at most 0.04 s in all; {interrupt_command()} ends this wait",
         f"off, because W&B {ended}"
         if interrupted
         else f"failed, because W&B {ended}; training does not depend on it",
@@ -390,7 +390,7 @@ def test_a_run_that_stops_prints_how_to_upload_all_its_parts(
         ) as tracker:
             tracker.wandb.status = WandbStatus(mode, str(folder.path / "wandb" / files))
             tracker.stop("saved at step 3 (SIGINT); rerun the same command", INTERRUPTED)
-        commands += re.findall(r"^W&B: .* with: wandb (.*)$", capsys.readouterr().out, re.MULTILINE)
+        commands += re.findall(r"^W&B: .*: wandb (.*)$", capsys.readouterr().out, re.MULTILINE)
     wandb.termsetup(wandb.Settings(silent=False), None)  # other tests silence it
     counts = []
     for command in commands:

@@ -149,7 +149,7 @@ class ResumePoint:
             return ""
         step = self.progress.step + 1
         old_segment, new_segment = (PhasePlan(plan).at(step) for plan in (earlier, recipe))
-        old, new = old_segment.learning_rate(step), new_segment.learning_rate(step)
+        old, new = old_segment.rate_to_continue(step), new_segment.learning_rate(step)
         if _is_near(old, new):
             return ""
         return (
@@ -165,9 +165,10 @@ class ResumePoint:
             new_segment: the segment of the next step in the recipe of the run
         """
         step = self.progress.step + 1
-        old, steps = old_segment.learning_rate(step), old_segment.schedule_end
+        old, steps = old_segment.rate_to_continue(step), old_segment.schedule_end
         schedule = old_segment.recipe.optimizer.schedule
         can_keep = schedule.decay != "constant" and schedule.counts == "steps"
+        can_keep &= old_segment.decays
         if old_segment.schedule_first == new_segment.schedule_first == 1 and can_keep:
             if not old:
                 return (

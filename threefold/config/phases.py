@@ -228,6 +228,20 @@ class Segment:
         steps = self.recipe.optimizer.schedule.steps
         return self.schedule_first + steps - 1 if steps else self.schedule_last
 
+    @property
+    def decays(self) -> bool:
+        """False if the schedule ends with its warm-up."""
+        length = self.schedule_end - self.schedule_first + 1
+        schedule = self.recipe.optimizer.schedule
+        return schedule.counts == "sequences" or schedule.warmup_steps < length
+
+    def rate_to_continue(self, step: int) -> float:
+        """Return the learning rate of a step that may come after the schedule.
+
+        After a schedule that ends with its warm-up, this is the last rate, not the minimum.
+        """
+        return self.learning_rate(step if self.decays else min(step, self.schedule_end))
+
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""
         own = step - self.schedule_first + 1

@@ -42,7 +42,14 @@ from threefold.pretrain.run import Run, RunEnd
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import remove_debris
 from threefold.run_folder.lock import FolderInUse
-from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, PortInUse, exit_now
+from threefold.runtime.exits import (
+    FINISHED,
+    INTERRUPTED,
+    STOPPED,
+    PortInUse,
+    exit_now,
+    ignore_interrupts,
+)
 from threefold.runtime.launchers import free_port
 from threefold.runtime.output import finish_output
 from threefold.runtime.processes import (
@@ -426,7 +433,9 @@ def close_run(run: Run, ending: RunEnd) -> RunEnd:
 
 def leave_processes() -> None:
     """Leave the process group; collective."""
-    # Launchers end all ranks when the first one exits with an error, and rank 0 may finish last.
+    # Launchers end all ranks when the first one exits with an error, and rank 0 may finish last,
+    # because it waits for W&B. An interrupt of this wait reaches the other ranks, too.
+    ignore_interrupts()
     dist.barrier()
     dist.destroy_process_group()
 

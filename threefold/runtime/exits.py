@@ -126,6 +126,32 @@ def one_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def ignore_interrupts() -> None:
+    """Let SIGINT and SIGTERM have no effect, because the work of this process is done and saved.
+
+    The new program of `execve` has the default handlers again.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
+def interrupt_command() -> str:
+    """Return how a user interrupts this process.
+
+    It is Ctrl-C, unless the terminal sends that to other processes: the launcher has ended and the
+    shell has the terminal again, or this process runs in the background.
+    """
+    with contextlib.suppress(OSError):  # no terminal
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+        try:
+            if os.tcgetpgrp(terminal) != os.getpgrp():
+                return f'"kill -INT {os.getpid()}"'
+        finally:
+            os.close(terminal)
+    return "Ctrl-C"
+
+
 def _end_at_once(number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_DFL)  # also for a second signal, if the reader has stalled
     with contextlib.suppress(OSError):

@@ -241,7 +241,7 @@ def longer_training(recipe: Recipe) -> str:
     """Return the advice for training a finished run longer, without a jump of the learning rate."""
     last, steps = recipe.training.steps, 2 * recipe.training.steps
     segment = PhasePlan(recipe).at(last)
-    rate, before = segment.learning_rate(last + 1), segment.schedule_first - 1
+    rate, before = segment.rate_to_continue(last + 1), segment.schedule_first - 1
     if not rate:
         return (
             "to train longer, add a [[phase]] with its own schedule; the current schedule has "
@@ -252,7 +252,7 @@ def longer_training(recipe: Recipe) -> str:
         stretched = learning_rate(last + 1 - before, segment.recipe.optimizer, steps - before)
     if stretched <= MAX_RATE_CHANGE * rate:
         return f"to train longer, raise training.steps above {last}"
-    if not before:
+    if not before and segment.decays:
         return (
             f"to train longer at the learning rate of {rate:.2e}, use --set training.steps={steps} "
             f"--set optimizer.schedule.steps={last}; training.steps alone would raise it to "

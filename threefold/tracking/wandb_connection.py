@@ -6,9 +6,10 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -179,6 +180,10 @@ ERRORS_OF_ENDED_SERVICE = (  # wandb.sdk.mailbox and wandb.sdk.lib.service, 0.31
     "WandbServiceConnectionError",
 )  # fmt: skip
 TAIL_BYTES = 4096  # of a run's file, with its last records
+# A run's file is a log in LevelDB's format after a header of its own. A record that does not fit
+# into a block continues in the next one, after another header of a record.
+FILE_HEADER_BYTES = 7
+BLOCK_BYTES, RECORD_HEADER_BYTES = 32_768, 7
 
 
 @dataclass(frozen=True)
@@ -212,8 +217,8 @@ class WandbStatus:
     @property
     def at_stop(self) -> str:
         """The command that sends the data, for the end of a run that can be resumed; or empty."""
-        upload = self._upload("now, or all parts of the run when it has finished, ")
-        return f"{self._mode()}; {upload}" if upload else ""
+        command = self._command()
+        return f"{self._mode()}; to upload what there is so far: {command}" if command else ""
 
     @property
     def summary(self) -> str:
@@ -226,14 +231,18 @@ class WandbStatus:
             return f"online at {self.where}" if self.where else "online"
         return "off" if self.mode == "disabled" else self.mode
 
-    def _upload(self, when: str = "") -> str:
-        """Return the command that sends what has not been sent; empty if there is nothing."""
+    def _upload(self) -> str:
+        """Return the advice to send what has not been sent; empty if there is nothing."""
+        command = self._command()
+        rest = "the rest " if self.mode == "incomplete" and "--include-online" in command else ""
+        return f"upload {rest}with: {command}" if command else ""
+
+    def _command(self) -> str:
         if self.mode not in ("offline", "incomplete"):
             return ""
-        rest = "" if self.mode == "offline" else "the rest "
         # Otherwise `wandb sync` leaves out the folders of online runs, even those in its arguments.
         option = "" if Path(self.where).name.startswith("offline-") else "--include-online "
-        return f"upload {rest}{when}with: wandb sync {option}{self.where}"
+        return f"wandb sync {option}{self.where}"
 
     def write(self, folder: Path) -> None:
         """Write the status into a run folder, for the summary of the run."""
@@ -285,6 +294,7 @@ def start_wandb(
     # At exit, W&B would wait 20 s to send reports about its own errors to a server without answer.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     mode, reason = choose_mode(*requested)
+    remove_empty_parts(arguments)
     if mode == "offline":
         return _init(arguments, mode), WandbStatus(mode, unsent(arguments), reason)
     if mode == "disabled":
@@ -310,6 +320,8 @@ def restart_offline(
         if os.environ.get("WANDB_API_KEY"):  # W&B prefers it to the key of `wandb login`
             key, remedy = "WANDB_API_KEY", 'set another key, or unset it and use "wandb login"'
         reason = f"{server} rejected {key} (401; {remedy})"
+    elif _service_has_ended(error):
+        reason = f"{short(error)}, as it also does at Ctrl-C"
     elif "deadline exceeded" not in str(error):
         reason = f"of an error of {server} ({short(error)})"
     elif _refuses(server):
@@ -322,6 +334,7 @@ def restart_offline(
         # in a row. The next service process would end, too.
         time.sleep(ECHO_SECONDS)
     tear_down()  # the failed run still holds its id
+    remove_empty_parts(arguments)
     return _init(arguments, "offline"), WandbStatus("offline", unsent(arguments, files), reason)
 
 
@@ -350,15 +363,32 @@ def end_service() -> bool:
     return False
 
 
-def has_written_all(run: Any) -> bool:
+def has_written_all(run: Any) -> bool | None:
     """Return True if the file of a run has the record of its exit, which follows all of its data.
 
-    If a boundary of the file's blocks divides the record, it is not recognized.
+    Returns:
+        None if the file cannot be read.
     """
     with contextlib.suppress(Exception), Path(run.settings.sync_file).open("rb") as file:
-        file.seek(-min(TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-        return run.id.encode() + TAG_OF_EXIT in file.read()
-    return False
+        first = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+        file.seek(first)
+        tail, boundary = file.read(), BLOCK_BYTES - first % BLOCK_BYTES
+        tail = tail[:boundary] + tail[boundary + RECORD_HEADER_BYTES :]
+        return run.id.encode() + TAG_OF_EXIT in tail
+    return None
+
+
+def remove_empty_parts(arguments: Mapping[str, Any]) -> None:
+    """Delete the folders of this run's starts whose file has no record.
+
+    `wandb sync` sends nothing of a run if it finds such a file. It remains if W&B's service process
+    is ended while it starts.
+    """
+    run_id = arguments.get("id")
+    for file in Path(arguments["dir"]).glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb"):
+        with contextlib.suppress(OSError):
+            if file.stat().st_size <= FILE_HEADER_BYTES:
+                shutil.rmtree(file.parent)
 
 
 def choose_mode(wanted: str, reason: str) -> tuple[Mode, str]:
@@ -424,7 +454,7 @@ def _service_has_ended(error: Exception) -> bool:
 def short(error: Exception) -> str:
     """Return the first sentence or line of an error for a message."""
     if _service_has_ended(error):
-        return "its service process on this machine has ended"
+        return "wandb's process on this machine has ended"
     line = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     if isinstance(error, ValidationError):  # the first line has only the number of problems
         first = error.errors()[0]

@@ -19,7 +19,12 @@ import numpy as np
 from models.errors import UserError
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.exits import HUNG, leave_handlers_out, one_interrupt
+from threefold.runtime.exits import (
+    HUNG,
+    interrupt_command,
+    leave_handlers_out,
+    one_interrupt,
+)
 from threefold.tracking.wandb_connection import (
     WandbStatus,
     choose_mode,
@@ -241,6 +246,7 @@ Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
 ALL_FILES = "*run-*"  # of the offline and online runs in the run folder's wandb/
 INTERRUPTED = "was interrupted while it sent its data"
+CUT_OFF = "could not write all of its data to files, as on a full disk"
 SECONDS_UNTIL_WRITTEN = 30.0  # of sent data: W&B's process writes about every 15 s
 SECONDS_BETWEEN_CHECKS = 0.1  # for an interrupt, and for the files of W&B
 PIXELS = 8  # width and height of an expert in the picture of loads
@@ -352,7 +358,7 @@ class WandbThread:
             connecting = "an answer, and then for the run's data to be sent or written to files"
             starting = connecting if self._awaits_server else "W&B to start"
             subject = subjects.get(self.status.mode, starting)
-            reason = f"for {subject}, for at most {left:g} s in all; Ctrl-C ends this wait"
+            reason = f"for {subject}, for at most {left:g} s in all; {interrupt_command()} ends this wait"
             self._tell(WandbStatus("waiting", reason=reason))
         self._ends_within(left)
 
@@ -380,7 +386,7 @@ class WandbThread:
             if self.status.mode == "online":
                 reason = (
                     f"for its unsent data to be written to files, for at most "
-                    f"{self.SECONDS_TO_KEEP:g} s; Ctrl-C ends this wait, too"
+                    f"{self.SECONDS_TO_KEEP:g} s; {interrupt_command()} ends this wait, too"
                 )
                 self._tell(WandbStatus("waiting", reason=reason))
             deadline, is_killed = time.monotonic() + self.SECONDS_TO_KEEP, False
@@ -437,8 +443,13 @@ class WandbThread:
             while not is_read:
                 is_read = self._queue.get() is None
         finally:
-            tear_down()
-            self._ended.set()
+            try:
+                tear_down()  # W&B's process now writes the rest
+                if self.status.mode == "offline" and has_written_all(self._run) is False:
+                    self._problem = f"Weights & Biases {CUT_OFF}"
+                    self._fail(f"W&B {CUT_OFF}")
+            finally:
+                self._ended.set()
 
     def _restarted(self, arguments: dict[str, Any], error: Exception, earlier: WandbStatus) -> Any:
         """Continue the run offline after an error, and send what may not have reached a file.
@@ -446,7 +457,8 @@ class WandbThread:
         earlier: the status until now; a run that was offline anyway keeps its reason
         """
         self._has_restarted = True
-        files = ALL_FILES if self._run is not None else "offline-run-*"
+        has_sent = self._run is not None and earlier.mode == "online"
+        files = ALL_FILES if has_sent else "offline-run-*"
         run, status = restart_offline(arguments, error, files)
         if earlier.mode == "offline":
             status = replace(status, reason=earlier.reason)
@@ -473,6 +485,8 @@ class WandbThread:
         """Tell that some of the data has not been sent."""
         self.has_told_failure = True
         files = str(self._folder.path / "wandb" / ALL_FILES)
+        if self.status.mode == "offline":
+            files = self.status.where
         if self.status.mode != "failed":  # it has started
             self._change(WandbStatus("incomplete", files, reason))
         else:
