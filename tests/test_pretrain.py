@@ -395,8 +395,12 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(
         flip_a_bit(folder / f"checkpoints/step-000000{step}/manifest.json")
     before = metrics(folder)
     output = rejected(recipe_file, "--run-dir", folder)
-    assert "all checkpoints here are damaged" in output and "step-0000004" in output
+    assert "/checkpoints are damaged (step-0000008: manifest.json " in output
     assert "Traceback" not in output and metrics(folder) == before
+    elsewhere = folder / "checkpoints/step-0000008"
+    output = rejected(recipe_file, "--run-dir", finished[0], "--resume", elsewhere)
+    assert f"--resume {elsewhere}: this checkpoint is damaged (manifest.json " in output
+    assert f"use --resume auto, which resumes from {finished[0]}/checkpoints/step-" in output
 
 
 def test_changed_keys_are_recorded(

@@ -1,5 +1,6 @@
 """The checkpoints that a run keeps, and the disk space that it needs for them."""
 
+import re
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
@@ -146,11 +147,21 @@ def test_a_disk_is_compared_with_the_checkpoints_to_come(
     warning = check_disk(folder, recipe, step=0)
     assert warning and "room for 2 more checkpoints of" in warning
     assert "room for 3 (checkpoint.keep = 2, plus one that is being written);" in warning
+    assert " MB, use --set checkpoint.keep=1, or use --run-dir with" in warning
+    with_free(RESERVED_DISK_BYTES + 2 * size - 1)
+    warning = check_disk(folder, recipe, step=0)
+    assert warning and "checkpoint.keep=1" not in warning  # which would not be enough
+    with_free(RESERVED_DISK_BYTES + 3 * size - 1)
     assert check_disk(folder, recipe, step=60) is None  # only two more will be saved
     for step in (20, 40, 60):
         (folder / checkpoint_name(step)).mkdir(parents=True)
     with_free(RESERVED_DISK_BYTES + size)
     assert check_disk(folder, recipe, step=60) is None  # the older ones will be deleted
+    with_free(RESERVED_DISK_BYTES + size - 1)
+    older = re.escape(str(folder / checkpoint_name(20)))
+    with pytest.raises(UserError, match=f"delete an older checkpoint, such as {older}, or use"):
+        check_disk(folder, recipe, step=60)
+    with_free(RESERVED_DISK_BYTES + size)
     warning = check_disk(folder, recipe, step=20)  # those of an abandoned branch stay
     assert warning and "room for 1 more checkpoint of" in warning
     assert "2 (checkpoint.keep = 2, plus one that is being written, minus 1 on the disk)" in warning

@@ -283,12 +283,20 @@ def test_files_that_look_like_other_splits_are_named(
     assert capsys.readouterr().out == (
         "all files are read as one corpus, although wiki.valid.txt, wiki.test.txt may be other "
         f"splits; to keep them apart, name the files: --source {tmp_path}/wiki.train.txt "
-        f"--validation-source {tmp_path}/wiki.valid.txt\n"
+        f"{tmp_path}/wiki.latest.txt --validation-source {tmp_path}/wiki.valid.txt\n"
     )
     open_source([f"{tmp_path}/*.train.*", f"{tmp_path}/*.latest.*"], reading)
     open_source([f"{tmp_path}/*.test.*"], reading)
     open_source([str(tmp_path)], SourceOptions())
     assert not capsys.readouterr().out
+    for number in range(8):
+        (tmp_path / f"wiki.train.{number}.txt").write_text("one\n")
+    (tmp_path / "wiki.test.txt").unlink()
+    open_source([str(tmp_path)], reading)
+    assert capsys.readouterr().out.endswith(
+        "wiki.valid.txt may be another split; to keep them apart, pass only the other 10 files to "
+        f"--source, and {tmp_path}/wiki.valid.txt to --validation-source\n"
+    )
 
 
 def test_a_missing_dataset_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

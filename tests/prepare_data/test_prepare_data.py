@@ -475,6 +475,11 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
         f"{workspace} keeps 1 finished piece; rerun the same command to resume (1 more piece from "
         f"an earlier source or earlier options will then be deleted)\n" in done.stderr
     )
+    with mock.patch(
+        "threefold.prepare_data.tokenizer.train_tokenizer", side_effect=KeyboardInterrupt
+    ):
+        done = prepare(*options, "--vocab-size", 301)
+    assert "keeps 2 finished pieces, perhaps of an earlier source or earlier options" in done.stderr
     done = prepare(*options, "--vocab-size", 300)
     assert done.returncode == 0 and "1 of 1 piece already finished" in done.stdout
     assert (

@@ -213,8 +213,11 @@ def test_a_supervisor_ends_its_rank_even_if_output_is_unread(kind: str, tmp_path
             what: os.waitstatus_to_exitcode(found[pid]) for what, pid in processes.items()
         } == codes
         if kind == "full pipe":
-            text = output.text()
-            assert "no progress for 1 s" in text and "has not answered for 5 s" in text
+            expected = {"no progress for 1 s", "has not answered for 5 s"}
+            deadline = time.monotonic() + 30  # the watchdog speaks after it has killed the rank
+            while not all(line in (text := output.text()) for line in expected):
+                assert time.monotonic() < deadline, text
+                time.sleep(0.02)
 
 
 def fork(what: str, folder: Path, output: int) -> int:

@@ -8,7 +8,7 @@ any instant therefore continues on the branch that the user requested.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -243,13 +243,30 @@ def find(
             f"again with --resume never"
         )
     if skipped:
-        damages = "; ".join(f"{path}: {damage}" for path, damage in skipped.items())
-        raise UserError(
-            f"all checkpoints here are damaged ({damages}); use --resume with a checkpoint from "
-            f"another folder, or start this run over with --resume never (this run folder is kept "
-            f"under another name)"
-        )
+        raise UserError(_all_damaged(folder, resume, skipped))
     return find_initial_weights(recipe, run=folder.parent, note=note)
+
+
+def _all_damaged(folder: Path, resume: str, damages: Mapping[Path, str]) -> str:
+    """Return the message about a run whose only candidates are damaged.
+
+    damages: checkpoint -> what is wrong with it
+    """
+    over = "start this run over with --resume never (this run folder is kept under another name)"
+    short = {path: damage.replace(f"{path}/", "") for path, damage in damages.items()}
+    if resume == "auto":
+        listed = "; ".join(f"{path.name}: {damage}" for path, damage in short.items())
+        return (
+            f"all checkpoints in {folder} are damaged ({listed}); use --resume with a checkpoint "
+            f"from another folder, or {over}"
+        )
+    (damage,) = short.values()
+    own = [path for path in published(folder) if path.resolve() != Path(resume).resolve()]
+    remedy = f"--resume auto, which resumes from {own[-1]} if that is undamaged" if own else ""
+    return (
+        f"--resume {resume}: this checkpoint is damaged ({damage}); use "
+        f"{remedy or 'another checkpoint'}, or {over}"
+    )
 
 
 def _candidates(folder: Path, branch: Branch | None) -> list[Path]:

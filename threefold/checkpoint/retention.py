@@ -118,7 +118,9 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
     disk = folder if folder.exists() else folder.parent
     try:
         if lack := lack_of_room(disk, recipe):
-            raise UserError(f"{lack}, or use --run-dir with a folder on a larger disk")
+            older = published(folder)[:-1]
+            delete = f"delete an older checkpoint, such as {older[0]}, " if older else ""
+            raise UserError(f"{lack}, {delete}or use --run-dir with a folder on a larger disk")
         free = shutil.disk_usage(disk).free - RESERVED_DISK_BYTES
     except OSError:  # the first save reports a disk that cannot be used
         return None
@@ -131,10 +133,14 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
     use = f"saves up to {saves} more"
     if kept <= saves:
         use = f"needs room for {needed} ({_summands(recipe, present)})"
+    keep = recipe.checkpoint.keep
+    fewer = ""
+    if kept <= saves and keep > 1 and (needed - keep + 1) * size <= free:
+        fewer = "use --set checkpoint.keep=1, "
     return (
         f"{folder} has room for {counted(free // size, 'more checkpoint')} of {_size(size)}, and "
-        f"the run {use}; free at least {_size(needed * size - free)}, or use --run-dir with a "
-        f"folder on a larger disk"
+        f"the run {use}; free at least {_size(needed * size - free)}, {fewer}or use --run-dir with "
+        f"a folder on a larger disk"
     )
 
 

@@ -81,8 +81,10 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
         )
         return
     check_options(options, output, workspace)
-    sources = [*options.source, *(options.validation_source or ())]
-    print(f"preparing {output} from {a_few(sources)}", flush=True)
+    where = a_few(options.source)
+    if options.validation_source:
+        where += f", and its validation part from {a_few(options.validation_source)}"
+    print(f"preparing {output} from {where}", flush=True)
 
     # These imports take seconds, and the worker processes do not need most of them.
     import threefold.prepare_data.tokenizer  # noqa: F401 (for `plan`)
@@ -119,7 +121,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
         )
     with (
         full_disk_explained(workspace),
-        lock_workspace(workspace, shared=options.shard is not None) as outdated,
+        lock_workspace(workspace, shared=options.shard is not None) as found,
     ):
         if output.exists() and any(output.iterdir()):
             check_same_options(options, output)
@@ -127,7 +129,8 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
                 f"another process has just prepared {output} with the same options; it is complete"
             )
         tokenization = plan(formats, pieces, options, workspace, held_out=held_out)
-        outdated |= tokenization.tell_outdated(pieces, is_shard=options.shard is not None)
+        is_shard = options.shard is not None
+        found.outdated = tokenization.tell_outdated(pieces, is_shard=is_shard)
         if options.shard is not None:
             shard, shards = options.shard
             run_pieces(tokenization, pieces[shard::shards], options.processes)

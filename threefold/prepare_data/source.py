@@ -31,6 +31,7 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt", ".arrow", ".csv")
 UNKNOWN_SPLIT = re.compile("Unknown split|Bad split")  # errors of load_dataset
 VALIDATION_SPLITS = ("valid", "dev", "val", "test")  # beginnings of names, the best first
 HELD_OUT_WORDS = ("validation", "valid", "val", "dev", "test")  # in names of files, the best first
+MAX_FILES_IN_COMMAND = 8
 PLAIN_TEXT = (".tokens", ".raw")  # as the files of WikiText are named
 COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".txt")
 
@@ -394,10 +395,17 @@ def suggest_files(files: Sequence[Path]) -> None:
     held_out = list(dict.fromkeys(f for word in HELD_OUT_WORDS for f in files if word in words[f]))
     others = sorted(set(files) - set(held_out), key=lambda file: "train" not in words[file])
     if held_out and others:
+        kind = "another split" if len(held_out) == 1 else "other splits"
+        how = (
+            f"name the files: --source {' '.join(map(str, others))} "
+            f"--validation-source {held_out[0]}"
+        )
+        if len(others) > MAX_FILES_IN_COMMAND:
+            how = f"pass only the other {len(others)} files to --source, and {held_out[0]} to "
+            how += "--validation-source"
         print(
             f"all files are read as one corpus, although {a_few([f.name for f in held_out])} "
-            f"may be other splits; to keep them apart, name the files: --source {others[0]} "
-            f"--validation-source {held_out[0]}"
+            f"may be {kind}; to keep them apart, {how}"
         )
 
 

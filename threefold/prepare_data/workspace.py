@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -108,15 +109,27 @@ def full_disk_explained(workspace: Path) -> Iterator[None]:
         raise full from None
 
 
+@dataclass
+class Workspace:
+    """What a command finds in its workspace.
+
+    Attributes:
+        outdated: names of finished pieces of an earlier source or earlier options; None before they
+            are compared with the pieces of this command
+    """
+
+    outdated: Set[str] | None = None
+
+
 @contextlib.contextmanager
-def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[set[str]]:
+def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[Workspace]:
     """Lock the workspace against other processes; keep its finished pieces after an error.
 
     Args:
         shared: take a shared lock, as the processes of all shards do
 
     Yields:
-        an empty set, for the names of finished pieces that this command does not use
+        an object for the names of finished pieces that this command does not use
 
     Raises:
         UserError: Another process uses the workspace, or the file system does not support flock.
@@ -134,11 +147,11 @@ def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[set[str]]:
                 *workspace.glob("pieces/*.incomplete"),
             ):
                 shutil.rmtree(leftover, ignore_errors=True)
-        outdated: set[str] = set()
+        found = Workspace()
         try:
-            yield outdated
+            yield found
         except BaseException as error:
-            kept = _keep_finished(workspace, error, outdated, shared=shared)
+            kept = _keep_finished(workspace, error, found.outdated, shared=shared)
             if isinstance(error, KeyboardInterrupt):
                 nothing = "nothing is finished yet; rerun the same command to start again"
                 error.add_note(kept or nothing)  # for the command's message
@@ -165,13 +178,14 @@ def _lock(lock: IO[str], workspace: Path, *, shared: bool) -> None:
 
 
 def _keep_finished(
-    workspace: Path, error: BaseException, outdated: Set[str], *, shared: bool
+    workspace: Path, error: BaseException, outdated: Set[str] | None, *, shared: bool
 ) -> str:
     """Remove the unfinished corpus, and return a message about what is left to resume from.
 
     Args:
         error: the reason why the command ends
-        outdated: names of finished pieces of a source or options that have changed
+        outdated: names of finished pieces of a source or options that have changed; None if it is
+            not known yet which these are
         shared: True if other processes may be using the folder
 
     Returns:
@@ -179,7 +193,7 @@ def _keep_finished(
     """
     shutil.rmtree(workspace / "corpus", ignore_errors=True)
     pieces = [path for path in workspace.glob("pieces/*") if not path.suffix]
-    finished = [path for path in pieces if path.name not in outdated]
+    finished = [path for path in pieces if path.name not in (outdated or ())]
     trained = [path for path in workspace.glob("tokenizer-*") if not path.suffix]
     if pieces or trained:
         kept = (
@@ -196,6 +210,8 @@ def _keep_finished(
                 f"room for the other pieces and for a second copy of all pieces"
             )
         advice = "rerun the same command to resume"
+        if finished and outdated is None:
+            kept += ", perhaps of an earlier source or earlier options"
         if others := len(pieces) - len(finished):
             advice += (
                 f" ({counted(others, 'more piece')} from an earlier source or earlier options will "

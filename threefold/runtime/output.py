@@ -319,7 +319,7 @@ def finish_output(seconds: float, *, at_most: float = math.inf) -> None:
             stream.finish(seconds, at_most=at_most)
 
 
-def end_process(code: int, *, seconds: float = 1.0) -> NoReturn:
+def end_process(code: int, *, seconds: float = 2.0) -> NoReturn:
     """End this process at once, after at most `seconds` for the readers of its output."""
     try:
         finish_output(seconds, at_most=seconds)

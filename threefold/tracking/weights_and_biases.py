@@ -358,7 +358,8 @@ class WandbThread:
             connecting = "an answer, and then for the run's data to be sent or written to files"
             starting = connecting if self._awaits_server else "W&B to start"
             subject = subjects.get(self.status.mode, starting)
-            reason = f"for {subject}, for at most {left:g} s in all; {interrupt_command()} ends this wait"
+            reason = f"for {subject}, for at most {left:g} s in all; "
+            reason += f"{interrupt_command()} ends this wait"
             self._tell(WandbStatus("waiting", reason=reason))
         self._ends_within(left)
 
