@@ -28,6 +28,7 @@ from threefold.config.deepspeed_schema import (
     SETTINGS,
     WITHOUT_EFFECT,
 )
+from threefold.config.json_repair import repair_json
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.recipe import Recipe
@@ -211,6 +212,12 @@ SYNTAX = [
     "line 8, column 36: <FLAG> is a placeholder",
     "line 8, column 65: -$CLIP is a placeholder",
 ]
+
+
+def test_a_misspelt_constant_is_not_taken_for_a_placeholder() -> None:
+    problems, text = repair_json('{"bf16": {"enabled": tru}, "prescale_gradients": STAGE}')
+    assert problems[0].endswith(": tru is not valid in JSON; did you mean true?")
+    assert "STAGE is a placeholder" in problems[1] and '"enabled": true}' in text
 
 
 def test_the_template_of_a_script_needs_one_correction(tmp_path: Path) -> None:

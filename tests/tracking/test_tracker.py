@@ -1,6 +1,7 @@
 import contextlib
 import errno
 import glob
+import os
 import re
 import socket
 import subprocess
@@ -323,16 +324,21 @@ def test_lines_show_loss_speed_and_time_left(capsys: pytest.CaptureFixture[str])
     assert "validation 2.2500" in lines[1] and "MFU 50.0%  epoch 1.50" in lines[1]
 
 
-def test_a_terminal_gets_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", [80, 0])
+def test_a_terminal_with_a_width_gets_a_progress_bar(
+    columns: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     with (
         mock.patch("sys.stdout.isatty", return_value=True),
-        mock.patch("sys.stderr.isatty", return_value=True),
+        mock.patch("sys.stderr.fileno", return_value=2),
+        mock.patch("os.get_terminal_size", return_value=os.terminal_size((columns, 24))),
     ):
         shown_on = Display(steps=100, done=0)
     shown_on.step(LINE)
     shown_on.close()
     shown = capsys.readouterr()
-    assert "1/100" in shown.err and "loss 2.5000" in shown.err and shown.out == ""
+    with_bar, without = (shown.err, shown.out) if columns else (shown.out, shown.err)
+    assert "1/100" in with_bar and "loss 2.5000" in with_bar and without == ""
 
 
 def test_the_meter_counts_flops_of_the_whole_world(small) -> None:

@@ -388,6 +388,12 @@ def _review_block(
     return accepted
 
 
+KEYS_OF_RECIPE = {  # of settings that DeepSpeed expresses in another unit
+    "scheduler.params.cos_min_ratio": "optimizer.schedule.minimum_learning_rate",
+    "scheduler.params.warmup_min_ratio": "optimizer.schedule.warmup_steps, from a rate of 0",
+}
+
+
 def _review_leaf(path: str, value: Any, review: Review, values: Mapping[str, Owned]) -> Any:
     """Return a value that the file may contain; add a finding if the file has another one."""
     owned = values.get(path, Owned(()))
@@ -400,10 +406,10 @@ def _review_leaf(path: str, value: Any, review: Review, values: Mapping[str, Own
     if owned.origin:
         review.reject(
             f"{shown} differs from the recipe, where {owned.origin}; use "
-            f'"{path.rpartition(".")[2]}": "auto"'
+            f'"{path.rpartition(".")[2]}": "auto", or change the recipe'
         )
         return "auto"
-    owner = RECIPE_BLOCKS[path.partition(".")[0]]
+    owner = KEYS_OF_RECIPE.get(path, RECIPE_BLOCKS[path.partition(".")[0]])
     review.reject(f"{shown} belongs to the recipe; remove it and use {owner}")
     return REMOVED
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from difflib import get_close_matches
 
 from models.errors import UserError, reason_of
 
@@ -96,6 +97,8 @@ def _repair(text: str, error: json.JSONDecodeError) -> tuple[int, int, str, str]
     if word in CONSTANTS_OF_PYTHON:
         constant = CONSTANTS_OF_PYTHON[word]
         return start, found.end(), constant, f"{word} is not valid in JSON; use {constant}"
+    if near := get_close_matches(word.lower(), ("true", "false", "null"), 1, 0.75):
+        return start, found.end(), near[0], f"{word} is not valid in JSON; did you mean {near[0]}?"
     return (
         start,
         found.end(),

@@ -58,7 +58,11 @@ class TokenFile:
             if not name.is_file() and path.is_dir():
                 raise UserError(f"{path} is a folder; name a corpus in it, such as {path}/train")
             if not name.is_file():
-                raise UserError(f"{name} is missing; make it with recipes/prepare_data.py")
+                there = ", ".join(sorted(file.stem for file in path.parent.glob("*.idx")))
+                raise UserError(
+                    f"{name} is missing; make it with recipes/prepare_data.py"
+                    + (f", or use a corpus of this folder: {there}" if there else "")
+                )
         with self._index.open("rb") as stream:
             head = stream.read(HEADER.size)
         if len(head) < HEADER.size or head[:9] != MAGIC:

@@ -185,7 +185,13 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     # Other programs take DeepSpeed's JSON from these two.
     parser.add_argument("--deepspeed", nargs="?", const="", help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed_config", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options, unknown = parser.parse_known_args()
+    if unknown:
+        with exit_on_user_error(LaunchEnvironment.from_environment(os.environ)):
+            raise UserError(
+                f"unrecognized arguments: {shlex.join(unknown)}; pass a key of the recipe with "
+                f"--set, for example --set training.steps=20, and see --help for the options"
+            )
     foreign = {name: vars(options)[name] for name in ("deepspeed", "deepspeed_config")}
     if names := [f"--{name}" for name, file in foreign.items() if file is not None]:
         files = [file for file in foreign.values() if file and file.endswith(".json")]

@@ -63,7 +63,7 @@ NOT_COMPILED = (
 
 
 MAX_NODES_IN_MESSAGE = 8
-MIN_HOURS_IN_GOODPUT = 0.1  # of a shorter run, the line shows seconds
+MIN_HOURS_IN_GOODPUT = 0.1  # a shorter time is shown in seconds
 MIN_HOURS_SHOWN = 0.005  # in which a run was stopped; fewer would be printed as 0.00
 MAX_IMBALANCE = 1.1  # of context ranks; above it, the run prints a message
 
@@ -303,11 +303,12 @@ def goodput_line(wall_time: WallTime, events: Sequence[dict[str, Any]]) -> str:
     if wall_time.starts < 2 or not ends:
         return ""
     shares, pauses = wall_time.shares(ends[-1]), wall_time.paused / 3600
-    not_counted = f"; not counted: {pauses:.2f} h in which the run was stopped"
-    hours = wall_time.hours(ends[-1])
-    total = f"{hours:.2f} h" if hours >= MIN_HOURS_IN_GOODPUT else f"{3600 * hours:.0f} s"
+    total, paused = (
+        f"{hours:.2f} h" if hours >= MIN_HOURS_IN_GOODPUT else f"{3600 * hours:.0f} s"
+        for hours in (wall_time.hours(ends[-1]), pauses)
+    )
     return (
         f"  goodput     {shares['kept']:.1%} of {total} in kept steps, "
         f"after {wall_time.starts} starts; lost: {shares_text(shares)}"
-        + (not_counted if pauses >= MIN_HOURS_SHOWN else "")
+        + (f"; not counted: {paused} in which the run was stopped" * (pauses >= MIN_HOURS_SHOWN))
     )

@@ -2,12 +2,13 @@
 
 import contextlib
 import math
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 from tqdm import tqdm
@@ -116,6 +117,14 @@ def peak_memory_gb(on_gpu: bool) -> float:
 # The progress of a run on the terminal or in a log.
 
 
+def has_columns(stream: TextIO) -> bool:
+    """Return True if a stream is a terminal with a width, which some programs leave at 0."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):  # not a terminal, or not a file
+        return False
+
+
 class Display:
     """A progress bar on a terminal, otherwise a line every ten seconds."""
 
@@ -125,7 +134,7 @@ class Display:
         self.seconds_per_step: float | None = None
         self.bar = (
             tqdm(total=steps, initial=done, unit="step", dynamic_ncols=True)
-            if sys.stdout.isatty() and sys.stderr.isatty()  # tqdm writes to standard error
+            if sys.stdout.isatty() and has_columns(sys.stderr)  # tqdm writes to standard error
             else None
         )
 
