@@ -1,6 +1,7 @@
 """launch.py's attempts, on this machine, with small processes in place of ranks."""
 
 import errno
+import itertools
 import json
 import os
 import shlex
@@ -372,6 +373,25 @@ def test_a_suspended_node_is_left_out_and_used_again_when_it_returns(start: Any)
     assert running.events("attempt")[2]["step"] == 1  # saved before the restart
     running.end_ranks({0: FINISHED, 1: FINISHED})
     assert running.wait() == FINISHED
+
+
+def test_a_node_whose_time_ends_between_two_looks_is_lost(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start(hosts=["node1", "node2"])
+    running.wait_for_attempt(1, ranks=2)
+    suspended, looks = running.agent("node2"), itertools.count()
+    is_silent = hosts_module.Nodes.is_silent
+
+    def silent_at_every_second_look(nodes: Any, host: str) -> bool:
+        agent = nodes.agent(host)
+        if agent is None or agent.process.pid != suspended:
+            return is_silent(nodes, host)
+        return next(looks) % 2 == 1
+
+    monkeypatch.setattr(hosts_module.Nodes, "is_silent", silent_at_every_second_look)
+    running.wait_until(lambda: len(running.events("attempt")) == 2)
+    assert running.events("attempt")[1]["reason"].startswith("node2: no sign of life for 2")
 
 
 def test_a_killed_rank_restarts_the_run_and_is_blamed(start: Any) -> None:

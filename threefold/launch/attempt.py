@@ -209,10 +209,11 @@ class Attempt:
         """Note the reports that arrive, and the hosts that have fallen silent."""
         for report in self.nodes.connections.reports():
             self._note(report.host, report.content)
-        for host in self.hosts:
-            if host not in self.lost and self.nodes.is_silent(host):
+        silent = [host for host in self.hosts if self.nodes.is_silent(host)]
+        silent += self.nodes.keep_connected()  # also hosts whose time has ended just now
+        for host in silent:
+            if host in self.hosts and host not in self.lost:
                 self._lose(host, f"no sign of life for {self.nodes.node_seconds:g} s")
-        self.nodes.keep_connected()
 
     def _note(self, host: str, content: Mapping[str, Any] | None) -> None:
         """Note the report of a host; the content is None if its connection has ended."""

@@ -359,9 +359,13 @@ class Nodes:
         others = set(self.usable()).difference(used)
         return sum(not self.failures.is_slow(host) for host in others)
 
-    def keep_connected(self) -> None:
-        """Connect to the hosts without an agent, and drop the agents that do not answer."""
-        now = time.monotonic()
+    def keep_connected(self) -> list[str]:
+        """Connect to the hosts without an agent, and drop the agents that do not answer.
+
+        Returns:
+            The hosts of the dropped agents.
+        """
+        dropped, now = list[str](), time.monotonic()
         agents = self.connections.agents.values()
         free = MAX_CONNECTING - sum(not agent.ready for agent in agents)
         for host in self.hosts:
@@ -372,6 +376,8 @@ class Nodes:
                     self._open(host)
             elif self.is_silent(host):
                 self.drop(host)
+                dropped.append(host)
+        return dropped
 
     def _open(self, host: str) -> None:
         try:
