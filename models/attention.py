@@ -1,4 +1,4 @@
-"""Self-attention, and the core that it shares with latent attention.
+"""Self-attention, the core that it shares with latent attention, and norms of queries and keys.
 
 s sequence, b micro-batch, h hidden, t tensor ranks, a/t query heads and g/t key-value heads on
 this rank, d head size. Under sequence parallelism the residual stream is [s/t, b, h].

@@ -1,4 +1,4 @@
-"""The mixture-of-experts layer, which takes the place of a block's MLP.
+"""The mixture-of-experts layer, which takes the place of a block's MLP, and its grouped matmuls.
 
 s sequence, b micro-batch, h hidden, E experts, k experts per token, f hidden size of an expert, t
 tensor ranks, n = s * b / t tokens that this rank routes, m rows that this rank's experts compute.
@@ -45,7 +45,7 @@ from models.sharding import Sharding, declared_parameter
 
 # Matmuls and sums of groups of rows with one weight or bias per group.
 #
-# n rows, sorted by group; g groups; r_i rows of group i.
+# In this section, n is a number of rows, sorted by group; g groups; r_i rows of group i.
 
 
 def grouped_matmul(

@@ -1,6 +1,6 @@
 """The router, its losses, the routes of tokens to experts and back, and the axis of the experts.
 
-n tokens of this rank, E experts in G groups, k experts per token. Everything here is in fp32,
+n tokens of this rank, E experts in G groups, k experts per token. Logits and scores are in fp32,
 because rounding would change the choice of experts.
 """
 

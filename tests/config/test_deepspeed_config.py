@@ -218,6 +218,8 @@ def test_a_misspelt_constant_is_not_taken_for_a_placeholder() -> None:
     problems, text = repair_json('{"bf16": {"enabled": tru}, "prescale_gradients": STAGE}')
     assert problems[0].endswith(": tru is not valid in JSON; did you mean true?")
     assert "STAGE is a placeholder" in problems[1] and '"enabled": true}' in text
+    for word in ("FULL", "TUNE", "$TRUE"):
+        assert "is a placeholder" in repair_json(f'{{"a": {word}}}')[0][0]
 
 
 def test_the_template_of_a_script_needs_one_correction(tmp_path: Path) -> None:

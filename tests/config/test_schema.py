@@ -581,8 +581,10 @@ def test_all_problems_are_reported_at_once() -> None:
         ("a = 7b", "this is not valid TOML: "),
         ("a = [cosine]", "this is not valid TOML: "),
         ("a = 60 000", "line 1: a = 60 000: a number has no spaces or commas: a = 60_000"),
-        ("a = 4e-3,", "line 1: a = 4e-3,: no comma follows a value: a = 4e-3"),
-        ("a = 'x' , # b", "line 1: a = 'x' , # b: no comma follows a value: a = 'x'"),
+        ("a = 1,000,", "line 1: a = 1,000,: a number has no spaces or commas: a = 1_000"),
+        ("a = 1, b = 2,", "this is not valid TOML: "),
+        ("a = 4e-3,", "line 1: a = 4e-3,: remove the comma after the value: a = 4e-3"),
+        ("a = 'x' , # b", "line 1: a = 'x' , # b: remove the comma after the value: a = 'x'"),
         ("[model\na = 1", "line 1: [model: a section needs closing brackets: [model]"),
         ("[" * 10**5 + "]", "this is not valid TOML: "),  # in less than hours
         ("a = 1\n\n# b\na = 2", "line 4: a is given twice, first in line 1; remove one of them"),

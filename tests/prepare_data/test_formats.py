@@ -283,7 +283,8 @@ def test_files_that_look_like_other_splits_are_named(
     assert capsys.readouterr().out == (
         "all files are read as one corpus, although wiki.valid.txt, wiki.test.txt may be other "
         f"splits; to keep them apart, name the files: --source {tmp_path}/wiki.train.txt "
-        f"{tmp_path}/wiki.latest.txt --validation-source {tmp_path}/wiki.valid.txt\n"
+        f"{tmp_path}/wiki.latest.txt --validation-source {tmp_path}/wiki.valid.txt (wiki.test.txt "
+        "would then not be read)\n"
     )
     open_source([f"{tmp_path}/*.train.*", f"{tmp_path}/*.latest.*"], reading)
     open_source([f"{tmp_path}/*.test.*"], reading)

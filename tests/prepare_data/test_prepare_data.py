@@ -479,7 +479,7 @@ def test_finished_pieces_stay_when_something_fails(prepared: Path, tmp_path: Pat
         "threefold.prepare_data.tokenizer.train_tokenizer", side_effect=KeyboardInterrupt
     ):
         done = prepare(*options, "--vocab-size", 301)
-    assert "keeps 2 finished pieces, perhaps of an earlier source or earlier options" in done.stderr
+    assert "keeps 2 finished pieces (those of an earlier source or earlier options" in done.stderr
     done = prepare(*options, "--vocab-size", 300)
     assert done.returncode == 0 and "1 of 1 piece already finished" in done.stdout
     assert (

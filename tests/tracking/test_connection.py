@@ -455,7 +455,7 @@ def test_an_error_in_the_last_call_ends_the_thread(
     assert (status.mode, status.reason) == ("incomplete", "of an error (no answer)")
     printed = capfd.readouterr()
     told, summed = about_wandb(printed.out)
-    incomplete = "incomplete, because of an error (no answer); training does not depend on it"
+    incomplete = "incomplete, because of an error (no answer); training is not affected"
     assert told == ["online at http://page", incomplete]
     command = f"wandb sync --include-online {status.where}"
     assert summed == [f"incomplete; upload the rest with: {command}"]
@@ -495,7 +495,7 @@ def test_an_interrupted_wait_for_a_server_leaves_an_offline_run(
 
     def tell(status: WandbStatus) -> None:
         told.append(status)
-        if "ends this wait" in status.reason:
+        if "to end this wait" in status.reason:
             waits.set()
 
     monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -556,7 +556,7 @@ def test_an_interrupted_wait_of_an_online_run_is_announced(
     assert thread.finish() == f"Weights & Biases {problem}"
     release.set()
     assert told[-2].startswith("waiting for its unsent data to be written to files, for at most")
-    incomplete = f"incomplete, because W&B {problem}; training does not depend on it; upload the"
+    incomplete = f"incomplete, because W&B {problem}; training is not affected; upload the"
     assert told[-1].startswith(incomplete)
 
 
@@ -572,7 +572,7 @@ def test_errors_of_an_ended_service_are_recognized(error: Exception) -> None:
 
 @pytest.mark.parametrize("at", range(-9, 2))
 def test_the_last_record_is_found_across_a_boundary_of_blocks(at: int, tmp_path: Path) -> None:
-    """at: place of the record, relative to the boundary."""
+    """at: bytes from the boundary to the start of the record."""
     file, record = tmp_path / "run-mine.wandb", b"mine\x92\x01\x00"
     data = bytes(BLOCK_BYTES + at) + record + bytes(9)
     file.write_bytes(data[:BLOCK_BYTES] + b"header!" + data[BLOCK_BYTES:])
@@ -608,8 +608,8 @@ def test_a_run_whose_files_are_cut_off_is_said_to_be_incomplete(
     with mock.patch.object(weights_and_biases, "start_wandb", return_value=started):
         train(small, folder)
     told, summed = about_wandb(capfd.readouterr().out)
-    cut_off = "could not write all of its data to files, as on a full disk"
-    assert told[1] == f"incomplete, because W&B {cut_off}; training does not depend on it"
+    cut_off = "could not write all of its data to files (the disk may be full)"
+    assert told[1] == f"incomplete, because W&B {cut_off}; training is not affected"
     assert summed == [f"incomplete; upload with: wandb sync {files}"]
 
 

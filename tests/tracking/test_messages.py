@@ -38,7 +38,8 @@ LATE = {"name": "late", "start_step": 11, "optimizer": {"learning_rate": 1e-3}}
         ({"optimizer__schedule__steps": 20}, RAISE),  # the rate stays at the minimum
         ({"optimizer__schedule__steps": 100}, RAISE),  # the schedule continues
         ({"optimizer__schedule__warmup_steps": 30}, RAISE),
-        ({"optimizer__schedule__warmup_steps": 20}, RAISE),  # it ends with its warm-up
+        ({"optimizer__schedule__warmup_steps": 20}, RAISE),  # the schedule ends with its warm-up
+        ({"optimizer__schedule__warmup_steps": 200}, RAISE),  # the run cuts the warm-up short
         ({"optimizer__schedule__minimum_learning_rate": 3e-3}, RAISE),
         ({"optimizer__schedule": WSD}, "[[phase]] with its own schedule; the current schedule has"),
         ({"optimizer__schedule": WSD | {"minimum_learning_rate": 1e-3}},

@@ -25,7 +25,7 @@ from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import Progress
 from threefold.run_folder.json_lines import LineFile
-from threefold.runtime.exits import INTERRUPTED, STOPPED, interrupt_command
+from threefold.runtime.exits import INTERRUPTED, STOPPED, interrupt_advice
 from threefold.runtime.launchers import free_port
 from threefold.tracking import wandb_connection, weights_and_biases
 from threefold.tracking.tracker import Display, Meter, open_tracker
@@ -156,7 +156,7 @@ def test_metrics_are_said_to_be_complete_only_if_they_are(
     else:
         assert not missing
     lines = [line for line in (printed.out + printed.err).splitlines() if "step" not in line]
-    failed = "W&B: failed, because of an error (no disk); training does not depend on it"
+    failed = "W&B: failed, because of an error (no disk); training is not affected"
     assert lines.count(failed) == 1
     assert not [line for line in lines if "Weights & Biases" in line or "waiting" in line]
 
@@ -198,10 +198,10 @@ def test_a_wait_at_the_end_is_announced(
     data = "an answer, and then for the run's data to be sent or written to files"
     subject = data if awaits_server else "W&B to start"
     assert told[awaits_server:][:2] == [
-        f"waiting for {subject}, for at most 0.04 s in all; {interrupt_command()} ends this wait",
+        f"waiting for {subject}, for at most 0.04 s in all; {interrupt_advice()} to end this wait",
         f"off, because W&B {ended}"
         if interrupted
-        else f"failed, because W&B {ended}; training does not depend on it",
+        else f"failed, because W&B {ended}; training is not affected",
     ]
 
 

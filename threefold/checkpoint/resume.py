@@ -168,7 +168,7 @@ class ResumePoint:
         old, steps = old_segment.rate_to_continue(step), old_segment.schedule_end
         schedule = old_segment.recipe.optimizer.schedule
         can_keep = schedule.decay != "constant" and schedule.counts == "steps"
-        can_keep &= old_segment.decays
+        can_keep &= old_segment.outlasts_warmup
         if old_segment.schedule_first == new_segment.schedule_first == 1 and can_keep:
             if not old:
                 return (
@@ -243,30 +243,27 @@ def find(
             f"again with --resume never"
         )
     if skipped:
-        raise UserError(_all_damaged(folder, resume, skipped))
+        raise UserError(_damage_message(folder, resume, skipped))
     return find_initial_weights(recipe, run=folder.parent, note=note)
 
 
-def _all_damaged(folder: Path, resume: str, damages: Mapping[Path, str]) -> str:
-    """Return the message about a run whose only candidates are damaged.
+def _damage_message(folder: Path, resume: str, damages: Mapping[Path, str]) -> str:
+    """Return the message for a run all of whose candidate checkpoints are damaged.
 
     damages: checkpoint -> what is wrong with it
     """
-    over = "start this run over with --resume never (this run folder is kept under another name)"
-    short = {path: damage.replace(f"{path}/", "") for path, damage in damages.items()}
+    restart = "start again with --resume never (this run folder is kept under another name)"
+    texts = {path: damage.replace(f"{path}/", "") for path, damage in damages.items()}
     if resume == "auto":
-        listed = "; ".join(f"{path.name}: {damage}" for path, damage in short.items())
+        listed = "; ".join(f"{path.name}: {text}" for path, text in texts.items())
         return (
             f"all checkpoints in {folder} are damaged ({listed}); use --resume with a checkpoint "
-            f"from another folder, or {over}"
+            f"from another folder, or {restart}"
         )
-    (damage,) = short.values()
-    own = [path for path in published(folder) if path.resolve() != Path(resume).resolve()]
-    remedy = f"--resume auto, which resumes from {own[-1]} if that is undamaged" if own else ""
-    return (
-        f"--resume {resume}: this checkpoint is damaged ({damage}); use "
-        f"{remedy or 'another checkpoint'}, or {over}"
-    )
+    (text,) = texts.values()
+    others = [path for path in published(folder) if path.resolve() != Path(resume).resolve()]
+    remedy = f"--resume auto or --resume {others[-1]}" if others else "another checkpoint"
+    return f"--resume {resume}: this checkpoint is damaged ({text}); use {remedy}, or {restart}"
 
 
 def _candidates(folder: Path, branch: Branch | None) -> list[Path]:

@@ -118,9 +118,11 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
     disk = folder if folder.exists() else folder.parent
     try:
         if lack := lack_of_room(disk, recipe):
-            older = published(folder)[:-1]
-            delete = f"delete an older checkpoint, such as {older[0]}, " if older else ""
-            raise UserError(f"{lack}, {delete}or use --run-dir with a folder on a larger disk")
+            is_kept = recipe.checkpoint.is_always_kept
+            steps = {path: step_of(path) for path in published(folder)}
+            older = [path for path, its in steps.items() if its < step and not is_kept(its)]
+            delete = f" (for example, delete the older checkpoint {older[0]})" if older else ""
+            raise UserError(f"{lack}{delete}, or use --run-dir with a folder on a larger disk")
         free = shutil.disk_usage(disk).free - RESERVED_DISK_BYTES
     except OSError:  # the first save reports a disk that cannot be used
         return None
@@ -136,7 +138,7 @@ def check_disk(folder: Path, recipe: Recipe, *, step: int) -> str | None:
     keep = recipe.checkpoint.keep
     fewer = ""
     if kept <= saves and keep > 1 and (needed - keep + 1) * size <= free:
-        fewer = "use --set checkpoint.keep=1, "
+        fewer = "use --set checkpoint.keep=1 to keep only the newest checkpoint, "
     return (
         f"{folder} has room for {counted(free // size, 'more checkpoint')} of {_size(size)}, and "
         f"the run {use}; free at least {_size(needed * size - free)}, {fewer}or use --run-dir with "

@@ -121,7 +121,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
         )
     with (
         full_disk_explained(workspace),
-        lock_workspace(workspace, shared=options.shard is not None) as found,
+        lock_workspace(workspace, shared=options.shard is not None) as earlier,
     ):
         if output.exists() and any(output.iterdir()):
             check_same_options(options, output)
@@ -130,7 +130,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
             )
         tokenization = plan(formats, pieces, options, workspace, held_out=held_out)
         is_shard = options.shard is not None
-        found.outdated = tokenization.tell_outdated(pieces, is_shard=is_shard)
+        earlier.outdated = tokenization.tell_outdated(pieces, is_shard=is_shard)
         if options.shard is not None:
             shard, shards = options.shard
             run_pieces(tokenization, pieces[shard::shards], options.processes)

@@ -388,9 +388,11 @@ def _review_block(
     return accepted
 
 
-KEYS_OF_RECIPE = {  # of settings that DeepSpeed expresses in another unit
-    "scheduler.params.cos_min_ratio": "optimizer.schedule.minimum_learning_rate",
-    "scheduler.params.warmup_min_ratio": "optimizer.schedule.warmup_steps, from a rate of 0",
+KEYS_OF_RECIPE = {  # in place of shares of the peak learning rate
+    "scheduler.params.cos_min_ratio": "optimizer.schedule.minimum_learning_rate, which is a "
+    "learning rate, not a ratio",
+    "scheduler.params.warmup_min_ratio": "optimizer.schedule.warmup_steps, whose warm-up always "
+    "starts at a learning rate of 0",
 }
 
 

@@ -97,8 +97,10 @@ def _repair(text: str, error: json.JSONDecodeError) -> tuple[int, int, str, str]
     if word in CONSTANTS_OF_PYTHON:
         constant = CONSTANTS_OF_PYTHON[word]
         return start, found.end(), constant, f"{word} is not valid in JSON; use {constant}"
-    if near := get_close_matches(word.lower(), ("true", "false", "null"), 1, 0.75):
-        return start, found.end(), near[0], f"{word} is not valid in JSON; did you mean {near[0]}?"
+    near = get_close_matches(word.lower(), ("true", "false", "null"), 1, 0.75)
+    if near and word.isalpha() and word[0].lower() == near[0][0] and len(word) != len(near[0]):
+        meant = f"{word} is not valid in JSON; did you mean {near[0]}?"
+        return start, found.end(), near[0], meant
     return (
         start,
         found.end(),

@@ -383,11 +383,11 @@ def _invalid_line(text: str, error: Exception) -> str:
     line = text.split("\n")[int(number[1]) - 1].strip() if number else ""
     if len(line) > MAX_CHARACTERS_SHOWN:
         line = ""
-    if digits := re.fullmatch(r"([\w.]+)\s*=\s*(\d[\d_,]*(?:[ ,]\d+)+)", line):
+    if digits := re.fullmatch(r"([\w.]+)\s*=\s*(\d[\d_,]*(?:[ ,]\d+)+),?", line):
         joined = re.sub("[ ,]", "_", digits[2])
         advice = f"a number has no spaces or commas: {digits[1]} = {joined}"
-    elif value := re.fullmatch(r"([\w.]+\s*=\s*[^\[{#]*[^\[{#,\s])\s*,\s*(#.*)?", line):
-        advice = f"no comma follows a value: {value[1]}"
+    elif value := re.fullmatch(r"([\w.]+\s*=\s*[^\[{#,]*[^\[{#,\s])\s*,\s*(#.*)?", line):
+        advice = f"remove the comma after the value: {value[1]}"
     elif re.fullmatch(r"\[[^\]]*", line):
         brackets = len(line) - len(line.lstrip("["))
         advice = f"a section needs closing brackets: {line}{']' * brackets}"

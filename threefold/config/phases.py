@@ -229,18 +229,22 @@ class Segment:
         return self.schedule_first + steps - 1 if steps else self.schedule_last
 
     @property
-    def decays(self) -> bool:
-        """False if the schedule ends with its warm-up."""
+    def outlasts_warmup(self) -> bool:
+        """True if steps of the schedule follow its warm-up, or if it counts sequences."""
         length = self.schedule_end - self.schedule_first + 1
         schedule = self.recipe.optimizer.schedule
         return schedule.counts == "sequences" or schedule.warmup_steps < length
 
     def rate_to_continue(self, step: int) -> float:
-        """Return the learning rate of a step that may come after the schedule.
+        """Return the learning rate with which training continues, maybe after the schedule.
 
-        After a schedule that ends with its warm-up, this is the last rate, not the minimum.
+        If the schedule ends with its warm-up, that is the peak, not the minimum. A warm-up that the
+        end of the run has cut short continues.
         """
-        return self.learning_rate(step if self.decays else min(step, self.schedule_end))
+        if self.outlasts_warmup:
+            return self.learning_rate(step)
+        peak = self.schedule_first + self.recipe.optimizer.schedule.warmup_steps - 1
+        return self.learning_rate(min(step, max(peak, self.schedule_end)))
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step."""

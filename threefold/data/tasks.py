@@ -1,7 +1,9 @@
-"""Task files, and the tasks of a recipe as windows of tokens: requests, packed as documents.
+"""Task files, their tokens, and the packing of a recipe's tasks into windows.
 
-{"prompt": "The capital of France is", "choices": ["Rome", "Paris"], "answer": 1}
-{"prompt": "The capital of France", "answer": "is"}
+A line of a task file is one item:
+
+    {"prompt": "The capital of France is", "choices": ["Rome", "Paris"], "answer": 1}
+    {"prompt": "The capital of France", "answer": "is"}
 
 A line with `choices` is a multiple-choice item, whose `answer` is the index of the right choice,
 from 0. A line without `choices` is a cloze item, whose `answer` is the text that continues the

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.errors import UserError
+from models.errors import UserError, a_few
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -58,10 +58,11 @@ class TokenFile:
             if not name.is_file() and path.is_dir():
                 raise UserError(f"{path} is a folder; name a corpus in it, such as {path}/train")
             if not name.is_file():
-                there = ", ".join(sorted(file.stem for file in path.parent.glob("*.idx")))
+                there = sorted(each.stem for each in path.parent.glob("*.idx")
+                               if each.with_suffix(".bin").is_file())  # fmt: skip
                 raise UserError(
                     f"{name} is missing; make it with recipes/prepare_data.py"
-                    + (f", or use a corpus of this folder: {there}" if there else "")
+                    + (f", or use another corpus in this folder: {a_few(there)}" if there else "")
                 )
         with self._index.open("rb") as stream:
             head = stream.read(HEADER.size)

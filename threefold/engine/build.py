@@ -292,7 +292,7 @@ def boundary(recipe: Recipe, tensor: TensorAxis, config: dict[str, Any]) -> Boun
     return Boundary(shape, DTYPES[precision(config)], tensor)
 
 
-# Remove an engine whose process builds another one.
+# Removal of an engine, so that its process can build another one.
 
 
 def release(engine: Engine) -> None:
@@ -312,18 +312,19 @@ def release(engine: Engine) -> None:
         # References to ZeRO-3's optimizer remain, so at least free the memory of its tensors.
         shards = [vars(parameter)["ds_tensor"] for _, parameter in engine.parameters()]
         optimizer = engine.wrapped.optimizer
-        for tensor in tensors_in([vars(optimizer), dict(optimizer.optimizer.state), shards], set()):
+        for tensor in tensors_in([vars(optimizer), dict(optimizer.optimizer.state), shards]):
             with contextlib.suppress(RuntimeError):  # memory that torch has not allocated
                 tensor.untyped_storage().resize_(0)
 
 
-def tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested dictionaries, lists and tuples.
 
     Args:
         value: a tensor, a container or anything else
         seen: ids of the containers that were already visited
     """
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:

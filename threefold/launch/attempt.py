@@ -210,7 +210,8 @@ class Attempt:
         for report in self.nodes.connections.reports():
             self._note(report.host, report.content)
         silent = [host for host in self.hosts if self.nodes.is_silent(host)]
-        silent += self.nodes.keep_connected()  # also hosts whose time has ended just now
+        # A host may reach the limit between the two checks, and is then dropped by the second one.
+        silent += self.nodes.keep_connected()
         for host in silent:
             if host in self.hosts and host not in self.lost:
                 self._lose(host, f"no sign of life for {self.nodes.node_seconds:g} s")

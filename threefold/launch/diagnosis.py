@@ -22,7 +22,7 @@ from threefold.runtime.exits import (
 
 T = TypeVar("T")
 MAX_FAILURES_WITHOUT_CHECKPOINT = 3  # after which the run stops; lost nodes do not count
-MAX_IN_MESSAGE = 8
+MAX_TEXTS_SHOWN = 8
 STOP_SIGNALS = (-signal.SIGTERM, -signal.SIGUSR1)  # exit codes of ranks killed by them
 FINAL = {  # exit codes after which a restart would end in the same way
     REJECTED: "the run was rejected",
@@ -177,9 +177,9 @@ def signal_name(number: int) -> str:
 
 
 def shown(texts: Sequence[str], *, separator: str = ", ") -> str:
-    """Return texts for a message, at most MAX_IN_MESSAGE of them."""
-    more = len(texts) - MAX_IN_MESSAGE
-    return separator.join(texts[:MAX_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+    """Return texts for a message, at most MAX_TEXTS_SHOWN of them."""
+    more = len(texts) - MAX_TEXTS_SHOWN
+    return separator.join(texts[:MAX_TEXTS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _few(hosts: Sequence[str]) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The hosts of a run, their agreement with the [cluster] section of its recipe, and its nodes.
+"""The hosts of a run: their list, whether it fits the recipe's [cluster], and which ones answer.
 
 The hosts come from a hostfile, as `deepspeed` reads it, or from a Slurm allocation.
 """

@@ -4,6 +4,7 @@ import argparse
 import glob
 import os
 import re
+import shlex
 import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -396,13 +397,17 @@ def suggest_files(files: Sequence[Path]) -> None:
     others = sorted(set(files) - set(held_out), key=lambda file: "train" not in words[file])
     if held_out and others:
         kind = "another split" if len(held_out) == 1 else "other splits"
-        how = (
-            f"name the files: --source {' '.join(map(str, others))} "
-            f"--validation-source {held_out[0]}"
-        )
-        if len(others) > MAX_FILES_IN_COMMAND:
-            how = f"pass only the other {len(others)} files to --source, and {held_out[0]} to "
-            how += "--validation-source"
+        validation = shlex.quote(str(held_out[0]))
+        if len(others) <= MAX_FILES_IN_COMMAND:
+            source = shlex.join(map(str, others))
+            how = f"name the files: --source {source} --validation-source {validation}"
+        else:
+            how = (
+                f"pass only the other {len(others)} files to --source, and {validation} to "
+                f"--validation-source"
+            )
+        if len(held_out) > 1:
+            how += f" ({a_few([file.name for file in held_out[1:]])} would then not be read)"
         print(
             f"all files are read as one corpus, although {a_few([f.name for f in held_out])} "
             f"may be {kind}; to keep them apart, {how}"

@@ -110,8 +110,8 @@ def full_disk_explained(workspace: Path) -> Iterator[None]:
 
 
 @dataclass
-class Workspace:
-    """What a command finds in its workspace.
+class FinishedPieces:
+    """The finished pieces that a workspace has from earlier commands.
 
     Attributes:
         outdated: names of finished pieces of an earlier source or earlier options; None before they
@@ -122,14 +122,14 @@ class Workspace:
 
 
 @contextlib.contextmanager
-def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[Workspace]:
+def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[FinishedPieces]:
     """Lock the workspace against other processes; keep its finished pieces after an error.
 
     Args:
         shared: take a shared lock, as the processes of all shards do
 
     Yields:
-        an object for the names of finished pieces that this command does not use
+        the finished pieces; the caller sets `outdated` once it is known
 
     Raises:
         UserError: Another process uses the workspace, or the file system does not support flock.
@@ -147,11 +147,11 @@ def lock_workspace(workspace: Path, *, shared: bool) -> Iterator[Workspace]:
                 *workspace.glob("pieces/*.incomplete"),
             ):
                 shutil.rmtree(leftover, ignore_errors=True)
-        found = Workspace()
+        earlier = FinishedPieces()
         try:
-            yield found
+            yield earlier
         except BaseException as error:
-            kept = _keep_finished(workspace, error, found.outdated, shared=shared)
+            kept = _keep_finished(workspace, error, earlier.outdated, shared=shared)
             if isinstance(error, KeyboardInterrupt):
                 nothing = "nothing is finished yet; rerun the same command to start again"
                 error.add_note(kept or nothing)  # for the command's message
@@ -211,7 +211,7 @@ def _keep_finished(
             )
         advice = "rerun the same command to resume"
         if finished and outdated is None:
-            kept += ", perhaps of an earlier source or earlier options"
+            kept += " (those of an earlier source or earlier options cannot be used again)"
         if others := len(pieces) - len(finished):
             advice += (
                 f" ({counted(others, 'more piece')} from an earlier source or earlier options will "

@@ -187,7 +187,9 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     parser.add_argument("--deepspeed_config", help=argparse.SUPPRESS)
     options, unknown = parser.parse_known_args()
     if unknown:
-        with exit_on_user_error(LaunchEnvironment.from_environment(os.environ)):
+        with exit_on_user_error(LaunchEnvironment()):
+            world = LaunchEnvironment.from_environment(os.environ)
+        with exit_on_user_error(world):
             raise UserError(
                 f"unrecognized arguments: {shlex.join(unknown)}; pass a key of the recipe with "
                 f"--set, for example --set training.steps=20, and see --help for the options"

@@ -434,7 +434,7 @@ def close_run(run: Run, ending: RunEnd) -> RunEnd:
 def leave_processes() -> None:
     """Leave the process group; collective."""
     # Launchers end all ranks when the first one exits with an error, and rank 0 may finish last,
-    # because it waits for W&B. An interrupt of this wait reaches the other ranks, too.
+    # because it waits for W&B. Ctrl-C ends that wait, but it reaches the other ranks, too.
     ignore_interrupts()
     dist.barrier()
     dist.destroy_process_group()

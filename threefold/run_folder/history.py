@@ -239,6 +239,8 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+# The events of a run, and its current branch.
+
 # By event, in addition to the step.
 REQUIRED_FIELDS = {"rollback": {"to", "samples"}, "branch": {"checkpoint", "stamp"}}
 FIELDS: dict[str, tuple[type, ...]] = {  # of any event that has them

@@ -1,4 +1,4 @@
-"""Exit codes, the orderly end of a process, and garbage collection between steps only."""
+"""Exit codes, interrupts, the end of a process, and garbage collection between steps only."""
 
 import atexit
 import contextlib
@@ -127,29 +127,27 @@ def one_interrupt() -> Iterator[None]:
 
 
 def ignore_interrupts() -> None:
-    """Let SIGINT and SIGTERM have no effect, because the work of this process is done and saved.
-
-    The new program of `execve` has the default handlers again.
-    """
+    """Let SIGINT and SIGTERM have no effect, because the work of this process is done and saved."""
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
 
 
-def interrupt_command() -> str:
-    """Return how a user interrupts this process.
+def interrupt_advice() -> str:
+    """Return what a user does to interrupt this process.
 
-    It is Ctrl-C, unless the terminal sends that to other processes: the launcher has ended and the
-    shell has the terminal again, or this process runs in the background.
+    It is "press Ctrl-C", unless the terminal would send that to other processes, because the
+    launcher has ended and the shell has the terminal again, or because this process runs in the
+    background. Without a terminal, the launcher of another machine may forward Ctrl-C.
     """
     with contextlib.suppress(OSError):  # no terminal
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
         try:
             if os.tcgetpgrp(terminal) != os.getpgrp():
-                return f'"kill -INT {os.getpid()}"'
+                return f'run "kill -INT {os.getpid()}"'
         finally:
             os.close(terminal)
-    return "Ctrl-C"
+    return "press Ctrl-C"
 
 
 def _end_at_once(number: int, frame: object) -> None:

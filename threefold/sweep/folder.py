@@ -48,6 +48,8 @@ from threefold.sweep.trial import (
     preference,
 )
 
+# The rows of the table.
+
 FRAMEWORK = "Threefold"
 ALWAYS_STATED = ("tie_embeddings", "qk_norm")  # also where they are those of the architecture
 COLUMNS = (

@@ -37,7 +37,7 @@ from threefold.config.deepspeed_json import build_deepspeed_config, zero_stage
 from threefold.config.parallel_dims import AXES, Coordinates, LaunchEnvironment, ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
-from threefold.engine.build import build_from_recipe, pipeline_of
+from threefold.engine.build import build_from_recipe, pipeline_of, tensors_in
 from threefold.engine.engine import Engine, PipelinedEngine
 from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Order
 from threefold.supervision.hang_report import Breadcrumb
@@ -377,15 +377,6 @@ def roles_of(engine: Engine) -> Iterator[tuple[torch.Tensor, str]]:
         if "grad" in name:
             for tensor in tensors_in(value):
                 yield tensor, "gradients"
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
 
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says that it looks for one

@@ -64,7 +64,7 @@ NOT_COMPILED = (
 
 MAX_NODES_IN_MESSAGE = 8
 MIN_HOURS_IN_GOODPUT = 0.1  # a shorter time is shown in seconds
-MIN_HOURS_SHOWN = 0.005  # in which a run was stopped; fewer would be printed as 0.00
+MIN_SECONDS_SHOWN = 10.0  # in which a run was stopped; a rerun at once is no pause
 MAX_IMBALANCE = 1.1  # of context ranks; above it, the run prints a message
 
 
@@ -252,7 +252,7 @@ def longer_training(recipe: Recipe) -> str:
         stretched = learning_rate(last + 1 - before, segment.recipe.optimizer, steps - before)
     if stretched <= MAX_RATE_CHANGE * rate:
         return f"to train longer, raise training.steps above {last}"
-    if not before and segment.decays:
+    if not before and segment.outlasts_warmup:
         return (
             f"to train longer at the learning rate of {rate:.2e}, use --set training.steps={steps} "
             f"--set optimizer.schedule.steps={last}; training.steps alone would raise it to "
@@ -302,13 +302,16 @@ def goodput_line(wall_time: WallTime, events: Sequence[dict[str, Any]]) -> str:
     ]
     if wall_time.starts < 2 or not ends:
         return ""
-    shares, pauses = wall_time.shares(ends[-1]), wall_time.paused / 3600
-    total, paused = (
-        f"{hours:.2f} h" if hours >= MIN_HOURS_IN_GOODPUT else f"{3600 * hours:.0f} s"
-        for hours in (wall_time.hours(ends[-1]), pauses)
-    )
+    shares = wall_time.shares(ends[-1])
+    paused = f"; not counted: {_time_text(wall_time.paused)} in which the run was stopped"
     return (
-        f"  goodput     {shares['kept']:.1%} of {total} in kept steps, "
-        f"after {wall_time.starts} starts; lost: {shares_text(shares)}"
-        + (f"; not counted: {paused} in which the run was stopped" * (pauses >= MIN_HOURS_SHOWN))
+        f"  goodput     {shares['kept']:.1%} of {_time_text(3600 * wall_time.hours(ends[-1]))} in "
+        f"kept steps, after {wall_time.starts} starts; lost: {shares_text(shares)}"
+        f"{paused if wall_time.paused >= MIN_SECONDS_SHOWN else ''}"
     )
+
+
+def _time_text(seconds: float) -> str:
+    """Return a time in hours; in seconds if it is short."""
+    hours = seconds / 3600
+    return f"{hours:.2f} h" if hours >= MIN_HOURS_IN_GOODPUT else f"{seconds:.0f} s"

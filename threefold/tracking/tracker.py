@@ -118,10 +118,10 @@ def peak_memory_gb(on_gpu: bool) -> float:
 
 
 def has_columns(stream: TextIO) -> bool:
-    """Return True if a stream is a terminal with a width, which some programs leave at 0."""
+    """Return True if a stream is a terminal of known width; some programs leave it at 0."""
     try:
         return os.get_terminal_size(stream.fileno()).columns > 0
-    except (OSError, ValueError):  # not a terminal, or not a file
+    except OSError:  # not a terminal, or a stream without a descriptor
         return False
 
 

@@ -180,8 +180,8 @@ ERRORS_OF_ENDED_SERVICE = (  # wandb.sdk.mailbox and wandb.sdk.lib.service, 0.31
     "WandbServiceConnectionError",
 )  # fmt: skip
 TAIL_BYTES = 4096  # of a run's file, with its last records
-# A run's file is a log in LevelDB's format after a header of its own. A record that does not fit
-# into a block continues in the next one, after another header of a record.
+# A run's file has a header of W&B's own, and then a log in LevelDB's format. A record that does not
+# fit into a block continues in the next block, after another record header.
 FILE_HEADER_BYTES = 7
 BLOCK_BYTES, RECORD_HEADER_BYTES = 32_768, 7
 
@@ -212,13 +212,13 @@ class WandbStatus:
             return f"waiting {self.reason}"
         announced = f"{self._mode()}, because {self.reason}" if self.reason else self._mode()
         lost = self.mode in ("incomplete", "failed")
-        return announced + ("; training does not depend on it" if lost else "")
+        return announced + ("; training is not affected" if lost else "")
 
     @property
     def at_stop(self) -> str:
-        """The command that sends the data, for the end of a run that can be resumed; or empty."""
+        """The mode and the upload command, for a run that stops early; empty without data."""
         command = self._command()
-        return f"{self._mode()}; to upload what there is so far: {command}" if command else ""
+        return f"{self._mode()}; upload the data so far with: {command}" if command else ""
 
     @property
     def summary(self) -> str:
@@ -232,7 +232,7 @@ class WandbStatus:
         return "off" if self.mode == "disabled" else self.mode
 
     def _upload(self) -> str:
-        """Return the advice to send what has not been sent; empty if there is nothing."""
+        """Return how to upload what has not been sent; empty if there is nothing."""
         command = self._command()
         rest = "the rest " if self.mode == "incomplete" and "--include-online" in command else ""
         return f"upload {rest}with: {command}" if command else ""
@@ -240,7 +240,7 @@ class WandbStatus:
     def _command(self) -> str:
         if self.mode not in ("offline", "incomplete"):
             return ""
-        # Otherwise `wandb sync` leaves out the folders of online runs, even those in its arguments.
+        # Without this option, `wandb sync` skips folders of online runs, even if they are named.
         option = "" if Path(self.where).name.startswith("offline-") else "--include-online "
         return f"wandb sync {option}{self.where}"
 
@@ -294,7 +294,8 @@ def start_wandb(
     # At exit, W&B would wait 20 s to send reports about its own errors to a server without answer.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     mode, reason = choose_mode(*requested)
-    remove_empty_parts(arguments)
+    if "id" in arguments:  # not in the runs of a sweep
+        remove_empty_parts(arguments)
     if mode == "offline":
         return _init(arguments, mode), WandbStatus(mode, unsent(arguments), reason)
     if mode == "disabled":
@@ -321,7 +322,7 @@ def restart_offline(
             key, remedy = "WANDB_API_KEY", 'set another key, or unset it and use "wandb login"'
         reason = f"{server} rejected {key} (401; {remedy})"
     elif _service_has_ended(error):
-        reason = f"{short(error)}, as it also does at Ctrl-C"
+        reason = f"{short(error)} (Ctrl-C can cause this)"
     elif "deadline exceeded" not in str(error):
         reason = f"of an error of {server} ({short(error)})"
     elif _refuses(server):
@@ -379,13 +380,13 @@ def has_written_all(run: Any) -> bool | None:
 
 
 def remove_empty_parts(arguments: Mapping[str, Any]) -> None:
-    """Delete the folders of this run's starts whose file has no record.
+    """Delete those folders of this run, one per start, whose file has only a header.
 
-    `wandb sync` sends nothing of a run if it finds such a file. It remains if W&B's service process
-    is ended while it starts.
+    If `wandb sync` finds such a file, it sends none of the run's folders. W&B's service process
+    leaves one behind if it is killed while it starts.
     """
-    run_id = arguments.get("id")
-    for file in Path(arguments["dir"]).glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb"):
+    run_id, folder = arguments["id"], Path(arguments["dir"])
+    for file in folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb"):
         with contextlib.suppress(OSError):
             if file.stat().st_size <= FILE_HEADER_BYTES:
                 shutil.rmtree(file.parent)
@@ -445,8 +446,8 @@ def _refuses(server: str) -> bool:
 def _service_has_ended(error: Exception) -> bool:
     """Return True if an error means that W&B's service process has ended.
 
-    A ConnectionError is one of the socket to this process, because the process itself speaks to the
-    server.
+    A ConnectionError comes from the socket to the service process, because only that process talks
+    to the server.
     """
     return isinstance(error, ConnectionError) or type(error).__name__ in ERRORS_OF_ENDED_SERVICE
 

@@ -21,7 +21,7 @@ from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import (
     HUNG,
-    interrupt_command,
+    interrupt_advice,
     leave_handlers_out,
     one_interrupt,
 )
@@ -246,7 +246,7 @@ Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
 ALL_FILES = "*run-*"  # of the offline and online runs in the run folder's wandb/
 INTERRUPTED = "was interrupted while it sent its data"
-CUT_OFF = "could not write all of its data to files, as on a full disk"
+CUT_OFF = "could not write all of its data to files (the disk may be full)"
 SECONDS_UNTIL_WRITTEN = 30.0  # of sent data: W&B's process writes about every 15 s
 SECONDS_BETWEEN_CHECKS = 0.1  # for an interrupt, and for the files of W&B
 PIXELS = 8  # width and height of an expert in the picture of loads
@@ -359,7 +359,7 @@ class WandbThread:
             starting = connecting if self._awaits_server else "W&B to start"
             subject = subjects.get(self.status.mode, starting)
             reason = f"for {subject}, for at most {left:g} s in all; "
-            reason += f"{interrupt_command()} ends this wait"
+            reason += f"{interrupt_advice()} to end this wait"
             self._tell(WandbStatus("waiting", reason=reason))
         self._ends_within(left)
 
@@ -387,7 +387,7 @@ class WandbThread:
             if self.status.mode == "online":
                 reason = (
                     f"for its unsent data to be written to files, for at most "
-                    f"{self.SECONDS_TO_KEEP:g} s; {interrupt_command()} ends this wait, too"
+                    f"{self.SECONDS_TO_KEEP:g} s; {interrupt_advice()} to end this wait, too"
                 )
                 self._tell(WandbStatus("waiting", reason=reason))
             deadline, is_killed = time.monotonic() + self.SECONDS_TO_KEEP, False
@@ -486,7 +486,7 @@ class WandbThread:
         """Tell that some of the data has not been sent."""
         self.has_told_failure = True
         files = str(self._folder.path / "wandb" / ALL_FILES)
-        if self.status.mode == "offline":
+        if self.status.mode in ("offline", "incomplete"):
             files = self.status.where
         if self.status.mode != "failed":  # it has started
             self._change(WandbStatus("incomplete", files, reason))

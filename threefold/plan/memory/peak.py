@@ -1,4 +1,4 @@
-"""Peak memory of the ranks of each stage during a step, and memory of the model states.
+"""Memory of the ranks of each stage: model states, buffers of ZeRO, and the peak during a step.
 
 The model states are weights, gradients and optimizer state.
 

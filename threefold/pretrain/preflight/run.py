@@ -224,7 +224,7 @@ def message_bytes(seconds: float, probe: int, most: int) -> int:
 
 # The messages and the event of a preflight.
 
-MAX_IN_MESSAGE = 8
+MAX_ISSUES_SHOWN = 8
 
 
 def healthy_line(result: PreflightResult, hosts: Sequence[str], seconds: float) -> str:
@@ -245,15 +245,15 @@ def healthy_line(result: PreflightResult, hosts: Sequence[str], seconds: float) 
 def warnings(result: PreflightResult, hosts: Sequence[str]) -> list[str]:
     """Return a sentence for each issue and each mismatch with the planner.
 
-    At most MAX_IN_MESSAGE issues are in the list.
+    At most MAX_ISSUES_SHOWN issues are in the list.
 
     Args:
         hosts: name of the host of each rank
     """
     lines = [f"preflight: {sentence(issue, hosts)}" for issue in result.issues]
-    more = len(lines) - MAX_IN_MESSAGE
+    more = len(lines) - MAX_ISSUES_SHOWN
     if more > 0:
-        lines[MAX_IN_MESSAGE:] = [f"preflight: {more} more issues of this kind"]
+        lines[MAX_ISSUES_SHOWN:] = [f"preflight: {more} more issues of this kind"]
     return lines + [
         f"preflight: {mismatch(measure, result.summaries.get(measure))}"
         for measure in result.mismatches
@@ -284,9 +284,9 @@ def sentence(issue: Issue, hosts: Sequence[str]) -> str:
 
 
 def shortened(names: Iterable[str]) -> str:
-    """Return names for a message, at most MAX_IN_MESSAGE of them."""
+    """Return names for a message, at most MAX_ISSUES_SHOWN of them."""
     known = list(names)
-    return ", ".join(known[:MAX_IN_MESSAGE]) + (", ..." if len(known) > MAX_IN_MESSAGE else "")
+    return ", ".join(known[:MAX_ISSUES_SHOWN]) + (", ..." if len(known) > MAX_ISSUES_SHOWN else "")
 
 
 def mismatch(measure: str, summary: Summary | None) -> str:
@@ -307,13 +307,13 @@ def mismatch(measure: str, summary: Summary | None) -> str:
 def event(
     result: PreflightResult, layout: RankLayout, hosts: Sequence[str], seconds: float
 ) -> dict[str, Any]:
-    """Return the facts of the event `preflight`, at most MAX_IN_MESSAGE issues of them."""
+    """Return the facts of the event `preflight`, at most MAX_ISSUES_SHOWN issues of them."""
     facts: dict[str, Any] = {
         "seconds": round(seconds, 3),
         "measures": {name: _summary(summary, hosts) for name, summary in result.summaries.items()},
     }
     if result.issues:
-        facts["issues"] = [sentence(issue, hosts) for issue in result.issues[:MAX_IN_MESSAGE]]
+        facts["issues"] = [sentence(issue, hosts) for issue in result.issues[:MAX_ISSUES_SHOWN]]
     if result.mismatches:
         facts["below_plan"] = list(result.mismatches)
     if result.left_out:

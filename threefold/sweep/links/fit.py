@@ -31,6 +31,8 @@ from threefold.plan.software import THREEFOLD
 from threefold.plan.time.block import all_reduce_seconds, matmul_seconds, transfer_seconds
 from threefold.run_folder.json_lines import write_whole
 
+# The measurements.
+
 Operation = Literal["transfer", "all-reduce"]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 SIZES = {"cpu": (2**16, 2**20, 2**24), "cuda": (2**20, 2**25, 2**29)}  # bytes, by kind of device
