@@ -161,6 +161,8 @@ def test_a_disk_is_compared_with_the_checkpoints_to_come(
     older = re.escape(str(folder / checkpoint_name(20)))
     with pytest.raises(UserError, match=f"delete the older checkpoint {older}.*, or use"):
         check_disk(folder, recipe, step=60)
+    with pytest.raises(UserError, match="MB more, or use --run-dir"):
+        check_disk(folder, recipe, step=20)  # the run resumes from this one
     with_free(RESERVED_DISK_BYTES + size)
     warning = check_disk(folder, recipe, step=20)  # those of an abandoned branch stay
     assert warning and "room for 1 more checkpoint of" in warning
