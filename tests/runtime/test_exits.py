@@ -6,13 +6,15 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from threefold.config.loading import REPOSITORY
-from threefold.runtime.exits import exit_now, interrupts_blocked
+from threefold.pretrain.setup import leave_processes
+from threefold.runtime.exits import exit_now, interrupt_advice, interrupts_blocked
 
 COMMANDS = sorted(
     path.name for path in (REPOSITORY / "recipes").glob("*.py") if path.stem[0] != "_"
@@ -83,3 +85,39 @@ def test_exit_handlers_run_except_those_that_unregister_operators() -> None:
         exit_now(5)
     assert run_handlers.called and leave.call_args.args == (5,)
     assert handled.atexit and not slow.atexit
+
+
+def test_a_finished_rank_ignores_the_interrupt_of_another_ranks_wait() -> None:
+    """Rank 0 may still wait for W&B; the other ranks have nothing left to do."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+
+    def interrupted() -> None:
+        for number in handlers:
+            signal.raise_signal(number)
+
+    try:
+        with (
+            mock.patch("torch.distributed.barrier", side_effect=interrupted) as barrier,
+            mock.patch("torch.distributed.destroy_process_group") as destroy,
+        ):
+            leave_processes()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert barrier.called and destroy.called
+
+
+@pytest.mark.parametrize(
+    ("group", "advice"),
+    [(os.getpgrp, "press Ctrl-C"), (lambda: 1, 'run "kill -INT ')],
+    ids=["in the foreground", "the shell has the terminal"],
+)
+def test_advice_names_what_reaches_this_process(group: Any, advice: str) -> None:
+    with (
+        mock.patch("os.open", return_value=os.dup(0)),
+        mock.patch("os.tcgetpgrp", side_effect=lambda _: group()),
+    ):
+        assert interrupt_advice().startswith(advice)
+    with mock.patch("os.open", side_effect=OSError):
+        assert interrupt_advice() == "press Ctrl-C"
