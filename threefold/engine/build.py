@@ -17,7 +17,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch._dynamo
 from torch import nn
 
 from models.experts.layer import expert_layers
@@ -301,7 +300,9 @@ def release(engine: Engine) -> None:
     C++ objects, which the collector cannot see, refer to gradient hooks, which refer to the engine.
     """
     if engine.compiled:  # otherwise torch stops compiling after several shapes
-        torch._dynamo.reset()
+        from torch import _dynamo  # takes 2 s, for which the start of a run need not wait
+
+        _dynamo.reset()
     with quiet():
         engine.wrapped.destroy()
     for _, parameter in engine.parameters():

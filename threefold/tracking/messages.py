@@ -64,7 +64,7 @@ NOT_COMPILED = (
 
 MAX_NODES_IN_MESSAGE = 8
 MIN_HOURS_IN_GOODPUT = 0.1  # a shorter time is shown in seconds
-MIN_SECONDS_SHOWN = 10.0  # in which a run was stopped; a rerun at once is no pause
+MIN_SECONDS_SHOWN = 10.0  # in which a run was stopped; a shorter time is left out
 MAX_IMBALANCE = 1.1  # of context ranks; above it, the run prints a message
 
 
