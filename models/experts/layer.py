@@ -445,7 +445,7 @@ class ExpertMLPs(Deferring):
                 "down_{}_bias": Sharding((h,), 0, (h,), of_expert=True),
             }
         self.numbers = axis.experts_here(settings.count)
-        # All weights of a kind are adjacent in the optimizer's tensor (`grouped_matmul.stack`).
+        # All weights of a kind are adjacent in the optimizer's tensor (`stack`).
         for name, sharding in shardings.items():
             if axis.columns.size == 1:
                 is_first_matrix = name == "up_{}"

@@ -72,7 +72,7 @@ def build_deepspeed_config(
         "gradient_accumulation_steps": recipe.micro_batches(dims.data),
         "gradient_clipping": recipe.optimizer.gradient_clipping,
         "communication_data_type": communication_precision(config),
-        # Off, since this timer synchronises the device for every micro-batch; `tracking/metrics.py`
+        # Off, since this timer synchronises the device for every micro-batch; `tracking/tracker.py`
         # measures throughput.
         "timers": {"throughput": {"enabled": False}},
     }

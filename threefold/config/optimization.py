@@ -80,7 +80,7 @@ class Batch(Section):
 
 
 class LearningRateSchedule(Section):
-    """The learning rate over the steps; `learning_rate.py` has the formula."""
+    """The learning rate over the steps."""
 
     warmup_steps: NonNegative
     """Steps over which the learning rate rises linearly to its peak; 0: no warm-up."""

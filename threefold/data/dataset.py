@@ -1,7 +1,7 @@
 """Token files -> micro-batches: a pure function of (recipe, progress, step) in every layout.
 
 A corpus is cut into windows of sequence_length + 1 tokens, each overlapping the next by one token.
-The seed and the phases alone decide which window is sample n of the run (`order.py`). A step reads
+The seed and the phases alone decide which window is sample n of the run (`sample_order.py`). A step reads
 the next G samples, where G is the global batch of the step, and the data ranks divide them. Step k
 (from 1) of a recipe with one batch size reads the samples (k - 1) G .. k G - 1. If the run was
 resumed with another batch, it continues with the sample after the last one read.

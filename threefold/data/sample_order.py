@@ -184,7 +184,7 @@ class CorpusOrder:
     def windows(self, turns: np.ndarray) -> np.ndarray:
         """Return the windows of samples of this corpus; int64.
 
-        turns: numbers of the samples, counted from the last call of `give`
+        turns: numbers of the samples, counted from the last call of `advance`
         """
         turns = turns + self.given
         positions = np.empty_like(turns)

@@ -30,7 +30,7 @@ SNAPSHOTS is the prefix of the snapshot folder, or empty if the run takes no sna
 set, "ready" also reports the port and secret of this node's snapshot server, and "start" carries
 the servers of all nodes.
 
-The agent keeps STANDBY processes that have already imported what a rank needs (standby_pool.py).
+The agent keeps STANDBY processes that have already imported what a rank needs (standby.py).
 
 RUN is the prefix of the names of the run's leases. On "begin", the agent kills the agents and ranks
 that an earlier connection of this run has left on this node. If RUN is empty, it does not;

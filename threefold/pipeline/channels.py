@@ -2,7 +2,7 @@
 
 NCCL has no tags and runs the operations of a communicator in the order in which they were posted,
 so each ordered pair of stages has a communicator of its own, and sender and receiver post in the
-same order (`communication.py`). NCCL also connects two ranks inside their first exchange, and each
+same order (`simulation.py`). NCCL also connects two ranks inside their first exchange, and each
 host blocks until the other one joins. All routes are therefore connected before the first step.
 """
 
@@ -36,7 +36,7 @@ class Boundary:
     """The tensors that pass from one chunk to the next.
 
     shape, dtype: shape and type of the activations, and of their gradients
-    axis: ranks that hold the same activations and send one part each, unless the activations are
+    tensor: ranks that hold the same activations and send one part each, unless the activations are
         split along the sequence already
     """
 

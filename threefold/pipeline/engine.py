@@ -229,10 +229,10 @@ SEND: dict[Kind, type[PipeInstruction]] = {FORWARD: SendActivation, BACKWARD: Se
 class PassSchedule(PipeSchedule):
     """The instructions of a stage in a step, as DeepSpeed's engines read them.
 
-    RecvActivation and RecvGrad start to receive, as `communication.program` orders them, and
+    RecvActivation and RecvGrad start to receive, as `simulation.program` orders them, and
     CommitP2P waits for one message; sends start and are not waited for. ReduceGrads of a pass
     follows the last pass of a group of micro-batches, when the group's gradients are reduced over
-    the data ranks (`gradients/`); without a pass it ends all reductions, tied weights included.
+    the data ranks (`gradients.py`); without a pass it ends all reductions, tied weights included.
     DeepSpeed's buffer is a micro-batch here.
     """
 
@@ -386,7 +386,7 @@ class ScheduledEngine(PipelineEngine):
         *,
         note: Callable[[str], None],
     ) -> None:
-        """Use every route, group and kernel once, before the first step; see `warm_up.py`."""
+        """Use every route, group and kernel once, before the first step; see `warm_up`."""
         warm_up(self, tokens, labels, info, note=note)
         self.needs_warm_up = False
 

@@ -8,7 +8,7 @@ A thread cannot notice that its process has been stopped; the watchdog process (
 
 Nothing that may block runs in the thread itself. Separate threads read and write files, because the
 file system may be the cause of the hang; the rank ends on time even if they do not finish. Messages
-never wait for a reader (streams.py).
+never wait for a reader (`runtime/output.py`).
 """
 
 import contextlib

@@ -73,7 +73,7 @@ def in_flight(
     DualPipeV: 2 p - i in the first chunk and i + 1 in the second.
     ZB-H1: as 1F1B, and i more with deferred weight gradients.
     ZB-V: 2 p chunks (Qi et al. 2023, arXiv 2401.10241).
-    `order.py` defines the orders.
+    `pipeline/schedules.py` defines the orders.
     """
     # With full recomputation, backward passes take longer relative to forward passes.
     full = layout.recompute == "full"

@@ -215,7 +215,7 @@ class Workers:
         """Measure a trial. After any outcome other than "ok", the caller must stop the workers.
 
         Args:
-            table: the request, which `measuring.measure` reads
+            table: the request, which `worker.measure` reads
 
         Raises:
             WorkersAbandoned: the ranks have exited because they saw no heartbeat.
@@ -309,7 +309,7 @@ def rank_settings(kind: WorkerKind) -> dict[str, Any]:
 # The folder of the workers that one command starts, with the heartbeat that their ranks watch.
 
 HEARTBEAT_SECONDS = 2.0
-ABANDONED_SECONDS = 60.0  # without a heartbeat; ranks exit after 30 (rank_watch.py)
+ABANDONED_SECONDS = 60.0  # without a heartbeat; ranks exit after SECONDS_WITHOUT_HEARTBEAT
 
 
 class WorkersFolder:
