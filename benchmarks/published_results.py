@@ -250,7 +250,7 @@ def batches(recipe: Recipe, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens and labels [b, s] of each step, in the order in which a run reads them."""
     data = TrainingData(recipe, recipe.parallel_dims(LaunchEnvironment()), rank=0)
     for step in range(1, steps + 1):
-        (micro_batch,) = data.step(step)
+        (micro_batch,) = data.micro_batches(step)
         assert micro_batch.tokens is not None and micro_batch.labels is not None
         yield micro_batch.tokens, micro_batch.labels
 

@@ -375,7 +375,7 @@ LAYERS_WITH_INFO = (TokenEmbedding, LearnedPositions, Block)  # the other layers
 
 
 class SequentialModel(nn.Module):
-    """All layers in one module, for the ZeRO stages that DeepSpeed's pipeline does not support.
+    """All layers in one module: for ZeRO-3, and to run a model without an engine.
 
     Parameters have the names that a PipelineModule of the same specs gives them.
 

@@ -79,7 +79,7 @@ def pretrain(started: float | None = None) -> None:
     set_torch_variables(
         os.environ,
         deterministic=recipe.training.deterministic,
-        pipelined=experiment.plan.is_pipelined,
+        pipelined=experiment.plan.has_pipeline,
     )
     from threefold.engine.axes import build_axes
     from threefold.engine.build import build_engine, build_model, build_optimizer
@@ -167,7 +167,7 @@ def train(run: Run, step: int) -> RunEnd:
             end_startup(run, step)
         with run.supervisor.crumb.waiting_for_disk("writing metrics"):
             run.tracker.step(metrics)
-            run.tracker.repeat(run.data.repeated(step))
+            run.tracker.tell_repetition(run.data.repeated(step))
             run.profiler.write_after(step)
         run.timeline.write_after(step)
         step, ending = after_step(run, step, metrics)

@@ -228,7 +228,7 @@ def replay(file: Path, checkpoint: Path, steps: range) -> list[tuple[float, floa
     data = TrainingData(whole, dims, 0)
     data.resume(manifest.progress, dims)
     rate = recipe.optimizer.learning_rate
-    results = [engine.train_step(data.step(step), rate) for step in steps]
+    results = [engine.train_step(data.micro_batches(step), rate) for step in steps]
     return [(result.loss, result.grad_norm) for result in results]
 
 

@@ -1,8 +1,8 @@
 """Element-wise operations between matmuls: run eagerly, or compiled into few kernels.
 
-Only the pure functions of this folder are compiled, forward and backward ones separately. Matmuls,
-collectives and deferred weight gradients run the same either way, in every layout, and autograd
-keeps the same tensors. All layers share a function, so it is compiled once per shape.
+Only pure functions are compiled, most of them in this folder, forward and backward ones separately.
+Matmuls, collectives and deferred weight gradients run the same either way, in every layout, and
+autograd keeps the same tensors. All layers share a function, so it is compiled once per shape.
 """
 
 from collections.abc import Callable

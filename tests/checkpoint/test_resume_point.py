@@ -150,7 +150,7 @@ def test_an_edited_deepspeed_json_is_reported(corpus: Path, tmp_path: Path) -> N
 
 def test_a_new_batch_size_resumes_at_the_next_sample(corpus: Path) -> None:
     def samples(data: TrainingData, step: int) -> list[int]:
-        return [sample for each in data.step(step) for sample in each.info.dropout.samples]
+        return [sample for each in data.micro_batches(step) for sample in each.info.dropout.samples]
 
     alone = ParallelDims(pipeline=1, data=1, tensor=1)
     before = TrainingData(recipe_of(corpus), alone, 0)

@@ -184,7 +184,8 @@ def test_a_public_file_needs_one_correction(project: str, pipeline: int, tmp_pat
     )
     proposal = PROPOSAL.split(said)[2]
     assert build(tmp_path, proposal, layout)
-    assert deepspeed_notes(*setting(tmp_path / "ds.json", layout)) == []
+    notes = deepspeed_notes(*setting(tmp_path / "ds.json", layout))
+    assert [note for note in notes if IN_BF16 not in note] == []
 
 
 TEMPLATE = """{
@@ -297,6 +298,7 @@ def test_keys_of_the_recipe_are_suggested(tmp_path: Path) -> None:
 
 
 WANDB = {"enabled": True, "project": "bloom", "team": "bigscience", "group": "tr11-176B"}
+IN_BF16 = "micro-batches are added up in bf16, as in DeepSpeed"
 DECIDES = "without effect here: wandb ([tracking] of the recipe decides)"
 
 
@@ -576,7 +578,21 @@ def test_auto_enables_one_precision(
 def test_the_former_name_of_bf16_is_read(tmp_path: Path) -> None:
     file = write(tmp_path, {"zero_optimization": {"stage": 1}, "bfloat16": {"enabled": True}})
     assert read_deepspeed_json(str(file))["bf16"] == {"enabled": True}
-    assert deepspeed_notes(*setting(file)) == ["bfloat16 is read as bf16"]
+    assert deepspeed_notes(*setting(file))[0] == "bfloat16 is read as bf16"
+
+
+def test_sums_of_gradients_in_bf16_are_noted(tmp_path: Path) -> None:
+    in_bf16 = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    (note,) = deepspeed_notes(*setting(write(tmp_path, in_bf16)))
+    assert note.startswith(f"the gradients of 8 {IN_BF16}")
+    correction = json.loads(f"{{{note.partition('write ')[2]}}}")
+    whole_batch = ["layout.pipeline=1", "batch.micro_sequences=16"]
+    for content, overrides in (
+        (in_bf16 | correction, []),
+        (in_bf16, whole_batch),
+        (in_bf16 | {"bf16": {"enabled": False}, "fp16": {"enabled": True}}, []),
+    ):
+        assert deepspeed_notes(*setting(write(tmp_path, content), *overrides)) == []
 
 
 @pytest.mark.parametrize("zero", ["auto", 3, [], None, {}, {"stage": "x"}, {"stage": None}])

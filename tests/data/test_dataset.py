@@ -179,7 +179,7 @@ def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any], corpu
         parts = [build(table, size, rank) for rank in range(size)]
         for part in parts:
             part.resume(progress)
-            for each in part.step(step):
+            for each in part.micro_batches(step):
                 seen.update(sample for sample in each.info.dropout.samples if sample < count)
         progress = parts[0].progress_after(step)
         if progress.samples >= count:
@@ -250,7 +250,7 @@ def test_all_stages_know_the_documents_and_only_the_end_stages_read_tokens(
         coordinates = dims.coordinates(rank)
         data.resume(Progress(5, 77))
         for each, first in zip(
-            data.step(6), range(77 + 2 * coordinates.data, 77 + 24, 4), strict=True
+            data.micro_batches(6), range(77 + 2 * coordinates.data, 77 + 24, 4), strict=True
         ):
             assert each.info.dropout == MaskKey(recipe.seed, range(first, first + 2))
             places = data.places(np.array([first, first + 1]))
@@ -287,7 +287,7 @@ def check_documents(
 
 def test_documents_are_not_separate_by_default(small: dict[str, Any]) -> None:
     data = build(small)
-    assert {each.info.documents for each in (*data.step(1), *data.evaluation())} == {None}
+    assert {each.info.documents for each in (*data.micro_batches(1), *data.evaluation())} == {None}
 
 
 def test_another_seed_reads_in_another_order(small: dict[str, Any]) -> None:
@@ -548,7 +548,7 @@ def test_labels_of_further_tokens_are_those_of_the_same_document(
     data = TrainingData(recipe, ParallelDims(pipeline=1, data=1, tensor=1), 0)
     file = next(iter(data.sources().values())).file
     crossing, sample = 0, 0
-    for micro_batch in data.step(1):
+    for micro_batch in data.micro_batches(1):
         assert micro_batch.tokens is not None and micro_batch.labels is not None
         for row, labels in zip(micro_batch.tokens, micro_batch.labels, strict=True):
             ((_, index),) = data.places(np.array([sample]))

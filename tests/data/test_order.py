@@ -181,7 +181,9 @@ def test_data_is_a_pure_function_of_recipe_and_step(table: dict[str, Any]) -> No
 
 def test_micro_batches_have_the_length_of_their_phase(table: dict[str, Any]) -> None:
     data = build(table)
-    shapes = {step: [tuple(each.tokens.shape) for each in data.step(step)] for step in (4, 5, 13)}
+    shapes = {
+        step: [tuple(each.tokens.shape) for each in data.micro_batches(step)] for step in (4, 5, 13)
+    }
     assert shapes == {4: [(2, 32)] * 4, 5: [(2, 64)] * 2, 13: [(2, 32)] * 2}
 
 

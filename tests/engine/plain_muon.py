@@ -53,7 +53,7 @@ class PlainRun:
         """Run steps, and record losses and norms."""
         data = TrainingData(self.recipe, self.recipe.parallel_dims(LaunchEnvironment()), 0)
         for step in range(1, steps + 1):
-            micro_batches = list(data.step(step))
+            micro_batches = list(data.micro_batches(step))
             total = 0.0
             for each in micro_batches:
                 loss = self.model(each.tokens, each.labels, each.info)

@@ -12,7 +12,7 @@ from tests.conftest import GPT_SWITCHES, changed, small_recipe
 from tests.ranks import run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
-from threefold.engine.engine import Engine, PipelinedEngine
+from threefold.engine.engine import Engine, StageEngine
 from threefold.prove.training import many_cases, start, train_step
 
 REPLICATED, TIED = "blocks.1.mlp_norm.weight", "embedding.weight"
@@ -53,14 +53,14 @@ def worker(corpus: str, cases: dict) -> dict[str, Outcome]:
 
 def break_gradient(engine: Engine, weight: nn.Parameter) -> None:
     """Set one value of a weight's gradient to NaN on this rank, after sums over the stages."""
-    if not isinstance(engine, PipelinedEngine) or engine.wrapped.gradients.sharded:
+    if not isinstance(engine, StageEngine) or engine.wrapped.gradients.sharded:
         weight.register_hook(lambda gradient: gradient * math.nan)
         return
     gradients = engine.wrapped.gradients
     hand_over = gradients._hand_over
 
     def break_and_hand_over(shards: list[torch.Tensor]) -> None:
-        gradients.of(weight)[0] = math.nan
+        gradients.sum_of(weight)[0] = math.nan
         hand_over(shards)
 
     gradients._hand_over = break_and_hand_over

@@ -31,7 +31,7 @@ def leave_one_out(corpus: str) -> dict[str, list[float]]:
 
             def finish_and_look(finish=finish, gradients=gradients, weight=weight, largest=largest):
                 finish()
-                largest.append(float(gradients.of(weight).abs().max()))
+                largest.append(float(gradients.sum_of(weight).abs().max()))
 
             gradients.finish = finish_and_look
             train_step(engine, data, 1)

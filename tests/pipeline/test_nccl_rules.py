@@ -278,9 +278,9 @@ def mutant_worker(corpus: str, mutant: str) -> str:
         pass
 
     def only_reduce(engine: Any, *_: Any) -> None:
-        for kind, chunk in engine.gradients.cycles if torch.is_grad_enabled() else ():
-            engine.gradients.begin_end_of_group(kind, chunk, is_last=True)
-            engine.gradients.end_group()
+        for kind, chunk in engine.gradients.completed_by if torch.is_grad_enabled() else ():
+            engine.gradients.begin_reducing_pass(kind, chunk, is_last=True)
+            engine.gradients.end_reducing_pass()
 
     if mutant == "no connections":
         channels.Channels.connect = leave_out

@@ -70,7 +70,7 @@ def reduce_worker() -> list[tuple[list[float], str]]:
         one = ShardedReduction(
             [dist.group.WORLD, dist.group.WORLD],
             dtype=sent_in,
-            ranks=dist.get_world_size(),
+            divisor=dist.get_world_size(),
             accumulated=[torch.zeros(8), torch.zeros(8)] if sharded else None,
         )
         for _step in (1, 2):
@@ -99,7 +99,7 @@ def hybrid_worker() -> list[tuple[list[int], list[float]]]:
         one = ShardedReduction(
             [alone, alone],
             dtype=torch.float32,
-            ranks=2,
+            divisor=2,
             same_shard=dist.group.WORLD,
             accumulated=[torch.zeros(24), torch.zeros(24)] if sharded else None,
         )

@@ -764,7 +764,7 @@ def test_the_ledger_lists_the_samples_of_a_step(prepared: Path, tmp_path: Path) 
     lines = prepare(*arguments).stdout.splitlines()
     assert lines[0] == "step 3 reads samples 16 .. 23, windows of 32 + 1 tokens"
     data = TrainingData(parse_recipe(table, "small"), ParallelDims(), 0)
-    batches = [micro_batch.tokens for micro_batch in data.step(3)]
+    batches = [micro_batch.tokens for micro_batch in data.micro_batches(3)]
     tokenizer = AutoTokenizer.from_pretrained(prepared / "out" / "tokenizer")
     for number, row in enumerate(np.concatenate(batches)):
         sample, text = lines[1 + 2 * number], json.loads(lines[2 + 2 * number])

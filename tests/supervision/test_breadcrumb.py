@@ -11,7 +11,7 @@ from models.attention import ModelAxes
 from models.config import ModelConfig
 from models.layer_specs import VocabularyTable
 from models.parallel.collectives import TensorAxis
-from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine
+from threefold.engine.engine import Engine, StageEngine, Zero3Engine
 from threefold.supervision.hang_report import Breadcrumb
 
 MICRO_BATCHES = 3
@@ -58,7 +58,7 @@ def test_a_sequential_engine_notes_each_micro_batch_that_it_validates() -> None:
 
     wrapped = mock.Mock(side_effect=forward, module=module)
     engine = engine_of(
-        SequentialEngine,
+        Zero3Engine,
         crumb,
         wrapped=wrapped,
         axes=ModelAxes(),
@@ -79,7 +79,7 @@ def test_a_pipelined_engine_waits_for_the_disk_before_it_validates() -> None:
         scores += [torch.full((2, 1, 4), 1.0 + number) for number in range(len(micro_batches))]
 
     engine = engine_of(
-        PipelinedEngine,
+        StageEngine,
         crumb,
         wrapped=wrapped,
         axes=ModelAxes(),
@@ -93,7 +93,7 @@ def test_a_pipelined_engine_waits_for_the_disk_before_it_validates() -> None:
 def test_replicas_are_compared_with_a_note_for_each_kind() -> None:
     crumb = Recorder()
     engine = engine_of(
-        SequentialEngine,
+        Zero3Engine,
         crumb,
         wrapped=SimpleNamespace(device="cpu"),
         _copies=lambda: [SimpleNamespace(kind=kind) for kind in ("tensor ranks", "data ranks")],
@@ -119,6 +119,6 @@ def test_a_checkpoint_is_loaded_with_a_note_for_each_tensor(weights_only: bool) 
         restore=restore,
         parameters={each.name: SimpleNamespace(sharding=sharding) for each in fragments},
     )
-    engine = engine_of(SequentialEngine, crumb, state=state, axes=ModelAxes(), average=None)
+    engine = engine_of(Zero3Engine, crumb, state=state, axes=ModelAxes(), average=None)
     engine.load(mock.Mock(), weights_only=weights_only)
     assert crumb.activities == ["loading weight of head", "loading weight of blocks.0"]

@@ -66,7 +66,7 @@ QUICK_LAYOUTS = ("tensor", "data, ZeRO-2", "data, ZeRO-3", "pipeline")
 def engine_of(recipe: dict[str, Any]) -> tuple[Engine, list]:
     """Return an engine after its first step, and the micro-batches of a step."""
     engine, data = start(parse_recipe(recipe, "small"), join_world())
-    batch = list(data.step(1))
+    batch = list(data.micro_batches(1))
     engine.train_step(batch, LEARNING_RATE)
     return engine, batch
 

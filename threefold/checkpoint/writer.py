@@ -384,7 +384,7 @@ class CheckpointWriter:
         self.versions = versions() if self.rank == 0 else {}
         self.tree = RankTree(EXCHANGE_TIMEOUT)
         coordinates = dims.coordinates(self.rank)
-        group = create_host_groups(dims.groups("data", "context", "tensor"), EXCHANGE_TIMEOUT)
+        group = create_host_groups(dims.stages(), EXCHANGE_TIMEOUT)
         assert group is not None  # every rank belongs to a stage
         copy, copies = dims.copy_of_shards(self.rank)
         self.assembly = Assembly(

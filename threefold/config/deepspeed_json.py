@@ -156,7 +156,20 @@ def _read(
         proposal = {key: proposal[key] for key in keys}
         raise UserError(_rejection(name, review, proposal, is_complete=dims is not None))
     _leave_zero_3_out(config, review)
+    if recipe and dims and (count := _added_in_bf16(config, recipe, dims)):
+        review.advice.append(
+            f"the gradients of {count} micro-batches are added up in bf16, as in DeepSpeed; to add "
+            f'them up in fp32, write "data_types": {{"grad_accum_dtype": "fp32"}}'
+        )
     return config, review
+
+
+def _added_in_bf16(config: dict[str, Any], recipe: Recipe, dims: ParallelDims) -> int:
+    """Return the micro-batches of a step whose gradients are added up in bf16 by default, or 0."""
+    if precision(config) != "bf16" or config.get("data_types", {}).get("grad_accum_dtype"):
+        return 0
+    count = recipe.micro_batches(dims.data)
+    return count if count > 1 else 0
 
 
 def _leave_zero_3_out(config: dict[str, Any], review: Review) -> None:

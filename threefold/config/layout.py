@@ -152,7 +152,7 @@ class Layout(Section):
 
     @property
     def ranks_per_data_rank(self) -> int:
-        """Number of ranks that share a data rank: the product of all other axes."""
+        """Number of ranks that share a data rank. Expert ranks are data ranks, and do not count."""
         return self.tensor * self.pipeline * self.context
 
     @property
@@ -376,6 +376,6 @@ def _divided_in_fp8(model: ModelConfig, layout: Layout) -> dict[str, int]:
     return sizes
 
 
-# The checks of a new axis, which recipe.py calls: with a model, and on a number of ranks.
+# Checks that recipe.py calls, with a model and on a number of ranks. It has those of other axes.
 MODEL_CHECKS = (check_experts,)
 WORLD_CHECKS = (check_expert_ranks, check_dp_shard)

@@ -195,7 +195,7 @@ class ParallelDims:
         """Return the global ranks of every group whose ranks differ only in these axes.
 
         Groups are in the order of their first ranks. groups("context") are the ranks that share
-        their samples, groups("data", "context", "tensor") the stages.
+        their samples; `stages` has the groups of all axes but the pipeline.
         """
         groups = [[0]]
         stride = self.world_size
@@ -227,6 +227,10 @@ class ParallelDims:
         copies = self.optimizer_groups()
         return [ranks[n :: self.tensor] for ranks in copies for n in range(self.tensor)]
 
+    def stages(self) -> list[list[int]]:
+        """Return the ranks of every pipeline stage."""
+        return self.groups(*(axis for axis in AXES if axis != "pipeline"))
+
     def optimizer_groups(self) -> list[list[int]]:
         """Return the ranks of every group that holds one copy of a stage's optimizer state."""
         return self._neighbours(self.dp_shard_size * self.tensor)
@@ -245,7 +249,7 @@ class ParallelDims:
 
     def _strided(self, stride: int) -> list[list[int]]:
         """Return the ranks of a stage that are a multiple of `stride` apart, for every stage."""
-        stages = self.groups("data", "context", "tensor")
+        stages = self.stages()
         return [ranks[first::stride] for ranks in stages for first in range(stride)]
 
 

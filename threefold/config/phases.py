@@ -1,7 +1,7 @@
 """The phases of a run, the table of each, and the recipe that each step follows.
 
-`PhasePlan` is the only place that knows about `[[phase]]` tables and `batch.ramp`. Every other
-module works with the plain recipe of a step, which has neither.
+`PhasePlan` is the only place that interprets `[[phase]]` tables and `batch.ramp`. The modules that
+work on a step get its plain recipe, which has neither.
 """
 
 import json
@@ -304,7 +304,7 @@ class PhasePlan:
         ]
 
     @property
-    def is_pipelined(self) -> bool:
+    def has_pipeline(self) -> bool:
         """True if a phase of the run has a pipeline."""
         return any(segment.recipe.layout.pipeline > 1 for segment in self.segments)
 

@@ -375,7 +375,7 @@ class Tracking(Section):
 
     timeline_step: NonNegative = 0
     """First step whose instructions are recorded on every rank, with their times; 0: record
-    nothing. Needs ZeRO-1. Recorded steps are somewhat slower."""
+    nothing. Needs ZeRO-1 or 2. Recorded steps are somewhat slower."""
 
     timeline_steps: Count = 3
     """Number of steps that are recorded from `timeline_step` on."""

@@ -1,10 +1,10 @@
 """Token files -> micro-batches: a pure function of (recipe, progress, step) in every layout.
 
 A corpus is cut into windows of sequence_length + 1 tokens, each overlapping the next by one token.
-The seed and the phases alone decide which window is sample n of the run (`sample_order.py`). A step reads
-the next G samples, where G is the global batch of the step, and the data ranks divide them. Step k
-(from 1) of a recipe with one batch size reads the samples (k - 1) G .. k G - 1. If the run was
-resumed with another batch, it continues with the sample after the last one read.
+The seed and the phases alone decide which window is sample n of the run (`sample_order.py`). A step
+reads the next G samples, where G is the global batch of the step, and the data ranks divide them.
+Step k (from 1) of a recipe with one batch size reads the samples (k - 1) G .. k G - 1. If the run
+was resumed with another batch, it continues with the sample after the last one read.
 
 A window may cross the ends of documents. With data.separate_documents, each micro-batch's `info`
 contains the lengths of its documents, which come from the token file's index. Therefore no stage
@@ -48,7 +48,7 @@ class MicroBatch:
     labels: the next token of each token, int64 [b, s]; in the training of a model that predicts D
         further tokens, the next 1 + D tokens, [b, s, 1 + D], or -1 where a further token does not
         count; None if tokens are None
-    info: the dropout key and the documents, which all layers need
+    info: what all layers need: the dropout key, the documents, and the slices of a context rank
     """
 
     tokens: Tensor | None
@@ -158,7 +158,7 @@ class TrainingData:
 
     @property
     def phase_recipe(self) -> Recipe:
-        """The recipe for evaluations: that of the step that `evaluate_after` was given last."""
+        """The recipe for evaluations: that of the step that `use_phase_of` was given last."""
         return self.plan.at(self._evaluated_step).recipe
 
     @property
@@ -180,8 +180,8 @@ class TrainingData:
             name: self._opened[path, length] for name, path in recipe.data.validation_sets.items()
         }
 
-    def evaluate_after(self, step: int) -> None:
-        """Let evaluations use the settings of a step's phase."""
+    def use_phase_of(self, step: int) -> None:
+        """Let validations and evaluations of tasks use the settings of a step's phase."""
         self._evaluated_step = step
 
     def sources(self, step: int = 1) -> dict[int, SequenceView]:
@@ -200,7 +200,7 @@ class TrainingData:
             dims: the layout of the next steps; None if it stays the same
         """
         self.progress = progress
-        self.evaluate_after(progress.step + 1)
+        self.use_phase_of(progress.step + 1)
         self._mixtures: dict[tuple[LeftParts, int], Mixture] = {}
         if dims is None:
             return
@@ -244,7 +244,7 @@ class TrainingData:
         before, after = self.epochs(step - 1), self.epochs(step)
         return [path for path, epochs in after.items() if before.get(path, 0.0) <= 1 < epochs]
 
-    def step(self, step: int) -> Iterator[MicroBatch]:
+    def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of training step 1, 2, ..."""
         recipe, samples = self.plan.at(step).recipe, self.samples(step)
         for share in self._shares(recipe, samples.start, len(samples)):

@@ -22,8 +22,6 @@ from threefold.config.phases import PhasePlan
 from threefold.config.sections import repository_path, whole_shares
 from threefold.run_folder.history import ConsumedRange
 
-# The order of a run's samples: a mixture of corpora, each in its own random permutation.
-
 FEISTEL_ROUNDS = 6  # four are enough for a pseudorandom permutation (Luby, Rackoff 1988)
 
 

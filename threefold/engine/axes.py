@@ -1,6 +1,7 @@
 """The parallel axes of a rank: process groups with a size and an index, each created once.
 
-`build_axes` is the only place that creates them. The layers of the model read `ModelAxes`, from
+`build_axes` creates all of them. Messages between stages, copies of tied weights and saves have
+groups of their own. The layers of the model read `ModelAxes`, from
 which `ParallelAxes` is derived; DeepSpeed's engines read the same groups from `ProcessGrid`.
 """
 

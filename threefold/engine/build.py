@@ -38,11 +38,11 @@ from threefold.engine.axes import ParallelAxes, build_axes
 from threefold.engine.deepspeed_overrides import (
     allow_muon,
     import_muon,
+    override_optimizer,
     replace_timers,
     without_memory_reports,
-    without_needless_copies,
 )
-from threefold.engine.engine import Engine, PipelinedEngine, SequentialEngine, is_partitioned
+from threefold.engine.engine import Engine, StageEngine, Zero3Engine, is_partitioned
 from threefold.engine.experts import mark_experts
 from threefold.engine.muon_exchange import MatrixExchange
 from threefold.engine.optimizer import Muon, parameter_groups, rules_of
@@ -52,7 +52,7 @@ from threefold.pipeline.engine import ScheduledEngine
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.stage import Stage
 from threefold.runtime.processes import quiet, should_compile
-from threefold.supervision.supervisor import Breadcrumb
+from threefold.supervision.hang_report import Breadcrumb
 
 # Create the weights of ZeRO-3 as shards, so that no rank ever holds the whole model.
 #
@@ -214,7 +214,7 @@ def build_engine(
     kind: type[Engine]
     with quiet(), without_memory_reports():
         if isinstance(model, Stage):
-            kind = PipelinedEngine
+            kind = StageEngine
             wrapped = ScheduledEngine(
                 model,
                 optimizer,
@@ -223,11 +223,11 @@ def build_engine(
                 shard_gradients=zero_stage(config) == 2,
             )
         else:
-            kind = SequentialEngine
+            kind = Zero3Engine
             wrapped, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, mpu=axes.grid
             )
-    without_needless_copies(wrapped.optimizer)
+    override_optimizer(wrapped.optimizer)
     replace_timers(wrapped)
     if precision(config) == "fp16":
         expect_gradient_scale(wrapped.module, partial(loss_gradient, wrapped))

@@ -65,6 +65,16 @@ upstream change that would make the override removable.
   name. Gain: no rank draws or sends a whole weight. Removable if Init takes a function that fills a
   part.
 
+- `_enable_mem_efficient_linear`. Upstream: `deepspeed.zero.Init` calls it in its context manager.
+  Ours: called directly. Reason: `ShardedCreation` has no context. Gain: gathered weights are freed
+  before the backward pass. Removable with `ShardedCreation`.
+
+`threefold/engine/engine.py`
+
+- `gradient_accumulation_steps`. Upstream: `set_train_batch_size` changes the engine's number of
+  micro-batches, but not the copy that the optimizer holds. Ours: both. Reason: a batch ramp.
+  Removable if the optimizer asks the engine.
+
 `threefold/pipeline/`
 
 - `engine.py`. Upstream: PipelineEngine runs a fixed schedule with blocking sends and receives.
@@ -87,19 +97,28 @@ upstream change that would make the override removable.
 - `engine.py` (`_aggregate_total_loss`). Upstream: the loss is averaged after the update.
   Ours: before it. Reason: the average would wait for the gathers of the same group. Gain: as for
   `weight_gathering.py`. Removable if DeepSpeed averages the loss first.
+- `engine.py` (`seq_data_parallel_group`). Upstream: the optimizer state is divided among all data
+  ranks. Ours: among `layout.dp_shard` of them, because the attribute is set to their group.
+  Reason: hybrid sharding exists for ZeRO-3 only. Gain: sums and gathers inside a node. Removable
+  if ZeRO-1 takes a size of the groups.
 - `engine.py` (`_configure_distributed_model`), `threefold/engine/experts.py`. Upstream: only
   modules of `deepspeed.moe` count as experts. Ours: marked weights do, and their groups are entered
   into `deepspeed.utils.groups`. Reason: our experts are modules of our own. Gain: ZeRO-1 divides
   experts among the ranks that have the same ones. Removable if DeepSpeed decides by the weights'
   attributes.
-- `axes.py` (`ProcessGrid`) and `stage.py` (`_index_tied_modules`). Upstream: one call per group
-  creates the groups of the axes and of tied weights, thousands of calls on 1,000 ranks. Ours: one
-  call per axis. Reason: each call is a collective over all ranks. Gain: start-up time on many
-  ranks. Removable if PipelineParallelGrid creates the groups of an axis together.
+- `threefold/engine/axes.py` (`ProcessGrid`) and `stage.py` (`_index_tied_modules`). Upstream: one
+  call per group creates the groups of the axes and of tied weights, thousands of calls on 1,000
+  ranks. Ours: one call per axis. Reason: each call is a collective over all ranks. Gain: start-up
+  time on many ranks. Removable if PipelineParallelGrid creates the groups of an axis together.
 - `stage.py` (`PipelineParallelGrid`). Upstream: PipelineModule's constructor builds a grid itself.
   Ours: the class is replaced in DeepSpeed's module during that constructor by a function that
   returns our grid. Reason: no argument changes the class. Gain: as for `ProcessGrid`. Removable
   if PipelineModule takes a grid.
+- `stage.py` (`_partition_layers`, `_build`, `stage_owner`, `train`), `engine.py`
+  (`is_last_stage`, `_loss_stage_global_rank`). Upstream: a stage holds one range of layers, the
+  last stage computes the loss, and `train` visits all modules in each step. Ours: a range for each
+  chunk, in any order of stages, and no visit without a change. Reason: schedules with several
+  chunks. Removable if PipelineModule takes the bounds of chunks.
 - `stage.py` (`_synchronize_tied_weights`). Upstream: tied weights are broadcast. Ours: nothing.
   Reason: the initialization makes all replicas equal. Gain: no collective and no warning. Removable
   if the broadcast becomes optional.
@@ -170,7 +189,7 @@ def import_muon() -> None:
 ROW_ELEMENTS = 512  # number of elements that are summed in fp32
 
 
-def without_needless_copies(optimizer: object) -> None:
+def override_optimizer(optimizer: object) -> None:
     """Apply the changes of this file to an optimizer that DeepSpeed has created."""
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         share_fp32_weights(optimizer)

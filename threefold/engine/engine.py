@@ -120,6 +120,7 @@ class Engine(ABC):
         self.expert_layers = expert_layers(wrapped.module)
         self.tables = vocabulary_tables(wrapped.module)
         parameters = dict(self.parameters())
+        # `wrapped.optimizer` is DeepSpeed's ZeRO optimizer; its own `optimizer` is AdamW or Muon.
         rules = rules_of(parameters.items(), recipe.model, recipe.optimizer)
         self.state: TrainingState = training_state(
             wrapped.optimizer,
@@ -128,13 +129,13 @@ class Engine(ABC):
             has_average=recipe.optimizer.average is not None,
         )
         self._report: ExpertReport | None = None  # of this step
-        # A phase may change the number of micro-batches, but not their size.
+        # Of all data ranks. A phase may change the number of micro-batches, but not their size.
         self._tokens_per_micro_batch = recipe.tokens_per_step // self.micro_batches
         if recipe.model.experts and recipe.model.experts.bias_update:
             wrapped.optimizer.optimizer.register_step_pre_hook(self._update_biases)
-        self.clip: QueryKeyClip | None = None
+        self.qk_clip: QueryKeyClip | None = None
         if (limit := recipe.optimizer.qk_clip) is not None:
-            self.clip = clip = QueryKeyClip(
+            self.qk_clip = clip = QueryKeyClip(
                 wrapped.module, recipe.model, limit=limit, tensor=axes.tensor
             )
             wrapped.optimizer.optimizer.register_step_post_hook(
@@ -174,7 +175,7 @@ class Engine(ABC):
             grad_norm=float(self.wrapped.get_global_grad_norm()),
             experts=self._expert_report() if self.recipe.model.experts else None,
             prediction_losses=self._prediction_losses() if self.recipe.model.prediction else None,
-            largest_logit=float(self.clip.largest(self.device).max()) if self.clip else None,
+            largest_logit=float(self.qk_clip.largest(self.device).max()) if self.qk_clip else None,
         )
 
     @property
@@ -188,8 +189,8 @@ class Engine(ABC):
             layer.statistics.reset()
         for table in self.tables:
             table.prediction_sums = None
-        if self.clip is not None:
-            self.clip.reset()
+        if self.qk_clip is not None:
+            self.qk_clip.reset()
 
     def _expert_report(self) -> ExpertReport:
         """Return the report of this step; collective when it is called for the first time."""
@@ -262,7 +263,7 @@ class Engine(ABC):
         return scores.cpu() if self.axes.tensor.rank == 0 else None
 
     @abstractmethod
-    def expect(self, micro_batch: MicroBatch) -> None:
+    def warm_up_for(self, micro_batch: MicroBatch) -> None:
         """Prepare for evaluations of another kind than training; called on all ranks.
 
         micro_batch: like those of the evaluation; its scores are not used
@@ -383,8 +384,8 @@ class Engine(ABC):
         return torch.cuda.get_device_name(self.device) if self.on_gpu else self.device.type
 
 
-class PipelinedEngine(Engine):
-    """Engine of a pipeline stage, with ZeRO-1 or ZeRO-2."""
+class StageEngine(Engine):
+    """Engine of a pipeline stage, which may be the only one, with ZeRO-1 or ZeRO-2."""
 
     def __init__(self, wrapped: ScheduledEngine, *parts: Any):
         super().__init__(wrapped, *parts)
@@ -392,7 +393,7 @@ class PipelinedEngine(Engine):
         self._expected: MicroBatch | None = None
 
     @override
-    def expect(self, micro_batch: MicroBatch) -> None:
+    def warm_up_for(self, micro_batch: MicroBatch) -> None:
         self._expected = micro_batch
 
     def _observe(self, instruction: PipeInstruction) -> contextlib.AbstractContextManager[None]:
@@ -431,12 +432,12 @@ class PipelinedEngine(Engine):
 
     def _run(
         self,
-        schedule: Callable[..., torch.Tensor],
+        run_batch: Callable[..., torch.Tensor],
         micro_batches: list[MicroBatch],
         *,
         scores: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Run DeepSpeed's train_batch or eval_batch and return its result.
+        """Run DeepSpeed's train_batch or eval_batch on a global batch and return its result.
 
         DeepSpeed passes tokens and labels to the ends of the pipeline; every stage needs the
         information about the micro-batches.
@@ -456,17 +457,17 @@ class PipelinedEngine(Engine):
         self.wrapped.module.take_micro_batch_infos([batch.info for batch in micro_batches])
         pairs = iter([(batch.tokens, batch.labels) for batch in micro_batches])
         if scores is None:
-            result = schedule(pairs)
+            result = run_batch(pairs)
         else:
             with observed_scores(self.wrapped.module) as observed:
-                result = schedule(pairs)
+                result = run_batch(pairs)
             scores += observed
         self.wrapped.module.check_all_taken()
         return result
 
 
-class SequentialEngine(Engine):
-    """Engine of a model with all layers on every rank, with ZeRO-3."""
+class Zero3Engine(Engine):
+    """Engine with ZeRO-3: all layers are on every rank, and their weights are gathered in turn."""
 
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         self.wrapped.train()
@@ -484,7 +485,7 @@ class SequentialEngine(Engine):
         return total / dist.get_world_size(self.data_group)
 
     @override
-    def expect(self, micro_batch: MicroBatch) -> None:
+    def warm_up_for(self, micro_batch: MicroBatch) -> None:
         """Do nothing: no rank waits for another one while kernels are loaded."""
 
     @override

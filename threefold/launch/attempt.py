@@ -328,7 +328,7 @@ def rank_command(
     words = [python[-1], "-u", str(PRETRAIN), str(file)]
     words += ["--run-dir", str(folder.path), "--resume", _resume_option(options, recipe)]
     words += ["--resume-once", options.resume_once or f"launch-{time.time_ns():x}"]
-    pipelined = PhasePlan(recipe).is_pipelined
+    pipelined = PhasePlan(recipe).has_pipeline
     variables = forwarded(os.environ, container=bool(options.container))
     set_torch_variables(variables, deterministic=recipe.training.deterministic, pipelined=pipelined)
     return Command(

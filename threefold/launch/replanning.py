@@ -165,7 +165,7 @@ def _placement(recipe: Recipe, overrides: Sequence[str], job: Job) -> Placement:
         overrides,
         _text(recipe),
         step_time(job).total,
-        pipelined=PhasePlan(recipe).is_pipelined,
+        pipelined=PhasePlan(recipe).has_pipeline,
         memory=fullest_stage(job),
         chosen=True,
     )

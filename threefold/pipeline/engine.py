@@ -169,7 +169,7 @@ def _run_passes(
                     run(number, chunk)
                     work = Pass(kind, engine.stage_id, chunk, number)
                     if work in engine.group_ends:
-                        engine.gradients.end_group()
+                        engine.gradients.end_reducing_pass()
             for result in engine.handed_on.values():
                 engine.channels.part_to_send(result)
             engine.handed_on.clear()
@@ -403,7 +403,9 @@ class ScheduledEngine(PipelineEngine):
         self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
         self.labels: dict[int, Tensor] = {}
         self.tokens: dict[int, Tensor] = {}
-        self.begun: dict[Pass, Callable[[], None]] = {}  # forward passes, by their partners
+        self.waiting_forwards: dict[
+            Pass, Callable[[], None]
+        ] = {}  # forward passes, by their partners
         order = self.pipeline.orders[self.stage_id]
         self.group_ends = group_ends(order, self.pipeline.reduce_every)
         pairs = (unit for unit in self.pipeline.units(order) if len(unit) > 1)
@@ -446,7 +448,7 @@ class ScheduledEngine(PipelineEngine):
                     for observe in self.observers:
                         observed.enter_context(observe(instruction))
                     self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
-        assert not (self.in_flight or self.deferred or self.handed_on or self.begun)
+        assert not (self.in_flight or self.deferred or self.handed_on or self.waiting_forwards)
 
     def _pass(self, kind: Kind, buffer_id: int, chunk: int) -> Pass:
         return Pass(kind, self.stage_id, chunk, buffer_id)
@@ -485,7 +487,7 @@ class ScheduledEngine(PipelineEngine):
         """
         partner = self.partners.get(self._pass(FORWARD, buffer_id, chunk))
         if partner is not None and torch.is_grad_enabled():
-            self.begun[partner] = partial(self._run_forward, buffer_id, chunk)
+            self.waiting_forwards[partner] = partial(self._run_forward, buffer_id, chunk)
         else:
             self._run_forward(buffer_id, chunk)
 
@@ -511,7 +513,7 @@ class ScheduledEngine(PipelineEngine):
 
     def run_backward(self, buffer_id: int, chunk: int) -> None:
         """Run the backward pass, without the weight gradients if the schedule splits it."""
-        forward = self.begun.pop(self._pass(BACKWARD, buffer_id, chunk), None)
+        forward = self.waiting_forwards.pop(self._pass(BACKWARD, buffer_id, chunk), None)
         backward = partial(self._run_backward, buffer_id, chunk)
         if forward is None:
             backward()
@@ -523,7 +525,7 @@ class ScheduledEngine(PipelineEngine):
         passing = self.in_flight.pop((chunk, buffer_id))
         if work in self.group_ends:
             is_last = self.group_ends[work]
-            self.gradients.begin_end_of_group(BACKWARD, chunk, is_last=is_last)
+            self.gradients.begin_reducing_pass(BACKWARD, chunk, is_last=is_last)
         if self._is_end(chunk):
             loss = self.optimizer.scale_if_loss(passing.end / self.micro_batches)
             torch.autograd.backward(loss)
@@ -542,7 +544,7 @@ class ScheduledEngine(PipelineEngine):
         deferred.reverse()
         work = self._pass(WEIGHT, buffer_id, chunk)
         if work in self.group_ends:
-            self.gradients.begin_end_of_group(WEIGHT, chunk, is_last=self.group_ends[work])
+            self.gradients.begin_reducing_pass(WEIGHT, chunk, is_last=self.group_ends[work])
         while deferred:  # pop, so that the inputs of a gradient are freed before the next
             weight, gradient = deferred.pop()
             self.gradients.add(weight, gradient)
@@ -566,7 +568,7 @@ class ScheduledEngine(PipelineEngine):
         if kind is None:
             self.gradients.finish()
         else:
-            self.gradients.end_group()
+            self.gradients.end_reducing_pass()
 
     @torch.no_grad()
     def _exec_optimizer_step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

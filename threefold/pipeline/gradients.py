@@ -56,8 +56,8 @@ class ShardedReduction:
         of a bucket in a step, its shard is all-reduced over this group in fp32, while later buckets
         are still being reduced. None: no hybrid sharding
     dtype: type in which gradients are sent and summed
-    ranks: number of all data ranks, the divisor of every sum. The group of an expert's bucket is
-        smaller, but its gradients come from the tokens of all data ranks.
+    divisor: number of all data ranks, by which every sum is divided. The group of an expert's
+        bucket is smaller, but its gradients come from the tokens of all data ranks.
     divided_before: divisor of the gradients before the sum; the rest of the division by the number
         of ranks follows after the sum
     at_once: number of sums that may run at the same time; only with `accumulated` or `same_shard`
@@ -70,16 +70,16 @@ class ShardedReduction:
         groups: Sequence[dist.ProcessGroup],
         *,
         dtype: torch.dtype,
-        ranks: int,
+        divisor: int,
         same_shard: dist.ProcessGroup | None = None,
         divided_before: float = 1.0,
         at_once: int = MAX_RUNNING,
         accumulated: Sequence[Tensor] | None = None,
     ):
         self.groups, self.dtype, self.same_shard = groups, dtype, same_shard
-        self.divisor, self.divided_before = ranks, divided_before
+        self.divisor, self.divided_before = divisor, divided_before
         self.sizes = [dist.get_world_size(group) for group in groups]
-        self.ranks = [dist.get_rank(group) for group in groups]
+        self.own_ranks = [dist.get_rank(group) for group in groups]  # in the group of each bucket
         self.at_once, self.accumulated = at_once, accumulated
         self.running: list[_Running] = []
         self.between: list[dist.Work] = []  # sums over `same_shard`
@@ -97,7 +97,7 @@ class ShardedReduction:
         if self.divided_before != 1.0:
             flat.div_(self.divided_before)
         sent = flat.to(self.dtype)  # the same tensor if it has this type
-        total = sent.chunk(self.sizes[number])[self.ranks[number]]
+        total = sent.chunk(self.sizes[number])[self.own_ranks[number]]
         work = reduce_scatter_single(total, sent, group=self.groups[number], async_op=True)
         self.running.append(_Running(number, is_last, total, sent is flat, sent, work))
         must_end = self.accumulated is not None or self.same_shard is not None
@@ -302,15 +302,15 @@ class FlatGradients(ABC):
         self.sharded = sharded
         pipeline = engine.pipeline
         deferred = deferring_parameters(engine.module) if pipeline.splits else set()
-        self.cycles, self.tied = self._in_order(chunks, deferred)
+        self.completed_by, self.tied = self._in_order(chunks, deferred)
         at_once = MAX_RUNNING
         if pipeline.reduce_every > 1 and pipeline.schedule == "interleaved":
             # A chunk's buckets are sent while the passes of the next chunk run.
-            at_once = max([at_once, *map(len, self.cycles.values())])
+            at_once = max([at_once, *map(len, self.completed_by.values())])
         self.reduction = ShardedReduction(
             groups,
             dtype=engine.communication_data_type,
-            ranks=dist.get_world_size(engine.grid.get_data_parallel_group()),
+            divisor=dist.get_world_size(engine.grid.get_data_parallel_group()),
             same_shard=engine.grid.dp_replicate_group,
             divided_before=_divided_before(engine),
             at_once=at_once,
@@ -319,10 +319,10 @@ class FlatGradients(ABC):
         self.sums = {parameter: _Sum(bucket) for parameter, bucket in self.bucket_of.items()}
         # The method is held weakly: the garbage collector cannot free a cycle through a hook.
         take = WeakMethod(self._take)
-        for parameter, total in self.sums.items():
-            parameter.register_post_accumulate_grad_hook(partial(_call_if_alive, take, total))
+        for parameter, record in self.sums.items():
+            parameter.register_post_accumulate_grad_hook(partial(_call_if_alive, take, record))
         self.ended: set[int] = set()  # buckets without further gradients in this step
-        self._end_cycle()
+        self._end_pass()
 
     def _in_order(
         self, chunks: Mapping[int, Sequence[nn.Parameter]], deferred: set[nn.Parameter]
@@ -332,7 +332,7 @@ class FlatGradients(ABC):
         Within a chunk they are in the reverse order of the layers: a bucket is complete when the
         pass has reached its first parameter.
         """
-        cycles: dict[tuple[Kind, int], list[Bucket]] = {}
+        completed_by: dict[tuple[Kind, int], list[Bucket]] = {}
         numbers: set[int] = set()
         for chunk, parameters in chunks.items():
             places = {parameter: position for position, parameter in enumerate(parameters)}
@@ -340,20 +340,20 @@ class FlatGradients(ABC):
             of_chunk.sort(key=lambda bucket: -min(places[parameter] for parameter in bucket.starts))
             for bucket in of_chunk:
                 kind = WEIGHT if deferred & bucket.starts.keys() else BACKWARD
-                cycles.setdefault((kind, chunk), []).append(bucket)
+                completed_by.setdefault((kind, chunk), []).append(bucket)
             numbers |= {bucket.number for bucket in of_chunk}
-        return cycles, [bucket for bucket in self.buckets if bucket.number not in numbers]
+        return completed_by, [bucket for bucket in self.buckets if bucket.number not in numbers]
 
-    def _end_cycle(self) -> None:
+    def _end_pass(self) -> None:
         self.coming: list[Bucket] = []  # buckets that the current pass completes, in order
         self.missing: dict[int, int] = {}  # bucket's number -> gradients that it still needs
-        self.cycle: list[Bucket] = []  # buckets of the current pass
+        self.of_pass: list[Bucket] = []  # buckets of the current pass
         self.is_last = True  # also outside of passes, where `finish` reduces tied buckets
 
-    def _take(self, of: _Sum, parameter: nn.Parameter) -> None:
+    def _take(self, record: _Sum, parameter: nn.Parameter) -> None:
         """Take a gradient from autograd, which also calls this hook when a gradient is deferred."""
         if parameter.grad is not None:
-            self._add(of, parameter, parameter.grad)
+            self._add(record, parameter, parameter.grad)
             parameter.grad = None
 
     def adds_in_matmul(self) -> bool:
@@ -364,22 +364,24 @@ class FlatGradients(ABC):
         """Add a gradient of a micro-batch, or compute and add it."""
         self._add(self.sums[parameter], parameter, gradient)
 
-    def _add(self, of: _Sum, parameter: nn.Parameter, gradient: Tensor | WeightGradient) -> None:
-        number = of.bucket.number
+    def _add(
+        self, record: _Sum, parameter: nn.Parameter, gradient: Tensor | WeightGradient
+    ) -> None:
+        number = record.bucket.number
         assert number not in self.ended, "a gradient after a chunk's last pass"
-        if of.total is None:
-            of.total = self.of(parameter).view(parameter.shape)
+        if record.total is None:
+            record.total = self.sum_of(parameter).view(parameter.shape)
         if isinstance(gradient, ProductGradient | QuantizedGradient):
-            gradient.add_to(of.total, replace=not of.has_gradient)
+            gradient.add_to(record.total, replace=not record.has_gradient)
         else:
             computed = gradient if isinstance(gradient, Tensor) else gradient()
-            if of.has_gradient:
-                of.total.add_(computed)
+            if record.has_gradient:
+                record.total.add_(computed)
             else:
-                of.total.copy_(computed)
-        of.has_gradient = True
-        if number in self.missing and not of.is_complete:
-            of.is_complete = True
+                record.total.copy_(computed)
+        record.has_gradient = True
+        if number in self.missing and not record.is_complete:
+            record.is_complete = True
             self.missing[number] -= 1
             while self.coming and not self.missing[self.coming[0].number]:
                 self._reduce(self.coming.pop(0))
@@ -392,7 +394,7 @@ class FlatGradients(ABC):
             self.tensors[bucket.number] = gradient
         return gradient
 
-    def of(self, parameter: nn.Parameter) -> Tensor:
+    def sum_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the sum of a parameter's gradients on this rank since it was last reduced.
 
         Without ZeRO-2 it is valid on the owner only after `finish`.
@@ -400,39 +402,39 @@ class FlatGradients(ABC):
         bucket = self.bucket_of[parameter]
         return bucket.part_of(parameter, self._tensor(bucket))
 
-    def begin_end_of_group(self, kind: Kind, chunk: int, *, is_last: bool) -> None:
+    def begin_reducing_pass(self, kind: Kind, chunk: int, *, is_last: bool) -> None:
         """Treat the gradients of the coming pass as complete for its group of micro-batches.
 
         Args:
             is_last: no other pass of this kind follows in the step
         """
         self.is_last = is_last
-        self.cycle = self.cycles.get((kind, chunk), [])
-        self.coming = list(self.cycle)
+        self.of_pass = self.completed_by.get((kind, chunk), [])
+        self.coming = list(self.of_pass)
         self.missing = {bucket.number: len(bucket.starts) for bucket in self.coming}
         for bucket in self.coming:
             for parameter in bucket.starts:
                 self.sums[parameter].is_complete = False
 
-    def end_group(self) -> None:
+    def end_reducing_pass(self) -> None:
         """Reduce what the pass has not completed; a weight without gradient gets zeros."""
         for bucket in self.coming:
             self._reduce(bucket)
         if self.is_last:
-            self.ended |= {bucket.number for bucket in self.cycle}
-        self._end_cycle()
+            self.ended |= {bucket.number for bucket in self.of_pass}
+        self._end_pass()
 
     @torch.no_grad()
     def _reduce(self, bucket: Bucket) -> None:
         """Begin to sum a bucket over the data ranks."""
         flat = self._tensor(bucket)
         for parameter in bucket.starts:
-            of = self.sums[parameter]
-            if not of.has_gradient:
+            record = self.sums[parameter]
+            if not record.has_gradient:
                 bucket.part_of(parameter, flat).zero_()
-            of.has_gradient = False
+            record.has_gradient = False
             if self.sharded:
-                of.total = None
+                record.total = None
         self.reduction.begin(bucket.number, flat, is_last=self.is_last)
         if self.sharded:
             del self.tensors[bucket.number]
@@ -442,8 +444,8 @@ class FlatGradients(ABC):
         """Sum tied gradients over stages, and give the optimizer its shard of the averages."""
         for weight, group in self.module.get_tied_weights_and_groups():
             if not self.sums[weight].has_gradient:
-                self.of(weight).zero_()
-            dist.all_reduce(self.of(weight), group=group)
+                self.sum_of(weight).zero_()
+            dist.all_reduce(self.sum_of(weight), group=group)
             self.sums[weight].has_gradient = True
         for bucket in self.tied:
             self._reduce(bucket)

@@ -85,7 +85,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
         The metrics of the evaluations that were due, with the duration of each in seconds.
     """
     metrics: dict[str, Any] = {}
-    run.data.evaluate_after(step)
+    run.data.use_phase_of(step)
     if run.data.validation and is_due(step, run.recipe.training.evaluate_every, run.last_step):
         with run.clock.left_out() as spent:
             metrics |= validate(run, step)
@@ -101,7 +101,7 @@ def evaluate(run: Run, step: int) -> dict[str, Any]:
 def validate(run: Run, step: int) -> dict[str, Any]:
     """Return the metrics of all validation sets; collective."""
     run.supervisor.crumb.note("validating")
-    run.data.evaluate_after(step)
+    run.data.use_phase_of(step)
     with stop_if_unreadable(run, step):
         return run.evaluator.validate()
 

@@ -151,7 +151,7 @@ class Evaluator:
         tasks = self.data.tasks
         count = len(tasks.requests)
         if not self.expects_documents:  # unlike in training, each window may have several documents
-            self.engine.expect(self.data.two_documents())
+            self.engine.warm_up_for(self.data.two_documents())
             self.expects_documents = True
         table = np.zeros((count, 2))  # losses; labels that are the most likely tokens
         for rows, micro_batch, scores in self._scored(self.data.task_windows(), len(tasks.windows)):

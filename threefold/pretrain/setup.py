@@ -311,14 +311,14 @@ def open_run(
         data: the corpora, at the position of `start`
         start: the point at which the run starts or resumes
     """
-    recipe, dims, folder = experiment.whole_recipe, experiment.dims, handle.folder
+    whole_recipe, dims, folder = experiment.whole_recipe, experiment.dims, handle.folder
     found, rank, size = start.found, experiment.world.rank, experiment.world.size
-    changed, next_step = found.changes(recipe), start.progress.step + 1
+    changed, next_step = found.changes(whole_recipe), start.progress.step + 1
     last_step = experiment.plan.last_step_of_engine(next_step)
     writer_of_run = CheckpointWriter(
         engine.state,
         folder,
-        recipe=recipe,
+        recipe=whole_recipe,
         dims=dims,
         data=data.fingerprint,
         step=next_step,
@@ -340,7 +340,7 @@ def open_run(
         with suppress(UserError):  # `cluster.gpu` has no datasheet
             machine = machine_of(experiment, engine.device_name)
     tracker_of_run = open_tracker(
-        recipe,
+        whole_recipe,
         folder,
         rank,
         start=start.progress,
@@ -353,7 +353,7 @@ def open_run(
         writer.on_publish, writer.on_wait = tracker.saved, tracker.warn
         writer.on_pause = supervisor.crumb.wait_for_room
         writer.is_asked_to_stop = lambda: bool(supervisor.asked)
-        if engine.on_gpu and recipe.training.compile == "auto" and not engine.compiled:
+        if engine.on_gpu and whole_recipe.training.compile == "auto" and not engine.compiled:
             tracker.warn(NOT_COMPILED)
         if rank == 0 and engine.on_gpu:
             print_document_attention(experiment)
@@ -367,10 +367,10 @@ def open_run(
             dims=dims,
             folder=folder,
             data=data,
-            prefetcher=Prefetcher(data.step, last_step=last_step, pinned=engine.on_gpu),
+            prefetcher=Prefetcher(data.micro_batches, last_step=last_step, pinned=engine.on_gpu),
             engine=engine,
             evaluator=Evaluator(engine, data),
-            meter=Meter(recipe, size, precision=precision, device_name=name),
+            meter=Meter(whole_recipe, size, precision=precision, device_name=name),
             clock=StepClock(),
             watch=LossWatch(
                 experiment.recipe.supervision,
@@ -393,7 +393,7 @@ def open_run(
                 engine, experiment.recipe, folder, precision=precision, show=tracker.show
             ),
             startup=startup,
-            find_start=partial(find_start, folder, ResumeRequest(), recipe, data.fingerprint),
+            find_start=partial(find_start, folder, ResumeRequest(), whole_recipe, data.fingerprint),
         )
         if not engine.compiled:  # otherwise the first step compiles, and belongs to the start-up
             supervisor.expect_steps()

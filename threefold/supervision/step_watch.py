@@ -106,7 +106,7 @@ def relative_times(seconds: Sequence[float], dims: ParallelDims) -> dict[int, fl
     """
     slow = {}
     size = dims.lockstep_size
-    for ranks in dims.groups("data", "context", "tensor"):
+    for ranks in dims.stages():
         group_seconds = {
             first: median(seconds[first : first + size])
             for first in range(ranks[0], ranks[-1] + 1, size)

@@ -24,7 +24,7 @@ from deepspeed.runtime.pipe.schedule import (
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from threefold.data.dataset import MicroBatch
-from threefold.engine.engine import Engine, PipelinedEngine
+from threefold.engine.engine import Engine, StageEngine
 from threefold.pipeline.engine import WeightPass
 from threefold.pipeline.stage import replaced
 from threefold.sweep.trial import PARTS, SPLIT_STEPS
@@ -216,7 +216,7 @@ def part_of_collective(kind: GroupKind, current: str) -> str:
 
 def ranks_of_stage(engine: Engine) -> set[int]:
     """Return the ranks of this rank's stage, over all data and tensor ranks."""
-    if isinstance(engine, PipelinedEngine):
+    if isinstance(engine, StageEngine):
         grid = engine.wrapped.grid
         return set(grid.topology().filter_match(pipe=grid.get_stage_id()))
     return set(range(dist.get_world_size()))
@@ -272,7 +272,7 @@ def instrumented(engine: Engine, clock: PartClock) -> Iterator[None]:
     """Count the passes, the optimizer and the collectives of an engine within this context."""
     with ExitStack() as stack:
         stack.enter_context(CountedCollectives(engine, clock).counted())
-        if isinstance(engine, PipelinedEngine):
+        if isinstance(engine, StageEngine):
             stack.enter_context(observed(engine, clock))
         else:
             stack.enter_context(counted_methods(engine, clock))
@@ -280,7 +280,7 @@ def instrumented(engine: Engine, clock: PartClock) -> Iterator[None]:
 
 
 @contextmanager
-def observed(engine: PipelinedEngine, clock: PartClock) -> Iterator[None]:
+def observed(engine: StageEngine, clock: PartClock) -> Iterator[None]:
     """Count the instructions of a pipeline's engine."""
     parts: dict[type[PipeInstruction], str] = dict(PART_OF_INSTRUCTION)
     if engine.wrapped.pipeline.stages == 1:

@@ -38,7 +38,7 @@ from threefold.config.parallel_dims import AXES, Coordinates, LaunchEnvironment,
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.engine.build import build_from_recipe, pipeline_of, tensors_in
-from threefold.engine.engine import Engine, PipelinedEngine
+from threefold.engine.engine import Engine, StageEngine
 from threefold.pipeline.schedules import BACKWARD, FORWARD, WEIGHT, Order
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.trace.fake_cluster import fake_tensors, kernels_of_a_gpu, one_rank_of
@@ -539,7 +539,7 @@ def micro_batch(recipe: Recipe, number: int, division: Division | None = None) -
 def first_step(engine: Engine, batch: list[MicroBatch]) -> None:
     """Run the step that allocates lasting tensors, in a pipeline with few micro-batches."""
     rate = engine.recipe.optimizer.learning_rate
-    if not isinstance(engine, PipelinedEngine):
+    if not isinstance(engine, StageEngine):
         engine.train_step(batch, rate)
         return
     wrapped, pipeline = engine.wrapped, engine.wrapped.pipeline

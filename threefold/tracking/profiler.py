@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from models.errors import UserError, counted
 from threefold.config.parallel_dims import Coordinates, ParallelDims
 from threefold.config.recipe import Recipe
-from threefold.engine.engine import Engine, PipelinedEngine
+from threefold.engine.engine import Engine, StageEngine
 from threefold.gpus.datasheet import Gpu, gpu_of_device, load_gpu
 from threefold.pipeline.engine import Event, EventRecorder, passes_of
 from threefold.pipeline.simulation import Timeline, simulate, typical_seconds
@@ -80,7 +80,7 @@ class TimelineRecorder:
         if step not in self.wanted:
             yield
             return
-        assert isinstance(self.engine, PipelinedEngine)
+        assert isinstance(self.engine, StageEngine)
         if not self.steps:
             dist.barrier()
             self.origin = perf_counter()

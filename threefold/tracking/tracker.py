@@ -288,7 +288,7 @@ class Tracker:
         shares = self.wall_time.shares(time.time())
         self.wandb.send(metrics | {f"wall_time/{name}": share for name, share in shares.items()})
 
-    def repeat(self, corpora: Sequence[str]) -> None:
+    def tell_repetition(self, corpora: Sequence[str]) -> None:
         """Report the corpora whose second epoch has begun with the newest step."""
         for corpus in corpora:
             self.display.say(

@@ -162,7 +162,7 @@ def logits_twice(folder: str) -> tuple[float, float]:
     (trial,) = coordinate_trials(curve, 1, 1)
     engine, data = start(trial.recipe, world)
     found, loss = measure_module.activations(engine, data)
-    labels = torch.cat([each.labels for each in data.step(1)])  # [b, s]
+    labels = torch.cat([each.labels for each in data.micro_batches(1)])  # [b, s]
     logits = found["logits"].transpose(0, 1).flatten(0, 1)
     return float(torch.nn.functional.cross_entropy(logits, labels.flatten())), loss
 

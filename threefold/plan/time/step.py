@@ -143,8 +143,8 @@ def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
     ZB-V, the stage waits for half a forward pass of each stage if all passes take equally long;
     otherwise the bubble is simulated. With DualPipeV, which computes the gradients of weights and
     inputs together, it waits for the backward pass of each stage; if it runs pairs of passes, also
-    for the forward pass. `pipeline/schedules.py` defines the orders, and the tests compare these formulas with
-    simulations.
+    for the forward pass. `pipeline/schedules.py` defines the orders, and the tests compare these
+    formulas with simulations.
     """
     p, v, m = job.layout.pipeline, job.layout.virtual_stages, job.micro_batches
     schedule = job.layout.schedule

@@ -172,7 +172,7 @@ def run_steps(
     A step lasts from the end of the previous step to its own end, and the device is synchronized at
     both ends. The micro-batches are read in advance, as the prefetcher does in a run.
     """
-    batches = [list(data.step(step)) for step in range(1, steps + 1)]
+    batches = [list(data.micro_batches(step)) for step in range(1, steps + 1)]
     durations = []
     dist.barrier(group=control)
     with without_collections():
@@ -192,7 +192,7 @@ def run_split_steps(
     engine: Engine, data: TrainingData, control: dist.ProcessGroup
 ) -> dict[str, float]:
     """Return the seconds of each part of a step on this rank; collective."""
-    batch = list(data.step(1))
+    batch = list(data.micro_batches(1))
     rate = data.plan.at(1).learning_rate(1)
     dist.barrier(group=control)
     with without_collections():

@@ -72,7 +72,7 @@ def activations(engine: Engine, data: TrainingData) -> tuple[Activations, float]
         found.setdefault(place, []).append(value.detach().float().cpu())
 
     with recorded(engine, record):
-        loss = engine.evaluate(data.step(1))
+        loss = engine.evaluate(data.micro_batches(1))
     return {place: torch.cat(values, dim=1) for place, values in found.items()}, loss
 
 
