@@ -79,7 +79,7 @@ def pretrain(started: float | None = None) -> None:
     set_torch_variables(
         os.environ,
         deterministic=recipe.training.deterministic,
-        pipelined=experiment.plan.has_pipeline,
+        pipelined=experiment.phase_plan.has_pipeline,
     )
     from threefold.engine.axes import build_axes
     from threefold.engine.build import build_engine, build_model, build_optimizer
@@ -160,8 +160,8 @@ def train(run: Run, step: int) -> RunEnd:
     while step < run.last_step and not ending:
         step += 1
         collect_garbage(step)
-        if run.plan.begins_phase(step):
-            run.tracker.begin_phase(run.plan.at(step - 1), run.plan.at(step))
+        if run.phase_plan.begins_phase(step):
+            run.tracker.begin_phase(run.phase_plan.at(step - 1), run.phase_plan.at(step))
         metrics = train_step(run, step)
         if run.startup.running:
             end_startup(run, step)
@@ -182,7 +182,7 @@ def train_step(run: Run, step: int) -> dict[str, Any]:
     run.clock.begin()
     crumb, recipe = run.supervisor.crumb, run.recipe
     crumb.step = step
-    rate = run.plan.at(step).learning_rate(step)
+    rate = run.phase_plan.at(step).learning_rate(step)
     with stop_if_unreadable(run, step), crumb.waiting_for_disk("waiting for data"):
         micro_batches, data_seconds = run.prefetcher.next(step)
     with run.timeline.recorded(step), run.profiler.recorded(step):

@@ -125,7 +125,7 @@ def build(table: dict[str, Any], progress: Progress = Progress()) -> TrainingDat
 def ranges_of(data: TrainingData, steps: range) -> Iterator[tuple[int, range]]:
     """Yield (number of the corpus, tokens) of the samples of some steps."""
     for step in steps:
-        length = data.plan.at(step).recipe.model.sequence_length
+        length = data.phase_plan.at(step).recipe.model.sequence_length
         for source, window in data.places(np.array(data.samples(step)), step):
             yield source, range(window * length, (window + 1) * length)
 
@@ -176,7 +176,7 @@ def test_data_is_a_pure_function_of_recipe_and_step(table: dict[str, Any]) -> No
             assert list(ranges_of(resumed, range(step, step + 1))) == expected[step]
     last = whole.progress_after(16)
     assert last == Progress(16, 4 * 8 + 12 * 4, ((0, 32), (1, 48), (2, 64)))
-    assert last.tokens(whole.plan) == whole.plan.total_tokens
+    assert last.tokens(whole.phase_plan) == whole.phase_plan.total_tokens
 
 
 def test_micro_batches_have_the_length_of_their_phase(table: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def test_a_rollback_to_an_earlier_phase_reads_on(table: dict[str, Any]) -> None:
     """After a bad step 6, the run repeats steps 4 .. 6 with tokens that it has not read."""
     data = build(table)
     before = list(ranges_of(data, range(1, 7)))
-    target = data.progress_after(6).moved_to(3, data.plan)
+    target = data.progress_after(6).moved_to(3, data.phase_plan)
     data.resume(target)
     after = list(ranges_of(data, range(4, 9)))
     found = [(source, token) for source, each in [*before, *after] for token in each]

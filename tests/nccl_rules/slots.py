@@ -19,8 +19,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from threefold.pipeline.channels import Action, Route, StageAction, program
 from threefold.pipeline.schedules import BACKWARD, FORWARD, Pass, Pipeline
-from threefold.pipeline.simulation import Action, Route, SimulatedEvent, program
 
 MAX_SLOTS = 16  # upper limit of a search
 
@@ -53,7 +53,7 @@ class StepProgram:
             list(program(pipeline, stage, training=training)) for stage in range(pipeline.stages)
         ]
 
-    def operation(self, event: SimulatedEvent) -> Operation | None:
+    def operation(self, event: StageAction) -> Operation | None:
         """Return the send or receive that an event posts, if it posts one."""
         if event.action == Action.POST_RECEIVE:
             sender = self.pipeline.needed(event.work).stage
@@ -78,7 +78,7 @@ class StepProgram:
 class _Stage:
     """A stage's host, compute stream and communication kernels."""
 
-    events: Sequence[SimulatedEvent]
+    events: Sequence[StageAction]
     done: int = 0  # events
     busy_until: float = 0.0
     posted: list[Operation] = field(default_factory=list)  # not resident yet
@@ -183,7 +183,7 @@ def sufficient_slots(steps: StepProgram) -> int:
     return max(_most_pending(steps, stage, events) for stage, events in enumerate(steps.stages))
 
 
-def _most_pending(steps: StepProgram, stage: int, events: Sequence[SimulatedEvent]) -> int:
+def _most_pending(steps: StepProgram, stage: int, events: Sequence[StageAction]) -> int:
     progress = [0] * len(steps.stages)  # events of each stage that must be over
     pending: list[Operation] = []
     most = 0

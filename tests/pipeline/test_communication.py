@@ -15,9 +15,9 @@ from tests.nccl_rules.slots import (
     sufficient_slots,
 )
 from threefold.config.layout import PAIRED_SCHEDULES
-from threefold.pipeline import simulation
+from threefold.pipeline import channels
+from threefold.pipeline.channels import Action, Route, StageAction, rounds, routes
 from threefold.pipeline.schedules import Pass, Pipeline, min_micro_batches
-from threefold.pipeline.simulation import Action, Route, SimulatedEvent, rounds, routes
 
 PIPELINES = {  # name of the schedule -> its pipelines
     f"{schedule}-{virtual_stages}{'-paired' if paired else ''}": [
@@ -51,7 +51,7 @@ def stuck_at_first_use(steps: StepProgram, connected: set[Route]) -> list[int]:
     arrived: dict[Route, set[int]] = {}
     connected = set(connected)
 
-    def passes(stage: int, event: SimulatedEvent) -> bool:
+    def passes(stage: int, event: StageAction) -> bool:
         operation = steps.operation(event)
         if operation is None or operation.route in connected:
             return True
@@ -70,13 +70,13 @@ def stuck_at_first_use(steps: StepProgram, connected: set[Route]) -> list[int]:
     return [stage for stage, events in enumerate(left) if events]
 
 
-class ReceivesByNeed(simulation._Receives):
+class ReceivesByNeed(channels._Receives):
     """Receives in the order in which the stage needs the messages."""
 
-    def up_to(self, work: Pass | None) -> Iterator[SimulatedEvent]:
+    def up_to(self, work: Pass | None) -> Iterator[StageAction]:
         """Yield the receive of one message, whatever its sender sends before it."""
         if work is not None:
-            yield SimulatedEvent(Action.POST_RECEIVE, work)
+            yield StageAction(Action.POST_RECEIVE, work)
 
 
 @pytest.mark.parametrize("schedule", PIPELINES)
@@ -150,7 +150,7 @@ def test_two_kernels_cost_two_per_cent_at_most(schedule: str) -> None:
 def test_receives_in_the_order_of_need_would_hang(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(simulation, "_Receives", ReceivesByNeed)
+    monkeypatch.setattr(channels, "_Receives", ReceivesByNeed)
     pipeline = Pipeline(stages=4, micro_batches=8, schedule=schedule, virtual_stages=2)
     steps = StepProgram(pipeline, training=True)
     seconds = pass_seconds(pipeline)

@@ -291,9 +291,9 @@ def mutant_worker(corpus: str, mutant: str) -> str:
         engine_module.warm_up = leave_out
     if mutant == "order of need":
         from tests.pipeline.test_communication import ReceivesByNeed
-        from threefold.pipeline import simulation
+        from threefold.pipeline import channels
 
-        simulation._Receives = ReceivesByNeed
+        channels._Receives = ReceivesByNeed
     schedule = "zb-v" if mutant == "order of need" else "1f1b"
     try:
         train(recipe_of(corpus, {"schedule": schedule}), world, watched=mutant == "no passes")

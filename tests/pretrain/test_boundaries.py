@@ -40,7 +40,7 @@ def plan(small: dict[str, Any]) -> PhasePlan:
 def run_at(plan: PhasePlan, step: int, checkpoint: int) -> Any:
     """Return a run that has done a step, and whose newest checkpoint is of another step."""
     run = mock.MagicMock()
-    run.plan, run.recipe = plan, plan.at(step).recipe
+    run.phase_plan, run.recipe = plan, plan.at(step).recipe
     run.last_step, run.last_step_of_engine = 20, plan.last_step_of_engine(step)
     run.is_save_due = lambda step: step == run.last_step_of_engine
     run.data.progress_after = lambda step: Progress().after(step, plan)

@@ -378,8 +378,8 @@ class CheckpointWriter:
     ):
         self.state, self.folder, self.recipe, self.damaged = state, folder, recipe, damaged
         self.rank = dist.get_rank()
-        self.plan, self.data, self.parent = PhasePlan(recipe), data, parent
-        self.layout = layout_of(self.plan.at(step).recipe, dims)
+        self.phase_plan, self.data, self.parent = PhasePlan(recipe), data, parent
+        self.layout = layout_of(self.phase_plan.at(step).recipe, dims)
         # Only rank 0 writes the manifest, so only rank 0 runs git.
         self.versions = versions() if self.rank == 0 else {}
         self.tree = RankTree(EXCHANGE_TIMEOUT)
@@ -613,7 +613,7 @@ class CheckpointWriter:
         return Manifest(
             step=progress.step,
             samples=progress.samples,
-            tokens=progress.tokens(self.plan),
+            tokens=progress.tokens(self.phase_plan),
             read_parts=[list(part) for part in progress.left_parts] or None,
             parent=self.parent,
             updates=counters.updates,

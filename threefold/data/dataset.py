@@ -127,13 +127,13 @@ class TrainingData:
 
     def __init__(self, recipe: Recipe, dims: ParallelDims, rank: int):
         self.recipe, self.rank = recipe, rank
-        self.plan = PhasePlan(recipe)
+        self.phase_plan = PhasePlan(recipe)
         self._opened: dict[tuple[str, int], SequenceView] = {}
         self._tasks: dict[tuple[Any, ...], Tasks] = {}
         self._sources: dict[int, dict[int, SequenceView]] = {}  # by the first step of a segment
-        self.numbers = source_numbers(self.plan)
-        for segment in self.plan.segments:
-            with self.plan.naming(segment):
+        self.numbers = source_numbers(self.phase_plan)
+        for segment in self.phase_plan.segments:
+            with self.phase_plan.naming(segment):
                 self._open(segment)
         self.seed, self.vocab_size = recipe.seed, recipe.model.vocab_size
         self.resume(Progress(), dims)
@@ -159,7 +159,7 @@ class TrainingData:
     @property
     def phase_recipe(self) -> Recipe:
         """The recipe for evaluations: that of the step that `use_phase_of` was given last."""
-        return self.plan.at(self._evaluated_step).recipe
+        return self.phase_plan.at(self._evaluated_step).recipe
 
     @property
     def sequence_length(self) -> int:
@@ -186,7 +186,7 @@ class TrainingData:
 
     def sources(self, step: int = 1) -> dict[int, SequenceView]:
         """Return number -> corpus, as the windows of a step."""
-        return self._sources[self.plan.at(step).first]
+        return self._sources[self.phase_plan.at(step).first]
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
@@ -207,17 +207,17 @@ class TrainingData:
         coordinates = dims.coordinates(self.rank)
         self.data_rank, self.data_size = coordinates.data, dims.data
         self.context_rank, self.context_size = coordinates.context, dims.context
-        layout = self.plan.at(progress.step + 1).recipe.layout
+        layout = self.phase_plan.at(progress.step + 1).recipe.layout
         self.takes_tokens = coordinates.pipeline in layout.ends
 
     def progress_after(self, step: int) -> Progress:
         """Return the progress of the run after a step."""
-        return self.progress.after(step, self.plan)
+        return self.progress.after(step, self.phase_plan)
 
     def samples(self, step: int) -> range:
         """Return the run's samples that training step 1, 2, ... reads, on all ranks."""
-        first = self.progress.after(step - 1, self.plan).samples
-        return range(first, first + self.plan.at(step).recipe.batch.global_sequences)
+        first = self.progress.after(step - 1, self.phase_plan).samples
+        return range(first, first + self.phase_plan.at(step).recipe.batch.global_sequences)
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return how often each corpus has been read after a step, by its path.
@@ -226,8 +226,8 @@ class TrainingData:
         counted in windows of each phase's length.
         """
         shares: dict[str, float] = {}
-        for consumed in self.progress_after(step).consumed_ranges(self.plan):
-            recipe = self.plan.first_of_part(consumed.part).recipe
+        for consumed in self.progress_after(step).consumed_ranges(self.phase_plan):
+            recipe = self.phase_plan.first_of_part(consumed.part).recipe
             total = sum(source.weight for source in recipe.data.train)
             for source in recipe.data.train:
                 windows = self._opened[source.path, recipe.model.sequence_length].count
@@ -246,7 +246,7 @@ class TrainingData:
 
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of training step 1, 2, ..."""
-        recipe, samples = self.plan.at(step).recipe, self.samples(step)
+        recipe, samples = self.phase_plan.at(step).recipe, self.samples(step)
         for share in self._shares(recipe, samples.start, len(samples)):
             windows = self._windows(share, step)
             further = recipe.model.prediction_depth
@@ -259,7 +259,7 @@ class TrainingData:
         has fewer windows. They are batches of the first phase, so that a ramp or a later phase with
         another batch does not change the windows.
         """
-        corpus, first = self.validation[name], self.plan.phases[0].recipe
+        corpus, first = self.validation[name], self.phase_plan.phases[0].recipe
         wanted = first.training.evaluation_batches * first.batch.global_sequences
         count = min(wanted, corpus.count)
         return [n * corpus.count // count for n in range(count)]
@@ -307,8 +307,8 @@ class TrainingData:
         """
         if self.recipe.training.evaluate_every:
             _ = self.token_bytes
-        for segment in self.plan.segments:
-            with self.plan.naming(segment):
+        for segment in self.phase_plan.segments:
+            with self.phase_plan.naming(segment):
                 self._tasks_of(segment.recipe)
 
     def task_windows(self) -> Iterator[MicroBatch]:
@@ -347,20 +347,20 @@ class TrainingData:
 
     def _mixture(self, step: int) -> Mixture:
         """Return the mixture that a step reads."""
-        before = self.progress.after(step - 1, self.plan)
-        part = self.plan.at(step).part
-        is_new = part != self.plan.at(before.step).part
-        left = (before.left(self.plan) if is_new else before).left_parts
+        before = self.progress.after(step - 1, self.phase_plan)
+        part = self.phase_plan.at(step).part
+        is_new = part != self.phase_plan.at(before.step).part
+        left = (before.left(self.phase_plan) if is_new else before).left_parts
         if (left, part) not in self._mixtures:
             begin = left[-1].samples if left else 0
-            consumed_ranges = Progress(before.step, begin, left).consumed_ranges(self.plan)
+            consumed_ranges = Progress(before.step, begin, left).consumed_ranges(self.phase_plan)
             tokens = {
                 self.numbers[path]: windows.file.count
                 for (name, _), windows in self._opened.items()
                 if (path := str(repository_path(name))) in self.numbers
             }
             self._mixtures[left, part] = mixture_after(
-                self.plan, consumed_ranges, part=part, begin=begin, tokens=tokens
+                self.phase_plan, consumed_ranges, part=part, begin=begin, tokens=tokens
             )
         return self._mixtures[left, part]
 
@@ -371,7 +371,7 @@ class TrainingData:
         is that of this data rank's micro-batches in the next step.
         """
         step = self.progress.step + 1
-        recipe = self.plan.at(step).recipe
+        recipe = self.phase_plan.at(step).recipe
         model, layout = recipe.model, recipe.layout
         if self.context_size == 1 or not recipe.data.separate_documents:
             return 1.0

@@ -41,7 +41,7 @@ from models.layer_specs import observed_scores
 from models.parallel.collectives import matches_by_order
 from models.parallel.layers import Deferral, ImmediateAddition, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
-from threefold.pipeline.channels import Boundary, Channels
+from threefold.pipeline.channels import Action, Boundary, Channels, is_remote, program
 from threefold.pipeline.gradients import gradients_of
 from threefold.pipeline.schedules import (
     BACKWARD,
@@ -53,7 +53,7 @@ from threefold.pipeline.schedules import (
     group_ends,
     last_stage,
 )
-from threefold.pipeline.simulation import Action, TimedPass, is_remote, program
+from threefold.pipeline.simulation import TimedPass
 from threefold.pipeline.stage import Stage
 from threefold.pipeline.weight_gathering import WeightGathering
 
@@ -229,7 +229,7 @@ SEND: dict[Kind, type[PipeInstruction]] = {FORWARD: SendActivation, BACKWARD: Se
 class PassSchedule(PipeSchedule):
     """The instructions of a stage in a step, as DeepSpeed's engines read them.
 
-    RecvActivation and RecvGrad start to receive, as `simulation.program` orders them, and
+    RecvActivation and RecvGrad start to receive, as `channels.program` orders them, and
     CommitP2P waits for one message; sends start and are not waited for. ReduceGrads of a pass
     follows the last pass of a group of micro-batches, when the group's gradients are reduced over
     the data ranks (`gradients.py`); without a pass it ends all reductions, tied weights included.

@@ -1,9 +1,8 @@
-"""Simulation of the times of passes, and of the messages between stages. Arithmetic only."""
+"""Simulation of the times of passes. Arithmetic only."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from enum import StrEnum
-from itertools import chain, pairwise
+from collections.abc import Callable, Sequence
+from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
@@ -92,112 +91,3 @@ def typical_seconds(timeline: Timeline) -> Callable[[Pass], float]:
         spans.setdefault((work.kind, work.stage, work.chunk), []).append(timed.end - timed.start)
     medians = {key: median(seconds) for key, seconds in spans.items()}
     return lambda work: medians[work.kind, work.stage, work.chunk]
-
-
-# Messages between pipeline stages and the order in which they are posted. Arithmetic only.
-#
-# NCCL runs the operations of a communicator in the order in which they were posted and knows no
-# tags. Each ordered pair of stages therefore has a communicator of its own, over which activations
-# and gradients arrive in the order of the sender's passes, and the receiver posts its receives in
-# that same order, whatever the order in which it needs the messages.
-
-Route = tuple[int, int]  # (sending stage, receiving stage)
-
-
-class Action(StrEnum):
-    """An action of a stage within a step."""
-
-    POST_RECEIVE = "post receive"
-    WAIT = "wait"
-    COMPUTE = "compute"
-    SEND = "send"
-
-
-class SimulatedEvent(NamedTuple):
-    """One action of a stage.
-
-    work: the pass that is computed, whose input is received, or whose result is sent
-    """
-
-    action: Action
-    work: Pass
-
-
-def routes(pipeline: Pipeline) -> list[Route]:
-    """Return the pairs of stages that send to each other, in the same order on every rank."""
-    stages = [pipeline.stage_and_chunk(index)[0] for index in range(pipeline.total_virtual_stages)]
-    forward = {(a, b) for a, b in pairwise(stages) if a != b}
-    return sorted(forward | {(b, a) for a, b in forward})
-
-
-def rounds(pipeline: Pipeline) -> list[list[Route]]:
-    """Divide the routes into rounds in which every stage has one route at most.
-
-    The process groups of a round are disjoint, so that one call creates all of them.
-    """
-    rounds: list[list[Route]] = []
-    for route in routes(pipeline):
-        free = (
-            routes
-            for routes in rounds
-            if not set(route) & {stage for pair in routes for stage in pair}
-        )
-        target = next(free, None)
-        if target is None:
-            rounds.append(target := [])
-        target.append(route)
-    return rounds
-
-
-def is_remote(stage: int, other: Pass | None) -> bool:
-    """Return True if `other` exists and runs on another stage."""
-    return other is not None and other.stage != stage
-
-
-def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[SimulatedEvent]:
-    """Yield the actions of a stage in a step: the order in which it calls the communicators.
-
-    Before a stage waits for a message, it posts the receive of the message after it. All receives
-    that precede this one in the order of its sender are posted first. A send follows its pass, or
-    the pair of passes that its pass belongs to.
-    """
-    order = pipeline.orders_of_step(training=training)[stage]
-    needed = iter([work for work in order if is_remote(stage, pipeline.needed(work))])
-    receives = _Receives(pipeline, stage, training=training)
-    yield from receives.up_to(next(needed, None))
-    for unit in pipeline.units(order):
-        for work in unit:
-            if is_remote(stage, pipeline.needed(work)):
-                yield from receives.up_to(next(needed, None))
-                yield SimulatedEvent(Action.WAIT, work)
-        for work in unit:
-            yield SimulatedEvent(Action.COMPUTE, work)
-        for work in unit:
-            if is_remote(stage, pipeline.receiver(work)):
-                yield SimulatedEvent(Action.SEND, work)
-
-
-class _Receives:
-    """The receives of a stage, grouped by sender and in the order of that sender."""
-
-    def __init__(self, pipeline: Pipeline, stage: int, *, training: bool):
-        self.pipeline = pipeline
-        self.messages: dict[int, list[Pass]] = {}  # by sender: the passes that its messages are for
-        for sender, order in enumerate(pipeline.orders_of_step(training=training)):
-            receivers = map(pipeline.receiver, order)
-            if sender != stage:
-                self.messages[sender] = [w for w in receivers if w is not None and w.stage == stage]
-        self.indices = {w: n for messages in self.messages.values() for n, w in enumerate(messages)}
-        self.posted = dict.fromkeys(self.messages, 0)
-
-    def up_to(self, work: Pass | None) -> Iterator[SimulatedEvent]:
-        """Yield the receives that must be posted for the message of `work` to arrive."""
-        if work is None:
-            return
-        source = self.pipeline.needed(work)
-        assert source is not None
-        sender = source.stage
-        end = max(self.indices[work] + 1, self.posted[sender])
-        for message in self.messages[sender][self.posted[sender] : end]:
-            yield SimulatedEvent(Action.POST_RECEIVE, message)
-        self.posted[sender] = end

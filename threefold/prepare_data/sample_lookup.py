@@ -36,11 +36,11 @@ def sample_lines(recipe: Recipe, run: Path, step: int, *, text: bool) -> Iterato
         UserError: The corpora and the recipe do not match.
     """
     data = TrainingData(recipe, ParallelDims(pipeline=1, data=1, tensor=1), 0)
-    before, samples = reading_of(data.plan, RunFolder(run), step)
+    before, samples = reading_of(data.phase_plan, RunFolder(run), step)
     data.resume(before)
-    segment = data.plan.at(step)
+    segment = data.phase_plan.at(step)
     length, phase = segment.recipe.model.sequence_length, ""
-    if len(data.plan.names) > 1:
+    if len(data.phase_plan.names) > 1:
         phase = f' (phase "{segment.phase}")'
     first_and_last = f"{samples.start} .. {samples.stop - 1}"
     yield f"step {step}{phase} reads samples {first_and_last}, windows of {length} + 1 tokens"

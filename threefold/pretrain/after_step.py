@@ -51,8 +51,8 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
         why = f"after {limit} rollbacks without a checkpoint in between"
         return _stop(step, stopped_without_save(step, f"{reason}, {why}"))
     run.prefetcher.reset()
-    target = run.data.progress_after(step).moved_to(found.progress.step, run.plan)
-    is_same_engine = run.plan.last_step_of_engine(target.step + 1) == run.last_step_of_engine
+    target = run.data.progress_after(step).moved_to(found.progress.step, run.phase_plan)
+    is_same_engine = run.phase_plan.last_step_of_engine(target.step + 1) == run.last_step_of_engine
     if run.supervisor.rank == 0:
         tell_skipped(run.folder, found)
     run.writer.damaged = found.skipped

@@ -55,7 +55,7 @@ class Experiment:
     """A validated recipe, and the settings that follow from it on the ranks of the launcher.
 
     Attributes:
-        plan: the phases of the whole recipe, with the overrides of the command line
+        phase_plan: the phases of the whole recipe, with the overrides of the command line
         recipe: the plain recipe of the phase that the ranks train
         origin: the recipe's file and the overrides, for messages
         dims: the layout of the ranks in this phase
@@ -63,7 +63,7 @@ class Experiment:
     """
 
     world: LaunchEnvironment
-    plan: PhasePlan
+    phase_plan: PhasePlan
     recipe: Recipe
     origin: str
     dims: ParallelDims
@@ -73,7 +73,7 @@ class Experiment:
     @property
     def whole_recipe(self) -> Recipe:
         """The recipe with its phases."""
-        return self.plan.recipe
+        return self.phase_plan.recipe
 
     def at(self, step: int) -> "Experiment":
         """Return the experiment in the phase of a step.
@@ -81,7 +81,7 @@ class Experiment:
         Raises:
             UserError: the phase cannot run on the ranks.
         """
-        recipe = self.plan.at(step).recipe
+        recipe = self.phase_plan.at(step).recipe
         dims = recipe.parallel_dims(self.world)
         config = build_deepspeed_config(recipe, dims)
         return replace(self, recipe=recipe, dims=dims, config=config, precision=precision(config))

@@ -35,7 +35,7 @@ class Run:
     """
 
     recipe: Recipe
-    plan: PhasePlan
+    phase_plan: PhasePlan
     last_step_of_engine: int
     dims: ParallelDims
     folder: RunFolder

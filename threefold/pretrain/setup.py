@@ -314,7 +314,7 @@ def open_run(
     whole_recipe, dims, folder = experiment.whole_recipe, experiment.dims, handle.folder
     found, rank, size = start.found, experiment.world.rank, experiment.world.size
     changed, next_step = found.changes(whole_recipe), start.progress.step + 1
-    last_step = experiment.plan.last_step_of_engine(next_step)
+    last_step = experiment.phase_plan.last_step_of_engine(next_step)
     writer_of_run = CheckpointWriter(
         engine.state,
         folder,
@@ -347,7 +347,7 @@ def open_run(
         changed=changed,
         in_memory=found.in_memory,
         metrics=metrics,
-        predicted=predicted_metrics_of_run(experiment.plan, machine),
+        predicted=predicted_metrics_of_run(experiment.phase_plan, machine),
     )
     with writer_of_run as writer, tracker_of_run as tracker, handle.supervisor as supervisor:
         writer.on_publish, writer.on_wait = tracker.saved, tracker.warn
@@ -362,7 +362,7 @@ def open_run(
         name, precision = engine.device_name, experiment.precision
         run = Run(
             recipe=experiment.recipe,
-            plan=experiment.plan,
+            phase_plan=experiment.phase_plan,
             last_step_of_engine=last_step,
             dims=dims,
             folder=folder,
@@ -423,7 +423,7 @@ def close_run(run: Run, ending: RunEnd) -> RunEnd:
         reason = unsaved if ends_well else ending.reason
         ending = RunEnd(STOPPED, f"{reason}; {run.writer.remedy()}")
     if ending.restarts_for_phase:
-        run.tracker.replace_ranks(ending.step, run.plan.at(ending.step + 1).phase)
+        run.tracker.replace_ranks(ending.step, run.phase_plan.at(ending.step + 1).phase)
     elif ending.code == FINISHED:
         run.tracker.end()
     else:

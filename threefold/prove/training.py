@@ -209,7 +209,9 @@ def train_step(engine: Engine, data: TrainingData, step: int) -> StepResult:
         UserError: the loss is not finite. DeepSpeed skips such a step, so that there would be no
             states of the optimizer to compare.
     """
-    result = engine.train_step(data.micro_batches(step), data.plan.at(step).learning_rate(step))
+    result = engine.train_step(
+        data.micro_batches(step), data.phase_plan.at(step).learning_rate(step)
+    )
     if not math.isfinite(result.loss):
         raise UserError(
             f"the loss of step {step} is {result.loss}, so there is nothing to compare; find the "

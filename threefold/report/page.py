@@ -165,7 +165,7 @@ def mixtures(run: RunRecord) -> list[tuple[str, list[SourceShare]]]:
     Returns:
         (phases, shares of the sources), in the order of the parts; empty if the recipe is unknown
     """
-    plan = run.plan
+    plan = run.phase_plan
     if plan is None:
         return []
     lines = []
@@ -257,15 +257,15 @@ def _steps(run: RunRecord) -> str:
 
 def _compute(run: RunRecord) -> str:
     tokens = run.steps.last("tokens")
-    if not tokens or run.plan is None:
+    if not tokens or run.phase_plan is None:
         return NONE
     return f"{run.flops(np.array([tokens]))[0]:.3g} FLOPs"
 
 
 def _layout(run: RunRecord) -> str:
-    if run.plan is None:
+    if run.phase_plan is None:
         return NONE
-    layout, ranks = run.plan.at(run.newest_step).recipe.layout, run.world_size
+    layout, ranks = run.phase_plan.at(run.newest_step).recipe.layout, run.world_size
     data = f" x data {ranks // layout.ranks_per_data_rank}" if ranks else ""
     context = f" x context {layout.context}" if layout.context > 1 else ""
     return f"pipeline {layout.pipeline}{data}{context} x tensor {layout.tensor}"

@@ -198,16 +198,16 @@ class RunRecord:
     problems: list[str]
 
     @cached_property
-    def plan(self) -> PhasePlan | None:
+    def phase_plan(self) -> PhasePlan | None:
         """The phases of the run; None if the recipe cannot be read."""
         return PhasePlan(self.recipe) if self.recipe else None
 
     @property
     def flops_per_token(self) -> float | None:
         """Training FLOPs per token at the newest step; None if the recipe cannot be read."""
-        if self.plan is None:
+        if self.phase_plan is None:
             return None
-        return flops_per_token(self.plan.at(self.newest_step).recipe.model)
+        return flops_per_token(self.phase_plan.at(self.newest_step).recipe.model)
 
     @property
     def newest_step(self) -> int:
@@ -220,15 +220,15 @@ class RunRecord:
         A token costs more in phases with longer sequences. The boundaries of the phases are those
         of a run without rollbacks.
         """
-        if self.plan is None:
+        if self.phase_plan is None:
             return np.full(len(tokens), np.nan)
         total = np.where(np.isnan(tokens), np.nan, 0.0)
-        for segment in self.plan.segments:
-            begin = self.plan.tokens_before(segment.first)
+        for segment in self.phase_plan.segments:
+            begin = self.phase_plan.tokens_before(segment.first)
             end = (
                 np.inf
-                if segment is self.plan.segments[-1]
-                else self.plan.tokens_before(segment.last + 1)
+                if segment is self.phase_plan.segments[-1]
+                else self.phase_plan.tokens_before(segment.last + 1)
             )
             inside = np.clip(tokens, begin, end) - begin
             with np.errstate(over="ignore"):  # a damaged line may claim 1e308 tokens

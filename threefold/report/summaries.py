@@ -55,9 +55,9 @@ def predict(record: RunRecord, gpu: str | None) -> PredictedRun:
     Raises:
         UserError: the reason why there is no prediction.
     """
-    if record.plan is None:
+    if record.phase_plan is None:
         raise UserError("the recipe cannot be read")
-    recipe, ranks = record.plan.at(record.newest_step).recipe, record.world_size
+    recipe, ranks = record.phase_plan.at(record.newest_step).recipe, record.world_size
     if ranks is None:
         raise UserError("the metrics do not tell the number of ranks")
     kind = precision(read_deepspeed_json(recipe.deepspeed))

@@ -50,7 +50,7 @@ class Meter:
     """
 
     def __init__(self, recipe: Recipe, world_size: int, *, precision: str, device_name: str):
-        self.plan, self.world_size = PhasePlan(recipe), world_size
+        self.phase_plan, self.world_size = PhasePlan(recipe), world_size
         kind = recipe.training.matmul_precision
         self.peak_tflops = peak_tflops(device_name, precision if kind == "weights" else kind)
         self.on_gpu = device_name != "cpu"
@@ -72,7 +72,7 @@ class Meter:
         Returns:
             The metrics; `mfu` is None if the peak of the device is unknown.
         """
-        recipe = self.plan.at(progress.step).recipe
+        recipe = self.phase_plan.at(progress.step).recipe
         tokens = recipe.tokens_per_step
         tflops = flops_per_token(recipe.model) * tokens / self.world_size / 1e12 / seconds
         return {
@@ -80,7 +80,7 @@ class Meter:
             "loss": loss,
             "grad_norm": grad_norm,
             "learning_rate": learning_rate,
-            "tokens": progress.tokens(self.plan),
+            "tokens": progress.tokens(self.phase_plan),
             "step_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "tflops_per_gpu": tflops,
@@ -254,7 +254,7 @@ class Tracker:
     ):
         self.recipe, self.folder, self.last_step = recipe, folder, start.step
         self._has_stopped = False
-        self.plan = PhasePlan(recipe)
+        self.phase_plan = PhasePlan(recipe)
         details: dict[str, Any] = {"changed": changed} if changed else {}
         if start.step:
             details |= start.record()
@@ -320,7 +320,7 @@ class Tracker:
     def begin_phase(self, before: Segment, after: Segment) -> None:
         """Report that the next step is the first of a phase."""
         different = changes(before.recipe, after.recipe)
-        steps = [after.first, self.plan.steps_of(after.phase)[-1]]
+        steps = [after.first, self.phase_plan.steps_of(after.phase)[-1]]
         self.folder.event("phase", after.first, phase=after.phase, steps=steps, changed=different)
         values = ", ".join(f"{key} = {value_text(new)}" for key, (_, new) in different.items())
         self.display.say(f'phase "{after.phase}" begins with step {after.first}: {values}')

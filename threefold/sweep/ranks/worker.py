@@ -179,7 +179,7 @@ def run_steps(
         before = time.perf_counter()
         for step, batch in enumerate(batches, start=1):
             in_run = min(step, engine.recipe.training.steps)
-            engine.train_step(batch, data.plan.at(in_run).learning_rate(in_run))
+            engine.train_step(batch, data.phase_plan.at(in_run).learning_rate(in_run))
             if engine.on_gpu:  # weights are still gathered on other streams
                 torch.cuda.current_stream(engine.device).synchronize()
             now = time.perf_counter()
@@ -193,7 +193,7 @@ def run_split_steps(
 ) -> dict[str, float]:
     """Return the seconds of each part of a step on this rank; collective."""
     batch = list(data.micro_batches(1))
-    rate = data.plan.at(1).learning_rate(1)
+    rate = data.phase_plan.at(1).learning_rate(1)
     dist.barrier(group=control)
     with without_collections():
         return split_of_rank(engine, batch, rate)
