@@ -21,6 +21,12 @@ CONTAINER = REPOSITORY / "slurm" / "container"
 DOCKERFILE, DEFINITION = (
     (CONTAINER / name).read_text() for name in ("Dockerfile", "threefold.def")
 )
+MODULES_OF_OTHERS = {
+    "distributed_c10d.py", "flash_attn_interface.py",
+    "lm_eval/api/model.py", "lm_eval/api/task.py", "megatron/core/pipeline_parallel/schedules.py",
+    "pretrain_gpt.py", "pretrain_llama.py", "runtime/pipe/module.py", "runtime/pipe/schedule.py",
+    "torch/_meta_registrations.py", "training/checkpointing.py",
+}  # fmt: skip
 CREATED_BY_THE_READER = {"recipes/llama/34b.toml", "recipes/FAMILY/SIZE.toml"}
 
 
@@ -156,3 +162,16 @@ def test_the_files_with_a_recorded_time_exist() -> None:
     recorded = json.loads(DURATIONS.read_text())
     assert recorded[""]
     assert [file for times in recorded.values() for file in times if not Path(file).exists()] == []
+
+
+def test_modules_that_the_code_names_exist() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.split()
+    parts = [file.split("/") for file in tracked]
+    known = {"/".join(names[first:]) for names in parts for first in range(len(names))}
+    for file in tracked:
+        if file.startswith(("models/", "threefold/", "recipes/")):
+            named = re.findall(r"(?<![\w./{-])[\w/]+\.py\b", (REPOSITORY / file).read_text())
+            missing = set(named) - known - MODULES_OF_OTHERS
+            assert not missing, f"{file} names {', '.join(sorted(missing))}"
