@@ -160,7 +160,7 @@ def test_a_new_batch_size_resumes_at_the_next_sample(corpus: Path) -> None:
     assert samples(after, 5) == list(range(32, 48)) and samples(after, 6)[0] == 48
     assert after.progress_after(6) == Progress(step=6, samples=64)
     ((source, index),) = after.places(np.array([32]))
-    window = next(after.step(5)).tokens[0]
+    window = next(after.micro_batches(5)).tokens[0]
     assert window.tolist() == after.sources()[source].read(index)[:-1].tolist()
 
 

@@ -121,10 +121,10 @@ def test_small_weights_that_are_exact_are_accepted(weights: list[float]) -> None
 
 
 def test_the_global_batch_is_the_same_for_every_layout(small: dict[str, Any]) -> None:
-    whole = rows(build(small).step(3))
+    whole = rows(build(small).micro_batches(3))
     for micro_sequences, data_size in ((1, 2), (2, 2), (2, 4), (4, 1)):
         table = changed(small, batch__micro_sequences=micro_sequences)
-        shares = [rows(build(table, data_size, rank).step(3)) for rank in range(data_size)]
+        shares = [rows(build(table, data_size, rank).micro_batches(3)) for rank in range(data_size)]
         assert sorted(itertools.chain(*shares)) == sorted(whole)
         assert {len(share) for share in shares} == {8 // data_size}
 
@@ -190,7 +190,7 @@ def test_an_epoch_is_exact_while_the_layout_changes(small: dict[str, Any], corpu
 
 
 def test_labels_are_the_tokens_shifted_by_one(small: dict[str, Any]) -> None:
-    micro_batch = next(build(small).step(1))
+    micro_batch = next(build(small).micro_batches(1))
     tokens, labels = micro_batch.tokens, micro_batch.labels
     assert tokens.dtype == labels.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], labels[:, :-1])
@@ -291,7 +291,9 @@ def test_documents_are_not_separate_by_default(small: dict[str, Any]) -> None:
 
 
 def test_another_seed_reads_in_another_order(small: dict[str, Any]) -> None:
-    assert rows(build(small).step(1)) != rows(build(changed(small, seed=5)).step(1))
+    assert rows(build(small).micro_batches(1)) != rows(
+        build(changed(small, seed=5)).micro_batches(1)
+    )
 
 
 def test_token_files_are_read_as_written(tmp_path) -> None:
@@ -486,7 +488,9 @@ def test_context_ranks_divide_the_sequences_of_a_data_rank(
             TrainingData(recipe, divided, data_rank * context + rank) for rank in range(context)
         ]
         assert all(part.fingerprint == whole.fingerprint for part in parts)
-        for expected, *found in zip(whole.step(3), *(part.step(3) for part in parts), strict=True):
+        for expected, *found in zip(
+            whole.micro_batches(3), *(part.micro_batches(3) for part in parts), strict=True
+        ):
             assert expected.tokens is not None and expected.info.slices is None
             together = torch.full_like(expected.tokens, -1)
             labels = torch.full_like(expected.labels, -2)
@@ -505,7 +509,7 @@ def test_the_imbalance_of_context_ranks_is_the_busiest_ranks_share(small: dict[s
     recipe = parse_recipe(changed(small, **changes), "test.toml")
     dims = ParallelDims(pipeline=1, data=2, tensor=1, context=2)
     most = total = 0
-    for each in TrainingData(recipe, dims, 0).step(1):
+    for each in TrainingData(recipe, dims, 0).micro_batches(1):
         assert each.info.documents is not None and each.info.division is not None
         lengths = each.info.documents.lengths
         tokens = [[n + 1 for document in one for n in range(document)] for one in lengths]

@@ -102,7 +102,7 @@ class FakeRun(SimpleNamespace):
                 score_tasks=lambda: spend(7.0, {"tasks/a/accuracy": 0.5}),
             ),
             data=mock.Mock(),
-            plan=mock.Mock(),
+            phase_plan=mock.Mock(),
             meter=SimpleNamespace(line=lambda *_, seconds, **more: {"step_seconds": seconds}),
         )
 
