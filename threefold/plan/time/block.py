@@ -364,9 +364,15 @@ def block_passes(job: Job) -> ForwardBackward:
     host = software.block_seconds
     if job.model.experts:
         host = max(host, software.expert_block_seconds)
+    on_cpu = job.machine.gpu.device == "cpu"
+
+    def with_host(seconds: float, host: float) -> float:
+        """Return the time of work that the host launches, and that runs meanwhile on a GPU."""
+        return seconds + host if on_cpu else max(seconds, host)
+
     recomputing = PassTime()
     if layout.recompute == "full":
-        again = max(forward, host)
+        again = with_host(forward, host)
         recomputing = PassTime(again, tensor + columns, context, expert)
     elif layout.recompute == "selective" and job.footprint.recomputes_modules:
         recomputing = PassTime((elementwise + _up_projections(job)) / software.kernel_efficiency)
@@ -375,8 +381,8 @@ def block_passes(job: Job) -> ForwardBackward:
     host_backward = 2 * host
     routing = software.routing_seconds if job.model.experts else 0.0
     offloading = _offloading(job)
-    ahead = PassTime(max(forward, host, offloading) + routing, tensor + columns, context, expert)
-    slower = max(backward, host_backward, offloading)
+    ahead = PassTime(max(with_host(forward, host), offloading) + routing, tensor + columns, context, expert)
+    slower = max(with_host(backward, host_backward), offloading)
     back = PassTime(slower, tensor_backward + columns, context_backward, expert_backward)
     back += recomputing
     # The backward pass has three collectives for every two of the forward pass. One of the three
