@@ -75,3 +75,17 @@ def test_a_cpu_keeps_the_datasheets_efficiencies() -> None:
     other = load_software("torchtitan")
     assert other.on_device("cpu") is other
     assert other.kernels_on(gpu).matmul_depth_cost == gpu.matmul_depth_cost
+
+
+def test_the_host_adds_its_time_to_that_of_the_kernels_only_on_a_cpu() -> None:
+    longer = 1e-3  # of the forward pass of a block; the backward pass takes twice as long
+    added = {}
+    for name in ("cpu", "H100"):
+        recipe = LLAMA.recipe("fp32" if name == "cpu" else "bf16")
+        job = job_of(recipe, Machine.of(load_gpu(name), gpus=1, gpus_per_node=1))
+        slower = replace(job.software, block_seconds=job.software.block_seconds + longer)
+        before, after = (
+            block_passes(block_job(each)).total for each in (job, replace(job, software=slower))
+        )
+        added[name] = after - before
+    assert added == {"cpu": pytest.approx(3 * longer), "H100": 0.0}

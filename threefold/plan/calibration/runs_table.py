@@ -330,7 +330,7 @@ class RowReader:
         expert = self.expert_ranks(tensor if parts == 1 else 1, software)
         if data * context % expert:
             raise UserError(f"ep = {expert} does not divide cp x dp = {context * data}")
-        if expert > 1 and zero_stage not in (1, 3):
+        if expert > 1 and zero_stage == 0:
             raise UserError(f"ep = {expert} with zero_stage = {zero_stage} is not modelled")
         if parts not in (1, tensor):
             raise UserError(f"etp = {parts} with tp = {tensor} is not modelled")

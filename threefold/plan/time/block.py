@@ -381,7 +381,8 @@ def block_passes(job: Job) -> ForwardBackward:
     host_backward = 2 * host
     routing = software.routing_seconds if job.model.experts else 0.0
     offloading = _offloading(job)
-    ahead = PassTime(max(with_host(forward, host), offloading) + routing, tensor + columns, context, expert)
+    seconds = max(with_host(forward, host), offloading) + routing
+    ahead = PassTime(seconds, tensor + columns, context, expert)
     slower = max(with_host(backward, host_backward), offloading)
     back = PassTime(slower, tensor_backward + columns, context_backward, expert_backward)
     back += recomputing
