@@ -54,7 +54,7 @@ def main(started: float | None = None) -> None:
     use_nonblocking_output()
     try:
         pretrain(started)
-    except UserError as problem:  # raised in training; earlier checks print their own message
+    except UserError as problem:  # raised in steps 5 and 6; earlier steps print their own message
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
         exit_now(REJECTED)
     except KeyboardInterrupt:  # before the run handles signals, and therefore before its first step

@@ -115,6 +115,16 @@ def test_a_save_after_which_no_step_follows_may_fill_the_disk(
     assert options == {"ends_process": ends}
 
 
+def test_diverged_replicas_are_not_saved_by_a_run_that_is_asked_to_stop(plan: PhasePlan) -> None:
+    run = run_at(plan, 7, checkpoint=0)
+    run.watch.judge.return_value, run.snapshots = None, None
+    run.supervisor.agree.return_value = ("SIGTERM", Severity.GOOD, False)
+    run.engine.diverged_replicas.return_value = ["up differs between data ranks"]
+    ending = after_step(run, 7, {"loss": 1.0, "grad_norm": 1.0}).ending
+    assert ending and ending.code == STOPPED and "up differs" in ending.reason
+    assert not run.writer.save.called
+
+
 def test_a_failed_save_at_a_boundary_stops_the_run(plan: PhasePlan) -> None:
     from threefold.pretrain.setup import close_run
 

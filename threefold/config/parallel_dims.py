@@ -28,7 +28,7 @@ class LaunchEnvironment:
         Raises:
             UserError: a variable is not a number, or the numbers contradict each other.
         """
-        for rank, size, local_rank, local_sizes in (
+        for rank_key, size_key, local_rank_key, local_size_keys in (
             ("RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")),
             (
                 "SLURM_PROCID",
@@ -37,22 +37,27 @@ class LaunchEnvironment:
                 ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
             ),
         ):
-            if rank in environment and size in environment:
-                local_size = next((key for key in local_sizes if key in environment), size)
+            if rank_key in environment and size_key in environment:
+                local_size_key = next(
+                    (key for key in local_size_keys if key in environment), size_key
+                )
+                is_local_rank_known = local_rank_key in environment
                 world = cls(
-                    rank=_number(environment, rank),
-                    size=_number(environment, size),
-                    local_rank=_number(environment, local_rank) if local_rank in environment else 0,
-                    local_size=_number(environment, local_size, or_list=True),
+                    rank=_number(environment, rank_key),
+                    size=_number(environment, size_key),
+                    local_rank=_number(environment, local_rank_key) if is_local_rank_known else 0,
+                    local_size=_number(environment, local_size_key, or_list=True),
                 )
                 if not (world.rank < world.size and world.local_rank < world.size):
                     raise UserError(
-                        f"{rank} = {world.rank} and {local_rank} = {world.local_rank} are not "
-                        f"both below {size} = {world.size}; use numbers below it, or unset all "
-                        f"three"
+                        f"{rank_key} = {world.rank} and {local_rank_key} = {world.local_rank} are "
+                        f"not both below {size_key} = {world.size}; use numbers below it, or unset "
+                        f"all three"
                     )
                 if not world.local_size:
-                    raise UserError(f"{local_size} = {environment[local_size]}; use 1 or more")
+                    raise UserError(
+                        f"{local_size_key} = {environment[local_size_key]}; use 1 or more"
+                    )
                 return world
         return cls()
 
@@ -144,8 +149,8 @@ class ParallelDims:
         return {name: getattr(self, name) for name in SIZES}
 
     @property
-    def axes(self) -> dict[str, int]:
-        """Sizes of the axes of AXES by name, without those of size 1 that few recipes have."""
+    def shown_sizes(self) -> dict[str, int]:
+        """Sizes of AXES by name; an axis that few recipes have only if its size is above 1."""
         sizes = {name: getattr(self, name) for name in AXES}
         return {name: size for name, size in sizes.items() if name in ALWAYS_SHOWN or size > 1}
 
@@ -159,7 +164,7 @@ class ParallelDims:
     @property
     def text(self) -> str:
         """The sizes for a report: "tensor 2 x pipeline 1 x data 4, expert 2"."""
-        axes = [f"{axis} {self.axes[axis]}" for axis in IN_TEXTS if axis in self.axes]
+        axes = [f"{axis} {self.shown_sizes[axis]}" for axis in IN_TEXTS if axis in self.shown_sizes]
         experts = [size for size in self.optional_sizes if size not in axes]
         return ", ".join([" x ".join(axes), *experts])
 
@@ -175,7 +180,7 @@ class ParallelDims:
         return math.lcm(self.context, self.expert) * self.tensor
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
+        return " x ".join(f"{axis} {size}" for axis, size in self.shown_sizes.items())
 
     def rank(self, coordinates: Coordinates) -> int:
         """Return the global rank at some coordinates."""
@@ -194,8 +199,8 @@ class ParallelDims:
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the global ranks of every group whose ranks differ only in these axes.
 
-        Groups are in the order of their first ranks. groups("context") are the ranks that share
-        their samples; `stages` has the groups of all axes but the pipeline.
+        Groups are in the order of their first ranks. groups("context") are the ranks that divide
+        the same sequences; `stages` has the groups of all axes but the pipeline.
         """
         groups = [[0]]
         stride = self.world_size
@@ -283,7 +288,9 @@ def rank_map(dims: ParallelDims, hosts: Sequence[str]) -> list[str]:
     for host, group in groupby(range(len(hosts)), key=hosts.__getitem__):
         ranks = list(group)
         places = [dims.coordinates(rank) for rank in ranks]
-        spans = [f"{axis} {_span([getattr(rank, axis) for rank in places])}" for axis in dims.axes]
+        spans = [
+            f"{axis} {_span([getattr(rank, axis) for rank in places])}" for axis in dims.shown_sizes
+        ]
         lines.append(f"{host}: rank {_span(ranks)}: {', '.join(spans)}")
     return lines
 

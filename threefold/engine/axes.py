@@ -1,7 +1,7 @@
 """The parallel axes of a rank: process groups with a size and an index, each created once.
 
-`build_axes` creates all of them. Messages between stages, copies of tied weights and saves have
-groups of their own. The layers of the model read `ModelAxes`, from
+`build_axes` creates them. Tied weights and saves have further groups, and with NCCL each route
+between stages. The layers of the model read `ModelAxes`, from
 which `ParallelAxes` is derived; DeepSpeed's engines read the same groups from `ProcessGrid`.
 """
 
@@ -99,8 +99,8 @@ class ParallelAxes(ModelAxes):
         return group
 
     @property
-    def names(self) -> dict[str, str]:
-        """The axis of each group whose ranks another group may have too, by the group's name.
+    def axis_of_group(self) -> dict[str, str]:
+        """Name of a group -> its axis, for groups that may have the same ranks as another one.
 
         With one data rank, for example, all ranks of the data group are context ranks.
         """

@@ -46,7 +46,8 @@ from threefold.supervision.rank_comparison import ReplicaGroup, diverged_replica
 class Stopwatch:
     """Sum of the times of forward passes; on a GPU, measured by events of the device.
 
-    A forward pass waits only for the tensor and context ranks that work on the same sequences.
+    A forward pass waits for the ranks that run in lockstep (`ParallelDims.lockstep_size`), and the
+    first ones for gathered weights. Those that run in pairs with backward passes are not measured.
     Under ZeRO-3 it gathers weights from all data ranks, so a slow rank slows all of them equally
     and is not found.
     """
@@ -217,9 +218,10 @@ class Engine(ABC):
         return (losses / counts).tolist()
 
     def _update_biases(self, *_: Any) -> None:
-        """Update the routers' biases before AdamW's first call of a step.
+        """Update the routers' biases before the optimizer's first call of a step.
 
-        DeepSpeed calls AdamW once for each of its groups, and not at all if gradients overflow.
+        DeepSpeedZeroOptimizer calls it once for each of its groups, BF16_Optimizer once, and
+        neither if gradients overflow.
         """
         model = self.recipe.model
         assert model.experts is not None
@@ -264,7 +266,7 @@ class Engine(ABC):
 
     @abstractmethod
     def warm_up_for(self, micro_batch: MicroBatch) -> None:
-        """Prepare for evaluations of another kind than training; called on all ranks.
+        """Prepare for evaluations that need other kernels than training; called on all ranks.
 
         micro_batch: like those of the evaluation; its scores are not used
         """
@@ -390,11 +392,11 @@ class StageEngine(Engine):
     def __init__(self, wrapped: ScheduledEngine, *parts: Any):
         super().__init__(wrapped, *parts)
         wrapped.observers.append(self._observe)
-        self._expected: MicroBatch | None = None
+        self._to_warm_up: MicroBatch | None = None
 
     @override
     def warm_up_for(self, micro_batch: MicroBatch) -> None:
-        self._expected = micro_batch
+        self._to_warm_up = micro_batch
 
     def _observe(self, instruction: PipeInstruction) -> contextlib.AbstractContextManager[None]:
         """Note each instruction as this rank's activity, and time forward passes."""
@@ -437,7 +439,7 @@ class StageEngine(Engine):
         *,
         scores: list[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Run DeepSpeed's train_batch or eval_batch on a global batch and return its result.
+        """Run DeepSpeed's train_batch or eval_batch on micro-batches and return its result.
 
         DeepSpeed passes tokens and labels to the ends of the pipeline; every stage needs the
         information about the micro-batches.
@@ -449,8 +451,8 @@ class StageEngine(Engine):
             first = micro_batches[0]
             self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
             self._reset_statistics()
-        if self._expected is not None:
-            expected, self._expected = self._expected, None
+        if self._to_warm_up is not None:
+            expected, self._to_warm_up = self._to_warm_up, None
             prepare_documents([expected.info], self.device)
             self.wrapped.warm_up_evaluation(expected.tokens, expected.labels, expected.info)
             self._reset_statistics()
@@ -486,7 +488,7 @@ class Zero3Engine(Engine):
 
     @override
     def warm_up_for(self, micro_batch: MicroBatch) -> None:
-        """Do nothing: no rank waits for another one while kernels are loaded."""
+        """Do nothing: no receive is posted ahead, for which loading a kernel would wait."""
 
     @override
     def finish_communication(self) -> None:

@@ -68,18 +68,14 @@ def rounds(pipeline: Pipeline) -> list[list[Route]]:
 
     The process groups of a round are disjoint, so that one call creates all of them.
     """
-    rounds: list[list[Route]] = []
+    found: list[list[Route]] = []
     for route in routes(pipeline):
-        free = (
-            routes
-            for routes in rounds
-            if not set(route) & {stage for pair in routes for stage in pair}
-        )
+        free = (one for one in found if not set(route) & {stage for pair in one for stage in pair})
         target = next(free, None)
         if target is None:
-            rounds.append(target := [])
+            found.append(target := [])
         target.append(route)
-    return rounds
+    return found
 
 
 def is_remote(stage: int, other: Pass | None) -> bool:
@@ -90,9 +86,9 @@ def is_remote(stage: int, other: Pass | None) -> bool:
 def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[StageAction]:
     """Yield the actions of a stage in a step: the order in which it calls the communicators.
 
-    Before a stage waits for a message, it posts the receive of the message after it. All receives
-    that precede this one in the order of its sender are posted first. A send follows its pass, or
-    the pair of passes that its pass belongs to.
+    Before a stage waits for a message, it posts the receive of the message that it needs next,
+    after all earlier receives from the same sender. A send follows its pass, or the pair of passes
+    that its pass belongs to.
     """
     order = pipeline.orders_of_step(training=training)[stage]
     needed = iter([work for work in order if is_remote(stage, pipeline.needed(work))])
@@ -181,7 +177,9 @@ class Channels:
         self.ranks = grid.pp_group  # global ranks of the stages
         self.groups = self._groups(grid)
         self.expected: dict[Pass, tuple[Tensor, dist.Work]] = {}
-        self.leaving: list[tuple[Pass, Tensor, dist.Work]] = []  # by the pass that waits for it
+        self.leaving: list[
+            tuple[Pass, Tensor, dist.Work]
+        ] = []  # each with the pass that receives it
         self.set_pipeline(pipeline)
 
     def set_pipeline(self, pipeline: Pipeline) -> None:
@@ -290,8 +288,8 @@ class Channels:
     def _let_go(self, heard: Pass | None) -> None:
         """Free the tensors of completed sends.
 
-        NCCL reports completion. gloo reports it only for sends that were waited for; a message from
-        a stage shows that this stage has received all that the message depends on.
+        NCCL reports completion. gloo reports it only for sends that were waited for; a message
+        shows that its sender has received all that the message depends on.
 
         Args:
             heard: the pass whose result has arrived, if one has

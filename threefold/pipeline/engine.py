@@ -65,7 +65,9 @@ from threefold.pipeline.weight_gathering import WeightGathering
 # They also hang if two stages first use two groups in different orders, because the first
 # collective of a group blocks the host.
 
-MICRO_BATCHES = 2  # the second one uses the kernels that add to an existing loss and gradients
+WARM_UP_MICRO_BATCHES = (
+    2  # the second one uses the kernels that add to an existing loss and gradients
+)
 
 
 def warm_up(
@@ -139,7 +141,7 @@ def _run_passes(
 ) -> None:
     """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
     # With ZeRO-2, one more micro-batch whose sums are added to those of the first two.
-    micro_batches = MICRO_BATCHES + 1 if engine.gradients.sharded else MICRO_BATCHES
+    micro_batches = WARM_UP_MICRO_BATCHES + 1 if engine.gradients.sharded else WARM_UP_MICRO_BATCHES
     engine.module.take_micro_batch_infos([info] * micro_batches)
     chunks = range(engine.pipeline.virtual_stages)
     kinds = (BACKWARD, WEIGHT) if engine.pipeline.splits else (BACKWARD,)
@@ -147,7 +149,7 @@ def _run_passes(
         Pass(kind, engine.stage_id, chunk, number): number == micro_batches - 1
         for chunk in chunks
         for kind in kinds
-        for number in range(MICRO_BATCHES - 1, micro_batches)
+        for number in range(WARM_UP_MICRO_BATCHES - 1, micro_batches)
     }
     engine.partners = {}
     engine.total_loss, engine.fwd_outputs = None, []
@@ -229,8 +231,8 @@ SEND: dict[Kind, type[PipeInstruction]] = {FORWARD: SendActivation, BACKWARD: Se
 class PassSchedule(PipeSchedule):
     """The instructions of a stage in a step, as DeepSpeed's engines read them.
 
-    RecvActivation and RecvGrad start to receive, as `channels.program` orders them, and
-    CommitP2P waits for one message; sends start and are not waited for. ReduceGrads of a pass
+    RecvActivation and RecvGrad start to receive, as `channels.program` orders them, and CommitP2P
+    waits for one message; the last one waits for all sends of the step. ReduceGrads of a pass
     follows the last pass of a group of micro-batches, when the group's gradients are reduced over
     the data ranks (`gradients.py`); without a pass it ends all reductions, tied weights included.
     DeepSpeed's buffer is a micro-batch here.
@@ -279,7 +281,7 @@ class PassSchedule(PipeSchedule):
             yield COMPUTE[work.kind](**arguments)
 
     def _reads_data(self, work: Pass) -> bool:
-        """Return True if a pass is the first of its stage that needs tokens or labels."""
+        """Return True if a pass is the first of its micro-batch on the stage that needs tokens."""
         virtual_stage = self.pipeline.virtual_stage(work.stage, work.chunk)
         if virtual_stage == 0:
             return True
@@ -295,7 +297,7 @@ class SavedMicroBatch:
     """A micro-batch in a chunk, between its passes.
 
     x: the input of the forward pass, whose gradient the previous chunk waits for
-    end: the node of the graph at which the backward pass begins; the output itself is not kept
+    end: the loss, or the node of the graph at which the backward pass begins, without the output
     """
 
     x: Tensor
@@ -363,9 +365,9 @@ class ScheduledEngine(PipelineEngine):
     def _configure_distributed_model(self, model: nn.Module) -> None:
         """Let the optimizer divide its state among the right ranks.
 
-        DeepSpeed divides experts among the ranks that hold the same ones, but only if the attribute
-        says so, which it sets for its own modules. It divides all other weights among the ranks of
-        `seq_data_parallel_group`.
+        DeepSpeed divides experts among the ranks that hold the same ones, but only if
+        `has_moe_layers` is set, which it does for its own modules. It divides all other weights
+        among the ranks of `seq_data_parallel_group`.
         """
         super()._configure_distributed_model(model)
         if self.mpu.dp_shard_group is not None:
@@ -400,7 +402,9 @@ class ScheduledEngine(PipelineEngine):
     def _begin_step(self) -> None:
         self.in_flight: dict[tuple[int, int], SavedMicroBatch] = {}
         self.deferred: dict[tuple[int, int], list] = {}  # for the weights' passes
-        self.handed_on: dict[Pass, Tensor] = {}  # from one chunk of this stage to another
+        self.handed_on: dict[
+            Pass, Tensor
+        ] = {}  # inputs of coming passes; and results to send, by the pass that receives them
         self.labels: dict[int, Tensor] = {}
         self.tokens: dict[int, Tensor] = {}
         self.waiting_forwards: dict[
@@ -492,7 +496,7 @@ class ScheduledEngine(PipelineEngine):
             self._run_forward(buffer_id, chunk)
 
     def _run_forward(self, buffer_id: int, chunk: int) -> None:
-        if self.device.type == "cuda":  # the helper's thread starts on device 0
+        if self.device.type == "cuda":  # the thread of paired passes starts on device 0
             torch.cuda.set_device(self.device)
         work = self._pass(FORWARD, buffer_id, chunk)
         if self.pipeline.needed(work) is None:
@@ -564,7 +568,7 @@ class ScheduledEngine(PipelineEngine):
     def _exec_reduce_grads(
         self, kind: Kind | None = None, buffer_id: int = 0, chunk: int = 0
     ) -> None:
-        """Reduce the gradients of a group that ends with a pass; without a pass, end the step's."""
+        """Reduce what is left after a pass that ends a group; without a pass, end all reductions."""
         if kind is None:
             self.gradients.finish()
         else:

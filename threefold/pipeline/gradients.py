@@ -24,7 +24,7 @@ from threefold.pipeline.schedules import BACKWARD, WEIGHT, Kind
 # ZeRO divides the flat tensor of a bucket into equal shards, one for each data rank, and only the
 # owner of a shard updates the weights in it. A sum is therefore needed on one rank only.
 
-MAX_RUNNING = 2  # sums that run at the same time, because their inputs are freed afterwards
+MAX_RUNNING = 2  # sums at a time with ZeRO-2 or hybrid sharding, which free their inputs
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ShardedReduction:
         of ranks follows after the sum
     at_once: number of sums that may run at the same time; only with `accumulated` or `same_shard`
     accumulated: the fp32 shards to which each sum is added (ZeRO-2); None: each bucket is summed
-        once in a step, and its flat tensor receives the sum (ZeRO-1)
+        once in a step, and its flat tensor receives the sum if both are in fp32 (ZeRO-1)
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ShardedReduction:
         self.own_ranks = [dist.get_rank(group) for group in groups]  # in the group of each bucket
         self.at_once, self.accumulated = at_once, accumulated
         self.running: list[_Running] = []
-        self.between: list[dist.Work] = []  # sums over `same_shard`
+        self.over_replicas: list[dist.Work] = []  # sums over `same_shard`
         self.shards: dict[int, Tensor] = {}  # of the buckets that have a sum in this step
 
     def begin(self, number: int, flat: Tensor, *, is_last: bool = True) -> None:
@@ -113,8 +113,8 @@ class ShardedReduction:
         while self.running:
             self._end(self.running.pop(0))
         shards = [self.shards.pop(number) for number in range(len(self.groups))]
-        while self.between:
-            wait_for(self.between.pop(0))
+        while self.over_replicas:
+            wait_for(self.over_replicas.pop(0))
         if self.divisor > 1:  # the shards are in fp32, so that the quotient is rounded only once
             for shard, size in zip(shards, self.sizes, strict=True):
                 shard.div_(self.divisor / (self.divided_before if size > 1 else 1.0))
@@ -130,7 +130,7 @@ class ShardedReduction:
         self._take(running.number, total, is_last=running.is_last)
 
     def _take(self, number: int, total: Tensor, *, is_last: bool) -> None:
-        """Add a sum to the shard of a bucket; after the last one, begin the sum over the groups."""
+        """Add a sum to the shard of a bucket; after the last one, begin the sum over replicas."""
         if self.accumulated is None:
             self.shards[number] = total
         elif number in self.shards:
@@ -139,7 +139,7 @@ class ShardedReduction:
             self.shards[number] = self.accumulated[number].copy_(total)
         if is_last and self.same_shard is not None:
             shard = self.shards[number]
-            self.between.append(dist.all_reduce(shard, group=self.same_shard, async_op=True))
+            self.over_replicas.append(dist.all_reduce(shard, group=self.same_shard, async_op=True))
 
 
 # Division of a stage's parameters into buckets, whose gradients are summed together.
@@ -245,7 +245,7 @@ class Bucket:
 class _Sum:
     """The sum of a parameter's gradients.
 
-    total: the part of its bucket's tensor, once it has been used; None if that does not exist
+    total: the part of its bucket's tensor; None before its first use, or if there is no tensor
     has_gradient: a gradient has been added since the bucket was last summed
     is_complete: the current pass has added its gradient
     """
@@ -302,7 +302,7 @@ class FlatGradients(ABC):
         self.sharded = sharded
         pipeline = engine.pipeline
         deferred = deferring_parameters(engine.module) if pipeline.splits else set()
-        self.completed_by, self.tied = self._in_order(chunks, deferred)
+        self.completed_by, self.tied = self._order_of_reduction(chunks, deferred)
         at_once = MAX_RUNNING
         if pipeline.reduce_every > 1 and pipeline.schedule == "interleaved":
             # A chunk's buckets are sent while the passes of the next chunk run.
@@ -324,7 +324,7 @@ class FlatGradients(ABC):
         self.ended: set[int] = set()  # buckets without further gradients in this step
         self._end_pass()
 
-    def _in_order(
+    def _order_of_reduction(
         self, chunks: Mapping[int, Sequence[nn.Parameter]], deferred: set[nn.Parameter]
     ) -> tuple[dict[tuple[Kind, int], list[Bucket]], list[Bucket]]:
         """Return the buckets that each kind of pass through a chunk completes, and the tied ones.
@@ -397,7 +397,7 @@ class FlatGradients(ABC):
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the sum of a parameter's gradients on this rank since it was last reduced.
 
-        Without ZeRO-2 it is valid on the owner only after `finish`.
+        Once it has been reduced, only the part that this rank owns is valid.
         """
         bucket = self.bucket_of[parameter]
         return bucket.part_of(parameter, self._tensor(bucket))
@@ -406,7 +406,7 @@ class FlatGradients(ABC):
         """Treat the gradients of the coming pass as complete for its group of micro-batches.
 
         Args:
-            is_last: no other pass of this kind follows in the step
+            is_last: no other pass of this kind through the chunk follows in the step
         """
         self.is_last = is_last
         self.of_pass = self.completed_by.get((kind, chunk), [])
@@ -559,7 +559,7 @@ class ZeroGradients(FlatGradients):
     def _hand_over(self, shards: list[Tensor]) -> None:
         """Let the optimizer read the gradients from the shards."""
         for number, shard in enumerate(shards):
-            parts = [part_of(parameter, shard) for parameter in self._owned(number)]
+            parts = [part_of_shard(parameter, shard) for parameter in self._owned(number)]
             self.optimizer.averaged_gradients[number] = InOneTensor(parts, shard)
 
     def _owned(self, number: int) -> list[nn.Parameter]:
@@ -597,7 +597,7 @@ def starts_of(parameters: Iterable[nn.Parameter], weights: Tensor) -> dict[nn.Pa
     }
 
 
-def part_of(parameter: nn.Parameter, shard: Tensor) -> Tensor:
+def part_of_shard(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     """Return the part of a shard that belongs to a parameter; the shard must hold some of it."""
     address = vars(parameter)["_hp_mapping"].hp_fragment_address  # set by DeepSpeed
     return shard[address.start : address.start + address.numel]

@@ -1,7 +1,7 @@
-"""Everything that happens between two training steps: measurements, saves, rollbacks.
+"""What follows the update of a step: evaluations, comparisons, saves, rollbacks.
 
-All ranks make the same decisions, because they first agree on the worst severity of the step and on
-requests to stop.
+All ranks make the same decisions, because they first agree on the worst severity of the step, on
+requests to stop and on saves in flight.
 """
 
 import math
@@ -152,13 +152,13 @@ def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
     snapshots = run.snapshots
     snapshot_due = snapshots is not None and snapshots.is_due(step) and not saving
 
-    # 1. Bad numbers: skip the step, or roll back.
+    # 1. Bad numbers: report a step that the optimizer has skipped, or roll back.
     if bad or severity >= Severity.UNSAFE:
         outcome = handle_bad_step(run, step, metrics, bad=bad, severity=severity)
         if outcome:
             return outcome
     # 2. Replicas: the ranks that hold the same weights compare them, always before a save.
-    ending = find_diverged_replicas(run, step, snapshot_due=snapshot_due)
+    ending = find_diverged_replicas(run, step, saves=snapshot_due or bool(stop_request))
     # 3. Save: begin to write a checkpoint, or a snapshot in memory, in the background.
     if not ending and run.is_save_due(step):
         ending = save(run, step, metrics, ends_process=bool(stop_request))
@@ -224,10 +224,14 @@ def skip_last_step(run: Run, step: int, metrics: dict[str, Any], reason: str) ->
     return RunEnd(STOPPED, stopped_without_save(step, f"{reason}, and {finding}"))
 
 
-def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> RunEnd | None:
-    """Compare the replicas of the weights, if that, a save or a snapshot is due; collective."""
+def find_diverged_replicas(run: Run, step: int, *, saves: bool) -> RunEnd | None:
+    """Compare the replicas of the weights, if that or a save is due; collective.
+
+    Args:
+        saves: a snapshot is due, or the run saves because it was asked to stop
+    """
     every, last = run.recipe.training.compare_replicas_every, run.last_step
-    save_due = snapshot_due or run.is_save_due(step)
+    save_due = saves or run.is_save_due(step)
     if not every or not (save_due or is_due(step, every, last)):
         return None
     run.supervisor.crumb.note("comparing replicas")
@@ -241,7 +245,9 @@ def find_diverged_replicas(run: Run, step: int, *, snapshot_due: bool) -> RunEnd
 
 
 def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) -> RunEnd | None:
-    """Begin to save; return the end of the run if this or an earlier save fails; collective.
+    """Begin to save; return the end of the run if it cannot go on without a save; collective.
+
+    A failure in the background is noticed at the next save, or at the end of the run.
 
     Args:
         ends_process: True if a rank was asked to stop, so that no step follows

@@ -221,7 +221,7 @@ def first_line(experiment: Experiment, handle: RunHandle, error: Exception) -> s
     """Return where memory ran out, and the first line of the error."""
     dims, rank = experiment.dims, experiment.world.rank
     place = dims.coordinates(rank)
-    where = ", ".join(f"{axis} {getattr(place, axis)}" for axis in dims.axes)
+    where = ", ".join(f"{axis} {getattr(place, axis)}" for axis in dims.shown_sizes)
     text = str(error).strip().partition("\n")[0] or type(error).__name__
     return (
         f"out of memory on {handle.supervisor.names[rank]} ({where}) in {handle.supervisor.crumb}: "

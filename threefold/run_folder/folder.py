@@ -362,7 +362,7 @@ def versions() -> dict[str, str | None]:
 
 def layout_of(recipe: Recipe, dims: ParallelDims) -> dict[str, Any]:
     """Return the layout of a run, with the content of the DeepSpeed JSON."""
-    return dims.axes | {
+    return dims.shown_sizes | {
         "schedule": recipe.layout.schedule,
         "deepspeed": recipe.deepspeed,
         "deepspeed_json": read_deepspeed_json(recipe.deepspeed),

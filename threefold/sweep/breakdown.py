@@ -114,7 +114,7 @@ class CountedCollectives:
     def __init__(self, engine: Engine, clock: PartClock):
         self.engine, self.clock = engine, clock
         self.stage_ranks = ranks_of_stage(engine)
-        self.axes_by_group = engine.axes.names  # some groups have the ranks of other ones
+        self.axes_by_group = engine.axes.axis_of_group  # some groups have the ranks of other ones
         self._kinds: dict[dist.ProcessGroup, GroupKind] = {}
         self._running: WeakKeyDictionary[dist.Work, GroupKind] = WeakKeyDictionary()
         self._all_reduce = dist.ProcessGroup.allreduce

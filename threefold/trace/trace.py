@@ -487,7 +487,7 @@ def measure(recipe: Recipe, dims: ParallelDims, rank: int, *, at_most: int) -> T
         observer = Observer(counter, collectives)
         engine = build_from_recipe(recipe, dims, config, observer)
         observer.watch(engine)
-        collectives.named = engine.axes.names
+        collectives.named = engine.axes.axis_of_group
         first_step(engine, batch)
         before = counter.alive()
         counter.restart()
@@ -596,7 +596,7 @@ def text(trace: Trace) -> str:
     sizes, own = trace.dims, trace.coordinates
     lines = [
         f"{trace.name}, rank {trace.rank} of {sizes.world_size}: "
-        + ", ".join(f"{axis} {getattr(own, axis)} of {n}" for axis, n in sizes.axes.items()),
+        + ", ".join(f"{axis} {getattr(own, axis)} of {n}" for axis, n in sizes.shown_sizes.items()),
         f"{trace.micro_batches} micro-batches a step, {trace.traced} traced",
         "",
         f"{'memory, MiB':28}{'between steps':>16}{'at the peak':>16}",

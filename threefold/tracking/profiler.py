@@ -129,7 +129,7 @@ def perfetto_trace(of_ranks: Sequence[Steps], dims: ParallelDims) -> dict[str, A
     events: list[dict[str, Any]] = []
     for rank, steps in enumerate(of_ranks):
         coordinates = dims.coordinates(rank)
-        places = [f"{axis} {getattr(coordinates, axis)}" for axis in dims.axes]
+        places = [f"{axis} {getattr(coordinates, axis)}" for axis in dims.shown_sizes]
         name = f"rank {rank}: {', '.join(places)}"
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
         events += [
