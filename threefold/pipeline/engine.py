@@ -568,7 +568,7 @@ class ScheduledEngine(PipelineEngine):
     def _exec_reduce_grads(
         self, kind: Kind | None = None, buffer_id: int = 0, chunk: int = 0
     ) -> None:
-        """Reduce what is left after a pass that ends a group; without a pass, end all reductions."""
+        """Reduce the rest after a pass that ends a group; without a pass, end all reductions."""
         if kind is None:
             self.gradients.finish()
         else:
