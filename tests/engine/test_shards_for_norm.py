@@ -44,7 +44,7 @@ def poison(gradients: FlatGradients) -> None:
     def poison_and_hand_over(shards: list) -> None:
         for bucket, flat in gradients.tensors.items():
             for number, part in enumerate(flat.chunk(reduction.sizes[bucket])):
-                if number != reduction.ranks[bucket]:
+                if number != reduction.own_ranks[bucket]:
                     part.fill_(math.nan)
         hand_over(shards)
 
