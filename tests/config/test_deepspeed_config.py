@@ -587,9 +587,14 @@ def test_sums_of_gradients_in_bf16_are_noted(tmp_path: Path) -> None:
     assert note.startswith(f"the gradients of 8 {IN_BF16}")
     correction = json.loads(f"{{{note.partition('write ')[2]}}}")
     whole_batch = ["layout.pipeline=1", "batch.micro_sequences=16"]
+    two_data_ranks = ["layout.pipeline=1", "batch.micro_sequences=4", "layout.reduce_every=2"]
+    zero2 = in_bf16 | {"zero_optimization": {"stage": 2}}
+    (note,) = deepspeed_notes(*setting(write(tmp_path, zero2), *two_data_ranks))
+    assert note.startswith(f"the gradients of 2 {IN_BF16}")
     for content, overrides in (
         (in_bf16 | correction, []),
         (in_bf16, whole_batch),
+        (zero2, two_data_ranks[:2]),
         (in_bf16 | {"bf16": {"enabled": False}, "fp16": {"enabled": True}}, []),
     ):
         assert deepspeed_notes(*setting(write(tmp_path, content), *overrides)) == []

@@ -278,7 +278,7 @@ def mutant_worker(corpus: str, mutant: str) -> str:
         pass
 
     def only_reduce(engine: Any, *_: Any) -> None:
-        for kind, chunk in engine.gradients.completed_by if torch.is_grad_enabled() else ():
+        for kind, chunk in engine.gradients.buckets_by_pass if torch.is_grad_enabled() else ():
             engine.gradients.begin_reducing_pass(kind, chunk, is_last=True)
             engine.gradients.end_reducing_pass()
 

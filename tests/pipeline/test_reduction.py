@@ -108,7 +108,7 @@ def hybrid_worker() -> list[tuple[list[int], list[float]]]:
             for number in (0, 1):
                 flat = gradients_of_rank(rank, group + 5 * number, torch.float32)
                 one.begin(number, flat, is_last=group == GROUPS - 1 or not sharded)
-                counts.append(len(one.between))
+                counts.append(len(one.replica_sums))
         found.append((counts, one.finish()[0].tolist()))
     return found
 

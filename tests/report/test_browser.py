@@ -92,7 +92,7 @@ def pixels(browser: Chromium, key: str, colour: tuple[int, int, int]) -> list[tu
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    """Wait until a condition is true, and return True; False after some seconds."""
+    """Return True once a condition is true, or False after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:

@@ -47,7 +47,7 @@ def engine_of(kind: type[Engine], crumb: Breadcrumb, **parts: object) -> Engine:
     return engine
 
 
-def test_a_sequential_engine_notes_each_micro_batch_that_it_validates() -> None:
+def test_a_zero3_engine_notes_each_micro_batch_that_it_validates() -> None:
     crumb, seen = Recorder(), []
     module = torch.nn.ModuleList([VocabularyTable(ModelConfig(**SIZES), TensorAxis())])
 
@@ -71,7 +71,7 @@ def test_a_sequential_engine_notes_each_micro_batch_that_it_validates() -> None:
     assert crumb.patience == [True] * MICRO_BATCHES and not crumb.patient
 
 
-def test_a_pipelined_engine_waits_for_the_disk_before_it_validates() -> None:
+def test_a_stage_engine_waits_for_the_disk_before_it_validates() -> None:
     crumb = Recorder()
     wrapped = mock.Mock(micro_batches=MICRO_BATCHES)
 

@@ -165,10 +165,15 @@ def _read(
 
 
 def _added_in_bf16(config: dict[str, Any], recipe: Recipe, dims: ParallelDims) -> int:
-    """Return the micro-batches of a step whose gradients are added up in bf16 by default, or 0."""
+    """Return how many micro-batches have their gradients added up in bf16 by default; 0: none.
+
+    With ZeRO-2 on several data ranks, the sums of groups of micro-batches are added up in fp32.
+    """
     if precision(config) != "bf16" or config.get("data_types", {}).get("grad_accum_dtype"):
         return 0
     count = recipe.micro_batches(dims.data)
+    if zero_stage(config) == 2 and dims.dp_cp_size > 1:
+        count = min(count, recipe.layout.micro_batches_per_reduction(2))
     return count if count > 1 else 0
 
 

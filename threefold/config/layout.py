@@ -376,6 +376,6 @@ def _divided_in_fp8(model: ModelConfig, layout: Layout) -> dict[str, int]:
     return sizes
 
 
-# Checks that recipe.py calls, with a model and on a number of ranks. It has those of other axes.
+# recipe.py calls these checks, and has those of other axes.
 MODEL_CHECKS = (check_experts,)
 WORLD_CHECKS = (check_expert_ranks, check_dp_shard)

@@ -46,10 +46,10 @@ from threefold.supervision.rank_comparison import ReplicaGroup, diverged_replica
 class Stopwatch:
     """Sum of the times of forward passes; on a GPU, measured by events of the device.
 
-    A forward pass waits for the ranks that run in lockstep (`ParallelDims.lockstep_size`), and the
-    first ones for gathered weights. Those that run in pairs with backward passes are not measured.
-    Under ZeRO-3 it gathers weights from all data ranks, so a slow rank slows all of them equally
-    and is not found.
+    A forward pass waits for the ranks in lockstep (`ParallelDims.lockstep_size`); the first passes
+    of a step also wait for gathered weights. Those that run in pairs with backward passes are not
+    measured. Under ZeRO-3, each forward pass gathers weights from all data ranks, so a slow rank
+    slows all of them equally and is not found.
     """
 
     def __init__(self, device: torch.device, *, off: bool = False):
@@ -130,7 +130,7 @@ class Engine(ABC):
             has_average=recipe.optimizer.average is not None,
         )
         self._report: ExpertReport | None = None  # of this step
-        # Of all data ranks. A phase may change the number of micro-batches, but not their size.
+        # On all data ranks. A phase may change the number of micro-batches, but not their size.
         self._tokens_per_micro_batch = recipe.tokens_per_step // self.micro_batches
         if recipe.model.experts and recipe.model.experts.bias_update:
             wrapped.optimizer.optimizer.register_step_pre_hook(self._update_biases)
@@ -220,8 +220,8 @@ class Engine(ABC):
     def _update_biases(self, *_: Any) -> None:
         """Update the routers' biases before the optimizer's first call of a step.
 
-        DeepSpeedZeroOptimizer calls it once for each of its groups, BF16_Optimizer once, and
-        neither if gradients overflow.
+        DeepSpeedZeroOptimizer calls the optimizer once per group, BF16_Optimizer once per step.
+        Neither calls it if gradients overflow.
         """
         model = self.recipe.model
         assert model.experts is not None

@@ -68,14 +68,18 @@ def rounds(pipeline: Pipeline) -> list[list[Route]]:
 
     The process groups of a round are disjoint, so that one call creates all of them.
     """
-    found: list[list[Route]] = []
+    result: list[list[Route]] = []
     for route in routes(pipeline):
-        free = (one for one in found if not set(route) & {stage for pair in one for stage in pair})
+        free = (
+            candidate
+            for candidate in result
+            if not set(route) & {stage for pair in candidate for stage in pair}
+        )
         target = next(free, None)
         if target is None:
-            found.append(target := [])
+            result.append(target := [])
         target.append(route)
-    return found
+    return result
 
 
 def is_remote(stage: int, other: Pass | None) -> bool:

@@ -407,7 +407,7 @@ class ScheduledEngine(PipelineEngine):
         ] = {}  # inputs of coming passes; and results to send, by the pass that receives them
         self.labels: dict[int, Tensor] = {}
         self.tokens: dict[int, Tensor] = {}
-        self.waiting_forwards: dict[
+        self.waiting_forward_passes: dict[
             Pass, Callable[[], None]
         ] = {}  # forward passes, by their partners
         order = self.pipeline.orders[self.stage_id]
@@ -452,7 +452,9 @@ class ScheduledEngine(PipelineEngine):
                     for observe in self.observers:
                         observed.enter_context(observe(instruction))
                     self._INSTRUCTION_MAP[type(instruction)](self, **instruction.kwargs)
-        assert not (self.in_flight or self.deferred or self.handed_on or self.waiting_forwards)
+        assert not (
+            self.in_flight or self.deferred or self.handed_on or self.waiting_forward_passes
+        )
 
     def _pass(self, kind: Kind, buffer_id: int, chunk: int) -> Pass:
         return Pass(kind, self.stage_id, chunk, buffer_id)
@@ -491,7 +493,7 @@ class ScheduledEngine(PipelineEngine):
         """
         partner = self.partners.get(self._pass(FORWARD, buffer_id, chunk))
         if partner is not None and torch.is_grad_enabled():
-            self.waiting_forwards[partner] = partial(self._run_forward, buffer_id, chunk)
+            self.waiting_forward_passes[partner] = partial(self._run_forward, buffer_id, chunk)
         else:
             self._run_forward(buffer_id, chunk)
 
@@ -517,7 +519,7 @@ class ScheduledEngine(PipelineEngine):
 
     def run_backward(self, buffer_id: int, chunk: int) -> None:
         """Run the backward pass, without the weight gradients if the schedule splits it."""
-        forward = self.waiting_forwards.pop(self._pass(BACKWARD, buffer_id, chunk), None)
+        forward = self.waiting_forward_passes.pop(self._pass(BACKWARD, buffer_id, chunk), None)
         backward = partial(self._run_backward, buffer_id, chunk)
         if forward is None:
             backward()
@@ -568,7 +570,7 @@ class ScheduledEngine(PipelineEngine):
     def _exec_reduce_grads(
         self, kind: Kind | None = None, buffer_id: int = 0, chunk: int = 0
     ) -> None:
-        """Reduce the rest after a pass that ends a group; without a pass, end all reductions."""
+        """Reduce what the last pass of a group has not; without a pass, end all reductions."""
         if kind is None:
             self.gradients.finish()
         else:

@@ -62,7 +62,7 @@ class ShardedReduction:
         of ranks follows after the sum
     at_once: number of sums that may run at the same time; only with `accumulated` or `same_shard`
     accumulated: the fp32 shards to which each sum is added (ZeRO-2); None: each bucket is summed
-        once in a step, and its flat tensor receives the sum if both are in fp32 (ZeRO-1)
+        once in a step, and its flat tensor receives the sum if gradients are sent in fp32 (ZeRO-1)
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ShardedReduction:
         self.own_ranks = [dist.get_rank(group) for group in groups]  # in the group of each bucket
         self.at_once, self.accumulated = at_once, accumulated
         self.running: list[_Running] = []
-        self.over_replicas: list[dist.Work] = []  # sums over `same_shard`
+        self.replica_sums: list[dist.Work] = []  # sums over `same_shard`
         self.shards: dict[int, Tensor] = {}  # of the buckets that have a sum in this step
 
     def begin(self, number: int, flat: Tensor, *, is_last: bool = True) -> None:
@@ -113,8 +113,8 @@ class ShardedReduction:
         while self.running:
             self._end(self.running.pop(0))
         shards = [self.shards.pop(number) for number in range(len(self.groups))]
-        while self.over_replicas:
-            wait_for(self.over_replicas.pop(0))
+        while self.replica_sums:
+            wait_for(self.replica_sums.pop(0))
         if self.divisor > 1:  # the shards are in fp32, so that the quotient is rounded only once
             for shard, size in zip(shards, self.sizes, strict=True):
                 shard.div_(self.divisor / (self.divided_before if size > 1 else 1.0))
@@ -139,7 +139,7 @@ class ShardedReduction:
             self.shards[number] = self.accumulated[number].copy_(total)
         if is_last and self.same_shard is not None:
             shard = self.shards[number]
-            self.over_replicas.append(dist.all_reduce(shard, group=self.same_shard, async_op=True))
+            self.replica_sums.append(dist.all_reduce(shard, group=self.same_shard, async_op=True))
 
 
 # Division of a stage's parameters into buckets, whose gradients are summed together.
@@ -302,11 +302,11 @@ class FlatGradients(ABC):
         self.sharded = sharded
         pipeline = engine.pipeline
         deferred = deferring_parameters(engine.module) if pipeline.splits else set()
-        self.completed_by, self.tied = self._order_of_reduction(chunks, deferred)
+        self.buckets_by_pass, self.tied = self._order_of_reduction(chunks, deferred)
         at_once = MAX_RUNNING
         if pipeline.reduce_every > 1 and pipeline.schedule == "interleaved":
             # A chunk's buckets are sent while the passes of the next chunk run.
-            at_once = max([at_once, *map(len, self.completed_by.values())])
+            at_once = max([at_once, *map(len, self.buckets_by_pass.values())])
         self.reduction = ShardedReduction(
             groups,
             dtype=engine.communication_data_type,
@@ -347,7 +347,7 @@ class FlatGradients(ABC):
     def _end_pass(self) -> None:
         self.coming: list[Bucket] = []  # buckets that the current pass completes, in order
         self.missing: dict[int, int] = {}  # bucket's number -> gradients that it still needs
-        self.of_pass: list[Bucket] = []  # buckets of the current pass
+        self.pass_buckets: list[Bucket] = []  # buckets of the current pass
         self.is_last = True  # also outside of passes, where `finish` reduces tied buckets
 
     def _take(self, record: _Sum, parameter: nn.Parameter) -> None:
@@ -397,7 +397,8 @@ class FlatGradients(ABC):
     def sum_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the sum of a parameter's gradients on this rank since it was last reduced.
 
-        Once it has been reduced, only the part that this rank owns is valid.
+        It is valid until the bucket is reduced. Afterwards, with ZeRO-1 and fp32, the shard of this
+        rank is; with ZeRO-2 nothing is.
         """
         bucket = self.bucket_of[parameter]
         return bucket.part_of(parameter, self._tensor(bucket))
@@ -409,8 +410,8 @@ class FlatGradients(ABC):
             is_last: no other pass of this kind through the chunk follows in the step
         """
         self.is_last = is_last
-        self.of_pass = self.completed_by.get((kind, chunk), [])
-        self.coming = list(self.of_pass)
+        self.pass_buckets = self.buckets_by_pass.get((kind, chunk), [])
+        self.coming = list(self.pass_buckets)
         self.missing = {bucket.number: len(bucket.starts) for bucket in self.coming}
         for bucket in self.coming:
             for parameter in bucket.starts:
@@ -421,7 +422,7 @@ class FlatGradients(ABC):
         for bucket in self.coming:
             self._reduce(bucket)
         if self.is_last:
-            self.ended |= {bucket.number for bucket in self.of_pass}
+            self.ended |= {bucket.number for bucket in self.pass_buckets}
         self._end_pass()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What follows the update of a step: evaluations, comparisons, saves, rollbacks.
+"""Evaluations, comparisons of replicas, saves and rollbacks after the update of a step.
 
 All ranks make the same decisions, because they first agree on the worst severity of the step, on
 requests to stop and on saves in flight.

@@ -281,7 +281,7 @@ def instrumented(engine: Engine, clock: PartClock) -> Iterator[None]:
 
 @contextmanager
 def observed(engine: StageEngine, clock: PartClock) -> Iterator[None]:
-    """Count the instructions of a pipeline's engine."""
+    """Count the instructions of a StageEngine."""
     parts: dict[type[PipeInstruction], str] = dict(PART_OF_INSTRUCTION)
     if engine.wrapped.pipeline.stages == 1:
         parts[CommitP2P] = "other"  # a single stage sends no messages
@@ -301,7 +301,7 @@ def observed(engine: StageEngine, clock: PartClock) -> Iterator[None]:
 
 @contextmanager
 def counted_methods(engine: Engine, clock: PartClock) -> Iterator[None]:
-    """Count the passes and the optimizer of a sequential engine, and ZeRO's waits for data ranks.
+    """Count the passes and the optimizer of a Zero3Engine, and ZeRO's waits for data ranks.
 
     ZeRO reduces gradients and gathers weights on streams of its own, and waits for them in the two
     methods that are counted as data.

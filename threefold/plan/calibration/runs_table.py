@@ -331,7 +331,7 @@ class RowReader:
         if data * context % expert:
             raise UserError(f"ep = {expert} does not divide cp x dp = {context * data}")
         if expert > 1 and zero_stage == 0:
-            raise UserError(f"ep = {expert} with zero_stage = {zero_stage} is not modelled")
+            raise UserError(f"ep = {expert} with zero_stage = 0 is not modelled; use 1, 2 or 3")
         if parts not in (1, tensor):
             raise UserError(f"etp = {parts} with tp = {tensor} is not modelled")
         if model.experts is None and parts > 1:

@@ -330,6 +330,13 @@ def block_job(job: Job) -> Job:
     )
 
 
+def _with_host(job: Job, seconds: float, host_seconds: float) -> float:
+    """Return the time of kernels that the host launches: a GPU runs earlier ones meanwhile."""
+    if job.machine.gpu.device == "cpu":
+        return seconds + host_seconds
+    return max(seconds, host_seconds)
+
+
 @lru_cache(maxsize=4096)
 def block_passes(job: Job) -> ForwardBackward:
     """Return the times of one block; the backward pass includes recomputation.
@@ -364,15 +371,9 @@ def block_passes(job: Job) -> ForwardBackward:
     host = software.block_seconds
     if job.model.experts:
         host = max(host, software.expert_block_seconds)
-    on_cpu = job.machine.gpu.device == "cpu"
-
-    def with_host(seconds: float, host: float) -> float:
-        """Return the time of work that the host launches, and that runs meanwhile on a GPU."""
-        return seconds + host if on_cpu else max(seconds, host)
-
     recomputing = PassTime()
     if layout.recompute == "full":
-        again = with_host(forward, host)
+        again = _with_host(job, forward, host)
         recomputing = PassTime(again, tensor + columns, context, expert)
     elif layout.recompute == "selective" and job.footprint.recomputes_modules:
         recomputing = PassTime((elementwise + _up_projections(job)) / software.kernel_efficiency)
@@ -381,9 +382,9 @@ def block_passes(job: Job) -> ForwardBackward:
     host_backward = 2 * host
     routing = software.routing_seconds if job.model.experts else 0.0
     offloading = _offloading(job)
-    seconds = max(with_host(forward, host), offloading) + routing
+    seconds = max(_with_host(job, forward, host), offloading) + routing
     ahead = PassTime(seconds, tensor + columns, context, expert)
-    slower = max(with_host(backward, host_backward), offloading)
+    slower = max(_with_host(job, backward, host_backward), offloading)
     back = PassTime(slower, tensor_backward + columns, context_backward, expert_backward)
     back += recomputing
     # The backward pass has three collectives for every two of the forward pass. One of the three
