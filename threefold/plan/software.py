@@ -364,9 +364,7 @@ THREEFOLD_ON_CPU = Software(
     gather_overlap=0.9,
     expert_overlap=0.7,  # not measured: the tensor overlap fitted to Megatron-Core
     reduces_in_groups=True,
-    # As fitted to sweeps of tiny.toml and tiny-moe.toml on two cores.
-    block_seconds=1.25e-3,
-    expert_block_seconds=1.85e-3,
+    block_seconds=6.4e-4,
     balances_stages=True,
     pipeline_overlap=1.0,  # receives are posted ahead and sends do not block, as simulated
 )
@@ -388,8 +386,6 @@ THREEFOLD = replace(
     # Gates run at 3.0 TB/s of 3.35, the maximum and sum of logits at 1.9, AdamW at 2.6.
     memory_efficiency=0.85,
     elementwise=0.85,  # norms and residual additions are fused
-    block_seconds=6.4e-4,
-    expert_block_seconds=0.0,
     step_seconds=0.013,
     routing_seconds=0.0035,  # OLMoE's GPU is idle for 69 ms of a step with 16 waits for counts
     on_cpu=THREEFOLD_ON_CPU,
