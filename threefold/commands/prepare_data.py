@@ -204,7 +204,10 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
         )
     for kind, skipped in manifest["skipped"].items():
         if kind == BLANK:
-            print(f"skipped {counted(skipped['rows'], 'blank line')}")
+            print(
+                f"skipped {counted(skipped['rows'], 'blank line')}; each line of a text file is a "
+                f"document, unless --text-is file is given"
+            )
             continue
         print(f"skipped {counted(skipped['rows'], 'row')}, {kind}: first {skipped['first']}")
     if manifest["document_start"]:

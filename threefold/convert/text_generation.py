@@ -18,6 +18,8 @@ from threefold.convert.files import open_checkpoint
 from threefold.convert.to_hugging_face import TOKENIZER_FILES, export, find_tokenizer
 from threefold.prepare_data.tokenizer import load_tokenizer
 
+FEW_TOKENS = 2  # a text that ends after so few looks like a failure, so its end is reported
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -116,6 +118,12 @@ class TextGenerator:
             ),
             **self.sampling.arguments(),
         )
+        count = written.shape[1] - length
+        if not self.chats and count <= FEW_TOKENS < self.sampling.max_tokens:
+            print(
+                f"the model ended the text after {count} of {self.sampling.max_tokens} tokens",
+                file=sys.stderr,
+            )
         if self.chats:
             answer = self.tokenizer.decode(written[0, length:], skip_special_tokens=True)
             self.messages.append({"role": "assistant", "content": answer})
