@@ -296,8 +296,7 @@ def test_files_of_an_official_split_are_the_parts(official: Path) -> None:
     options += ["--output", official / "out", "--vocab-size", 300]
     done = prepare(*options, smallest_piece=500)
     assert done.returncode == 0, done.stderr
-    expected = "\nskipped 120 blank lines; each line of a text file is a document, unless"
-    assert expected in done.stdout
+    assert "\nskipped 120 blank lines; each line of a text file is a document" in done.stdout
     expected = [f" {text.strip()}" for text in TEXTS]
     assert words(official / "out", "train") == expected
     assert words(official / "out", "validation") == [
