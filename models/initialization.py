@@ -12,7 +12,7 @@ cores of the rank draw chunks at the same time, which does not change their valu
 | all other weights, embeddings included       | normal, initial_std                          |
 
 The parametrizations "mup" and "completep" change the standard deviations of matrices in the layers,
-but not the normal numbers that they multiply (the functions below).
+but not the normal numbers that are multiplied by them; a table of the factors is below.
 """
 
 import hashlib

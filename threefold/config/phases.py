@@ -164,7 +164,7 @@ def merge(table: dict[str, Any], phase: Phase) -> dict[str, Any]:
                 merged["layout"].pop(key, None)
     if phase.begins_schedule and "schedule" not in phase.optimizer:
         merged["optimizer"]["schedule"].pop("steps", None)
-    merged["batch"].pop("ramp", None)  # `_check_phase` ensures that it ends before
+    merged["batch"].pop("ramp", None)  # it ends before the phase, as `_check_phase` ensures
     return merged
 
 

@@ -108,10 +108,11 @@ class TextGenerator:
         """Print the text after some tokens while it is generated, and remember it in a chat."""
         device, length = self.model.device, tokens.shape[1]
         room = self.model.config.max_position_embeddings - length
+        limit = min(self.sampling.max_tokens, room)
         written = self.model.generate(
             input_ids=tokens.to(device),
             attention_mask=torch.ones_like(tokens, device=device),
-            max_new_tokens=min(self.sampling.max_tokens, room),
+            max_new_tokens=limit,
             pad_token_id=self.tokenizer.eos_token_id,
             streamer=TextStreamer(
                 self.tokenizer, skip_prompt=not shows_prompt, skip_special_tokens=True
@@ -119,11 +120,8 @@ class TextGenerator:
             **self.sampling.arguments(),
         )
         count = written.shape[1] - length
-        if not self.chats and count <= FEW_TOKENS < self.sampling.max_tokens:
-            print(
-                f"the model ended the text after {count} of {self.sampling.max_tokens} tokens",
-                file=sys.stderr,
-            )
+        if not self.chats and count <= FEW_TOKENS < limit:
+            print(f"the model ended the text after {count} of {limit} tokens", file=sys.stderr)
         if self.chats:
             answer = self.tokenizer.decode(written[0, length:], skip_special_tokens=True)
             self.messages.append({"role": "assistant", "content": answer})

@@ -245,7 +245,8 @@ class Bucket:
 class _Sum:
     """The sum of a parameter's gradients.
 
-    total: the part of its bucket's tensor; None before its first use, or if there is no tensor
+    total: its place in the bucket's tensor; None until a gradient is added, and once the tensor is
+        freed
     has_gradient: a gradient has been added since the bucket was last summed
     is_complete: the current pass has added its gradient
     """

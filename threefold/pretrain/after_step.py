@@ -245,9 +245,10 @@ def find_diverged_replicas(run: Run, step: int, *, saves: bool) -> RunEnd | None
 
 
 def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) -> RunEnd | None:
-    """Begin to save; return the end of the run if it cannot go on without a save; collective.
+    """Begin to save. If that fails, return the end of the run or only warn; collective.
 
-    A failure in the background is noticed at the next save, or at the end of the run.
+    `checkpoint.on_failure` decides between the two. A failure in the background is noticed at the
+    next save, or at the end of the run.
 
     Args:
         ends_process: True if a rank was asked to stop, so that no step follows
