@@ -238,7 +238,9 @@ def test_a_broad_handler_is_seen(handler: str) -> None:
 def test_broad_handlers_that_raise_user_errors_wrap_one_statement() -> None:
     for path, tree in sources():
         for node in ast.walk(tree):
-            for handler in getattr(node, "handlers", ()):
+            if not isinstance(node, ast.Try | ast.TryStar):
+                continue
+            for handler in node.handlers:
                 blames = any(isinstance(each, ast.Raise) and "UserError" in ast.dump(each)
                              for each in ast.walk(handler))  # fmt: skip
                 if blames and caught(handler, tree) & {"Exception", "BaseException"}:

@@ -45,7 +45,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "threefold.commands.prove": ([TINY], {"Proof.run": SimpleNamespace(passes=True)}),
     "threefold.commands.sweep": (["links", "mine"], {"ClusterMeasurement.run": (None, None)}),
 }  # fmt: skip
-REPORTS = {  # functions that would need real results
+REPORTS: dict[str, dict[str, Any]] = {  # functions that would need real results
     "threefold.commands.plan": {"threefold.trace.trace.table": {}},
     "threefold.commands.prove": {"plan": (SimpleNamespace(), []), "size": "", "as_json": {}},
     "threefold.commands.sweep": {"report_table": {}},

@@ -13,7 +13,7 @@ import torch
 from deepspeed.checkpoint import constants, ds_to_universal
 
 from models.layer_specs import layer_names
-from models.sharding import Sharding
+from models.sharding import Sharding, sharding_of
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.checkpoint.state import CheckpointReader
@@ -44,7 +44,7 @@ def train_and_save(recipes: list[Recipe], folder: Path) -> None:
         save(engine, data, RunFolder(folder / f"ours{number}"), step=2)
         shardings: dict[str, Sharding] = {}
         everyones = [None] * world.size
-        own = [(name, p.sharding) for name, p in engine.parameters()]
+        own = [(name, sharding_of(p)) for name, p in engine.parameters()]
         torch.distributed.all_gather_object(everyones, own)
         for theirs in everyones:
             shardings |= dict(theirs)

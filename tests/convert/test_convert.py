@@ -30,6 +30,7 @@ from models.layer_specs import (
 )
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
+from models.sharding import sharding_of
 from tests.commands import run_here
 from tests.conftest import GPT_SWITCHES, VOCAB_SIZE, changed, small_recipe
 from tests.convert.foreign_checkpoints import CONFIGS, random_tensors, write_torch
@@ -188,7 +189,7 @@ def our_model(source: CheckpointReader) -> SequentialModel:
     model = SequentialModel(layer_specs(config))
     for name, parameter in logical_parameters(model, config):
         logical = source.tensor("weights", name)
-        parameter.copy_(parameter.sharding.local_part(logical, TensorAxis()))
+        parameter.copy_(sharding_of(parameter).local_part(logical, TensorAxis()))
     return model
 
 

@@ -19,6 +19,7 @@ from models.hugging_face.families import BY_NAME
 from models.hugging_face.weights import counterparts
 from models.layer_specs import logical_parameters, run_layers, vocabulary_tables
 from models.parallel.micro_batch_info import MicroBatchInfo
+from models.sharding import sharding_of
 from tests.conftest import VOCAB_SIZE
 from tests.convert.test_convert import our_model, stored
 from tests.models.test_transformer import gradients_from_hugging_face, relative
@@ -158,7 +159,7 @@ def test_a_step_of_an_imported_model_is_that_of_transformers(
     their_loss.backward()
     assert float(loss.detach()) == pytest.approx(float(their_loss.detach()), 1e-6)
     found = {
-        name: parameter.sharding.logical_tensor([torch.as_tensor(parameter.grad)])
+        name: sharding_of(parameter).logical_tensor([torch.as_tensor(parameter.grad)])
         for name, parameter in parameters.items()
     }
     expected = gradients_of(theirs, config, tmp_path / "gradients")

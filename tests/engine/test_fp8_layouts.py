@@ -181,8 +181,12 @@ def step_worker(corpus: str, layouts: list[tuple[str, dict[str, Any]]]) -> list[
 @pytest.fixture(scope="module")
 def tiles(request: pytest.FixtureRequest, corpus: Path) -> dict[Key, Tiles]:
     """Return the tiles of all ranks of each layout that a selected test needs, and of one rank."""
-    asked = [item.callspec.params["key"] for item in request.session.items
-             if getattr(item, "fixturenames", ()) and "tiles" in item.fixturenames]  # fmt: skip
+    items: list[Any] = request.session.items
+    asked = [
+        item.callspec.params["key"]
+        for item in items
+        if "tiles" in getattr(item, "fixturenames", ())
+    ]
     changes = {(1, key[1], "alone"): {} for key in asked} | {key: CHANGES[key] for key in asked}
     results: dict[Key, Tiles] = {}
     for size in {key[0] for key in changes}:

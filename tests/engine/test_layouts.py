@@ -134,7 +134,8 @@ llama zero3 fp32 sequence selective muon
 experts zero2 bf16 tensor expert full documents muon data
 experts zb-v zero1 fp32 sequence dropout documents muon
 """
-MORE_LAYOUTS = {  # (world size, name) -> changes; all are long, in turn
+# (world size, name) -> changes; all are long, in turn
+MORE_LAYOUTS: dict[tuple[int, str], dict[str, Any]] = {
     (1, "micro-batch 4"): {"batch__micro_sequences": 4},
     (1, "experts zero3, micro-batch 4"): EXPERTS | ZERO3 | FULL | {"batch__micro_sequences": 4},
     (2, "zero2, alone, tensor 2"): ZERO2 | TENSOR2,

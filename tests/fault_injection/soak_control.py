@@ -172,7 +172,7 @@ class Soak:
                 wrong.append("a mistake has changed the folder")
         else:
             self.branch.announced |= " into " in self.words(self.folder)
-            wrong += self.check(codes, killed=plan is not None)
+            wrong += self.check(codes, plan)
         self.report.wrong += [where + text for text in wrong]
 
     def choose(self) -> tuple[str, list[str]]:
@@ -247,11 +247,15 @@ class Soak:
             process.join()
         return [process.exitcode for process in ranks]
 
-    def check(self, codes: list[int | None], *, killed: bool) -> list[str]:
-        """Return the problems of the run folder after a start has ended."""
+    def check(self, codes: list[int | None], plan: tuple[Any, ...] | None) -> list[str]:
+        """Return the problems of the run folder after a start has ended.
+
+        Only a rank that lost another one may fail, not one that kills itself as planned.
+        """
         wrong, branch = [], self.branch
-        allowed = {0, 1, -signal.SIGKILL} if killed else {0}
-        if not set(codes) <= allowed:
+        allowed = {0, 1, -signal.SIGKILL} if plan else {0}
+        own = {"operation": 0, "loading": plan[1]}.get(plan[0]) if plan else None
+        if not set(codes) <= allowed or (own is not None and codes[own] == 1):
             wrong.append(f"ended with {codes}:\n{self.words(self.folder)}")
         wrong += [damage for path in self.published() for damage in find_damages(path)]
         self.seen |= {(path / "manifest.json").read_bytes() for path in self.published()}

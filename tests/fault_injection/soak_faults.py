@@ -66,7 +66,7 @@ def die_at_operation(number: int) -> None:
     write = LineFile._write
 
     def torn(lines: LineFile, content: bytes) -> None:
-        if lines.key == "step" and "reads" in lines.path.name:
+        if "step" in lines.keys and "reads" in lines.path.name:
             write(lines, content)
             return
         if dies():

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
+from models.sharding import sharding_of
 from tests.gpu.runs import Failure, device_environment, overrides, start, vocab_size
 from tests.gpu.setting import Result, Setting
 from threefold.checkpoint.state import CheckpointReader
@@ -60,7 +61,9 @@ def our_logits(source: CheckpointReader, tokens: torch.Tensor, device: str) -> t
     config = model_of(source)
     model = SequentialModel(layer_specs(config))
     for name, parameter in logical_parameters(model, config):
-        parameter.copy_(parameter.sharding.local_part(source.tensor("weights", name), TensorAxis()))
+        parameter.copy_(
+            sharding_of(parameter).local_part(source.tensor("weights", name), TensorAxis())
+        )
     logits = run_layers(model.to(device).layers, tokens, info=MicroBatchInfo())  # [s, b, v]
     return logits.transpose(0, 1)[..., : config.vocab_size]
 

@@ -213,7 +213,8 @@ def test_the_kernel_within_limits_fits_the_device() -> None:
     def chosen(device: str, dtype: torch.dtype, limits: Limits, head_size: int = 64) -> object:
         q = mock.Mock(device=torch.device(device), dtype=dtype, shape=(1, 1, 1, head_size))
         with mock.patch.object(attention_parts, "has_flash_attention", lambda device: True):
-            return attention_parts.kernel_for(q, limits).forward.func
+            forward: Any = attention_parts.kernel_for(q, limits).forward
+            return forward.func
 
     blocked, flash = attention_parts._blocked_forward, attention_parts._flash_window_forward
     window, capped = Limits(8), Limits(8, soft_cap=2.0)
@@ -277,8 +278,8 @@ class FlashAttention:
         window_size_left: int,
         window_size_right: int,
     ) -> list[Tensor]:
-        tensors = (x.transpose(1, 2) for x in (q, k, v))
-        out, logsumexp = self.forward(*tensors, (window_size_left, window_size_right))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, logsumexp = self.forward(q, k, v, (window_size_left, window_size_right))
         return [out.transpose(1, 2), logsumexp]
 
     def _flash_attention_backward(

@@ -32,6 +32,7 @@ from models.kernels.attention_parts import Limits, attend, attend_backward, merg
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel import micro_batch_info
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
+from models.sharding import sharding_of
 from tests.conftest import quick_and_long, selected
 from tests.models.test_transformer import (
     DOCUMENTS,
@@ -124,7 +125,7 @@ def run_on_context_ranks(case: str, attention: str) -> Outcome:
     gradients = {}
     for name, parameter in parameters.items():
         dist.all_reduce(parameter.grad)
-        gradients[name] = parameter.sharding.logical_tensor([parameter.grad / size])
+        gradients[name] = sharding_of(parameter).logical_tensor([parameter.grad / size])
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     return whole[..., : config.vocab_size], mean / size, gradients

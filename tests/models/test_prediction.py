@@ -173,7 +173,7 @@ def test_losses_and_gradients_are_their_formula(
     loss = model(tokens, labels, INFO[info])
     loss.backward()
     weights = {
-        n: p.sharding.logical_tensor([p.detach()]).double().requires_grad_()
+        n: sharding_of(p).logical_tensor([p.detach()]).double().requires_grad_()
         for n, p in parameters.items()
     }
     losses, total = formula(config, weights, tokens, labels, INFO[info].documents)

@@ -19,6 +19,7 @@ from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MicroBatchInfo
+from models.sharding import sharding_of
 from tests.models.test_transformer import SHAPES, example_tokens, gathered, labels_of
 from tests.ranks import join_world, run_ranks
 
@@ -41,7 +42,7 @@ def gradients(name: str, axis: TensorAxis, *, exact: bool = False) -> dict[str, 
     with in_fp64() if exact else nullcontext():
         model.to(torch.get_default_dtype())
         model(tokens, labels_of(tokens), MicroBatchInfo()).backward()
-    return {n: gathered(p.grad, p.sharding, axis) for n, p in parameters.items()}
+    return {n: gathered(p.grad, sharding_of(p), axis) for n, p in parameters.items()}
 
 
 @contextmanager

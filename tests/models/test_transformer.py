@@ -30,6 +30,7 @@ from models.layer_specs import (
 from models.parallel.collectives import TensorAxis, gather_from_tensor_axis
 from models.parallel.cross_entropy import vocab_parallel_loss
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
+from models.sharding import sharding_of
 from tests.ranks import run_ranks
 
 LLAMA = ModelConfig(
@@ -168,14 +169,14 @@ def run_model(
         initialize(parameters.items(), config, seed=3, tensor=axis)
     else:
         for name, p in parameters.items():
-            p.data.copy_(p.sharding.local_part(weight(name, p.sharding.shape), axis))
+            p.data.copy_(sharding_of(p).local_part(weight(name, sharding_of(p).shape), axis))
     tokens = example_tokens(config)
     loss = model(tokens, labels_of(tokens), info)
     loss.backward()
     with torch.no_grad():
         logits = run_layers(model.layers, tokens, info=info)
     whole = gather_from_tensor_axis(logits, axis)[..., : config.vocab_size]
-    gradients = {name: gathered(p.grad, p.sharding, axis) for name, p in parameters.items()}
+    gradients = {name: gathered(p.grad, sharding_of(p), axis) for name, p in parameters.items()}
     return whole.transpose(0, 1), loss.detach(), gradients
 
 
@@ -229,7 +230,7 @@ def two_rank_worker() -> dict[Any, Outcome]:
 def seeded_fault(fault: str) -> Iterator[None]:
     """Break the model in one way."""
     collectives = "models.parallel.collectives"
-    faults = {
+    faults: dict[str, dict[str, Any]] = {
         "copy without its all-reduce": {
             "models.parallel.layers.begin_sum_of_copies": lambda grad, axis: lambda: grad
         },
@@ -281,7 +282,7 @@ def reference(config: ModelConfig, documents: Documents | None = None) -> Outcom
     parameters = dict(logical_parameters(ours, config))
     initialize(parameters.items(), config, seed=3)
     weights = {
-        name: p.sharding.logical_tensor([p.detach()]).clone() for name, p in parameters.items()
+        name: sharding_of(p).logical_tensor([p.detach()]).clone() for name, p in parameters.items()
     }
     missing, unexpected = model.load_state_dict(to_hugging_face(config, weights), strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}

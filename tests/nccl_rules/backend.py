@@ -46,7 +46,7 @@ class NcclRules(ProcessGroup):
     supports_splitting = True
 
     def __init__(self, store: dist.Store, rank: int, size: int, label: str, ranks: Sequence[int]):
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.options, self.splits = Options(), 0
         self.store, self.own, self.count = store, rank, size
         self.label, self.ranks = label, list(ranks) or list(range(size))
@@ -60,7 +60,7 @@ class NcclRules(ProcessGroup):
 
     def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> Kernel:
         """Post a send; it ends when the peer has received."""
-        gloo = self._connect(f"{self.own} to {receiver}", [self.own, receiver])
+        gloo: Any = self._connect(f"{self.own} to {receiver}", [self.own, receiver])
 
         def run() -> None:
             for each in (torch.tensor([tag]), *tensors):
@@ -71,7 +71,7 @@ class NcclRules(ProcessGroup):
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int = 0) -> Kernel:
         """Post a receive of the next message of the peer."""
-        gloo = self._connect(f"{sender} to {self.own}", [sender, self.own])
+        gloo: Any = self._connect(f"{sender} to {self.own}", [sender, self.own])
 
         def run() -> None:
             sent = torch.zeros(1, dtype=torch.int64)
@@ -191,7 +191,7 @@ class NcclRules(ProcessGroup):
         ranks: the ranks of this rank's new group; empty: it is in none
         """
         self.splits += 1
-        gloo = self._connect("splits", list(range(self.count)))
+        gloo: Any = self._connect("splits", list(range(self.count)))
         own = torch.tensor([self.splits, *(int(rank in ranks) for rank in range(self.count))])
         rows = [torch.empty_like(own) for _ in range(self.count)]
         gloo.allgather([rows], [own]).wait(_gloo_limit())
@@ -200,7 +200,7 @@ class NcclRules(ProcessGroup):
             raise RuntimeError(f"the ranks split {self.label} into other groups: {groups}")
 
     def _collective(self, name: str, outputs: list, *arguments: Any) -> Kernel:
-        gloo = self._connect("all", list(range(self.count)))
+        gloo: Any = self._connect("all", list(range(self.count)))
         method: Callable[..., dist.Work] = getattr(gloo, name)
 
         def run() -> None:

@@ -19,8 +19,16 @@ from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from threefold.pipeline.channels import Action, Route, StageAction, program
-from threefold.pipeline.schedules import BACKWARD, FORWARD, Pass, Pipeline
+from threefold.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Pass,
+    Pipeline,
+    Route,
+    StageAction,
+    program,
+)
 
 MAX_SLOTS = 16  # upper limit of a search
 

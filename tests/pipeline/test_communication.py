@@ -15,9 +15,17 @@ from tests.nccl_rules.slots import (
     sufficient_slots,
 )
 from threefold.config.layout import PAIRED_SCHEDULES
-from threefold.pipeline import channels
-from threefold.pipeline.channels import Action, Route, StageAction, rounds, routes
-from threefold.pipeline.schedules import Pass, Pipeline, min_micro_batches
+from threefold.pipeline import schedules
+from threefold.pipeline.schedules import (
+    Action,
+    Pass,
+    Pipeline,
+    Route,
+    StageAction,
+    min_micro_batches,
+    rounds,
+    routes,
+)
 
 PIPELINES = {  # name of the schedule -> its pipelines
     f"{schedule}-{virtual_stages}{'-paired' if paired else ''}": [
@@ -70,7 +78,7 @@ def stuck_at_first_use(steps: StepProgram, connected: set[Route]) -> list[int]:
     return [stage for stage, events in enumerate(left) if events]
 
 
-class ReceivesByNeed(channels._Receives):
+class ReceivesByNeed(schedules._Receives):
     """Receives in the order in which the stage needs the messages."""
 
     def up_to(self, work: Pass | None) -> Iterator[StageAction]:
@@ -150,7 +158,7 @@ def test_two_kernels_cost_two_per_cent_at_most(schedule: str) -> None:
 def test_receives_in_the_order_of_need_would_hang(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "_Receives", ReceivesByNeed)
+    monkeypatch.setattr(schedules, "_Receives", ReceivesByNeed)
     pipeline = Pipeline(stages=4, micro_batches=8, schedule=schedule, virtual_stages=2)
     steps = StepProgram(pipeline, training=True)
     seconds = pass_seconds(pipeline)

@@ -291,9 +291,9 @@ def mutant_worker(corpus: str, mutant: str) -> str:
         engine_module.warm_up = leave_out
     if mutant == "order of need":
         from tests.pipeline.test_communication import ReceivesByNeed
-        from threefold.pipeline import channels
+        from threefold.pipeline import schedules
 
-        channels._Receives = ReceivesByNeed
+        schedules._Receives = ReceivesByNeed
     schedule = "zb-v" if mutant == "order of need" else "1f1b"
     try:
         train(recipe_of(corpus, {"schedule": schedule}), world, watched=mutant == "no passes")
@@ -328,7 +328,7 @@ def rules_worker() -> dict[str, str]:
         settings = NcclSettings(high_priority=True, max_ctas=4)
         pair, alone = create_groups([[0, 1]], settings), create_groups([[1]], settings)
         assert pair is not None and pair.size() == 2 and (alone is None) == (rank == 0)
-        options = pair.options
+        options = pair.options  # type: ignore[attr-defined]
         assert options.is_high_priority_stream and options.config.max_ctas == 4
         assert dist.group.WORLD.options.config.max_ctas is None
         summed = token.clone()

@@ -83,7 +83,7 @@ def cells(axes: Axes) -> dict[tuple[int, int], str]:
     return {
         (int(text.get_position()[1]), int(text.get_position()[0])): text.get_text()
         for text in axes.texts
-        if text.get_ha() == "center"
+        if text.get_horizontalalignment() == "center"
     }
 
 
@@ -114,7 +114,8 @@ def test_heat_maps_show_the_measured_and_the_predicted_fastest_runs() -> None:
     }
     (frame,) = [each for each in predicted.patches if isinstance(each, Rectangle)]
     assert frame.get_xy() == pytest.approx((-0.48, -0.47))
-    assert [text.get_text() for text in predicted.texts if text.get_ha() == "right"] == ["+5.3%"]
+    notes = [each for each in predicted.texts if each.get_horizontalalignment() == "right"]
+    assert [note.get_text() for note in notes] == ["+5.3%"]
     assert not measured.patches
     (image,), (other,) = measured.images, predicted.images
     assert image.get_clim() == other.get_clim() == (0.0, 0.5)

@@ -600,7 +600,8 @@ WINDOWS = {
     "model__layers": 3,
 }
 MUON = {"optimizer__kind": "muon"}
-MUTANTS = {  # seeded fault -> changes of the recipe, the layout it must show in
+# seeded fault -> changes of the recipe, the layout it must show in
+MUTANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the tied gradients are not added up": (GPT_SWITCHES, {"pipeline": 2}),
     "q, k and v are declared as one block": ({}, {"tensor": 2}),
     "column-parallel inputs keep partial gradients": ({}, {"tensor": 2}),
@@ -723,7 +724,7 @@ def first_only(self: ShardedReduction, number: int, flat: torch.Tensor, **settin
 def sharded_first(self: FlatGradients) -> None:
     """Add tied gradients up over the stages only after their buckets were reduced."""
     groups = list(self.module.get_tied_weights_and_groups())
-    whole = {weight: self.of(weight).clone() for weight, _ in groups}
+    whole = {weight: self.sum_of(weight).clone() for weight, _ in groups}
     with mock.patch.object(self.module, "get_tied_weights_and_groups", list):
         FINISH_STEP(self)
     for weight, group in groups:
@@ -981,9 +982,10 @@ def mutants(
     corpus: Path, request: pytest.FixtureRequest
 ) -> dict[str, tuple[TrainingResult, TrainingResult, TrainingResult]]:
     assert MUTANTS.keys() >= QUICK_FAULTS
+    items: list[Any] = request.session.items
     faults = [
         item.callspec.params["fault"]
-        for item in request.session.items
+        for item in items
         if getattr(item, "function", None) is test_a_seeded_fault_fails_the_proof
     ]
     cases = {fault: mutant_case(corpus, fault) for fault in faults}

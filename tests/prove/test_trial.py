@@ -1,5 +1,6 @@
 """A proof trains many models in one process; none of them slows the next one down."""
 
+import contextlib
 import gc
 import weakref
 from pathlib import Path
@@ -15,7 +16,7 @@ from threefold.pipeline import gradients
 from threefold.prove.training import many_cases, start, train_step
 
 STAGES = {stage: {"deepspeed": f"ds_configs/zero{stage}_fp32.json"} for stage in (1, 2, 3)}
-FAULTS = {
+FAULTS: dict[str, contextlib.AbstractContextManager] = {
     "hooks keep the engine": mock.patch.object(
         gradients, "WeakMethod", lambda method: lambda: method
     ),

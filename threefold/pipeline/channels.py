@@ -2,16 +2,13 @@
 
 NCCL has no tags and runs the operations of a communicator in the order in which they were posted,
 so each ordered pair of stages has a communicator of its own, and sender and receiver post in the
-same order (`program`). NCCL also connects two ranks inside their first exchange, and each
-host blocks until the other one joins. All routes are therefore connected before the first step.
+same order (`program` in `schedules.py`). NCCL also connects two ranks inside their first exchange,
+and each host blocks until the other one joins. All routes are therefore connected before the first
+step.
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,117 +23,7 @@ from models.parallel.collectives import (
     matches_by_order,
     wait_for,
 )
-from threefold.pipeline.schedules import FORWARD, Pass, Pipeline
-
-# The order of the messages: arithmetic only.
-#
-# Over the communicator of an ordered pair of stages, activations and gradients arrive in the order
-# of the sender's passes, and the receiver posts its receives in that same order, whatever the order
-# in which it needs the messages.
-
-Route = tuple[int, int]  # (sending stage, receiving stage)
-
-
-class Action(StrEnum):
-    """An action of a stage within a step."""
-
-    POST_RECEIVE = "post receive"
-    WAIT = "wait"
-    COMPUTE = "compute"
-    SEND = "send"
-
-
-class StageAction(NamedTuple):
-    """One action of a stage.
-
-    work: the pass that is computed, whose input is received, or whose result is sent
-    """
-
-    action: Action
-    work: Pass
-
-
-def routes(pipeline: Pipeline) -> list[Route]:
-    """Return the pairs of stages that send to each other, in the same order on every rank."""
-    stages = [pipeline.stage_and_chunk(index)[0] for index in range(pipeline.total_virtual_stages)]
-    forward = {(a, b) for a, b in pairwise(stages) if a != b}
-    return sorted(forward | {(b, a) for a, b in forward})
-
-
-def rounds(pipeline: Pipeline) -> list[list[Route]]:
-    """Divide the routes into rounds in which every stage has one route at most.
-
-    The process groups of a round are disjoint, so that one call creates all of them.
-    """
-    result: list[list[Route]] = []
-    for route in routes(pipeline):
-        free = (
-            candidate
-            for candidate in result
-            if not set(route) & {stage for pair in candidate for stage in pair}
-        )
-        target = next(free, None)
-        if target is None:
-            result.append(target := [])
-        target.append(route)
-    return result
-
-
-def is_remote(stage: int, other: Pass | None) -> bool:
-    """Return True if `other` exists and runs on another stage."""
-    return other is not None and other.stage != stage
-
-
-def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[StageAction]:
-    """Yield the actions of a stage in a step: the order in which it calls the communicators.
-
-    Before a stage waits for a message, it posts the receive of the message that it needs next,
-    after all earlier receives from the same sender. A send follows its pass, or the pair of passes
-    that its pass belongs to.
-    """
-    order = pipeline.orders_of_step(training=training)[stage]
-    needed = iter([work for work in order if is_remote(stage, pipeline.needed(work))])
-    receives = _Receives(pipeline, stage, training=training)
-    yield from receives.up_to(next(needed, None))
-    for unit in pipeline.units(order):
-        for work in unit:
-            if is_remote(stage, pipeline.needed(work)):
-                yield from receives.up_to(next(needed, None))
-                yield StageAction(Action.WAIT, work)
-        for work in unit:
-            yield StageAction(Action.COMPUTE, work)
-        for work in unit:
-            if is_remote(stage, pipeline.receiver(work)):
-                yield StageAction(Action.SEND, work)
-
-
-class _Receives:
-    """The receives of a stage, grouped by sender and in the order of that sender."""
-
-    def __init__(self, pipeline: Pipeline, stage: int, *, training: bool):
-        self.pipeline = pipeline
-        self.messages: dict[int, list[Pass]] = {}  # by sender: the passes that its messages are for
-        for sender, order in enumerate(pipeline.orders_of_step(training=training)):
-            receivers = map(pipeline.receiver, order)
-            if sender != stage:
-                self.messages[sender] = [w for w in receivers if w is not None and w.stage == stage]
-        self.indices = {w: n for messages in self.messages.values() for n, w in enumerate(messages)}
-        self.posted = dict.fromkeys(self.messages, 0)
-
-    def up_to(self, work: Pass | None) -> Iterator[StageAction]:
-        """Yield the receives that must be posted for the message of `work` to arrive."""
-        if work is None:
-            return
-        source = self.pipeline.needed(work)
-        assert source is not None
-        sender = source.stage
-        end = max(self.indices[work] + 1, self.posted[sender])
-        for message in self.messages[sender][self.posted[sender] : end]:
-            yield StageAction(Action.POST_RECEIVE, message)
-        self.posted[sender] = end
-
-
-# The communicators, and the tensors that they carry.
+from threefold.pipeline.schedules import FORWARD, Pass, Pipeline, Route, rounds, routes
 
 # Thread blocks that a transfer occupies on the GPU while the passes compute. NCCL would take 16 to
 # 32 inside a node. With four, 16 MiB are sent in a fraction of the time of the pass that computed

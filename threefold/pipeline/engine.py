@@ -41,17 +41,20 @@ from models.layer_specs import observed_scores
 from models.parallel.collectives import matches_by_order
 from models.parallel.layers import Deferral, ImmediateAddition, defer_weights
 from models.parallel.micro_batch_info import MicroBatchInfo
-from threefold.pipeline.channels import Action, Boundary, Channels, is_remote, program
+from threefold.pipeline.channels import Boundary, Channels
 from threefold.pipeline.gradients import gradients_of
 from threefold.pipeline.schedules import (
     BACKWARD,
     FORWARD,
     WEIGHT,
+    Action,
     Kind,
     Pass,
     Pipeline,
     group_ends,
+    is_remote,
     last_stage,
+    program,
 )
 from threefold.pipeline.simulation import TimedPass
 from threefold.pipeline.stage import Stage

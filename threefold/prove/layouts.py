@@ -15,7 +15,7 @@ from threefold.config.recipe import Recipe
 ZERO_STAGES = (1, 2, 3)
 CONFIG = "ds_configs/zero{}_{}.json"
 PRECISIONS = ("fp32", "bf16")  # that CPUs train in
-SCHEDULES = {  # name -> keys of the [layout] section
+SCHEDULES: dict[str, dict[str, Any]] = {  # name -> keys of the [layout] section
     "1f1b": {"schedule": "1f1b"},
     "interleaved x 2": {"schedule": "interleaved", "virtual_stages": 2},
     "interleaved x 3": {"schedule": "interleaved", "virtual_stages": 3},

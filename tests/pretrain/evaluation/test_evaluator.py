@@ -173,7 +173,7 @@ def test_evaluations_do_not_depend_on_the_layout_either(
     check_layout(name, alone, of_other_layouts)
 
 
-FAULTS = {
+FAULTS: dict[str, contextlib.AbstractContextManager] = {
     "slices of a sequence are taken for its beginning": mock.patch(
         "threefold.pretrain.evaluation.positions",
         lambda slices, length: np.arange(sum(map(len, slices)) if slices else length),
