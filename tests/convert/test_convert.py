@@ -995,6 +995,18 @@ def test_text_from_a_run_is_transformers_text(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_text_that_ends_at_once_is_reported(exported: Path, tmp_path: Path) -> None:
+    """The tokenizer comes from another folder than the model."""
+    model = tmp_path / "model"
+    shutil.copytree(exported, model, ignore=shutil.ignore_patterns("*token*"))
+    file = model / "generation_config.json"
+    settings, (first, *_) = json.loads(file.read_text()), most_likely(exported, "t5 t9", 1).split()
+    file.write_text(json.dumps(settings | {"eos_token_id": int(first[1:])}))
+    words = [model, "--tokenizer", exported, "--prompt", "t5 t9", "--temperature", 0]
+    done = run_here(generate.main, *words, "--max-tokens", 12)
+    assert (done.returncode, done.stderr) == (0, "the model ended the text after 1 of 12 tokens\n")
+
+
 def test_prompts_are_read_until_the_end(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("t5 t9\n\n" + "t5 " * 32 + "\nt3\n"))
     done = run_here(generate.main, exported, "--temperature", 0, "--max-tokens", 3)

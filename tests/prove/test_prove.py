@@ -75,7 +75,7 @@ from threefold.prove.layouts import (
 from threefold.prove.naming import Cause, first_difference, smallest, tensor_difference
 from threefold.prove.ranks import run_cases
 from threefold.prove.recording import next_float
-from threefold.prove.report import CaseResult, as_json, failures, table, verdict
+from threefold.prove.report import CaseResult, as_json, failures, table, table_of_bands, verdict
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.prove.training import train_cases
 from threefold.runtime.ranks import CPU_VARIABLES
@@ -459,6 +459,9 @@ def test_bands_are_multiples_of_the_largest_perturbation(corpus: Path) -> None:
         found = compare(other, outcome(), model, bands)
         assert found.passes == passes and found.ratio == pytest.approx(error, rel=1e-3)
         assert found.worst == "loss of the validation of step 1"
+    assert "hides errors" not in table_of_bands(bands)
+    wide = derive_bands([outcome(weight=1.9)], outcome(), model)
+    assert "hides errors; also run --precision fp32" in table_of_bands(wide)
     first = TrainingResult([2.0, 1.0], [1.0, 1.0], {}, {})
     early = TrainingResult([2.0002, 1.0], [1.0, 1.0], {}, {})
     bands = derive_bands([early], first, model)

@@ -45,7 +45,9 @@ def generate(options: argparse.Namespace) -> None:
         top_p=options.top_p,
         seed=options.seed,
     )
-    generator = generator_of(options.model, sampling, chat=options.chat)
+    generator = generator_of(
+        options.model, sampling, chat=options.chat, tokenizer=options.tokenizer
+    )
     if options.prompt is not None:
         tokens = generator.tokens_of(options.prompt, "--prompt")
         generator.write(tokens, shows_prompt=not options.chat)
@@ -95,6 +97,9 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt", help="text to continue; default: read prompts")
     parser.add_argument(
         "--chat", action="store_true", help="answer prompts in the tokenizer's chat template"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="FOLDER", help="default: that of the run or the export"
     )
     parser.add_argument(
         "--max-tokens", type=count, default=200, metavar="N", help="default: %(default)s"

@@ -127,7 +127,9 @@ class TextGenerator:
             self.messages.append({"role": "assistant", "content": answer})
 
 
-def generator_of(path: Path, sampling: Sampling, *, chat: bool = False) -> TextGenerator:
+def generator_of(
+    path: Path, sampling: Sampling, *, chat: bool = False, tokenizer: Path | None = None
+) -> TextGenerator:
     """Load an exported model, or export a checkpoint to a temporary folder and load that.
 
     The temporary folder is deleted before this function returns: the tensors are mapped files,
@@ -136,25 +138,25 @@ def generator_of(path: Path, sampling: Sampling, *, chat: bool = False) -> TextG
     Args:
         path: a run folder, a checkpoint, or a folder that transformers can load
         chat: prompts are turns of a conversation
+        tokenizer: folder of the tokenizer; None: that of the run or the export
 
     Raises:
         UserError: the model cannot be loaded, its tokenizer or (for `chat`) its chat template is
             missing, or the temporary folder is too small.
     """
     if (path / "config.json").is_file():
-        return _load(path, path, sampling, chat=chat)
+        return _load(path, tokenizer or path, path, sampling, chat=chat)
     source = open_checkpoint(path)
-    tokenizer = find_tokenizer(source, None)
+    tokenizer = find_tokenizer(source, tokenizer)
     if tokenizer is None:
         raise UserError(
-            f"{path} has weights but no tokenizer; export it with convert.py to-hf "
-            f"--tokenizer FOLDER, and give the folder of the export to generate.py"
+            f"{path} has weights but no tokenizer; name the tokenizer's folder with --tokenizer"
         )
     try:
         with tempfile.TemporaryDirectory(prefix="threefold-generate-") as folder:
             with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text
                 export(source, Path(folder), dtype="fp32", tokenizer=tokenizer)
-            return _load(Path(folder), path, sampling, chat=chat)
+            return _load(Path(folder), Path(folder), path, sampling, chat=chat)
     except OSError as error:
         if error.errno not in FULL_DISK_ERRORS:
             raise
@@ -164,21 +166,25 @@ def generator_of(path: Path, sampling: Sampling, *, chat: bool = False) -> TextG
         ) from None
 
 
-def _load(folder: Path, path: Path, sampling: Sampling, *, chat: bool) -> TextGenerator:
-    """Load a model and its tokenizer from a folder, without code that comes with it.
+def _load(
+    folder: Path, tokenizer_folder: Path, path: Path, sampling: Sampling, *, chat: bool
+) -> TextGenerator:
+    """Load a model and a tokenizer from their folders, without code that comes with them.
 
     path: what the user named, for messages
     """
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    place = path if tokenizer_folder == folder else tokenizer_folder
+    if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
-            f"{path} has no tokenizer, such as a tokenizer.json; export the checkpoint again with "
-            f"convert.py to-hf --tokenizer FOLDER, or copy the tokenizer's files into {path}"
+            f"{place} has no tokenizer, such as a tokenizer.json; name the tokenizer's folder with "
+            f"--tokenizer"
         )
-    tokenizer = load_tokenizer(folder, f"the tokenizer in {path}")
+    tokenizer = load_tokenizer(tokenizer_folder, f"the tokenizer in {place}")
     if chat and not tokenizer.chat_template:
         raise UserError(
-            f"--chat needs a chat template, and the tokenizer of {path} has none (chat_template in "
-            f"tokenizer_config.json, or chat_template.jinja); omit --chat to continue a text"
+            f"--chat needs a chat template, and the tokenizer of {place} has none "
+            f"(chat_template in tokenizer_config.json, or chat_template.jinja); omit --chat to "
+            f"continue a text"
         )
     disable_progress_bar()
     try:

@@ -174,8 +174,9 @@ def balance_text(
     more = imbalance(block_counts, costs, schedule=schedule, stages=stages) - 1
     virtual_stages = len(block_counts) // stages
     unit = "stage" if virtual_stages == 1 else "chunk"
-    (blocks, count), *others = runs
-    parts = [f"{count} {unit}{'s' * (count > 1)} of {blocks} block{'s' * (blocks > 1)}"]
-    parts += [f"{count} of {blocks}" for blocks, count in others]
+    parts = [
+        f"{count} {unit}{'s' * (count > 1)} of {blocks} block{'s' * (blocks > 1)}"
+        for blocks, count in runs
+    ]
     text = f"{', '.join(parts)}; the slowest stage has {more:.1%} more work than the mean"
     return text if virtual_stages == 1 else f"{stages} stages of {virtual_stages} chunks: {text}"

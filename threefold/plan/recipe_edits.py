@@ -109,9 +109,7 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
     text = tomli_w.dumps(best.model_dump(mode="json", exclude_none=True))
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(
-                f"# {recipe.name} in the layout that plan.py predicts to be the fastest.\n\n"
-            )
+            file.write(f"# {recipe.name} in the layout that plan.py recommends.\n\n")
             file.write(text)
     except FileExistsError:
         raise UserError(f"--write {path}: the file exists; use another name") from None

@@ -90,6 +90,10 @@ def table_of_bands(bands: Bands) -> str:
     )
     if largest["rerouted"]:
         lines[-1] += f"; tokens with another expert {largest['rerouted']:.0f}"
+    if max(largest["weights"], largest["moments"]) >= 1:
+        lines.append(
+            "A band of 1 is as wide as the tensor and hides errors; also run --precision fp32."
+        )
     return "\n".join(lines)
 
 
