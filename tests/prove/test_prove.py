@@ -219,13 +219,15 @@ def test_fp8_is_proven_over_every_axis(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(layouts_module, "ZERO_STAGES", (1,))  # of the number of layouts, a third
-    overrides = ['training.matmul_precision="fp8"', 'deepspeed="ds_configs/zero1_bf16.json"']
-    recipe = load_recipe(REPOSITORY / "recipes" / f"{name}.toml", overrides)
+    recipe = load_recipe(
+        REPOSITORY / "recipes" / f"{name}.toml", ['training.matmul_precision="fp8"']
+    )
     options = argparse.Namespace(
         ranks=4, layers=1, steps=1, relay=False, sample=None, only=[], precision=None
     )
     small, cases = prove.plan(recipe, options, tmp_path / "fp8")
     assert small.training.matmul_precision == "fp8" and {v.precision for v in cases} == {"bf16"}
+    assert prove.size(small, cases).endswith(", bf16 with matmuls in FP8")
     assert max(v.dims.tensor for v in cases) == max(v.dims.context for v in cases) == 2
     assert any(v.dims.tensor * v.dims.context == 4 for v in cases)
     wide = shrink(recipe, ranks=4, layers=1, steps=1, corpus=tmp_path)  # as with --precision fp32

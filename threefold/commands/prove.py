@@ -71,7 +71,8 @@ def main(description: str | None = None) -> None:
         except SystemExit:  # of the signal handler
             print("prove.py: interrupted; nothing has been started or written", file=sys.stderr)
             raise
-        print(f"{recipe.name}: {counted(len(cases), 'layout')} of {size(small)}", file=sys.stderr)
+        layouts = counted(len(cases), "layout")
+        print(f"{recipe.name}: {layouts} of {size(small, cases)}", file=sys.stderr)
         proof = Proof(small, cases, ranks=options.ranks)
         coming = run_relay(cases, folder=Path(folder) / "run") if options.relay else proof.run()
         findings: list[CaseResult] = []
@@ -177,7 +178,13 @@ def plan(
 
 
 def own_precision(recipe: Recipe) -> str:
-    """Return the precision of a recipe's DeepSpeed JSON; fp32 for fp16, which needs a GPU."""
+    """Return the precision in which a recipe is proven, unless --precision names one.
+
+    It is that of its DeepSpeed JSON, but fp32 instead of fp16, which needs a GPU, and bf16 for
+    matmuls in FP8, whose differences exceed the limits of fp32.
+    """
+    if recipe.training.matmul_precision == "fp8":
+        return "bf16"
     own = precision(read_deepspeed_json(recipe.deepspeed, recipe))
     return own if own in PRECISIONS else "fp32"
 
@@ -296,13 +303,15 @@ def run_relay(cases: list[ProofCase], *, folder: Path) -> Generator[CaseResult, 
                 yield CaseResult(case, result)
 
 
-def size(small: Recipe) -> str:
-    """Describe the small model in a few words."""
+def size(small: Recipe, cases: Sequence[ProofCase]) -> str:
+    """Describe the small model and its precision in a few words."""
     model = small.model
+    matmuls = " with matmuls in FP8" if small.training.matmul_precision == "fp8" else ""
     return (
         f"a model of the same structure ({model.layers} layers, hidden {model.hidden_size}, "
         f"{model.heads} heads on {model.kv_heads}, vocabulary {model.vocab_size}), "
-        f"{small.training.steps} steps of {small.batch.global_sequences} sequences"
+        f"{small.training.steps} steps of {small.batch.global_sequences} sequences, "
+        f"{cases[0].precision}{matmuls}"
     )
 
 
