@@ -2,7 +2,6 @@
 
 import functools
 import signal
-import subprocess
 import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,9 +24,7 @@ USER_FOLDERS = ("recipes", "ds_configs")  # in which users put files of their ow
 @functools.cache
 def users_files() -> frozenset[Path]:
     """Return the files of USER_FOLDERS that git does not track; none without git."""
-    command = ["git", "ls-files", "--others", "-z", *USER_FOLDERS]
-    listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return frozenset(REPOSITORY / name for name in listed.stdout.split("\0") if name)
+    return frozenset().union(*map(loading.untracked_files, USER_FOLDERS))
 
 
 def shipped_recipes() -> list[Path]:

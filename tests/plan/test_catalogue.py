@@ -418,11 +418,14 @@ def test_a_users_broken_recipes_are_left_out_of_the_catalogue(
     broken, unplanned = tmp_path / "broken.toml", tmp_path / "unplanned.toml"
     broken.write_text(good.read_text().replace("[model]", "[modell]"))
     unplanned.write_text(good.read_text().replace('gpu = "', 'gpu = "X'))
-    monkeypatch.setattr(catalogue, "recipes_in_repository", lambda: [broken, unplanned, good])
+    own = tmp_path / "own.toml"  # git does not track it
+    own.write_text(good.read_text())
+    monkeypatch.setattr(catalogue, "recipes_in_repository", lambda: [broken, own, unplanned, good])
+    monkeypatch.setattr(catalogue, "untracked_files", lambda _: {own})
     monkeypatch.setattr(catalogue, "ZERO_STAGE_ROWS", ())
     done = run_here(plan.main, "catalogue")
     assert done.returncode == 2 and done.stdout.count("\n| llama/1b |") == 1
-    assert str(tmp_path) not in done.stdout
+    assert str(tmp_path) not in done.stdout and "own" not in done.stdout
     first, second = done.stderr.splitlines()
     assert first.startswith(f"plan.py: left out {broken}: ") and "modell" in first
     assert second.startswith(f"plan.py: left out {unplanned}: ") and "X" in second

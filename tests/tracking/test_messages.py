@@ -18,6 +18,7 @@ from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import Progress
 from threefold.tracking.messages import (
     announce,
+    ends_in_warmup,
     longer_training,
     summarize,
     tell_changes,
@@ -183,6 +184,17 @@ def test_a_vocabulary_with_unused_rows_has_a_note(
     announce(recipe, one, ["a"], mock.Mock(path=tmp_path), found)
     note = f"  no manifest.json next to {recipe.data.train[0].path}, "
     assert capsys.readouterr().out.count(note) == 1
+
+
+def test_a_run_that_ends_within_its_warm_up_has_a_note(tmp_path: Path) -> None:
+    for warmup, steps, counts in ((40, 40, "steps"), (40, 41, "steps"), (40, 40, "sequences")):
+        schedule = {"warmup_steps": warmup, "counts": counts, "decay": "constant"}
+        table = changed(small_recipe(tmp_path), training__steps=steps)
+        table["optimizer"]["schedule"] = schedule
+        note = "warmup_steps = 40 of training.steps = 40"
+        assert (note in ends_in_warmup(parse_recipe(table, "test"))) == (
+            steps == 40 and counts == "steps"
+        )
 
 
 def test_changed_values_are_printed_as_text(

@@ -148,7 +148,10 @@ def plan(options: argparse.Namespace) -> int:
                 print(f"To use layout 1: {changes}")
     if options.write:
         recipe_edits.write_recipe(recipe, result, options.write)
-        print(f"wrote {options.write}", file=sys.stderr)
+        print(
+            f"wrote {options.write} in layout 1; change its name for a run folder of its own",
+            file=sys.stderr,
+        )
     if own is None and result.plans and (options.timeline or options.heatmap):
         print(
             "plan.py: the recipe's own layout is not valid; the picture shows the fastest layout",
@@ -219,7 +222,10 @@ def leave_out(problem: str) -> None:
 
 
 def print_catalogue(options: argparse.Namespace) -> int:
-    """Print Markdown tables of all shipped recipes, and of the ZeRO stages."""
+    """Print Markdown tables of all shipped recipes, and of the ZeRO stages.
+
+    Recipes that git does not track are the user's own.
+    """
     lines, problems = recipe_table()
     print("\n".join([*lines, "", *zero_stage_lines()]))
     for problem in problems:
@@ -347,7 +353,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--top", type=int, default=5, help="number of fastest layouts to print (default: 5)"
     )
     output.add_argument(
-        "--write", type=Path, metavar="TOML", help="write the recipe with the fastest layout"
+        "--write", type=Path, metavar="TOML", help="write a copy of the recipe in layout 1"
     )
     output.add_argument(
         "--timeline", type=picture_file, metavar="PICTURE",

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import subprocess
 import tomllib
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -230,6 +231,16 @@ def recipes_in_repository() -> list[Path]:
     folder = REPOSITORY / "recipes"
     tiny = set(folder.glob("*.toml")) - {DEFAULT_RECIPE}
     return [DEFAULT_RECIPE, *sorted(tiny), *sorted(folder.glob("*/*.toml"))]
+
+
+def untracked_files(folder: str) -> frozenset[Path]:
+    """Return the files of a folder of this repository that git does not track; none without git."""
+    command = ["git", "ls-files", "--others", "-z", folder]
+    try:
+        listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=False).stdout
+    except FileNotFoundError:
+        listed = b""
+    return frozenset(REPOSITORY / os.fsdecode(name) for name in listed.split(b"\0") if name)
 
 
 def load_recipes(paths: Iterable[Path]) -> tuple[dict[Path, Recipe], list[str]]:

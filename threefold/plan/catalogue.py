@@ -17,6 +17,7 @@ from threefold.config.loading import (
     load_recipes,
     recipes_in_repository,
     short,
+    untracked_files,
 )
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import schedule_name
@@ -53,12 +54,13 @@ ZERO_STAGE_ROWS = (
 
 
 def recipe_table() -> tuple[list[str], list[str]]:
-    """Return a Markdown table of all recipes with a [cluster], by family and model size.
+    """Return a Markdown table of the shipped recipes with a [cluster], by family and model size.
 
     Returns:
         The lines of the table, and one line about each recipe that cannot be planned.
     """
-    recipes, problems = load_recipes(recipes_in_repository())
+    own = untracked_files("recipes")
+    recipes, problems = load_recipes(path for path in recipes_in_repository() if path not in own)
     lines = list(TABLE_HEADER)
     for path in sorted(recipes, key=lambda p: (p.parent.name, parameter_count(recipes[p].model))):
         if cluster := recipes[path].cluster:

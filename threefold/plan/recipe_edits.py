@@ -92,7 +92,7 @@ def check_file(path: Path) -> None:
 
 
 def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
-    """Write a copy of the recipe with the fastest layout.
+    """Write a copy of the recipe in the first layout of the list.
 
     Raises:
         UserError: no layout fits, or the file exists or cannot be written.

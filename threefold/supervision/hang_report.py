@@ -365,7 +365,8 @@ class HangReport:
         statuses.setdefault(own.rank, own)
         launched = {rank: status.launched for rank, status in statuses.items()}
         waiting = describe_waiting(launched, self.names)
-        parts = [describe_hang(statuses, self.names), f"the stacks of all are in {self.folder}"]
+        stacks = f"the stacks of {len(statuses)} of {len(self.names)} ranks are in {self.folder}"
+        parts = [describe_hang(statuses, self.names), stacks]
         if waiting:
             parts.insert(1, f"by torch's flight recorder {waiting}")
         return "; ".join(parts), ranks_behind(statuses, len(self.names))

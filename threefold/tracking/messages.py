@@ -104,7 +104,8 @@ def announce(
             stages=layout.pipeline,
         )
         print(f"  {layout.schedule_name}: {balance}", flush=True)
-    for note in filter(None, (unchecked_tokenizer(recipe), unused_rows(recipe))):
+    notes = unchecked_tokenizer(recipe), unused_rows(recipe), ends_in_warmup(recipe)
+    for note in filter(None, notes):
         print(f"  {note}", flush=True)
     if problem := export_problem(recipe.model):
         print(f"  convert.py to-hf cannot export this model: {problem}", flush=True)
@@ -117,6 +118,17 @@ def announce(
         )
     if len(set(hosts)) > 1:
         print("\n".join(f"  {line}" for line in rank_map(dims, hosts)), flush=True)
+
+
+def ends_in_warmup(recipe: Recipe) -> str:
+    """Return a note if the learning rate rises until the run ends; "" if it does not."""
+    schedule, steps = recipe.optimizer.schedule, recipe.training.steps
+    if schedule.counts == "sequences" or schedule.warmup_steps < steps:
+        return ""
+    return (
+        f"the run ends within its warm-up: optimizer.schedule.warmup_steps = "
+        f"{schedule.warmup_steps} of training.steps = {steps}"
+    )
 
 
 def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:

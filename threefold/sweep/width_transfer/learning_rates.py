@@ -19,7 +19,6 @@ FACTOR = 2.0  # between neighbouring learning rates of the automatic grid
 FIRST_POWERS = range(-2, 3)  # of FACTOR: the first grid, relative to the recipe's learning rate
 MAX_EXTENSIONS = 5  # learning rates that are added to the automatic grid of a curve
 WITHIN = FACTOR * (1 + 1e-9)  # a grid step, in spite of rounding
-Measure = Callable[[Sequence[TrainingTrial]], Iterator[tuple[Trial, Result]]]
 
 
 @dataclass
