@@ -2,7 +2,7 @@
 
     python recipes/plan.py recipes/llama/70b.toml
     python recipes/plan.py recipes/llama/7b.toml --nodes 16 --gpu H200 --top 3
-    python recipes/plan.py recipes/llama/7b.toml --write recipes/mine.toml
+    python recipes/plan.py recipes/llama/7b.toml --write recipes/7b-planned.toml
     python recipes/plan.py recipes/megatron/1t.toml --software megatron-lm-2021
     python recipes/plan.py recipes/llama/70b.toml --timeline timeline.png --heatmap heatmap.png
     python recipes/plan.py largest recipes/llama/7b.toml --nodes 64 --days 30
@@ -19,7 +19,7 @@ table compares predictions with measured runs; catalogue prints tables of all sh
 has its own --help. All but trace need neither a GPU nor torch, and take seconds.
 
 Exit code 0: the recipe's layout fits, or largest names a model; 1: it does not fit, or no model is
-trained in time; 2: the recipe or an option is rejected, or catalogue leaves a recipe out.
+trained in time; 2: the recipe or an option is rejected, or catalogue cannot plan a shipped recipe.
 """
 
 import sys

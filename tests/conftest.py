@@ -23,7 +23,7 @@ USER_FOLDERS = ("recipes", "ds_configs")  # in which users put files of their ow
 
 @functools.cache
 def users_files() -> frozenset[Path]:
-    """Return the files of USER_FOLDERS that git does not track; none without git."""
+    """Return the files in USER_FOLDERS that git does not track, if there is git."""
     return frozenset().union(*map(loading.untracked_files, USER_FOLDERS))
 
 

@@ -411,7 +411,9 @@ def test_the_answers_are_commands_that_load() -> None:
         recipes = [word for word in words if word.endswith(".toml")]
         overrides = [value for option, value in pairwise(words) if option == "--set"]
         for recipe in set(recipes) - CREATED_BY_EXAMPLES:
-            load_recipe(REPOSITORY / recipe, overrides)
+            loaded = load_recipe(REPOSITORY / recipe, overrides)
+            if words[0] == "deepspeed":
+                assert int(words[2]) % loaded.layout.ranks_per_data_rank == 0, words
 
 
 def test_lists_are_those_of_markdown_for_the_site_too() -> None:

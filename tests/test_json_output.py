@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }  # fmt: skip
 REPORTS: dict[str, dict[str, Any]] = {  # functions that would need real results
     "threefold.commands.plan": {"threefold.trace.trace.table": {}},
-    "threefold.commands.prove": {"plan": (SimpleNamespace(), []), "size": "", "as_json": {}},
+    "threefold.commands.prove": {"plan": (SimpleNamespace(), []), "model_text": "", "as_json": {}},
     "threefold.commands.sweep": {"report_table": {}},
 }
 

@@ -996,15 +996,34 @@ def test_text_from_a_run_is_transformers_text(
 
 
 def test_a_text_that_ends_at_once_is_reported(exported: Path, tmp_path: Path) -> None:
-    """The tokenizer comes from another folder than the model."""
+    model = tmp_path / "model"
+    shutil.copytree(exported, model)
+    file = model / "generation_config.json"
+    first = most_likely(exported, "t5 t9", 1)
+    settings = json.loads(file.read_text()) | {"eos_token_id": int(first[1:])}
+    file.write_text(json.dumps(settings))
+    words = [model, "--prompt", "t5 t9", "--temperature", 0, "--max-tokens", 12]
+    done = run_here(generate.main, *words)
+    assert (done.returncode, done.stderr) == (0, "the model ended the text after 1 of 12 tokens\n")
+
+
+def test_a_tokenizer_comes_from_another_folder(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], exported: Path, tmp_path: Path
+) -> None:
+    expected = f"t5 t9 {most_likely(exported, 't5 t9', 3)}\n"
     model = tmp_path / "model"
     shutil.copytree(exported, model, ignore=shutil.ignore_patterns("*token*"))
-    file = model / "generation_config.json"
-    settings, (first, *_) = json.loads(file.read_text()), most_likely(exported, "t5 t9", 1).split()
-    file.write_text(json.dumps(settings | {"eos_token_id": int(first[1:])}))
-    words = [model, "--tokenizer", exported, "--prompt", "t5 t9", "--temperature", 0]
-    done = run_here(generate.main, *words, "--max-tokens", 12)
-    assert (done.returncode, done.stderr) == (0, "the model ended the text after 1 of 12 tokens\n")
+    for source in (model, trained["llama"][1].path):
+        words = [source, "--prompt", "t5 t9", "--temperature", 0, "--max-tokens", 3]
+        done = run_here(generate.main, *words, "--tokenizer", exported)
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr
+        absent = run_here(generate.main, *words, "--tokenizer", tmp_path / "absent")
+        assert absent.returncode == 2 and f"{tmp_path / 'absent'}" in absent.stderr
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer.add_tokens([f"more{number}" for number in range(1000)])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    done = run_here(generate.main, model, "--prompt", "t5", "--tokenizer", tmp_path / "larger")
+    assert done.returncode == 2 and "tokens and the model has" in done.stderr
 
 
 def test_prompts_are_read_until_the_end(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1054,7 +1073,7 @@ def test_ctrl_c_leaves_quietly(
         ("", {}, ["--seed", "-1"], "invalid seed -1: expected 0 to 4294967295, such as 7"),
         ("", {}, ["--prompt", ""], "--prompt has 0 tokens and the model has 32 positions; use a"),
         ("*", {}, [], "has no checkpoint"),
-        ("*t[oe][km]*", {}, [], "has no tokenizer, such as a tokenizer.json"),
+        ("*t[oe][km]*", {}, [], "has no file of a tokenizer, such as tokenizer.json"),
         ("chat*", {}, ["--chat"], "--chat needs a chat template, and the tokenizer of"),
         ("", {"config.json": '{"model_type": "gpt9"}'}, [], "cannot be loaded: "),
         ("", {"model.safetensors": "cut"}, [], "cannot be loaded: "),

@@ -250,12 +250,12 @@ class Soak:
     def check(self, codes: list[int | None], plan: tuple[Any, ...] | None) -> list[str]:
         """Return the problems of the run folder after a start has ended.
 
-        Only a rank that lost another one may fail, not one that kills itself as planned.
+        A rank that lost another rank may exit with 1. The rank that the plan kills may not.
         """
         wrong, branch = [], self.branch
         allowed = {0, 1, -signal.SIGKILL} if plan else {0}
-        own = {"operation": 0, "loading": plan[1]}.get(plan[0]) if plan else None
-        if not set(codes) <= allowed or (own is not None and codes[own] == 1):
+        victim = {"operation": 0, "loading": plan[1]}.get(plan[0]) if plan else None
+        if not set(codes) <= allowed or (victim is not None and codes[victim] == 1):
             wrong.append(f"ended with {codes}:\n{self.words(self.folder)}")
         wrong += [damage for path in self.published() for damage in find_damages(path)]
         self.seen |= {(path / "manifest.json").read_bytes() for path in self.published()}

@@ -274,7 +274,7 @@ def reference(config: ModelConfig, documents: Documents | None = None) -> Outcom
     """
     keywords = hugging_face_config(config)
     theirs = AutoConfig.for_model(**keywords, attn_implementation="eager")
-    theirs.pad_token_id = None  # the embedding of a padding token has no gradient
+    theirs.pad_token_id = None  # the embedding of a padding token would have no gradient
     model = AutoModelForCausalLM.from_config(theirs).eval()
     for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         assert keywords.get(key, 0) == 0
@@ -315,7 +315,7 @@ def largest_difference(one: Outcome, other: Outcome) -> float:
     """Return the largest relative difference of logits, loss and gradients.
 
     It is relative to the largest entry of each tensor. The exact gradient of a key's bias is zero,
-    because softmax ignores it, but it is in one tensor with the gradient of the query's bias.
+    because softmax ignores it; its tensor also has the query's bias, whose gradient is larger.
     """
     assert one[2].keys() == other[2].keys()
     differences = {"logits": relative(one[0], other[0]), "loss": relative(one[1], other[1])}

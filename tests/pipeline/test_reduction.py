@@ -139,9 +139,9 @@ def test_each_rank_gets_the_average_of_its_shard_rounded_once(
     exact = sum(each.double() for each in parts) / 3
     size = sum(each.to(sent_in).double().abs() for each in parts) / 3
     for rank, results in enumerate(reduced):
-        shard, found_dtype = results[CASES.index(case)]
+        values, found_dtype = results[CASES.index(case)]
         assert found_dtype == "torch.float32"
-        found = torch.tensor(shard, dtype=torch.float64)
+        found = torch.tensor(values, dtype=torch.float64)
         own = slice(8 * rank, 8 * rank + 8)
         roundings = 3 if sent_in == torch.bfloat16 else 1e-6 * 2**9
         assert ((found - exact[own]).abs() <= roundings * 2**-9 * size[own]).all()

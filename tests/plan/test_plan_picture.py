@@ -36,7 +36,7 @@ def boxes(axes: Axes) -> int:
 
 
 def rectangles(axes: Axes) -> list[Rectangle]:
-    return [each for each in axes.patches if isinstance(each, Rectangle)]
+    return [patch for patch in axes.patches if isinstance(patch, Rectangle)]
 
 
 def test_a_timeline_has_every_stage_and_every_pass() -> None:
@@ -147,7 +147,7 @@ def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     assert cells[1, 1] == pictures.memory_text(own)
     assert f"{pictures.mfu(own):.0%}" in cells[1, 1]
     assert cells[2, 0] == "-"  # 405B on one node
-    (frame,) = [each for each in axes.patches if isinstance(each, Rectangle)]
+    (frame,) = rectangles(axes)
     assert frame.get_xy() == (0.5, 0.5)
     assert bar.get_ylabel() == "predicted MFU"
 

@@ -114,7 +114,7 @@ def test_heat_maps_show_the_measured_and_the_predicted_fastest_runs() -> None:
     }
     (frame,) = [each for each in predicted.patches if isinstance(each, Rectangle)]
     assert frame.get_xy() == pytest.approx((-0.48, -0.47))
-    notes = [each for each in predicted.texts if each.get_horizontalalignment() == "right"]
+    notes = [text for text in predicted.texts if text.get_horizontalalignment() == "right"]
     assert [note.get_text() for note in notes] == ["+5.3%"]
     assert not measured.patches
     (image,), (other,) = measured.images, predicted.images

@@ -218,7 +218,7 @@ def test_shrinking_keeps_a_head_size_of_its_own(corpus: Path, tmp_path: Path) ->
 def test_fp8_is_proven_over_every_axis(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layouts_module, "ZERO_STAGES", (1,))  # of the number of layouts, a third
+    monkeypatch.setattr(layouts_module, "ZERO_STAGES", (1,))  # a third of the layouts
     recipe = load_recipe(
         REPOSITORY / "recipes" / f"{name}.toml", ['training.matmul_precision="fp8"']
     )
@@ -227,7 +227,7 @@ def test_fp8_is_proven_over_every_axis(
     )
     small, cases = prove.plan(recipe, options, tmp_path / "fp8")
     assert small.training.matmul_precision == "fp8" and {v.precision for v in cases} == {"bf16"}
-    assert prove.size(small, cases).endswith(", bf16 with matmuls in FP8")
+    assert prove.model_text(small, cases).endswith(", bf16 with matmuls in FP8")
     assert max(v.dims.tensor for v in cases) == max(v.dims.context for v in cases) == 2
     assert any(v.dims.tensor * v.dims.context == 4 for v in cases)
     wide = shrink(recipe, ranks=4, layers=1, steps=1, corpus=tmp_path)  # as with --precision fp32
@@ -461,9 +461,9 @@ def test_bands_are_multiples_of_the_largest_perturbation(corpus: Path) -> None:
         found = compare(other, outcome(), model, bands)
         assert found.passes == passes and found.ratio == pytest.approx(error, rel=1e-3)
         assert found.worst == "loss of the validation of step 1"
-    assert "hides errors" not in table_of_bands(bands)
+    assert "do not show" not in table_of_bands(bands)
     wide = derive_bands([outcome(weight=1.9)], outcome(), model)
-    assert "hides errors; also run --precision fp32" in table_of_bands(wide)
+    assert "do not show; also run prove.py with --precision fp32" in table_of_bands(wide)
     first = TrainingResult([2.0, 1.0], [1.0, 1.0], {}, {})
     early = TrainingResult([2.0002, 1.0], [1.0, 1.0], {}, {})
     bands = derive_bands([early], first, model)

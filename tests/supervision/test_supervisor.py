@@ -336,6 +336,7 @@ def test_a_hang_is_described_when_the_report_cannot_be_written(tmp_path: Path) -
     other.write((status(2), "the stack"))
     said, _ = HangReport(tmp_path, NAMES).verdict(status(1))  # could not write its own
     assert said.startswith("rank 0 (node1), rank 3 (node2) do not answer")
+    assert said.endswith(f"{tmp_path} has the stacks of 1 of the 4 ranks")
 
 
 def test_files_of_an_earlier_hang_do_not_count(tmp_path: Path) -> None:

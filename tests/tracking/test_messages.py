@@ -18,11 +18,11 @@ from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import Progress
 from threefold.tracking.messages import (
     announce,
-    ends_in_warmup,
     longer_training,
     summarize,
     tell_changes,
     thread_excess,
+    warmup_note,
 )
 
 RAISE = "to train longer, raise training.steps above 20"
@@ -187,14 +187,24 @@ def test_a_vocabulary_with_unused_rows_has_a_note(
 
 
 def test_a_run_that_ends_within_its_warm_up_has_a_note(tmp_path: Path) -> None:
-    for warmup, steps, counts in ((40, 40, "steps"), (40, 41, "steps"), (40, 40, "sequences")):
-        schedule = {"warmup_steps": warmup, "counts": counts, "decay": "constant"}
-        table = changed(small_recipe(tmp_path), training__steps=steps)
-        table["optimizer"]["schedule"] = schedule
-        note = "warmup_steps = 40 of training.steps = 40"
-        assert (note in ends_in_warmup(parse_recipe(table, "test"))) == (
-            steps == 40 and counts == "steps"
-        )
+    """The warm-up of the last schedule counts, from its own first step."""
+
+    def note(
+        *late: dict[str, Any], steps: int = 40, warmup: int = 40, counts: str = "steps"
+    ) -> str:
+        table = changed(small_recipe(tmp_path), training__steps=steps, training__evaluate_every=0)
+        table["optimizer"]["schedule"] = {
+            "warmup_steps": warmup, "counts": counts, "decay": "constant",
+        }  # fmt: skip
+        return warmup_note(PhasePlan(parse_recipe(table | {"phase": list(late)}, "test")))
+
+    assert "warmup_steps = 40, in steps 1 to 40; use for example 4" in note()
+    assert note(steps=41) == note(counts="sequences") == ""
+    late = {"name": "late", "start_step": 31}
+    schedules = {n: {"warmup_steps": n, "decay": "constant"} for n in (9, 10)}
+    late_note = note(late | {"optimizer": {"schedule": schedules[10]}}, warmup=2)
+    assert "warmup_steps = 10, in steps 31 to 40" in late_note
+    assert note(late | {"optimizer": {"schedule": schedules[9]}}, warmup=35) == ""
 
 
 def test_changed_values_are_printed_as_text(

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -123,7 +124,11 @@ def import_command(options: argparse.Namespace) -> None:
     else:
         print(f"\n{translated.text([checkpoint.path])}\nset [data] in this recipe, then:")
     resume = f" --resume {options.output}" if checkpoint.resumes else ""
-    print(f"  python recipes/pretrain.py {target or 'RECIPE.toml'}{resume}")
+    layout = translated.table.get("layout", {})
+    ranks = math.prod(layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
+    print(
+        f"  deepspeed --num_gpus {ranks} recipes/pretrain.py {target or 'RECIPE.toml'}{resume}",
+    )
 
 
 def check_recipe_name(key: str, target: Path | None) -> None:

@@ -99,8 +99,9 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         "--chat", action="store_true", help="answer prompts in the tokenizer's chat template"
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="default: that of the run or the export"
-    )
+        "--tokenizer", type=Path, metavar="FOLDER",
+        help="folder of the tokenizer; default: that of the run or the exported model",
+    )  # fmt: skip
     parser.add_argument(
         "--max-tokens", type=count, default=200, metavar="N", help="default: %(default)s"
     )

@@ -149,12 +149,13 @@ def plan(options: argparse.Namespace) -> int:
     if options.write:
         recipe_edits.write_recipe(recipe, result, options.write)
         print(
-            f"wrote {options.write} in layout 1; change its name for a run folder of its own",
+            f"wrote {options.write} with layout 1; its run folder is that of {recipe.name} unless "
+            f"you change the key `name`",
             file=sys.stderr,
         )
     if own is None and result.plans and (options.timeline or options.heatmap):
         print(
-            "plan.py: the recipe's own layout is not valid; the picture shows the fastest layout",
+            "plan.py: the recipe's own layout is not valid; the picture shows layout 1",
             file=sys.stderr,
         )
     draw(recipe, own or (result.plans[0].job if result.plans else None), options)
@@ -224,7 +225,7 @@ def leave_out(problem: str) -> None:
 def print_catalogue(options: argparse.Namespace) -> int:
     """Print Markdown tables of all shipped recipes, and of the ZeRO stages.
 
-    Recipes that git does not track are the user's own.
+    Recipes that git does not track are the user's own, and are left out.
     """
     lines, problems = recipe_table()
     print("\n".join([*lines, "", *zero_stage_lines()]))
@@ -353,7 +354,10 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         "--top", type=int, default=5, help="number of fastest layouts to print (default: 5)"
     )
     output.add_argument(
-        "--write", type=Path, metavar="TOML", help="write a copy of the recipe in layout 1"
+        "--write",
+        type=Path,
+        metavar="TOML",
+        help="write a copy of the recipe with layout 1 of the list",
     )
     output.add_argument(
         "--timeline", type=picture_file, metavar="PICTURE",

@@ -72,7 +72,7 @@ def main(description: str | None = None) -> None:
             print("prove.py: interrupted; nothing has been started or written", file=sys.stderr)
             raise
         layouts = counted(len(cases), "layout")
-        print(f"{recipe.name}: {layouts} of {size(small, cases)}", file=sys.stderr)
+        print(f"{recipe.name}: {layouts} of {model_text(small, cases)}", file=sys.stderr)
         proof = Proof(small, cases, ranks=options.ranks)
         coming = run_relay(cases, folder=Path(folder) / "run") if options.relay else proof.run()
         findings: list[CaseResult] = []
@@ -151,7 +151,7 @@ def plan(
 ) -> tuple[Recipe, list[ProofCase]]:
     """Shrink the recipe, write its corpus, and return the small recipe and its valid cases."""
     steps = RELAY_STEPS if options.relay else options.steps
-    weights = options.precision or own_precision(recipe)
+    weights = options.precision or default_precision(recipe)
     small = shrink(
         recipe, ranks=options.ranks, layers=options.layers, steps=steps, corpus=corpus,
         fp8=weights != "fp32",
@@ -177,11 +177,12 @@ def plan(
     return small, cases
 
 
-def own_precision(recipe: Recipe) -> str:
+def default_precision(recipe: Recipe) -> str:
     """Return the precision in which a recipe is proven, unless --precision names one.
 
-    It is that of its DeepSpeed JSON, but fp32 instead of fp16, which needs a GPU, and bf16 for
-    matmuls in FP8, whose differences exceed the limits of fp32.
+    This is the precision of its DeepSpeed JSON, with two exceptions. fp16 becomes fp32, because
+    fp16 needs a GPU. Matmuls in FP8 are proven in bf16, because rounding to FP8 exceeds the limits
+    of fp32.
     """
     if recipe.training.matmul_precision == "fp8":
         return "bf16"
@@ -303,7 +304,7 @@ def run_relay(cases: list[ProofCase], *, folder: Path) -> Generator[CaseResult, 
                 yield CaseResult(case, result)
 
 
-def size(small: Recipe, cases: Sequence[ProofCase]) -> str:
+def model_text(small: Recipe, cases: Sequence[ProofCase]) -> str:
     """Describe the small model and its precision in a few words."""
     model = small.model
     matmuls = " with matmuls in FP8" if small.training.matmul_precision == "fp8" else ""
@@ -361,7 +362,8 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
-        help="precision of weights and activations; default: that of the recipe",
+        help="precision of weights and activations; default: that of the recipe, but fp32 for fp16 "
+        "and bf16 for matmuls in FP8",
     )
     parser.add_argument(
         "--only",

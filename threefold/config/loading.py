@@ -234,7 +234,7 @@ def recipes_in_repository() -> list[Path]:
 
 
 def untracked_files(folder: str) -> frozenset[Path]:
-    """Return the files of a folder of this repository that git does not track; none without git."""
+    """Return the files in a folder of this repository that git does not track, if there is git."""
     command = ["git", "ls-files", "--others", "-z", folder]
     try:
         listed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=False).stdout

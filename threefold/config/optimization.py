@@ -257,7 +257,7 @@ class Training(Section):
     """Optimizer steps of the whole run, including those before a resume."""
 
     evaluate_every: NonNegative
-    """Steps between validations, with one more after the last step; 0: never."""
+    """Steps between validations; a validation also follows the last step. 0: never."""
 
     evaluation_batches: Count = 4
     """Global batches of one validation of each set. Every validation reads the same windows, spread

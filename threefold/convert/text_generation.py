@@ -52,12 +52,12 @@ class TextGenerator:
     """A model of transformers and its tokenizer.
 
     Attributes:
-        path: what the user named, for messages
+        tokenizer_source: the folder that the user named for the tokenizer, for messages
         chats: the prompts are turns of one conversation, in the tokenizer's chat template
         messages: the conversation so far
     """
 
-    path: Path
+    tokenizer_source: Path
     model: Any
     tokenizer: Any
     sampling: Sampling
@@ -83,7 +83,7 @@ class TextGenerator:
                 )["input_ids"]
             except TemplateError as error:
                 raise UserError(
-                    f"the chat template of {self.path} rejects the conversation: "
+                    f"the chat template of {self.tokenizer_source} rejects the conversation: "
                     f"{reason_of(error)}; omit --chat to continue a text"
                 ) from None
         else:
@@ -142,21 +142,22 @@ def generator_of(
 
     Raises:
         UserError: the model cannot be loaded, its tokenizer or (for `chat`) its chat template is
-            missing, or the temporary folder is too small.
+            missing or too large, or the temporary folder is too small.
     """
+    tokenizer_source = tokenizer or path
     if (path / "config.json").is_file():
-        return _load(path, tokenizer or path, path, sampling, chat=chat)
+        loaded = _load_tokenizer(tokenizer_source, tokenizer_source, chat=chat), _load(path, path)
+        return _generator(*loaded, tokenizer_source, sampling, chat=chat)
     source = open_checkpoint(path)
     tokenizer = find_tokenizer(source, tokenizer)
     if tokenizer is None:
-        raise UserError(
-            f"{path} has weights but no tokenizer; name the tokenizer's folder with --tokenizer"
-        )
+        raise UserError(f"{path} has weights but no tokenizer; add --tokenizer FOLDER")
     try:
-        with tempfile.TemporaryDirectory(prefix="threefold-generate-") as folder:
+        with tempfile.TemporaryDirectory(prefix="threefold-generate-") as name:
+            folder = Path(name)
             with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text
-                export(source, Path(folder), dtype="fp32", tokenizer=tokenizer)
-            return _load(Path(folder), Path(folder), path, sampling, chat=chat)
+                export(source, folder, dtype="fp32", tokenizer=tokenizer)
+            loaded = _load_tokenizer(folder, tokenizer_source, chat=chat), _load(folder, path)
     except OSError as error:
         if error.errno not in FULL_DISK_ERRORS:
             raise
@@ -164,37 +165,59 @@ def generator_of(
             f"{tempfile.gettempdir()} has no room for an export of {path}; name a larger folder in "
             f"the variable TMPDIR"
         ) from None
+    return _generator(*loaded, tokenizer_source, sampling, chat=chat)
 
 
-def _load(
-    folder: Path, tokenizer_folder: Path, path: Path, sampling: Sampling, *, chat: bool
-) -> TextGenerator:
-    """Load a model and a tokenizer from their folders, without code that comes with them.
+def _load_tokenizer(folder: Path, source: Path, *, chat: bool) -> Any:
+    """Load a tokenizer of transformers.
 
-    path: what the user named, for messages
+    source: the folder that the user named, for messages
     """
-    place = path if tokenizer_folder == folder else tokenizer_folder
-    if not any((tokenizer_folder / name).is_file() for name in TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(
-            f"{place} has no tokenizer, such as a tokenizer.json; name the tokenizer's folder with "
-            f"--tokenizer"
+            f"{source} has no file of a tokenizer, such as tokenizer.json; use --tokenizer FOLDER "
+            f"with a folder that has one"
         )
-    tokenizer = load_tokenizer(tokenizer_folder, f"the tokenizer in {place}")
+    tokenizer = load_tokenizer(folder, f"the tokenizer in {source}")
     if chat and not tokenizer.chat_template:
         raise UserError(
-            f"--chat needs a chat template, and the tokenizer of {place} has none "
+            f"--chat needs a chat template, and the tokenizer of {source} has none "
             f"(chat_template in tokenizer_config.json, or chat_template.jinja); omit --chat to "
             f"continue a text"
         )
+    return tokenizer
+
+
+def _load(folder: Path, path: Path) -> Any:
+    """Load a model of transformers from a folder, without running code from it.
+
+    path: what the user named, for messages
+    """
     disable_progress_bar()
     try:
         # Without the argument, transformers asks on the terminal whether to run the code.
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers and safetensors raise many classes
         raise UserError(
             f"{path} cannot be loaded: {reason_of(error).rstrip('.')}; use a run folder such as "
             f"runs/tiny, or an output of convert.py to-hf"
         ) from None
-    model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _generator(
+    tokenizer: Any, model: Any, tokenizer_source: Path, sampling: Sampling, *, chat: bool
+) -> TextGenerator:
+    """Return the generator of a model and its tokenizer.
+
+    Raises:
+        UserError: the tokenizer has tokens that the model does not have.
+    """
+    size = model.config.get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise UserError(
+            f"the tokenizer of {tokenizer_source} has {len(tokenizer):,} tokens and the model has "
+            f"{size:,}; use --tokenizer FOLDER with the tokenizer that the model was trained with"
+        )
     set_seed(sampling.seed)
-    return TextGenerator(path, model, tokenizer, sampling, chat)
+    model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    return TextGenerator(tokenizer_source, model, tokenizer, sampling, chat)

@@ -234,7 +234,7 @@ SEND: dict[Kind, type[PipeInstruction]] = {FORWARD: SendActivation, BACKWARD: Se
 class PassSchedule(PipeSchedule):
     """The instructions of a stage in a step, as DeepSpeed's engines read them.
 
-    RecvActivation and RecvGrad start to receive, as `channels.program` orders them, and CommitP2P
+    RecvActivation and RecvGrad start to receive, as `schedules.program` orders them, and CommitP2P
     waits for one message; the last one waits for all sends of the step. ReduceGrads of a pass
     follows the last pass of a group of micro-batches, when the group's gradients are reduced over
     the data ranks (`gradients.py`); without a pass it ends all reductions, tied weights included.

@@ -1,4 +1,4 @@
-"""Passes of a pipeline, their order on each stage, and the messages between them. Arithmetic only.
+"""Passes of a pipeline, their order on each stage, and messages between stages. Arithmetic only.
 
 The same objects drive the engine (`threefold/pipeline/engine.py`), the simulator
 (`simulation.py`) and the planner.
@@ -426,14 +426,14 @@ class StageAction(NamedTuple):
 
 
 def routes(pipeline: Pipeline) -> list[Route]:
-    """Return the pairs of stages that send to each other, in the same order on every rank."""
+    """Return the pairs of a sending and a receiving stage, in the same order on every rank."""
     stages = [pipeline.stage_and_chunk(index)[0] for index in range(pipeline.total_virtual_stages)]
     forward = {(a, b) for a, b in pairwise(stages) if a != b}
     return sorted(forward | {(b, a) for a, b in forward})
 
 
 def rounds(pipeline: Pipeline) -> list[list[Route]]:
-    """Divide the routes into rounds in which every stage has one route at most.
+    """Divide the routes into rounds in which each stage is in one route at most.
 
     The process groups of a round are disjoint, so that one call creates all of them.
     """
@@ -457,11 +457,11 @@ def is_remote(stage: int, other: Pass | None) -> bool:
 
 
 def program(pipeline: Pipeline, stage: int, *, training: bool) -> Iterator[StageAction]:
-    """Yield the actions of a stage in a step: the order in which it calls the communicators.
+    """Yield the actions of a stage in a step, in their order.
 
     Before a stage waits for a message, it posts the receive of the message that it needs next,
-    after all earlier receives from the same sender. A send follows its pass, or the pair of passes
-    that its pass belongs to.
+    after all earlier receives from the same sender. A send comes after the pass that computed its
+    message or, if two passes run as a pair, after both.
     """
     order = pipeline.orders_of_step(training=training)[stage]
     needed = iter([work for work in order if is_remote(stage, pipeline.needed(work))])

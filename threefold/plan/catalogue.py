@@ -59,8 +59,9 @@ def recipe_table() -> tuple[list[str], list[str]]:
     Returns:
         The lines of the table, and one line about each recipe that cannot be planned.
     """
-    own = untracked_files("recipes")
-    recipes, problems = load_recipes(path for path in recipes_in_repository() if path not in own)
+    untracked = untracked_files("recipes")
+    shipped = [path for path in recipes_in_repository() if path not in untracked]
+    recipes, problems = load_recipes(shipped)
     lines = list(TABLE_HEADER)
     for path in sorted(recipes, key=lambda p: (p.parent.name, parameter_count(recipes[p].model))):
         if cluster := recipes[path].cluster:

@@ -92,7 +92,7 @@ def check_file(path: Path) -> None:
 
 
 def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
-    """Write a copy of the recipe in the first layout of the list.
+    """Write a copy of the recipe with layout 1.
 
     Raises:
         UserError: no layout fits, or the file exists or cannot be written.
@@ -109,7 +109,7 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
     text = tomli_w.dumps(best.model_dump(mode="json", exclude_none=True))
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(f"# {recipe.name} in the layout that plan.py recommends.\n\n")
+            file.write(f"# {recipe.name} with layout 1 of plan.py.\n\n")
             file.write(text)
     except FileExistsError:
         raise UserError(f"--write {path}: the file exists; use another name") from None

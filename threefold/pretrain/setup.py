@@ -72,6 +72,7 @@ from threefold.tracking.messages import (
     tell_skipped,
     tell_unsaved_attempt,
     thread_excess,
+    warmup_note,
     warn,
 )
 from threefold.tracking.profiler import StepProfiler, TimelineRecorder
@@ -282,8 +283,8 @@ def begin(
         hosts = list(handle.supervisor.hosts)
         imbalance = data.context_imbalance()
         announce(recipe, experiment.dims, hosts, folder, start.found, imbalance)
-        if excess:
-            print(f"  {excess}", flush=True)
+        for note in filter(None, (excess, warmup_note(experiment.phase_plan))):
+            print(f"  {note}", flush=True)
         tell_unsaved_attempt(folder, start.found)
         tell_changes(folder, start.found, experiment.whole_recipe)
         for warning in (little_room, saves_after_the_end(experiment.whole_recipe)):

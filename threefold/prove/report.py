@@ -92,7 +92,8 @@ def table_of_bands(bands: Bands) -> str:
         lines[-1] += f"; tokens with another expert {largest['rerouted']:.0f}"
     if max(largest["weights"], largest["moments"]) >= 1:
         lines.append(
-            "A band of 1 is as wide as the tensor and hides errors; also run --precision fp32."
+            "A band of 1 or more is as large as the tensor itself, so that errors do not show; "
+            "also run prove.py with --precision fp32."
         )
     return "\n".join(lines)
 

@@ -226,7 +226,9 @@ def no_checkpoint(path: Path) -> str:
         if runs:
             wanted = "" if path.exists() else str(path)
             return f"{problem}; {suggestion(wanted, [str(short(run)) for run in runs])}"
-    return f"{problem}; train a run first, for example with python recipes/pretrain.py"
+    return (
+        f"{problem}; train a run first, for example with deepspeed --num_gpus 2 recipes/pretrain.py"
+    )
 
 
 def checkpoint_name(step: int) -> str:

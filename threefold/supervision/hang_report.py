@@ -362,10 +362,10 @@ class HangReport:
         statuses = self._read()
         if own.rank in statuses and own.rank != min(statuses):
             return "", []
+        stacks = f"{self.folder} has the stacks of {len(statuses)} of the {len(self.names)} ranks"
         statuses.setdefault(own.rank, own)
         launched = {rank: status.launched for rank, status in statuses.items()}
         waiting = describe_waiting(launched, self.names)
-        stacks = f"the stacks of {len(statuses)} of {len(self.names)} ranks are in {self.folder}"
         parts = [describe_hang(statuses, self.names), stacks]
         if waiting:
             parts.insert(1, f"by torch's flight recorder {waiting}")

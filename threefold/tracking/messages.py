@@ -104,8 +104,7 @@ def announce(
             stages=layout.pipeline,
         )
         print(f"  {layout.schedule_name}: {balance}", flush=True)
-    notes = unchecked_tokenizer(recipe), unused_rows(recipe), ends_in_warmup(recipe)
-    for note in filter(None, notes):
+    for note in filter(None, (unchecked_tokenizer(recipe), unused_rows(recipe))):
         print(f"  {note}", flush=True)
     if problem := export_problem(recipe.model):
         print(f"  convert.py to-hf cannot export this model: {problem}", flush=True)
@@ -120,14 +119,19 @@ def announce(
         print("\n".join(f"  {line}" for line in rank_map(dims, hosts)), flush=True)
 
 
-def ends_in_warmup(recipe: Recipe) -> str:
-    """Return a note if the learning rate rises until the run ends; "" if it does not."""
-    schedule, steps = recipe.optimizer.schedule, recipe.training.steps
+def warmup_note(plan: PhasePlan) -> str:
+    """Return a note if the run ends while its learning rate still rises; "" if it does not.
+
+    A schedule that counts sequences has no note.
+    """
+    last = plan.segments[-1]
+    schedule, steps = last.recipe.optimizer.schedule, last.last - last.schedule_first + 1
     if schedule.counts == "sequences" or schedule.warmup_steps < steps:
         return ""
     return (
-        f"the run ends within its warm-up: optimizer.schedule.warmup_steps = "
-        f"{schedule.warmup_steps} of training.steps = {steps}"
+        f"the learning rate still rises when the run ends: optimizer.schedule.warmup_steps = "
+        f"{schedule.warmup_steps}, in steps {last.schedule_first} to {last.last}; use for example "
+        f"{steps // 10}"
     )
 
 
