@@ -63,7 +63,8 @@ $(READY): requirements.txt
 	  f"Threefold needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}; use make PYTHON=python3.11")'
 	@echo "setting up .venv (a few minutes, once)"
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --requirement requirements.txt
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # on all cores; pip would use one
 	@touch $@
 
 data/stdlib/manifest.json: | $(READY)
