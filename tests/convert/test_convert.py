@@ -1007,6 +1007,19 @@ def test_a_text_that_ends_at_once_is_reported(exported: Path, tmp_path: Path) ->
     assert (done.returncode, done.stderr) == (0, "the model ended the text after 1 of 12 tokens\n")
 
 
+def test_a_prompt_that_is_not_utf_8_is_rejected(
+    exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next prompt is answered."""
+    lines = io.TextIOWrapper(io.BytesIO(b"t5 \xff\nt3\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", lines)
+    done = run_here(generate.main, exported, "--temperature", 0, "--max-tokens", 3)
+    assert (done.returncode, done.stdout) == (0, f"{most_likely(exported, 't3', 3)}\n")
+    assert done.stderr == (
+        "generate.py: the prompt has bytes that are not UTF-8; use a text in UTF-8\n"
+    )
+
+
 def test_a_tokenizer_comes_from_another_folder(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]], exported: Path, tmp_path: Path
 ) -> None:

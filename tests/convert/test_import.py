@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -213,6 +214,16 @@ def _moment(content: dict[str, Any]) -> None:
     content["optimizer"]["state"][3]["exp_avg"] = torch.zeros(1)
 
 
+def _flip(root: Path) -> None:
+    """Change a byte of the largest tensor, which torch does not notice."""
+    file = root / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt"
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda member: member.file_size)
+    content = bytearray(file.read_bytes())
+    content[largest.header_offset + largest.file_size // 2] ^= 16
+    file.write_bytes(content)
+
+
 REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "code": (
         _edit(lambda content: content.update(extra=Harmful())),
@@ -247,6 +258,15 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "groups": (
         _edit(lambda content: content["optimizer"]["param_groups"][0]["params"].pop()),
         "optimizer.param_groups[0] has",
+    ),
+    "byte": (_flip, "mp_rank_01/model_optim_rng.pt cannot be read"),
+    "iterations": (
+        _edit(lambda content: content.update(iteration=9)),
+        "theirs/iter_0000003 are of several iterations, 3, 9; copy all files of one iteration",
+    ),
+    "no optimizer": (
+        _edit(lambda content: content.update(optimizer=None)),
+        "mp_rank_00/model_optim_rng.pt has no state of the optimizer, unlike the files of other",
     ),
     "empty": (
         lambda root: (root / "latest_checkpointed_iteration.txt").write_text("7"),

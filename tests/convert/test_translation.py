@@ -353,6 +353,13 @@ def test_a_config_of_transformers_gives_the_model(tmp_path: Path) -> None:
         ("x.yml", "num_layers: 12\n", "hidden_size, num_attention_heads, seq_length"),
         ("x.py", "", "configurations in Python are not translated"),
         ("x.toml", "a = ", "is not valid"),
+        ("x.toml", "", "x.toml has neither model.name nor model.flavor"),
+        (
+            "x.toml",
+            '[model]\nname = "llama4"\nflavor = "17bx16e"',
+            "model.name = llama4 with model.flavor = 17bx16e is not a model that Threefold knows; "
+            "use one of llama3 debugmodel",
+        ),
         ("x.sh", "echo hello", "no command or variable has --num-layers"),
         (
             "x.yml",
@@ -370,6 +377,17 @@ def test_unusable_files_are_rejected(
         (tmp_path / name).write_text(text)
     done = run_here(convert.main, "recipe", tmp_path / name)
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_options_that_a_script_hides_are_named_first(tmp_path: Path) -> None:
+    hidden = GPT3.rstrip() + ' $EXTRA_ARGS $(model_args) "$@" --enable-gpt-oss --spec a b'
+    (tmp_path / "x.sh").write_text(f"source ./common.sh\n{hidden}\n")
+    done = run_here(convert.main, "recipe", tmp_path / "x.sh")
+    lost = [line for line in done.stdout.splitlines() if line.startswith("  LOSS")]
+    for hint in ("<EXTRA_ARGS>", "<model_args>", "$@"):
+        assert any(f"not evaluated: {hint} in the training command" in line for line in lost), hint
+    assert any("enable-gpt-oss" in line for line in lost) and any("spec" in line for line in lost)
+    assert "not evaluated: source ./common.sh" in done.stdout
 
 
 def test_programs_are_not_mixed(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_a_run_that_ends_within_its_warm_up_has_a_note(tmp_path: Path) -> None:
         }  # fmt: skip
         return warmup_note(PhasePlan(parse_recipe(table | {"phase": list(late)}, "test")))
 
-    assert "warmup_steps = 40, in steps 1 to 40; use for example 4" in note()
+    assert "warmup_steps = 40, in steps 1 to 40; use for example warmup_steps = 4" in note()
     assert note(steps=41) == note(counts="sequences") == ""
     late = {"name": "late", "start_step": 31}
     schedules = {n: {"warmup_steps": n, "decay": "constant"} for n in (9, 10)}

@@ -124,17 +124,22 @@ def import_command(options: argparse.Namespace) -> None:
     else:
         print(f"\n{translated.text([checkpoint.path])}\nset [data] in this recipe, then:")
     resume = f" --resume {options.output}" if checkpoint.resumes else ""
-    layout = translated.table.get("layout", {})
-    ranks = math.prod(layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
-    print(
-        f"  deepspeed --num_gpus {ranks} recipes/pretrain.py {target or 'RECIPE.toml'}{resume}",
-    )
+    command = f"deepspeed --num_gpus {_ranks(translated.table)} recipes/pretrain.py"
+    print(f"  {command} {target or 'RECIPE.toml'}{resume}")
+
+
+def _ranks(table: dict[str, Any]) -> int:
+    """Return the smallest number of ranks of a recipe's table."""
+    layout = table.get("layout", {})
+    return math.prod(layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
 
 
 def check_recipe_name(key: str, target: Path | None) -> None:
     """Check the name of a recipe to write, if there is one."""
     if target is not None and target.suffix != ".toml":
         raise UserError(f"{key} {target}: a recipe ends in .toml; use {target.stem}.toml")
+    if target is not None and not (folder := target.absolute().parent).is_dir():
+        raise UserError(f"{key} {target}: the folder {folder} does not exist; create it")
 
 
 def average_command(options: argparse.Namespace) -> None:
@@ -196,7 +201,12 @@ def recipe_command(options: argparse.Namespace) -> None:
         lines = "The line" if count == 1 else f"The {count} lines"
         print(f"{lines} marked LOSS: the source trains something else than this recipe.")
     if target is not None:
-        print(f"wrote {', '.join(map(str, written))}; next: python recipes/plan.py {target}")
+        ranks = options.ranks or foreign.ranks or _ranks(translated.table)
+        gpus = min(ranks, 8)
+        print(
+            f"wrote {', '.join(map(str, written))}; next, with your GPU: python recipes/plan.py "
+            f"{target} --gpu H100 --nodes {-(-ranks // gpus)} --gpus-per-node {gpus}"
+        )
         return
     print(f"\n{translated.text(options.files)}", end="")
     if translated.deepspeed is not None:

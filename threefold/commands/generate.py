@@ -1,6 +1,7 @@
 """The command recipes/generate.py: text and conversations with a model, in the terminal."""
 
 import argparse
+import io
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,8 @@ def generate(options: argparse.Namespace) -> None:
 def prompts() -> Iterator[str]:
     """Yield the lines of standard input that are not empty; on a terminal, ask with `PROMPT`."""
     is_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a prompt that is not UTF-8 is rejected
     while True:
         try:
             line = input(PROMPT if is_terminal else "")

@@ -200,7 +200,8 @@ OTHER_EXAMPLES = {  # of sections that cannot be combined with the others
         "window": {"size": 4096},
         "latent": {"key_value_rank": 512, "rotary_size": 64, "value_size": 128},
         "prediction": {"depth": 1, "loss_weight": 0.3},
-    }
+    },
+    "optimizer": {"average": {"decay": 0.999}},
 }
 RAMP_EXAMPLE = {"start_sequences": 8, "increment": 8, "samples": 1000}
 PHASE_EXAMPLE = {"name": "long", "start_step": 1000, "model": {"sequence_length": 512}}

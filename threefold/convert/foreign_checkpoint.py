@@ -16,6 +16,8 @@ import io
 import itertools
 import pickle
 import re
+import struct
+import zipfile
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -206,6 +208,12 @@ ADVICE = (
 )
 
 
+LOAD_ERRORS = (
+    OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, struct.error,
+    zipfile.BadZipFile,
+)  # fmt: skip
+
+
 def load(file: Path) -> dict[str, Any]:
     """Load a file of torch.save, whose tensors stay on the disk until they are used.
 
@@ -220,10 +228,16 @@ def load(file: Path) -> dict[str, Any]:
                 if "mmap" not in str(error):
                     raise
                 content = torch.load(file, map_location="cpu", weights_only=True)
+        damaged = None
+        if zipfile.is_zipfile(file):  # torch does not compare the checksums of a file that it maps
+            with zipfile.ZipFile(file) as archive:
+                damaged = archive.testzip()
     except FileNotFoundError:
         raise UserError(f"{file} is missing; copy all files of the checkpoint") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except LOAD_ERRORS as error:
         raise UserError(_damaged(file, error)) from None
+    if damaged:
+        raise UserError(_damaged(file, zipfile.BadZipFile(f"{damaged} differs from its checksum")))
     if not isinstance(content, dict):
         raise UserError(_damaged(file, TypeError(f"a {type(content).__name__}, not a table")))
     return content
@@ -323,7 +337,7 @@ def read_torch(path: Path, *, weights_only: bool) -> ForeignCheckpoint:
     checkpoint = RankFiles(
         path,
         args=table(first.get("args")),
-        step=int(first.get("iteration") or 0),
+        step=_step(path, {key: content.get("iteration") for key, content in contents.items()}),
         version=float(first.get("checkpoint_version", 0)),
     )
     chunks = [key for key in first if re.fullmatch(r"model\d*", key)]
@@ -345,15 +359,43 @@ def read_torch(path: Path, *, weights_only: bool) -> ForeignCheckpoint:
     if not all("optimizer" in content for content in contents.values()):
         checkpoint.note = "the files have no optimizer"
         return checkpoint
+    lacking: list[Path] = []
     try:
         for (stage, rank), content in sorted(contents.items()):
-            file = folders[stage, rank] / "model_optim_rng.pt"
+            file, checkpoint.note = folders[stage, rank] / "model_optim_rng.pt", ""
             _add_optimizer(checkpoint, file, rank, content["optimizer"], owners[stage, rank])
+            lacking += [file] if checkpoint.note else []
+        if 0 < len(lacking) < len(contents):
+            raise UserError(
+                f"{lacking[0]} has no state of the optimizer, unlike the files of other ranks; "
+                f"copy it again from its source, or use --weights-only"
+            )
     except UserError:
         if not weights_only:
             raise
         checkpoint.tensors = {WEIGHTS: checkpoint.tensors[WEIGHTS]}
     return checkpoint
+
+
+def _step(path: Path, iterations: Mapping[Any, Any]) -> int:
+    """Return the step of a checkpoint whose files name their iterations.
+
+    Raises:
+        UserError: they differ, or are not numbers of steps.
+    """
+    steps = {0 if step is None else step for step in iterations.values()}
+    if len(steps) > 1:
+        raise UserError(
+            f"the files of {path} are of several iterations, {a_few(sorted(map(str, steps)))}; "
+            f"copy all files of one iteration"
+        )
+    (step,) = steps
+    if not isinstance(step, int) or step < 0:
+        raise UserError(
+            f"the files of {path} have iteration = {step!r}, which is not a number of steps, such "
+            f"as 1000; copy them again from their source"
+        )
+    return step
 
 
 def _add_optimizer(

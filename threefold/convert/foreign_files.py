@@ -62,6 +62,7 @@ class Foreign:
         deepspeed: content of the DeepSpeed JSON that a script writes, flat
         ranks: number of processes that the launcher starts, if the files say so
         notes: lines of a script that were not evaluated
+        lost: parts of the training command that are not known, with options that may be in them
     """
 
     program: str = ""
@@ -69,6 +70,7 @@ class Foreign:
     deepspeed: dict[str, Any] = field(default_factory=dict)
     ranks: int | None = None
     notes: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
 
 
 def read_foreign(paths: list[Path]) -> Foreign:
@@ -124,12 +126,20 @@ def _parse(path: Path, text: str, notes: list[str]) -> tuple[str, dict[str, Any]
         )
     try:
         if path.suffix == ".toml":
-            return "torchtitan", dict(flat(tomllib.loads(text)))
+            values = dict(flat(tomllib.loads(text)))
+            if not {"model.name", "model.flavor"} & values.keys():
+                raise UserError(
+                    f"{path} has neither model.name nor model.flavor, and so is no configuration "
+                    f"of torchtitan; name one, such as its llama3_8b.toml"
+                )
+            return "torchtitan", values
         if path.suffix == ".json":
             return "transformers", _table(path, json.loads(text))
         if path.suffix in (".yml", ".yaml"):
             notes += _given_twice(yaml.compose(text, yaml.SafeLoader))
             return _of_yaml(_table(path, yaml.safe_load(text)))
+    except UserError:
+        raise
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} is not valid: {reason_of(error)}; correct the file") from None
     return "megatron", None
@@ -277,6 +287,8 @@ class Shell:
             former = self.variables.get(name, "") + separator if plus else ""
             self.variables[name] = former + value
         else:
+            if statement.split()[0] in ("source", ".", "eval"):
+                self.notes.append(f"not evaluated: {statement.splitlines()[0]}")
             self.statements.append(self.expand(statement))
 
     def expand(self, text: str, *, unset: str = "<{}>") -> str:
@@ -425,6 +437,9 @@ def _read_command(shell: Shell, foreign: Foreign, paths: list[Path]) -> None:
         if END_OF_COMMAND.fullmatch(word):
             break
         arguments.append(word)
+    foreign.lost += _lost_options(arguments)
+    if len(commands) > 1:
+        foreign.notes.append(f"{len(commands)} training commands; the last one counts")
     launcher = _options(words[:start]) if start else {}
     counts = [scalar(launcher.get(key)) for key in PROCESSES]
     if all(isinstance(count, int) for count in counts):
@@ -436,6 +451,16 @@ def _read_command(shell: Shell, foreign: Foreign, paths: list[Path]) -> None:
     config = str(foreign.values.get("deepspeed-config", ""))
     if config and config in shell.documents:
         foreign.deepspeed = dict(flat(json.loads(repair_json(shell.documents[config])[1])))
+
+
+def _lost_options(words: list[str]) -> list[str]:
+    """Return a line about each unknown part of a command that may hold further options."""
+    lost, follows_option = [], False
+    for word in words:
+        if not follows_option and (UNSET.fullmatch(word) or word in ("$@", "$*")):
+            lost.append(f"not evaluated: {word} in the training command; add its options yourself")
+        follows_option = word.startswith("--") and "=" not in word
+    return lost
 
 
 def _options(words: list[str]) -> dict[str, Any]:

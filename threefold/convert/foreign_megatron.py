@@ -545,7 +545,10 @@ MEGATRON = Program(
         ),
         "loss-on-targets-only": breaks("every position counts in the loss"),
         "pretrained-checkpoint": breaks("training.initial_weights starts from weights"),
-        "softmax-type": breaks("set model.attention_sinks yourself", "vanilla"),
+        "softmax-type": breaks("set model.attention_sinks = true yourself", "vanilla"),
+        "enable-gpt-oss": breaks("it sets YaRN; write [model] as in recipes/gpt-oss/20b.toml"),
+        "spec": breaks("it replaces layers; compare [model] with that specification"),
+        "rope-type": breaks("set model.rope_scaling yourself", "rope"),
         "finetune": breaks("training.initial_weights starts from weights"),
         "universal-checkpoint": Rule(reason="every checkpoint resumes in every layout"),
         "apply-layernorm-1p": Rule(reason="the same function, with weights around 1"),
@@ -558,9 +561,9 @@ MEGATRON = Program(
                "moe-permute-fusion moe-router-dtype abort-on-unmet-fused-kernel-constraints "
                "fp16-lm-cross-entropy no-query-key-layer-scaling apply-query-key-layer-scaling "
                "disable-bf16-reduced-precision-matmul te-rng-tracker use-mcore-models "
-               "use-legacy-models ds-fused-adam disable-mem-efficient-ln rope-type "
-               "export-force-local-attention enable-gpt-oss rotary-interleaved cuda-graph-impl "
-               "fp32-residual-connection deprecated-use-mcore-models spec"),
+               "use-legacy-models ds-fused-adam disable-mem-efficient-ln "
+               "export-force-local-attention rotary-interleaved cuda-graph-impl "
+               "fp32-residual-connection deprecated-use-mcore-models"),
         **free(COMMUNICATION, "overlap-grad-reduce overlap-param-gather moe-token-dispatcher-type "
                "distributed-backend ddp-impl no-async-tensor-model-parallel-allreduce "
                "sync-tp-duplicated-parameters pp-partition-method no-pipeline-parallel "

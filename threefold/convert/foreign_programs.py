@@ -318,7 +318,12 @@ TITAN_SCHEDULES = {
 
 def _torchtitan(t: Translation) -> None:
     name, size = t.get("model.name"), t.get("model.flavor")
-    recipe, changes = SIZES.get((name, size), ("llama/8b", {}))
+    if (name, size) not in SIZES:
+        raise UserError(
+            f"model.name = {name} with model.flavor = {size} is not a model that Threefold knows; "
+            f"use one of {', '.join(f'{a} {b}' for a, b in SIZES)}, or copy a recipe of its family"
+        )
+    recipe, changes = SIZES[name, size]
     model = load_recipe(REPOSITORY / "recipes" / f"{recipe}.toml").model
     plain = _plain(model) | changes | {"sequence_length": t.get("training.seq_len")}
     if experts := plain.get("experts"):
@@ -327,9 +332,6 @@ def _torchtitan(t: Translation) -> None:
     text = f"{name} {size}, as recipes/{recipe}.toml"
     for key in ("model.name", "model.flavor", "training.seq_len"):
         t.say(key, DERIVED, text)
-    if (name, size) not in SIZES:
-        sizes = ", ".join(f"{a} {b}" for a, b in SIZES)
-        t.differs("model.flavor", f"ours is Llama 3 8B; known are {sizes}")
     if experts:
         t.differs(
             "model.flavor", "the program balances every router by a bias; see [model.experts]"
@@ -386,7 +388,8 @@ def _torchtitan(t: Translation) -> None:
     decay = steps - warmup if ratio is None else min(round(steps * ratio), steps - warmup)
     keys = "warmup_steps decay_ratio decay_type min_lr_factor total_steps"
     schedule(  # one more step, in which the rate would reach its minimum
-        t, " ".join(at + key for key in keys.split()), t.get(f"{at}decay_type"), warmup=warmup,
+        t, " ".join(at + key for key in keys.split()),
+        t.get(f"{at}decay_type") if decay else "constant", warmup=warmup,
         start=steps + 1 - decay, end=steps + 1,
         minimum=t.get("optimizer.lr") * t.get(f"{at}min_lr_factor"),
     )  # fmt: skip

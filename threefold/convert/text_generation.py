@@ -72,9 +72,11 @@ class TextGenerator:
             name: what the user calls the prompt, for a message
 
         Raises:
-            UserError: the prompt has no tokens, the model has no position for a further token, or
-                the chat template rejects the conversation.
+            UserError: the prompt is not UTF-8 or has no tokens, the model has no position for a
+                further token, or the chat template rejects the conversation.
         """
+        if any("\udc80" <= letter <= "\udcff" for letter in prompt):
+            raise UserError(f"{name} has bytes that are not UTF-8; use a text in UTF-8")
         if self.chats:
             turns = [*self.messages, {"role": "user", "content": prompt}]
             try:

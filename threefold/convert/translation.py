@@ -256,6 +256,8 @@ class Translation:
                 self.say(key, UNKNOWN, text, changes_loss=True)
         for text in self.program.differences:
             self.lines.append(Line("", None, NOT_SUPPORTED, text, changes_loss=True))
+        for line in self.foreign.lost:
+            self.lines.append(Line("", None, UNKNOWN, line, changes_loss=True))
         for note in self.foreign.notes:
             self.lines.append(Line("", None, UNKNOWN, note, changes_loss=False))
 

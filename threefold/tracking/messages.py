@@ -131,7 +131,7 @@ def warmup_note(plan: PhasePlan) -> str:
     return (
         f"the learning rate still rises when the run ends: optimizer.schedule.warmup_steps = "
         f"{schedule.warmup_steps}, in steps {last.schedule_first} to {last.last}; use for example "
-        f"{steps // 10}"
+        f"warmup_steps = {steps // 10}"
     )
 
 
