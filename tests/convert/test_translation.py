@@ -338,7 +338,8 @@ def test_a_config_of_transformers_gives_the_model(tmp_path: Path) -> None:
         '{"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "head_dim": 128, '
         '"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072, '
         '"vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, '
-        '"rope_theta": 1000000, "tie_word_embeddings": true, "hidden_act": "silu"}'
+        '"rope_theta": 1000000, "tie_word_embeddings": true, "hidden_act": "silu", '
+        '"quantization_config": {"quant_method": "fp8"}}'
     )
     result = translated(tmp_path, "config.json", config)
     assert translations.parameter_count(result.recipe.model) == 596_049_920
@@ -367,6 +368,17 @@ def test_a_config_of_transformers_gives_the_model(tmp_path: Path) -> None:
             "is not a number",
         ),
         ("x.json", "{}", "model_type"),
+        (
+            "x.sh",
+            MIXTRAL + " --rampup-batch-size 16 16",
+            "rampup-batch-size = 16 16: expected three",
+        ),
+        ("x.sh", MIXTRAL + " --window-size a,b", "window-size = a,b: expected tokens before"),
+        ("x.sh", MIXTRAL + " --micro-batch-size 0", "micro-batch-size = 0: expected 1 or more"),
+        ("x.sh", MIXTRAL + " --lr", "lr = True is not a number"),
+        ("x.sh", MIXTRAL + " --step-batch-size-schedule foo", 'such as "0:16 2.4B:320"'),
+        ("x.toml", '[model]\nname = "llama3"\n[training]\nsteps = "ten"', "steps = ten is not a"),
+        ("x.yaml", NANOTRON + "\ndata_stages: 5\n", "data_stages = 5: expected a list of stages"),
         ("missing.yml", None, "no such file"),
     ],
 )
@@ -388,6 +400,16 @@ def test_options_that_a_script_hides_are_named_first(tmp_path: Path) -> None:
         assert any(f"not evaluated: {hint} in the training command" in line for line in lost), hint
     assert any("enable-gpt-oss" in line for line in lost) and any("spec" in line for line in lost)
     assert "not evaluated: source ./common.sh" in done.stdout
+
+
+def test_folders_with_one_name_are_several_corpora(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(NANOTRON)
+    foreign = read_foreign([tmp_path / "x.yaml"])
+    dataset = {"dataset_folder": ["a/tokenized", "b/tokenized"]}
+    foreign.values["data_stages"] = [{"name": "one", "data": {"dataset": dataset}}]
+    result = translate(foreign, PROGRAMS["nanotron"], name="x", ranks=8)
+    paths = [corpus.path for corpus in result.recipe.data.train]
+    assert paths == ["data/x/one-tokenized-0", "data/x/one-tokenized-1"]
 
 
 def test_programs_are_not_mixed(tmp_path: Path) -> None:

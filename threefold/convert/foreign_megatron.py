@@ -30,6 +30,7 @@ from threefold.convert.translation import (
     spread,
     table_of_positions,
     takes,
+    unfit,
     vocabulary,
 )
 
@@ -215,6 +216,8 @@ def _window_of_megatron(t: Translation) -> None:
     if not t.has("window-size"):
         return
     left = scalar(str(t.get("window-size")).strip("()").split(",")[0])
+    if not isinstance(left, int):
+        raise unfit("window-size", t.get("window-size"), "tokens before and after, such as 128,0")
     every = t.get("window-attn-skip-freq", 0)
     settings: dict[str, Any] = {
         "model.window": {"size": left + 1},
@@ -367,17 +370,24 @@ def _layout_of_megatron(t: Translation) -> None:
 def _levels(t: Translation, batch: int, length: int) -> list[tuple[float, int]]:
     """Return (samples after which a batch begins, its size), in order."""
     if t.has("rampup-batch-size"):
-        start, step, samples = (int(word) for word in t.get("rampup-batch-size"))
+        words = t.get("rampup-batch-size")
+        numbers = [scalar(str(word)) for word in (words if isinstance(words, list) else [words])]
+        if len(numbers) != 3 or not all(isinstance(n, int) and n > 0 for n in numbers):
+            raise unfit("rampup-batch-size", words, "three numbers, such as 16 16 1000000")
+        start, step, samples = numbers
         ramp = {"start_sequences": start, "increment": step, "samples": samples}
         t.derive("rampup-batch-size", {"batch.ramp": ramp})
         count = (batch - start) // step
         return [(n * samples / count, start + n * step) for n in range(count + 1)]
     if not t.has("step-batch-size-schedule"):
         return [(0, batch)]
-    pairs = [
-        word.split(":") for word in str(t.get("step-batch-size-schedule")).replace(",", " ").split()
-    ]
-    return sorted((_number(tokens) // length, _number(size)) for tokens, size in pairs)
+    text = str(t.get("step-batch-size-schedule"))
+    pairs = [word.split(":") for word in text.replace(",", " ").split()]
+    try:
+        return sorted((_number(tokens) // length, _number(size)) for tokens, size in pairs)
+    except (ValueError, IndexError):
+        example = 'pairs of tokens and a batch, such as "0:16 2.4B:320"'
+        raise unfit("step-batch-size-schedule", text, example) from None
 
 
 def _number(text: str) -> int:

@@ -7,7 +7,6 @@ decide together is in the program's function.
 import math
 import re
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Any
 
 from models.errors import UserError, reason_of, toml_value
@@ -33,10 +32,12 @@ from threefold.convert.translation import (
     Translation,
     breaks,
     corpora,
+    corpus_names,
     free,
     schedule,
     spread,
     takes,
+    unfit,
     vocabulary,
 )
 
@@ -181,6 +182,8 @@ def _rate_of_nanotron(t: Translation) -> None:
 
 def _stages_of_nanotron(t: Translation) -> None:
     stages = t.get("data_stages") or []
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+        raise unfit("data_stages", stages, "a list of stages with name and data")
     phases = []
     for number, stage in enumerate(stages):
         name = re.sub(r"\W+", "-", str(stage.get("name", number)).lower()).strip("-")
@@ -189,8 +192,8 @@ def _stages_of_nanotron(t: Translation) -> None:
         folders = list(folders) if isinstance(folders, list | Mapping) else [folders or "train"]
         weights = dataset.get("dataset_weights") or [1] * len(folders)
         train = [
-            {"path": f"data/{t.name}/{name}-{PurePath(str(folder)).name}", "weight": float(weight)}
-            for folder, weight in zip(folders, weights, strict=True)
+            {"path": f"data/{t.name}/{name}-{corpus}", "weight": float(weight)}
+            for corpus, weight in zip(corpus_names(list(map(str, folders))), weights, strict=True)
         ]
         if number == 0:
             t.derive("data_stages", {"data.train": train}, "prepare the text with prepare_data.py")
@@ -483,6 +486,14 @@ TORCHTITAN = Program(
         "parallelism.pipeline_parallel_microbatch_size": 1, "training.compile": False,
     },
     derive=_torchtitan,
+    numbers=(
+        "training.steps training.seq_len training.local_batch_size training.global_batch_size "
+        "optimizer.lr lr_scheduler.warmup_steps lr_scheduler.decay_ratio "
+        "lr_scheduler.min_lr_factor "
+        "parallelism.tensor_parallel_degree parallelism.pipeline_parallel_degree "
+        "parallelism.context_parallel_degree parallelism.data_parallel_shard_degree "
+        "parallelism.data_parallel_replicate_degree"
+    ),
     differences=(
         ALL_DECAY,
         "the program draws embeddings with standard deviation 1, other weights truncated and by "
@@ -501,6 +512,8 @@ def _transformers(t: Translation) -> None:
 
     values = dict(t.foreign.values)
     kind = values.pop("model_type")
+    values.pop("quantization_config", None)  # of the weights, which a recipe does not read
+    t.say("quantization_config", FREE, "a recipe does not read these weights")
     try:
         theirs = AutoConfig.for_model(kind, **values)
     except Exception as error:  # transformers' configs raise many classes

@@ -23,6 +23,12 @@ from threefold.config.recipe import Recipe
 from threefold.convert.foreign_files import Foreign
 
 # The kinds of lines of a report, in their order.
+DIVISORS = {  # keys of all programs by which sizes are divided
+    "micro-batch-size", "make-vocab-size-divisible-by", "tensor-model-parallel-size",
+    "pipeline-model-parallel-size", "num-attention-heads", "seq-length", "hidden_size",
+    "num_attention_heads", "make_vocab_size_divisible_by", "model_parallel_size",
+    "train_micro_batch_size_per_gpu", "training.local_batch_size", "training.seq_len",
+}  # fmt: skip
 NOT_SUPPORTED, UNKNOWN, ASSUMED = "not supported", "unknown", "assumed"
 DERIVED, TAKEN, DEFAULT, FREE = "derived", "taken", "default", "no effect"
 ORDER = (NOT_SUPPORTED, UNKNOWN, ASSUMED, DERIVED, TAKEN, DEFAULT, FREE)
@@ -102,6 +108,12 @@ def takes(target: str) -> Rule:
 def free(reason: str, keys: str) -> dict[str, Rule]:
     """Return the rule of keys, separated by spaces, that have no effect on what is trained."""
     return dict.fromkeys(keys.split(), Rule(reason=reason))
+
+
+def unfit(key: str, value: Any, expected: str) -> UserError:
+    """Return the error of a key of the source whose value has no meaning there."""
+    shown = " ".join(map(str, value)) if isinstance(value, list) else value
+    return UserError(f"{key} = {shown}: expected {expected}; correct the file")
 
 
 def breaks(reason: str, *harmless: Any) -> Rule:
@@ -399,13 +411,18 @@ def schedule(
 
 def corpora(t: Translation, keys: str, paths: Sequence[tuple[float, str]]) -> None:
     """Set the corpora, whose files prepare_data.py has to write anew."""
-    names = [PurePath(path).name.strip("<>") or f"corpus-{n}" for n, (_, path) in enumerate(paths)]
-    names = [name if names.count(name) == 1 else f"{name}-{n}" for n, name in enumerate(names)]
+    names = corpus_names([path for _, path in paths])
     train = [
         {"path": f"data/{t.name}/{name}", "weight": float(weight)}
         for name, (weight, _) in zip(names, paths, strict=True)
     ]
     t.derive(keys, {"data.train": train}, "prepare the text with prepare_data.py")
+
+
+def corpus_names(paths: Sequence[str]) -> list[str]:
+    """Return a name for each corpus: that of its file, with a number if several have it."""
+    names = [PurePath(path).name.strip("<>") or f"corpus-{n}" for n, path in enumerate(paths)]
+    return [name if names.count(name) == 1 else f"{name}-{n}" for n, name in enumerate(names)]
 
 
 def table_of_positions(t: Translation, key: str, length: str, rotary: bool) -> None:
@@ -505,12 +522,15 @@ def translate(
         )
     for key in (*program.required, *program.numbers.split()):
         value = work.get(key)
-        if value is not None and not isinstance(value, int | float) and key != "model_type":
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not is_number and key != "model_type":
             shown = " ".join(value) if isinstance(value, list) else value
             raise UserError(
                 f"{key} = {shown} is not a number; write the number into the file, for example "
                 f"in place of a variable that the file does not set"
             )
+        if value == 0 and key in DIVISORS:
+            raise unfit(key, value, "1 or more")
     work.apply_table()
     program.derive(work)
     deepspeed = work.choose_deepspeed(folder)
