@@ -1,6 +1,7 @@
 """Megatron-LM and Megatron-DeepSpeed: their options, and the recipe that follows from them."""
 
 import math
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -382,12 +383,13 @@ def _levels(t: Translation, batch: int, length: int) -> list[tuple[float, int]]:
     if not t.has("step-batch-size-schedule"):
         return [(0, batch)]
     text = str(t.get("step-batch-size-schedule"))
-    pairs = [word.split(":") for word in text.replace(",", " ").split()]
-    try:
-        return sorted((_number(tokens) // length, _number(size)) for tokens, size in pairs)
-    except (ValueError, IndexError):
+    words = text.replace(",", " ").split()
+    number = r"\d+(\.\d+)?[KMBT]?"
+    if not all(re.fullmatch(f"{number}:{number}", word, re.I) for word in words):
         example = 'pairs of tokens and a batch, such as "0:16 2.4B:320"'
-        raise unfit("step-batch-size-schedule", text, example) from None
+        raise unfit("step-batch-size-schedule", text, example)
+    pairs = [word.split(":") for word in words]
+    return sorted((_number(tokens) // length, _number(size)) for tokens, size in pairs)
 
 
 def _number(text: str) -> int:
