@@ -373,6 +373,13 @@ def test_a_config_of_transformers_gives_the_model(tmp_path: Path) -> None:
             MIXTRAL + " --rampup-batch-size 16 16",
             "rampup-batch-size = 16 16: expected three",
         ),
+        ("x.sh", MIXTRAL + " --rampup-batch-size 16 10000 100", "that are together at most"),
+        ("x.toml", '[model]\nname = "llama3"\n[training]\nsteps = [1, 2]', "steps = 1 2 is not a"),
+        (
+            "x.toml",
+            '[model]\nname = "llama3"\n[parallelism]\ntensor_parallel_degree = 0',
+            "tensor_parallel_degree = 0: expected 1 or more",
+        ),
         ("x.sh", MIXTRAL + " --window-size a,b", "window-size = a,b: expected tokens before"),
         ("x.sh", MIXTRAL + " --micro-batch-size 0", "micro-batch-size = 0: expected 1 or more"),
         ("x.sh", MIXTRAL + " --lr", "lr = True is not a number"),
@@ -392,12 +399,14 @@ def test_unusable_files_are_rejected(
 
 
 def test_options_that_a_script_hides_are_named_first(tmp_path: Path) -> None:
-    hidden = GPT3.rstrip() + ' $EXTRA_ARGS $(model_args) "$@" --enable-gpt-oss --spec a b'
+    hidden = GPT3.rstrip() + ' $EXTRA_ARGS --bf16 $(model_args) --swiglu "$@" --spec a b'
+    hidden += " --enable-gpt-oss --valid-data-path 0.5 $A 0.5 $B"
     (tmp_path / "x.sh").write_text(f"source ./common.sh\n{hidden}\n")
     done = run_here(convert.main, "recipe", tmp_path / "x.sh")
     lost = [line for line in done.stdout.splitlines() if line.startswith("  LOSS")]
     for hint in ("<EXTRA_ARGS>", "<model_args>", "$@"):
         assert any(f"not evaluated: {hint} in the training command" in line for line in lost), hint
+    assert not any(f"not evaluated: <{name}>" in line for line in lost for name in "AB")
     assert any("enable-gpt-oss" in line for line in lost) and any("spec" in line for line in lost)
     assert "not evaluated: source ./common.sh" in done.stdout
 

@@ -129,7 +129,7 @@ def import_command(options: argparse.Namespace) -> None:
 
 
 def _ranks(table: dict[str, Any]) -> int:
-    """Return the smallest number of ranks of a recipe's table."""
+    """Return the smallest number of ranks that the layout of a recipe needs."""
     layout = table.get("layout", {})
     return math.prod(layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
 
@@ -202,10 +202,10 @@ def recipe_command(options: argparse.Namespace) -> None:
         print(f"{lines} marked LOSS: the source trains something else than this recipe.")
     if target is not None:
         ranks = options.ranks or foreign.ranks or _ranks(translated.table)
-        gpus = min(ranks, 8)
+        gpus = max(count for count in range(1, 9) if ranks % count == 0)
         print(
-            f"wrote {', '.join(map(str, written))}; next, with your GPU: python recipes/plan.py "
-            f"{target} --gpu H100 --nodes {-(-ranks // gpus)} --gpus-per-node {gpus}"
+            f"wrote {', '.join(map(str, written))}; next, with the name of your GPU: python "
+            f"recipes/plan.py {target} --gpu H100 --nodes {ranks // gpus} --gpus-per-node {gpus}"
         )
         return
     print(f"\n{translated.text(options.files)}", end="")

@@ -18,6 +18,7 @@ import pickle
 import re
 import struct
 import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -210,7 +211,6 @@ ADVICE = (
 
 LOAD_ERRORS = (
     OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, struct.error,
-    zipfile.BadZipFile,
 )  # fmt: skip
 
 
@@ -220,6 +220,7 @@ def load(file: Path) -> dict[str, Any]:
     Raises:
         UserError: the file is missing or damaged, or needs a class that is not allowed.
     """
+    _compare_checksums(file)
     try:
         with torch.serialization.safe_globals(ALLOWED):
             try:
@@ -228,19 +229,33 @@ def load(file: Path) -> dict[str, Any]:
                 if "mmap" not in str(error):
                     raise
                 content = torch.load(file, map_location="cpu", weights_only=True)
-        damaged = None
-        if zipfile.is_zipfile(file):  # torch does not compare the checksums of a file that it maps
-            with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()
     except FileNotFoundError:
         raise UserError(f"{file} is missing; copy all files of the checkpoint") from None
     except LOAD_ERRORS as error:
         raise UserError(_damaged(file, error)) from None
-    if damaged:
-        raise UserError(_damaged(file, zipfile.BadZipFile(f"{damaged} differs from its checksum")))
     if not isinstance(content, dict):
         raise UserError(_damaged(file, TypeError(f"a {type(content).__name__}, not a table")))
     return content
+
+
+def _compare_checksums(file: Path) -> None:
+    """Compare the checksums of a file of torch.save, which torch does not do when it maps the file.
+
+    Raises:
+        UserError: a checksum differs. All differ if they were turned off for the save.
+    """
+    try:
+        if not zipfile.is_zipfile(file):
+            return
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except (OSError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(_damaged(file, error)) from None
+    if damaged:
+        raise UserError(
+            f"{file}: {damaged} in it differs from its checksum; copy the file again from its "
+            f"source. If it was saved with set_crc32_options(False), load and save it with torch"
+        )
 
 
 def _damaged(file: Path, error: Exception) -> str:
@@ -356,14 +371,14 @@ def read_torch(path: Path, *, weights_only: bool) -> ForeignCheckpoint:
             checkpoint.add(file, rank, named)
             owners[stage, rank] += named.items()
         layers += own
-    if not all("optimizer" in content for content in contents.values()):
+    if not any("optimizer" in content for content in contents.values()):
         checkpoint.note = "the files have no optimizer"
         return checkpoint
     lacking: list[Path] = []
     try:
         for (stage, rank), content in sorted(contents.items()):
             file, checkpoint.note = folders[stage, rank] / "model_optim_rng.pt", ""
-            _add_optimizer(checkpoint, file, rank, content["optimizer"], owners[stage, rank])
+            _add_optimizer(checkpoint, file, rank, content.get("optimizer"), owners[stage, rank])
             lacking += [file] if checkpoint.note else []
         if 0 < len(lacking) < len(contents):
             raise UserError(
@@ -383,19 +398,19 @@ def _step(path: Path, iterations: Mapping[Any, Any]) -> int:
     Raises:
         UserError: they differ, or are not numbers of steps.
     """
-    steps = {0 if step is None else step for step in iterations.values()}
-    if len(steps) > 1:
+    steps = [0 if step is None else step for step in iterations.values()]
+    for step in steps:
+        if type(step) is not int or step < 0:
+            raise UserError(
+                f"the files of {path} have iteration = {step!r}, which is not a number of steps, "
+                f"such as 1000; copy them again from their source"
+            )
+    if len(set(steps)) > 1:
         raise UserError(
-            f"the files of {path} are of several iterations, {a_few(sorted(map(str, steps)))}; "
-            f"copy all files of one iteration"
+            f"the files of {path} are of several iterations, "
+            f"{a_few([str(step) for step in sorted(set(steps))])}; copy all files of one iteration"
         )
-    (step,) = steps
-    if not isinstance(step, int) or step < 0:
-        raise UserError(
-            f"the files of {path} have iteration = {step!r}, which is not a number of steps, such "
-            f"as 1000; copy them again from their source"
-        )
-    return step
+    return steps[0]
 
 
 def _add_optimizer(

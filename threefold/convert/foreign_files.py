@@ -129,8 +129,8 @@ def _parse(path: Path, text: str, notes: list[str]) -> tuple[str, dict[str, Any]
             values = dict(flat(tomllib.loads(text)))
             if not {"model.name", "model.flavor"} & values.keys():
                 raise UserError(
-                    f"{path} has neither model.name nor model.flavor, and so is no configuration "
-                    f"of torchtitan; name one, such as its llama3_8b.toml"
+                    f"{path} has neither model.name nor model.flavor, so it is not a "
+                    f"configuration of torchtitan; use a file such as its llama3_8b.toml"
                 )
             return "torchtitan", values
         if path.suffix == ".json":
@@ -287,9 +287,10 @@ class Shell:
             former = self.variables.get(name, "") + separator if plus else ""
             self.variables[name] = former + value
         else:
-            if statement.split()[0] in ("source", ".", "eval"):
+            expanded = self.expand(statement)
+            if statement.split()[0] in ("source", ".", "eval") and MARKER not in expanded:
                 self.notes.append(f"not evaluated: {statement.splitlines()[0]}")
-            self.statements.append(self.expand(statement))
+            self.statements.append(expanded)
 
     def expand(self, text: str, *, unset: str = "<{}>") -> str:
         """Replace variables, sums and commands; what is not known becomes `unset`."""
@@ -404,6 +405,12 @@ def _statements(text: str) -> Iterator[str]:
 
 END_OF_COMMAND = re.compile(r"\||\d*&?>{1,2}&?\d?|&>{1,2}.*|2>&1|&|&&")
 UNSET = re.compile(rf"<{NAME}>")
+HIDDEN = re.compile(r"(<\w+>)+")  # variables and commands that are not known
+FLAG = re.compile(  # options without a value, after which a hidden word holds further options
+    r"(no|use|disable|enable|overlap|untie|log|moe-use)-.*|bf16|fp16|swiglu|squared-relu|qk-layernorm"
+    r"|sequence-parallel|deepspeed|finetune|(group-query|flash)-attention|add-qkv-bias"
+)
+LISTS = {"data-path", "train-data-path", "valid-data-path", "test-data-path"}  # weights and paths
 PROCESSES = ("nproc-per-node", "nnodes")
 
 
@@ -437,14 +444,15 @@ def _read_command(shell: Shell, foreign: Foreign, paths: list[Path]) -> None:
         if END_OF_COMMAND.fullmatch(word):
             break
         arguments.append(word)
-    foreign.lost += _lost_options(arguments)
+    arguments, lost = _known(arguments)
+    foreign.lost += lost
     if len(commands) > 1:
         foreign.notes.append(f"{len(commands)} training commands; the last one counts")
     launcher = _options(words[:start]) if start else {}
     counts = [scalar(launcher.get(key)) for key in PROCESSES]
     if all(isinstance(count, int) for count in counts):
         foreign.ranks = counts[0] * counts[1]
-    foreign.values |= _options(arguments)
+    foreign.values |= _options(arguments, all_words=True)
     if start:
         foreign.values["script"] = words[start - 1].rpartition("/")[2]
     foreign.notes += shell.notes
@@ -453,18 +461,31 @@ def _read_command(shell: Shell, foreign: Foreign, paths: list[Path]) -> None:
         foreign.deepspeed = dict(flat(json.loads(repair_json(shell.documents[config])[1])))
 
 
-def _lost_options(words: list[str]) -> list[str]:
-    """Return a line about each unknown part of a command that may hold further options."""
-    lost, follows_option = [], False
+def _known(words: list[str]) -> tuple[list[str], list[str]]:
+    """Divide a command into the known words, and a line about each word that may hold options."""
+    known: list[str] = []
+    lost: list[str] = []
+    name, values = "", 0
     for word in words:
-        if not follows_option and (UNSET.fullmatch(word) or word in ("$@", "$*")):
-            lost.append(f"not evaluated: {word} in the training command; add its options yourself")
-        follows_option = word.startswith("--") and "=" not in word
-    return lost
+        follows_weight = name in LISTS and known and isinstance(scalar(known[-1]), int | float)
+        follows_value = not name or FLAG.fullmatch(name) or (values and not follows_weight)
+        if word.startswith("$") or (HIDDEN.fullmatch(word) and follows_value):
+            lost.append(f"not evaluated: {word} in the training command, which may hold options")
+            continue
+        key, equals, _ = word.partition("=")
+        if word.startswith("--"):
+            name, values = option(key), int(bool(equals))
+        else:
+            values += 1
+        known.append(word)
+    return known, lost
 
 
-def _options(words: list[str]) -> dict[str, Any]:
-    """Return the options of a command: a flag is True, several values are a list of texts."""
+def _options(words: list[str], *, all_words: bool = False) -> dict[str, Any]:
+    """Return the options of a command: a flag is True, several values are a list of texts.
+
+    all_words: further values may be variables that are not set
+    """
     options: dict[str, Any] = {}
     values: list[str] = []
     for word in words:
@@ -472,7 +493,9 @@ def _options(words: list[str]) -> dict[str, Any]:
             name, equals, value = word.partition("=")
             values = [value] if equals else []
             options[option(name)] = values
-        elif not (values and UNSET.fullmatch(word)):  # a variable for further options, not set
+        elif all_words or not (
+            values and UNSET.fullmatch(word)
+        ):  # a variable for further options, not set
             values.append(word)
     return {
         key: True if not given else scalar(given[0]) if len(given) == 1 else given

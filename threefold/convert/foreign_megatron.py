@@ -374,8 +374,11 @@ def _levels(t: Translation, batch: int, length: int) -> list[tuple[float, int]]:
         words = t.get("rampup-batch-size")
         numbers = [scalar(str(word)) for word in (words if isinstance(words, list) else [words])]
         if len(numbers) != 3 or not all(isinstance(n, int) and n > 0 for n in numbers):
-            raise unfit("rampup-batch-size", words, "three numbers, such as 16 16 1000000")
+            raise unfit("rampup-batch-size", words, "three positive numbers, such as 16 16 1000000")
         start, step, samples = numbers
+        if start + step > batch:
+            most = f"a start and an increment that are together at most {batch}"
+            raise unfit("rampup-batch-size", words, most)
         ramp = {"start_sequences": start, "increment": step, "samples": samples}
         t.derive("rampup-batch-size", {"batch.ramp": ramp})
         count = (batch - start) // step
@@ -557,7 +560,7 @@ MEGATRON = Program(
         ),
         "loss-on-targets-only": breaks("every position counts in the loss"),
         "pretrained-checkpoint": breaks("training.initial_weights starts from weights"),
-        "softmax-type": breaks("set model.attention_sinks = true yourself", "vanilla"),
+        "softmax-type": breaks("for learnable, set model.attention_sinks = true", "vanilla"),
         "enable-gpt-oss": breaks("it sets YaRN; write [model] as in recipes/gpt-oss/20b.toml"),
         "spec": breaks("it replaces layers; compare [model] with that specification"),
         "rope-type": breaks("set model.rope_scaling yourself", "rope"),

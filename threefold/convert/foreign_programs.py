@@ -187,10 +187,17 @@ def _stages_of_nanotron(t: Translation) -> None:
     phases = []
     for number, stage in enumerate(stages):
         name = re.sub(r"\W+", "-", str(stage.get("name", number)).lower()).strip("-")
-        dataset = (stage.get("data") or {}).get("dataset") or {}
+        data = stage.get("data") or {}
+        dataset = data.get("dataset") or {} if isinstance(data, dict) else None
+        if not isinstance(dataset, dict):
+            raise unfit(f"data_stages.{number}.data", data, "a table with dataset")
         folders = dataset.get("dataset_folder") or dataset.get("hf_dataset_or_datasets")
         folders = list(folders) if isinstance(folders, list | Mapping) else [folders or "train"]
         weights = dataset.get("dataset_weights") or [1] * len(folders)
+        if not isinstance(weights, list) or len(weights) != len(folders):
+            raise unfit(
+                "dataset_weights", weights, f"a list of {len(folders)}, one for each folder"
+            )
         train = [
             {"path": f"data/{t.name}/{name}-{corpus}", "weight": float(weight)}
             for corpus, weight in zip(corpus_names(list(map(str, folders))), weights, strict=True)
@@ -198,7 +205,11 @@ def _stages_of_nanotron(t: Translation) -> None:
         if number == 0:
             t.derive("data_stages", {"data.train": train}, "prepare the text with prepare_data.py")
         else:
-            start = stage["start_training_step"]
+            start = stage.get("start_training_step")
+            if not isinstance(start, int):
+                raise unfit(
+                    f"data_stages.{number}.start_training_step", start, "a step, such as 1000"
+                )
             phases.append({"name": name, "start_step": start, "data": {"train": train}})
     steps = t.get("tokens.train_steps")
     if phases := [phase for phase in phases if phase["start_step"] <= steps]:
@@ -320,7 +331,7 @@ TITAN_SCHEDULES = {
 
 
 def _torchtitan(t: Translation) -> None:
-    name, size = t.get("model.name"), t.get("model.flavor")
+    name, size = str(t.get("model.name")), str(t.get("model.flavor"))
     if (name, size) not in SIZES:
         raise UserError(
             f"model.name = {name} with model.flavor = {size} is not a model that Threefold knows; "
@@ -492,7 +503,8 @@ TORCHTITAN = Program(
         "lr_scheduler.min_lr_factor "
         "parallelism.tensor_parallel_degree parallelism.pipeline_parallel_degree "
         "parallelism.context_parallel_degree parallelism.data_parallel_shard_degree "
-        "parallelism.data_parallel_replicate_degree"
+        "parallelism.data_parallel_replicate_degree "
+        "parallelism.pipeline_parallel_microbatch_size"
     ),
     differences=(
         ALL_DECAY,
@@ -512,8 +524,8 @@ def _transformers(t: Translation) -> None:
 
     values = dict(t.foreign.values)
     kind = values.pop("model_type")
-    values.pop("quantization_config", None)  # of the weights, which a recipe does not read
-    t.say("quantization_config", FREE, "a recipe does not read these weights")
+    values.pop("quantization_config", None)
+    t.say("quantization_config", FREE, "of the weights; a recipe has only the architecture")
     try:
         theirs = AutoConfig.for_model(kind, **values)
     except Exception as error:  # transformers' configs raise many classes

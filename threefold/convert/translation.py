@@ -22,13 +22,16 @@ from threefold.config.loading import REPOSITORY, apply_overrides, parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.convert.foreign_files import Foreign
 
-# The kinds of lines of a report, in their order.
 DIVISORS = {  # keys of all programs by which sizes are divided
     "micro-batch-size", "make-vocab-size-divisible-by", "tensor-model-parallel-size",
     "pipeline-model-parallel-size", "num-attention-heads", "seq-length", "hidden_size",
     "num_attention_heads", "make_vocab_size_divisible_by", "model_parallel_size",
     "train_micro_batch_size_per_gpu", "training.local_batch_size", "training.seq_len",
+    "parallelism.tensor_parallel_degree", "parallelism.pipeline_parallel_degree",
+    "parallelism.context_parallel_degree", "parallelism.pipeline_parallel_microbatch_size",
+    "parallelism.tp", "parallelism.pp",
 }  # fmt: skip
+# The kinds of lines of a report, in their order.
 NOT_SUPPORTED, UNKNOWN, ASSUMED = "not supported", "unknown", "assumed"
 DERIVED, TAKEN, DEFAULT, FREE = "derived", "taken", "default", "no effect"
 ORDER = (NOT_SUPPORTED, UNKNOWN, ASSUMED, DERIVED, TAKEN, DEFAULT, FREE)
@@ -111,7 +114,7 @@ def free(reason: str, keys: str) -> dict[str, Rule]:
 
 
 def unfit(key: str, value: Any, expected: str) -> UserError:
-    """Return the error of a key of the source whose value has no meaning there."""
+    """Return the error of a key of the source with an invalid value."""
     shown = " ".join(map(str, value)) if isinstance(value, list) else value
     return UserError(f"{key} = {shown}: expected {expected}; correct the file")
 
@@ -524,13 +527,14 @@ def translate(
         value = work.get(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not is_number and key != "model_type":
-            shown = " ".join(value) if isinstance(value, list) else value
+            shown = " ".join(map(str, value)) if isinstance(value, list) else value
             raise UserError(
                 f"{key} = {shown} is not a number; write the number into the file, for example "
                 f"in place of a variable that the file does not set"
             )
-        if value == 0 and key in DIVISORS:
-            raise unfit(key, value, "1 or more")
+    for key in DIVISORS:
+        if work.get(key) == 0:
+            raise unfit(key, 0, "1 or more")
     work.apply_table()
     program.derive(work)
     deepspeed = work.choose_deepspeed(folder)
