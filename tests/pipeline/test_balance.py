@@ -90,7 +90,12 @@ def test_an_uneven_division_gives_the_first_parts_one_more() -> None:
 @pytest.mark.parametrize(
     ("dealt", "stages", "text", "more"),
     [
-        ((20, 20, 21), 3, "2 stages of 20 blocks, 1 stage of 21 blocks", "6.5%"),
+        (
+            (20, 20, 21, 19),
+            4,
+            "2 stages of 20 blocks, 1 stage of 21 blocks, 1 stage of 19 blocks",
+            "3.7%",
+        ),
         ((2, 2, 2, 2), 2, "2 stages of 2 chunks: 4 chunks of 2 blocks", "11.1%"),
         ((1, 2), 2, "1 stage of 1 block, 1 stage of 2 blocks", "50.0%"),
     ],

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -124,21 +123,18 @@ def import_command(options: argparse.Namespace) -> None:
     else:
         print(f"\n{translated.text([checkpoint.path])}\nset [data] in this recipe, then:")
     resume = f" --resume {options.output}" if checkpoint.resumes else ""
-    command = f"deepspeed --num_gpus {_ranks(translated.table)} recipes/pretrain.py"
+    ranks = translated.recipe.layout.ranks_per_data_rank
+    command = f"deepspeed --num_gpus {ranks} recipes/pretrain.py"
     print(f"  {command} {target or 'RECIPE.toml'}{resume}")
-
-
-def _ranks(table: dict[str, Any]) -> int:
-    """Return the smallest number of ranks that the layout of a recipe needs."""
-    layout = table.get("layout", {})
-    return math.prod(layout.get(axis, 1) for axis in ("tensor", "pipeline", "context"))
 
 
 def check_recipe_name(key: str, target: Path | None) -> None:
     """Check the name of a recipe to write, if there is one."""
-    if target is not None and target.suffix != ".toml":
+    if target is None:
+        return
+    if target.suffix != ".toml":
         raise UserError(f"{key} {target}: a recipe ends in .toml; use {target.stem}.toml")
-    if target is not None and not (folder := target.absolute().parent).is_dir():
+    if not (folder := target.absolute().parent).is_dir():
         raise UserError(f"{key} {target}: the folder {folder} does not exist; create it")
 
 
@@ -201,7 +197,7 @@ def recipe_command(options: argparse.Namespace) -> None:
         lines = "The line" if count == 1 else f"The {count} lines"
         print(f"{lines} marked LOSS: the source trains something else than this recipe.")
     if target is not None:
-        ranks = options.ranks or foreign.ranks or _ranks(translated.table)
+        ranks = options.ranks or foreign.ranks or translated.recipe.layout.ranks_per_data_rank
         gpus = max(count for count in range(1, 9) if ranks % count == 0)
         print(
             f"wrote {', '.join(map(str, written))}; next, with the name of your GPU: python "

@@ -404,7 +404,6 @@ def _statements(text: str) -> Iterator[str]:
 # The arguments of a Megatron command.
 
 END_OF_COMMAND = re.compile(r"\||\d*&?>{1,2}&?\d?|&>{1,2}.*|2>&1|&|&&")
-UNSET = re.compile(rf"<{NAME}>")
 HIDDEN = re.compile(r"(<\w+>)+")  # variables and commands that are not known
 FLAG = re.compile(  # options without a value, after which a hidden word holds further options
     r"(no|use|disable|enable|overlap|untie|log|moe-use)-.*|bf16|fp16|swiglu|squared-relu|qk-layernorm"
@@ -448,11 +447,11 @@ def _read_command(shell: Shell, foreign: Foreign, paths: list[Path]) -> None:
     foreign.lost += lost
     if len(commands) > 1:
         foreign.notes.append(f"{len(commands)} training commands; the last one counts")
-    launcher = _options(words[:start]) if start else {}
+    launcher = _options(_known(words[:start])[0]) if start else {}
     counts = [scalar(launcher.get(key)) for key in PROCESSES]
     if all(isinstance(count, int) for count in counts):
         foreign.ranks = counts[0] * counts[1]
-    foreign.values |= _options(arguments, all_words=True)
+    foreign.values |= _options(arguments)
     if start:
         foreign.values["script"] = words[start - 1].rpartition("/")[2]
     foreign.notes += shell.notes
@@ -481,11 +480,8 @@ def _known(words: list[str]) -> tuple[list[str], list[str]]:
     return known, lost
 
 
-def _options(words: list[str], *, all_words: bool = False) -> dict[str, Any]:
-    """Return the options of a command: a flag is True, several values are a list of texts.
-
-    all_words: further values may be variables that are not set
-    """
+def _options(words: list[str]) -> dict[str, Any]:
+    """Return the options of a command: a flag is True, several values are a list of texts."""
     options: dict[str, Any] = {}
     values: list[str] = []
     for word in words:
@@ -493,9 +489,7 @@ def _options(words: list[str], *, all_words: bool = False) -> dict[str, Any]:
             name, equals, value = word.partition("=")
             values = [value] if equals else []
             options[option(name)] = values
-        elif all_words or not (
-            values and UNSET.fullmatch(word)
-        ):  # a variable for further options, not set
+        else:
             values.append(word)
     return {
         key: True if not given else scalar(given[0]) if len(given) == 1 else given

@@ -113,10 +113,14 @@ def free(reason: str, keys: str) -> dict[str, Rule]:
     return dict.fromkeys(keys.split(), Rule(reason=reason))
 
 
+def _shown(value: Any) -> Any:
+    """Return a value as the source has it."""
+    return " ".join(map(str, value)) if isinstance(value, list) else value
+
+
 def unfit(key: str, value: Any, expected: str) -> UserError:
     """Return the error of a key of the source with an invalid value."""
-    shown = " ".join(map(str, value)) if isinstance(value, list) else value
-    return UserError(f"{key} = {shown}: expected {expected}; correct the file")
+    return UserError(f"{key} = {_shown(value)}: expected {expected}; correct the file")
 
 
 def breaks(reason: str, *harmless: Any) -> Rule:
@@ -527,10 +531,9 @@ def translate(
         value = work.get(key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not is_number and key != "model_type":
-            shown = " ".join(map(str, value)) if isinstance(value, list) else value
             raise UserError(
-                f"{key} = {shown} is not a number; write the number into the file, for example "
-                f"in place of a variable that the file does not set"
+                f"{key} = {_shown(value)} is not a number; write the number into the file, for "
+                f"example in place of a variable that the file does not set"
             )
     for key in DIVISORS:
         if work.get(key) == 0:
