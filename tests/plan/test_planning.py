@@ -1,12 +1,14 @@
 """The planner: formulas, search, tables, calibration and the command."""
 
 import csv
+import difflib
 import errno
 import functools
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -29,6 +31,7 @@ from threefold.config.loading import (
     apply_overrides,
     load_recipe,
     parse_recipe,
+    recipes_in_repository,
 )
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
@@ -923,10 +926,47 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
         mock.patch.object(recipe_edits, "in_layout", return_value=recipe),
+        mock.patch.object(recipe_edits, "edited_text", return_value="text"),
         mock.patch.object(Path, "open", side_effect=full),
         pytest.raises(UserError, match=r"No space left on device\); free disk space, or use"),
     ):
-        recipe_edits.write_recipe(recipe, result, tmp_path / "full.toml")
+        recipe_edits.write_recipe(recipe, result, tmp_path / "full.toml", file, [])
+
+
+def test_a_written_recipe_keeps_the_comments_and_the_order_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "commented.toml"
+    text = (REPOSITORY / "recipes/tiny.toml").read_text("utf-8")
+    file.write_text(text.replace("[batch]", "# about the batch\n[batch]"), encoding="utf-8")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    table = load_recipe(file).model_dump(mode="json", exclude_none=True)
+    table["cluster"] = {"nodes": 2, "gpus_per_node": 8, "gpu": "H100"}
+    table["layout"] |= {"schedule": "zb-h1"}
+    table["training"]["evaluation_batches"] = 1
+    wanted = parse_recipe(table, "wanted")
+    written = recipe_edits.edited_text(file, ["training.steps=200"], wanted).splitlines()
+    changes = [line for line in difflib.ndiff(lines, written) if line[0] in "+-"]
+    assert changes == [
+        '+ schedule = "zb-h1"',
+        "- evaluation_batches = 2",
+        "+ evaluation_batches = 1",
+        "+ ",
+        "+ [cluster]",
+        "+ nodes = 2",
+        "+ gpus_per_node = 8",
+        '+ gpu = "H100"',
+    ]
+    assert written.index('schedule = "zb-h1"') < written.index("# about the batch")
+
+
+def test_every_recipe_can_be_written_with_changes() -> None:
+    for path in recipes_in_repository():
+        table = load_recipe(path).model_dump(mode="json", exclude_none=True)
+        table["name"], table["layout"]["reduce_every"] = "other", 1
+        wanted = parse_recipe(table, str(path))
+        text = recipe_edits.edited_text(path, ["seed=9"], wanted)
+        assert parse_recipe(tomllib.loads(text), str(path)) == wanted
+        comments = [line for line in path.read_text("utf-8").splitlines() if line[:1] == "#"]
+        assert comments == [line for line in text.splitlines() if line[:1] == "#"]
 
 
 def test_the_exit_code_reports_the_fit() -> None:

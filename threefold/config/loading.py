@@ -13,6 +13,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -267,6 +268,9 @@ def origin(path: Path, overrides: Sequence[str]) -> str:
     return f"{short(path)}" + "".join(f" --set {override}" for override in overrides)
 
 
+RECORDED = ("recipe.toml", "launched.toml")  # recipes of runs, maybe of an older version
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `section.key=value` overrides (TOML values; a bare word is a string).
 
@@ -275,7 +279,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             works.
     """
     table = _read_toml(path)
-    if path.name in ("recipe.toml", "launched.toml"):  # of a run, maybe of an older version
+    if path.name in RECORDED:
         table = with_current_names(table)
     for former in FORMER_NAMES.keys() & table.keys():
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -287,6 +291,16 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         )
     apply_overrides(table, overrides)
     return parse_recipe(table, origin(path, overrides))
+
+
+def current_text(path: Path) -> str:
+    """Return the text of a valid recipe; one with former names of keys is written anew."""
+    text = path.read_text(encoding="utf-8-sig")
+    if path.name in RECORDED:
+        table = tomllib.loads(text)
+        renamed = with_current_names(table)
+        return text if renamed == table else tomli_w.dumps(renamed)
+    return text
 
 
 def parse_recipe(table: dict[str, Any], name: str) -> Recipe:

@@ -1,15 +1,18 @@
 """Edits of a recipe that select a plan's layout, as options or in a copy of the recipe."""
 
 import json
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+import tomlkit
+from tomlkit.items import Table
 
 from models.errors import FULL_DISK_ERRORS, UserError
 from threefold.config.deepspeed_json import read_deepspeed_json, shipped_json, zero_stage
 from threefold.config.layout import Layout
-from threefold.config.loading import parse_recipe
+from threefold.config.loading import apply_overrides, current_text, parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.search import Plan, SearchResult
@@ -91,8 +94,14 @@ def check_file(path: Path) -> None:
         )
 
 
-def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
-    """Write a copy of the recipe with layout 1.
+def write_recipe(
+    recipe: Recipe, result: SearchResult, path: Path, source: Path, overrides: Sequence[str]
+) -> None:
+    """Write a copy of the recipe with layout 1, which keeps the order and comments of its file.
+
+    Args:
+        recipe: of the file with the overrides, on the cluster of the plans
+        source: the file
 
     Raises:
         UserError: no layout fits, or the file exists or cannot be written.
@@ -106,7 +115,10 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
             f"a larger GPU or a smaller --headroom"
         )
     best = in_layout(recipe, result.plans[0], str(path))
-    text = tomli_w.dumps(best.model_dump(mode="json", exclude_none=True))
+    if source.is_file():
+        text = edited_text(source, overrides, best)
+    else:  # a pipe, which can be read only once
+        text = tomli_w.dumps(best.model_dump(mode="json", exclude_none=True))
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(f"# {recipe.name} with layout 1 of plan.py.\n\n")
@@ -120,3 +132,43 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path) -> None:
         raise UserError(
             f"--write {path} cannot be written ({error.strerror}); {remedy}, or use another folder"
         ) from None
+
+
+def edited_text(source: Path, overrides: Sequence[str], recipe: Recipe) -> str:
+    """Return the text of a recipe's file with the overrides and what else differs in `recipe`."""
+    document = tomlkit.parse(current_text(source))
+    apply_overrides(document, overrides)
+    before = parse_recipe(document.unwrap(), str(source)).model_dump(mode="json", exclude_none=True)
+    _edit(
+        document,
+        before,
+        recipe.model_dump(mode="json", exclude_none=True),
+        recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+    )
+    return tomlkit.dumps(document)
+
+
+def _edit(
+    table: MutableMapping[str, Any],
+    before: dict[str, Any],
+    after: dict[str, Any],
+    without_defaults: dict[str, Any],
+) -> None:
+    """Make the changes from `before` to `after` in a table of a file, which may lack defaults."""
+    for key in before.keys() - after.keys():
+        table.pop(key, None)
+    for key, value in after.items():
+        former = before.get(key)
+        if value == former:
+            continue
+        inner = without_defaults.get(key, {})
+        if isinstance(value, dict) and isinstance(former, dict):
+            _edit(table.setdefault(key, {}), former, value, inner)
+            continue
+        # What follows the last key, such as a comment about the next section, stays at the end.
+        body = table.value.body if isinstance(table, Table) and key not in table else []
+        last = max((n for n, (name, _) in enumerate(body, 1) if name is not None), default=0)
+        end = body[last:]
+        del body[last:]
+        table[key] = inner if isinstance(value, dict) else value
+        body += end
