@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import re
 import shutil
 import signal
@@ -552,6 +553,16 @@ def test_a_broken_index_is_rejected(content: str | None, named: str, tmp_path: P
         (tmp_path / "theirs" / "model.safetensors.index.json").write_text(content)
     with pytest.raises(UserError, match=named):
         import_model(tmp_path / "theirs", tmp_path)
+
+
+def test_weights_that_are_not_finite_are_rejected(tmp_path: Path) -> None:
+    model = their_model("llama", torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[3, 1:] = -math.inf
+    model.save_pretrained(tmp_path)
+    (tmp_path / "ours").mkdir()
+    with pytest.raises(UserError, match=r": 63 of the .* values of head\.\S* are NaN or infinite"):
+        import_model(tmp_path, tmp_path / "ours")
 
 
 def test_quantized_weights_are_rejected(tmp_path: Path) -> None:

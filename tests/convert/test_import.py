@@ -1,6 +1,7 @@
 """Checkpoints of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX continue here."""
 
 import importlib.util
+import math
 import os
 import pickle
 import subprocess
@@ -9,6 +10,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.errors import UserError
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.commands import run_here
@@ -24,6 +27,7 @@ from tests.convert.megatron_core import DECAY, RATE, STEPS, arguments, batch
 from threefold.checkpoint.state import CheckpointReader
 from threefold.commands.convert import main
 from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.convert import foreign_checkpoint
 from threefold.convert.foreign_checkpoint import DistributedFiles, open_foreign, tensors_of
 
 
@@ -225,6 +229,10 @@ def _flip(root: Path) -> None:
     file.write_bytes(content)
 
 
+def _nan(content: dict[str, Any]) -> None:
+    content["model"]["decoder.final_layernorm.weight"][2] = math.nan
+
+
 REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "code": (
         _edit(lambda content: content.update(extra=Harmful())),
@@ -269,11 +277,31 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
         _edit(lambda content: content.update(optimizer=None)),
         "mp_rank_00/model_optim_rng.pt has no state of the optimizer, unlike the files of other",
     ),
+    "not finite": (_edit(_nan), "1 of the 32 values of final_norm.weight are NaN"),
     "empty": (
         lambda root: (root / "latest_checkpointed_iteration.txt").write_text("7"),
         "iter_0000007 has no checkpoint of Megatron-LM",
     ),
 }
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle")
+def test_damaged_bytes_of_a_file_cause_an_error_that_names_it(tmp_path: Path) -> None:
+    """A file as torch saved it before 1.6, which has no checksums."""
+    file, random = tmp_path / "old.pt", Random(1)
+    saved = {"model": {"a": torch.ones(4), "b": [1, {"c": torch.zeros(3)}]}, "iteration": 5}
+    torch.save(saved, file, _use_new_zipfile_serialization=False)
+    content, rejected = file.read_bytes(), 0
+    for _ in range(300):
+        damaged = bytearray(content)
+        damaged[random.randrange(len(damaged))] = random.randrange(256)
+        file.write_bytes(damaged)
+        try:
+            foreign_checkpoint.load(file)
+        except UserError as error:
+            rejected += 1
+            assert "old.pt" in str(error)
+    assert rejected > 150
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from models.config import ModelConfig
@@ -271,6 +272,21 @@ def recorded_files(folder: Path) -> dict[str, FileRecord | None]:
 IMPORTED = OutputFiles(MANIFEST, '"layout": {}', recorded_files)
 AVERAGED = OutputFiles(MANIFEST, f'"{AVERAGED_FROM}": [', recorded_files)
 RESHAPED = OutputFiles(MANIFEST, f'"{RESHAPED_FROM}": ', recorded_files)
+
+
+def finite(tensor: Tensor, name: str, source: Path) -> Tensor:
+    """Return a tensor of an imported checkpoint unchanged.
+
+    Raises:
+        UserError: it has an infinite value or NaN.
+    """
+    if not all(torch.isfinite(limit) for limit in torch.aminmax(tensor)):
+        count = int((~torch.isfinite(tensor)).sum())
+        raise UserError(
+            f"{source}: {count:,} of the {tensor.numel():,} values of {name} are NaN or infinite; "
+            f"copy the files again from their source, or import an earlier checkpoint"
+        )
+    return tensor
 
 
 def write_weights(

@@ -209,8 +209,9 @@ ADVICE = (
 )
 
 
-LOAD_ERRORS = (
-    OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError, struct.error,
+LOAD_ERRORS = (  # of torch.load, which executes the instructions of a damaged file
+    OSError, RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError,
+    AssertionError, OverflowError, pickle.UnpicklingError, struct.error,
 )  # fmt: skip
 
 
