@@ -294,7 +294,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def current_text(path: Path) -> str:
-    """Return the text of a valid recipe; one with former names of keys is written anew."""
+    """Return the text of a valid recipe, with the current names of its keys."""
     text = path.read_text(encoding="utf-8-sig")
     if path.name in RECORDED:
         table = tomllib.loads(text)

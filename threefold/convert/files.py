@@ -284,7 +284,7 @@ def finite(tensor: Tensor, name: str, source: Path) -> Tensor:
         count = int((~torch.isfinite(tensor)).sum())
         raise UserError(
             f"{source}: {count:,} of the {tensor.numel():,} values of {name} are NaN or infinite; "
-            f"copy the files again from their source, or import an earlier checkpoint"
+            f"copy the files again from their source, or use another checkpoint"
         )
     return tensor
 

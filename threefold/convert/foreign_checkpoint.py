@@ -209,7 +209,7 @@ ADVICE = (
 )
 
 
-LOAD_ERRORS = (  # of torch.load, which executes the instructions of a damaged file
+LOAD_ERRORS = (  # of torch.load, which interprets pickle opcodes: damaged ones raise any of these
     OSError, RuntimeError, EOFError, ValueError, KeyError, IndexError, AttributeError, TypeError,
     AssertionError, OverflowError, pickle.UnpicklingError, struct.error,
 )  # fmt: skip

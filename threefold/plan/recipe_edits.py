@@ -135,7 +135,7 @@ def write_recipe(
 
 
 def edited_text(source: Path, overrides: Sequence[str], recipe: Recipe) -> str:
-    """Return the text of a recipe's file with the overrides and what else differs in `recipe`."""
+    """Return the file's text, changed to express `recipe`; comments and order are kept."""
     document = tomlkit.parse(current_text(source))
     apply_overrides(document, overrides)
     before = parse_recipe(document.unwrap(), str(source)).model_dump(mode="json", exclude_none=True)
@@ -154,7 +154,7 @@ def _edit(
     after: dict[str, Any],
     without_defaults: dict[str, Any],
 ) -> None:
-    """Make the changes from `before` to `after` in a table of a file, which may lack defaults."""
+    """Apply the differences to a parsed TOML table, in which keys at their default may be absent."""
     for key in before.keys() - after.keys():
         table.pop(key, None)
     for key, value in after.items():
@@ -165,7 +165,7 @@ def _edit(
         if isinstance(value, dict) and isinstance(former, dict):
             _edit(table.setdefault(key, {}), former, value, inner)
             continue
-        # What follows the last key, such as a comment about the next section, stays at the end.
+        # Insert before trailing comments, which usually describe the next section.
         body = table.value.body if isinstance(table, Table) and key not in table else []
         last = max((n for n, (name, _) in enumerate(body, 1) if name is not None), default=0)
         end = body[last:]
