@@ -233,6 +233,7 @@ def test_the_parts_cover_the_step(small: dict[str, Any]) -> None:
 
 def test_the_clock_counts_every_moment_once() -> None:
     clock = PartClock(torch.device("cpu"))
+    before = time.perf_counter()
     clock.begin_step()
     began = time.perf_counter()
     with clock.part("compute"):
@@ -242,9 +243,10 @@ def test_the_clock_counts_every_moment_once() -> None:
             assert clock.current == "tensor"
         time.sleep(0.01)
     time.sleep(0.02)
+    ended = time.perf_counter()
     seconds = clock.end_step()
-    took = time.perf_counter() - began
-    assert sum(seconds.values()) == pytest.approx(took, abs=0.001)
+    after = time.perf_counter()
+    assert ended - began - 1e-6 <= sum(seconds.values()) <= after - before + 1e-6
     expected = {"compute": 0.04, "tensor": 0.05, "other": 0.02}
     assert all(seconds[part] >= each for part, each in expected.items())
     assert {part for part, each in seconds.items() if each} == set(expected)

@@ -154,7 +154,7 @@ def _edit(
     after: dict[str, Any],
     without_defaults: dict[str, Any],
 ) -> None:
-    """Apply the differences to a parsed TOML table, in which keys at their default may be absent."""
+    """Apply the differences to a parsed TOML table, in which default values may be absent."""
     for key in before.keys() - after.keys():
         table.pop(key, None)
     for key, value in after.items():
