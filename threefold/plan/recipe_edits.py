@@ -162,6 +162,9 @@ def _edit(
         if value == former:
             continue
         inner = without_defaults.get(key, {})
+        if value == [] and key not in without_defaults:  # [[phase]] in the recipe of a phase
+            table.pop(key, None)
+            continue
         if isinstance(value, dict) and isinstance(former, dict):
             _edit(table.setdefault(key, {}), former, value, inner)
             continue
