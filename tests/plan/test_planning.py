@@ -31,7 +31,6 @@ from threefold.config.loading import (
     apply_overrides,
     load_recipe,
     parse_recipe,
-    recipes_in_repository,
 )
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
@@ -959,7 +958,7 @@ def test_a_written_recipe_keeps_the_comments_and_the_order_of_its_file(tmp_path:
 
 
 def test_every_recipe_can_be_written_with_changes() -> None:
-    for path in recipes_in_repository():
+    for path in shipped_recipes():
         table = load_recipe(path).model_dump(mode="json", exclude_none=True)
         table["name"], table["layout"]["reduce_every"] = "other", 1
         wanted = parse_recipe(table, str(path))

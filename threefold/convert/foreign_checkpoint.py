@@ -623,7 +623,7 @@ class DistributedFiles(ForeignCheckpoint):
             return torch.load(data, map_location="cpu", weights_only=True)
         except FileNotFoundError:
             raise UserError(f"{file} is missing; copy all files of the checkpoint") from None
-        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        except LOAD_ERRORS as error:
             raise UserError(_damaged(file, error)) from None
 
 

@@ -5,7 +5,6 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 import tomlkit
 from tomlkit.items import Table
 
@@ -115,10 +114,8 @@ def write_recipe(
             f"a larger GPU or a smaller --headroom"
         )
     best = in_layout(recipe, result.plans[0], str(path))
-    if source.is_file():
-        text = edited_text(source, overrides, best)
-    else:  # a pipe, which can be read only once
-        text = tomli_w.dumps(best.model_dump(mode="json", exclude_none=True))
+    # A pipe can be read only once.
+    text = edited_text(source, overrides, best) if source.is_file() else best.toml()
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(f"# {recipe.name} with layout 1 of plan.py.\n\n")
