@@ -7,7 +7,7 @@ run must resume from the newest checkpoint. Every line of metrics.jsonl must equ
 that of an undisturbed run. The exit code is 1 if one of these conditions is violated.
 
     make soak
-    python tests/fault_injection/soak.py --kills 20 --seed 7 --experts
+    python tests/fault_injection/soak.py --kills 20 --seed 7 --variants experts latent
 """
 
 import sys
@@ -24,7 +24,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -49,15 +49,26 @@ TIMED = (
     "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
     "tflops_per_gpu", "memory_gb",
 )  # fmt: skip
-EXPERTS: dict[str, Any] = {
-    "model__experts": {
-        "count": 4, "per_token": 2, "ffn_hidden_size": 24, "router": "sigmoid", "normalize": True,
-        "bias_update": 0.01, "balance_loss": 0.1,
+# Changes of the recipe. With an average, every step validates it.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "experts": {
+        "model__experts": {
+            "count": 4, "per_token": 2, "ffn_hidden_size": 24, "router": "sigmoid",
+            "normalize": True, "bias_update": 0.01, "balance_loss": 0.1,
+        },
+        "layout__expert": 2,
     },
-    "layout__expert": 2,
+    "latent": {
+        "model__kv_heads": 4,
+        "model__head_size": 16,
+        "model__latent": {
+            "query_rank": 16, "key_value_rank": 16, "rotary_size": 8, "value_size": 16,
+        },
+        "model__prediction": {"depth": 1, "loss_weight": 0.3},
+    },
+    "muon": {"optimizer__kind": "muon"},
+    "average": {"optimizer__average": {"decay": 0.8}, "training__evaluate_every": 1},
 }  # fmt: skip
-MUON: dict[str, Any] = {"optimizer__kind": "muon"}
-AVERAGE: dict[str, Any] = {"optimizer__average": {"decay": 0.8}, "training__evaluate_every": 1}
 
 
 @dataclass
@@ -171,9 +182,7 @@ def soak(
     seed: int,
     resumes: int = 0,
     fault: str | None = None,
-    experts: bool = False,
-    muon: bool = False,
-    average: bool = False,
+    variants: Sequence[str] = (),
 ) -> Report:
     """Kill runs until the numbers of kills and of resumed runs are reached.
 
@@ -181,13 +190,10 @@ def soak(
     seed: of the random times and victims
     resumes: number of resumed runs
     fault: one of `FAULTS`, to check that it is detected
-    experts: the model has experts, which the data ranks divide
-    muon: the optimizer is Muon
-    average: the weights are averaged, and every step validates the average
+    variants: the names of `VARIANTS` that change the recipe
     """
     chance, report = random.Random(seed), Report()
-    changes = (EXPERTS if experts else {}) | (MUON if muon else {})
-    changes |= AVERAGE if average else {}
+    changes = {key: value for name in variants for key, value in VARIANTS[name].items()}
     recipe = write_recipe(folder, **changes)
     for name in ("imports", "undisturbed"):  # the first run waits for the server
         undisturbed = Run(recipe, folder / name, None)
@@ -358,9 +364,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200, help="default: 200")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--fault", choices=FAULTS, help="a fault that the soak must detect")
-    parser.add_argument("--experts", action="store_true", help="train a model with experts")
-    parser.add_argument("--muon", action="store_true", help="train with Muon")
-    parser.add_argument("--average", action="store_true", help="average the weights")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=[], help="changes of the recipe"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report = soak(
@@ -368,9 +374,7 @@ def main() -> None:
             kills=options.kills,
             seed=options.seed,
             fault=options.fault,
-            experts=options.experts,
-            muon=options.muon,
-            average=options.average,
+            variants=options.variants,
         )
     print(report)
     sys.exit(1 if report.wrong else 0)

@@ -1,5 +1,6 @@
 """A short soak, and faults that it must detect."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,17 +9,17 @@ from tests.fault_injection.soak import FAULTS, soak
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "variants",
     [
-        pytest.param("dense", marks=pytest.mark.long),
-        pytest.param("experts", marks=pytest.mark.exhaustive),
-        pytest.param("muon", marks=pytest.mark.long),
-        pytest.param("average", marks=pytest.mark.exhaustive),
+        pytest.param((), marks=pytest.mark.long, id="dense"),
+        pytest.param(("experts", "latent"), marks=pytest.mark.exhaustive, id="experts-latent"),
+        pytest.param(("muon",), marks=pytest.mark.long, id="muon"),
+        pytest.param(("average",), marks=pytest.mark.exhaustive, id="average"),
     ],
 )
-def test_nothing_is_lost_under_kills(kind: str, tmp_path: Path) -> None:
+def test_nothing_is_lost_under_kills(variants: Sequence[str], tmp_path: Path) -> None:
     # The faults below show that some kills hit a save: "publish early" is detected in no other way.
-    report = soak(tmp_path, kills=5, seed=1, resumes=2, **({} if kind == "dense" else {kind: True}))
+    report = soak(tmp_path, kills=5, seed=1, resumes=2, variants=variants)
     assert not report.wrong, str(report)
     assert report.kills.total() >= 5 and report.resumes >= 2
 
