@@ -36,8 +36,9 @@ GPT = (  # on top of recipes/tiny.toml
     "model.attention_dropout=0.1",
 )  # fmt: skip
 PRECISION = 'deepspeed="ds_configs/zero1_{}.json"'
-RECIPES = {  # name -> (file in recipes/, ranks, changes)
-    "Llama, 1B": ("llama/1b.toml", 128, ()),
+SMALL = ("model.layers=2", "batch.global_sequences=8")  # the calls do not depend on these
+RECIPES = {  # name -> (file in recipes/, ranks, changes on top of SMALL)
+    "Llama, 1B": ("llama/1b.toml", 128, ("batch.global_sequences=256",)),
     "Llama, fp32": ("tiny.toml", 2, ()),
     "Qwen3 with dropout": ("tiny.toml", 1, ("layout.pipeline=1", "model.qk_norm=true",
                            "model.dropout=0.1", PRECISION.format("bf16"))),
@@ -52,7 +53,7 @@ RECIPES = {  # name -> (file in recipes/, ranks, changes)
     "squared ReLU": ("tiny-postnorm.toml", 1, ("layout.pipeline=1",
                      'model.activation="squared_relu"')),
     "experts with biases": ("tiny-moe-bias.toml", 2, (PRECISION.format("bf16"),)),
-    "partial rotation": ("tiny-window.toml", 2, (PRECISION.format("bf16"),)),
+    "partial rotation": ("tiny-window.toml", 2, (PRECISION.format("bf16"), "model.layers=4")),
     "latent attention": ("tiny-mla.toml", 2, (PRECISION.format("bf16"),)),
     "FP8": ("tiny-fp8.toml", 2, ()),
     "experts in FP8": ("tiny-moe.toml", 2, (PRECISION.format("bf16"),
@@ -151,7 +152,7 @@ def recorded_calls(names: Iterable[str]) -> list[Call]:
         mock.patch.object(layer, "for_any_rows", for_any_rows),
     ):
         for file, ranks, changes in map(RECIPES.__getitem__, names):
-            recipe = load_recipe(REPOSITORY / "recipes" / file, changes)
+            recipe = load_recipe(REPOSITORY / "recipes" / file, (*SMALL, *changes))
             for rank in (0, ranks - 1):
                 trace(recipe, ranks, min(ranks, 8), rank)
     return list(calls.values())
