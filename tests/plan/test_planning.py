@@ -929,25 +929,34 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
         mock.patch.object(Path, "open", side_effect=full),
         pytest.raises(UserError, match=r"No space left on device\); free disk space, or use"),
     ):
-        recipe_edits.write_recipe(recipe, result, tmp_path / "full.toml", file, [])
+        recipe_edits.write_recipe(recipe, result, tmp_path / "full.toml", file)
 
 
 def test_a_written_recipe_keeps_the_comments_and_the_order_of_its_file(tmp_path: Path) -> None:
     file = tmp_path / "commented.toml"
     text = (REPOSITORY / "recipes/tiny.toml").read_text("utf-8")
-    file.write_text(text.replace("[batch]", "# about the batch\n[batch]"), encoding="utf-8")
+    for section in ("batch", "training"):
+        text = text.replace(f"[{section}]", f"# about the {section}\n[{section}]")
+    file.write_text(text, encoding="utf-8")
     lines = file.read_text(encoding="utf-8").splitlines()
     table = load_recipe(file).model_dump(mode="json", exclude_none=True)
     table["cluster"] = {"nodes": 2, "gpus_per_node": 8, "gpu": "H100"}
     table["layout"] |= {"schedule": "zb-h1"}
+    table["optimizer"]["average"] = {"decay": 0.9}
     table["training"]["evaluation_batches"] = 1
+    table["data"]["train"][0]["weight"] = 2.0
     wanted = parse_recipe(table, "wanted")
-    written = recipe_edits.edited_text(file, ["training.steps=200"], wanted).splitlines()
+    written = recipe_edits.edited_text(file, wanted).splitlines()
     changes = [line for line in difflib.ndiff(lines, written) if line[0] in "+-"]
     assert changes == [
         '+ schedule = "zb-h1"',
+        "+ [optimizer.average]",
+        "+ decay = 0.9",
+        "+ ",
         "- evaluation_batches = 2",
         "+ evaluation_batches = 1",
+        '- train = [{ path = "data/stdlib/train", weight = 1.0 }]',
+        '+ train = [{ path = "data/stdlib/train", weight = 2.0 }]',
         "+ ",
         "+ [cluster]",
         "+ nodes = 2",
@@ -955,6 +964,7 @@ def test_a_written_recipe_keeps_the_comments_and_the_order_of_its_file(tmp_path:
         '+ gpu = "H100"',
     ]
     assert written.index('schedule = "zb-h1"') < written.index("# about the batch")
+    assert written.index("decay = 0.9") < written.index("# about the training")
 
 
 def test_every_recipe_can_be_written_with_changes() -> None:
@@ -962,7 +972,7 @@ def test_every_recipe_can_be_written_with_changes() -> None:
         table = load_recipe(path).model_dump(mode="json", exclude_none=True)
         table["name"], table["layout"]["reduce_every"] = "other", 1
         wanted = parse_recipe(table, str(path))
-        text = recipe_edits.edited_text(path, ["seed=9"], wanted)
+        text = recipe_edits.edited_text(path, wanted)
         assert parse_recipe(tomllib.loads(text), str(path)) == wanted
         comments = [line for line in path.read_text("utf-8").splitlines() if line[:1] == "#"]
         assert comments == [line for line in text.splitlines() if line[:1] == "#"]

@@ -147,7 +147,7 @@ def plan(options: argparse.Namespace) -> int:
             if result.plans and (changes := recipe_edits.changes(recipe, result.plans[0])):
                 print(f"To use layout 1: {changes}")
     if options.write:
-        recipe_edits.write_recipe(recipe, result, options.write, options.recipe, options.set)
+        recipe_edits.write_recipe(recipe, result, options.write, options.recipe)
         print(
             f"wrote {options.write} with layout 1; its run folder is that of {recipe.name} unless "
             f"you change the key `name`",

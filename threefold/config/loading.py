@@ -268,7 +268,7 @@ def origin(path: Path, overrides: Sequence[str]) -> str:
     return f"{short(path)}" + "".join(f" --set {override}" for override in overrides)
 
 
-RECORDED = ("recipe.toml", "launched.toml")  # recipes of runs, maybe of an older version
+RECORDED_FILE_NAMES = ("recipe.toml", "launched.toml")  # recipes of runs, maybe of an older version
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -279,7 +279,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
             works.
     """
     table = _read_toml(path)
-    if path.name in RECORDED:
+    if path.name in RECORDED_FILE_NAMES:
         table = with_current_names(table)
     for former in FORMER_NAMES.keys() & table.keys():
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -296,7 +296,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def current_text(path: Path) -> str:
     """Return the text of a valid recipe, with the current names of its keys."""
     text = path.read_text(encoding="utf-8-sig")
-    if path.name in RECORDED:
+    if path.name in RECORDED_FILE_NAMES:
         table = tomllib.loads(text)
         renamed = with_current_names(table)
         return text if renamed == table else tomli_w.dumps(renamed)

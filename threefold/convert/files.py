@@ -274,7 +274,7 @@ AVERAGED = OutputFiles(MANIFEST, f'"{AVERAGED_FROM}": [', recorded_files)
 RESHAPED = OutputFiles(MANIFEST, f'"{RESHAPED_FROM}": ', recorded_files)
 
 
-def finite(tensor: Tensor, name: str, source: Path) -> Tensor:
+def require_finite(tensor: Tensor, name: str, source: Path) -> Tensor:
     """Return a tensor of an imported checkpoint unchanged.
 
     Raises:

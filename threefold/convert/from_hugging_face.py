@@ -23,7 +23,7 @@ from models.hugging_face.families import BY_NAME, Family, described, differences
 from models.hugging_face.weights import Counterpart, counterparts
 from models.layer_specs import logical_shapes
 from threefold.checkpoint.format import Manifest
-from threefold.convert.files import finite, write_weights
+from threefold.convert.files import require_finite, write_weights
 from threefold.convert.to_hugging_face import their_config
 from threefold.run_folder.folder import versions
 
@@ -263,7 +263,7 @@ def import_model(folder: Path, output: Path) -> ModelConfig:
         parts = table[name].shapes(shapes[name]).items()
         expert = table[name].expert
         tensor = table[name].join(theirs.read(part, shape, expert) for part, shape in parts)
-        return finite(tensor, name, folder)
+        return require_finite(tensor, name, folder)
 
     files, tensors = write_weights(output, shapes, joined)
     Manifest(

@@ -24,7 +24,7 @@ from threefold.checkpoint.format import (
     tensor_key,
 )
 from threefold.checkpoint.state import STATES, WEIGHTS
-from threefold.convert.files import MANIFEST, OutputFiles, finite, recorded_files
+from threefold.convert.files import MANIFEST, OutputFiles, recorded_files, require_finite
 from threefold.convert.foreign_checkpoint import (
     EMBEDDING,
     MASTER,
@@ -271,7 +271,7 @@ def import_checkpoint(
                 for key in own:
                     kind, name = keys[key]
                     kind = MASTER if kind == WEIGHTS else kind
-                    tensor = finite(conversion.tensor(kind, name), key, checkpoint.path)
+                    tensor = require_finite(conversion.tensor(kind, name), key, checkpoint.path)
                     writer.write(key, tensor.numpy().data)
             files[file] = writer.record
             tensors |= dict.fromkeys(own, file)

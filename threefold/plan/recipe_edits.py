@@ -1,9 +1,9 @@
 """Edits of a recipe that select a plan's layout, as options or in a copy of the recipe."""
 
 import json
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import tomlkit
 from tomlkit.items import Table
@@ -11,7 +11,7 @@ from tomlkit.items import Table
 from models.errors import FULL_DISK_ERRORS, UserError
 from threefold.config.deepspeed_json import read_deepspeed_json, shipped_json, zero_stage
 from threefold.config.layout import Layout
-from threefold.config.loading import apply_overrides, current_text, parse_recipe
+from threefold.config.loading import current_text, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.search import Plan, SearchResult
@@ -93,14 +93,13 @@ def check_file(path: Path) -> None:
         )
 
 
-def write_recipe(
-    recipe: Recipe, result: SearchResult, path: Path, source: Path, overrides: Sequence[str]
-) -> None:
+def write_recipe(recipe: Recipe, result: SearchResult, path: Path, source: Path) -> None:
     """Write a copy of the recipe with layout 1, which keeps the order and comments of its file.
 
     Args:
-        recipe: of the file with the overrides, on the cluster of the plans
-        source: the file
+        recipe: the recipe with all changes, on the cluster of the plans
+        path: of the copy
+        source: the recipe's file
 
     Raises:
         UserError: no layout fits, or the file exists or cannot be written.
@@ -115,7 +114,7 @@ def write_recipe(
         )
     best = in_layout(recipe, result.plans[0], str(path))
     # A pipe can be read only once.
-    text = edited_text(source, overrides, best) if source.is_file() else best.toml()
+    text = edited_text(source, best) if source.is_file() else best.toml()
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(f"# {recipe.name} with layout 1 of plan.py.\n\n")
@@ -131,14 +130,13 @@ def write_recipe(
         ) from None
 
 
-def edited_text(source: Path, overrides: Sequence[str], recipe: Recipe) -> str:
+def edited_text(source: Path, recipe: Recipe) -> str:
     """Return the file's text, changed to express `recipe`; comments and order are kept."""
+    before = load_recipe(source)
     document = tomlkit.parse(current_text(source))
-    apply_overrides(document, overrides)
-    before = parse_recipe(document.unwrap(), str(source)).model_dump(mode="json", exclude_none=True)
     _edit(
         document,
-        before,
+        before.model_dump(mode="json", exclude_none=True),
         recipe.model_dump(mode="json", exclude_none=True),
         recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
     )
@@ -155,20 +153,49 @@ def _edit(
     for key in before.keys() - after.keys():
         table.pop(key, None)
     for key, value in after.items():
-        former = before.get(key)
+        former, inner = before.get(key), without_defaults.get(key, {})
         if value == former:
-            continue
-        inner = without_defaults.get(key, {})
-        if value == [] and key not in without_defaults:  # [[phase]] in the recipe of a phase
-            table.pop(key, None)
             continue
         if isinstance(value, dict) and isinstance(former, dict):
             _edit(table.setdefault(key, {}), former, value, inner)
-            continue
-        # Insert before trailing comments, which usually describe the next section.
-        body = table.value.body if isinstance(table, Table) and key not in table else []
-        last = max((n for n, (name, _) in enumerate(body, 1) if name is not None), default=0)
-        end = body[last:]
-        del body[last:]
-        table[key] = inner if isinstance(value, dict) else value
-        body += end
+        elif _are_tables(value) and _are_tables(former) and len(value) == len(former):
+            for pair in zip(table[key], former, value, inner, strict=True):
+                _edit(*pair)
+        elif value == [] and key not in without_defaults:  # [[phase]] in the recipe of a phase
+            table.pop(key, None)
+        else:
+            _set(table, key, inner if isinstance(value, dict) else value)
+
+
+def _are_tables(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Return True for a list of tables."""
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
+
+
+def _set(table: MutableMapping[str, Any], key: str, value: Any) -> None:
+    """Set a key of a parsed TOML table; a new one before trailing comments.
+
+    Such comments usually describe the next section.
+    """
+    comments = []
+    if isinstance(table, Table) and key not in table:
+        comments = _cut_trailing_comments(table)
+    if _are_tables(value):  # as in data.train: a list on its line, not sections of its own
+        tables, value = value, tomlkit.array()
+        for item in tables:
+            value.append(tomlkit.inline_table())
+            value[-1].update(item)
+    table[key] = value
+    if isinstance(table, Table):
+        table.value.body.extend(comments)
+
+
+def _cut_trailing_comments(table: Table) -> list[Any]:
+    """Remove the comments and empty lines at the end of a section, and return them."""
+    body = table.value.body
+    end = max((n for n, (name, _) in enumerate(body, 1) if name is not None), default=0)
+    if end == len(body) and body and isinstance(body[-1][1], Table):
+        return _cut_trailing_comments(body[-1][1])
+    comments = body[end:]
+    del body[end:]
+    return comments
