@@ -39,6 +39,7 @@ from tests.conftest import GPT_SWITCHES, changed, in_turn, shipped_recipes, smal
 from tests.ranks import run_ranks
 from threefold.commands import prove
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
+from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
 from threefold.engine.build import build_from_recipe
@@ -1071,6 +1072,42 @@ def test_a_layout_that_hangs_is_a_finding(corpus: Path, tmp_path: Path) -> None:
     assert isinstance(results[good], TrainingResult)
     assert results[endless].startswith(f"no result within {limit} seconds")
     assert len(multiprocessing.active_children()) == children
+
+
+def test_runs_of_one_size_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, corpus: Path, tmp_path: Path
+) -> None:
+    started = []
+
+    class Pool:
+        """A world that has already trained its cases."""
+
+        def __init__(self, cases: Sequence[ProofCase], **_: Any):
+            started.append(list(cases))
+            self.cases, self.size = cases, cases[0].world_size
+            self.finished, self.failure = True, None
+            self.ranks = mock.Mock(pipes={})
+
+        def results(self) -> Iterator[Any]:
+            return zip(self.cases, range(len(self.cases)), strict=True)
+
+    monkeypatch.setattr(proof_ranks, "RankPool", Pool)
+    monkeypatch.setattr(proof_ranks, "wait", lambda *_, **__: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    first = reference(recipe_of(corpus, {}))
+    runs = [first, *perturbed(first, 4)]
+    assert {case for case, _ in run_cases(runs, ranks=8, seconds=1)} == set(runs)
+    assert started == [runs[::3], runs[1::3], [runs[2]]]
+    pair = replace(first, dims=ParallelDims(data=2))
+    for cases, ranks, relay, worlds in (
+        (runs, 1, None, 1),
+        ([pair] * 2, 8, None, 1),  # three cores have room for one world of two ranks
+        (runs, 8, tmp_path, 1),  # each case resumes the one before
+        ([*runs, pair], 8, None, 2),
+    ):
+        started.clear()
+        assert len(list(run_cases(cases, ranks=ranks, seconds=1, relay=relay))) == len(cases)
+        assert len(started) == worlds
 
 
 class SentMessages:

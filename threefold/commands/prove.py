@@ -247,7 +247,7 @@ class Proof:
             small = self.small.model_copy(update={"seed": seed})
             self.first = reference(small, self.cases[0].precision)
             cases = [self.first, *([] if is_fp32 else perturbed(self.first, PERTURBED_RUNS))]
-            results = dict(run_cases(cases, ranks=1, seconds=SECONDS_PER_LAYOUT))
+            results = dict(run_cases(cases, ranks=self.ranks, seconds=SECONDS_PER_LAYOUT))
             outcome = results.pop(self.first)
             if not isinstance(outcome, TrainingResult):
                 return CaseResult(

@@ -1,5 +1,6 @@
 """Processes of a proof: several worlds of ranks at a time, each of which trains many cases."""
 
+import os
 import tempfile
 import time
 import traceback
@@ -98,7 +99,9 @@ def run_cases(
 ) -> Iterator[Result]:
     """Yield each case with its outcome, or with the text of its error, in order of completion.
 
-    A case that fails ends its world; the remaining cases continue in a new world.
+    A case that fails ends its world; the remaining cases continue in a new world. If all cases have
+    the same world size, such as the runs of the reference, several worlds share them, one for each
+    core at most.
 
     Args:
         ranks: maximum number of processes at a time
@@ -113,6 +116,10 @@ def run_cases(
     if sizes and sizes[0] > ranks:
         raise ValueError(f"a layout of {sizes[0]} ranks does not fit into ranks = {ranks}")
     waiting = [[case for case in cases if case.world_size == n] for n in sizes]
+    if len(waiting) == 1 and relay is None:
+        (group,) = waiting
+        worlds = min(ranks, len(os.sched_getaffinity(0))) // sizes[0]
+        waiting = [group[n::worlds] for n in range(min(worlds, len(group)))] or waiting
     running: list[RankPool] = []
     with tempfile.TemporaryDirectory() as name:
         try:
