@@ -277,7 +277,7 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
         _edit(lambda content: content.update(optimizer=None)),
         "mp_rank_00/model_optim_rng.pt has no state of the optimizer, unlike the files of other",
     ),
-    "not finite": (_edit(_nan), "1 of the 32 values of final_norm.weight are NaN"),
+    "not finite": (_edit(_nan), "final_layernorm.weight (master): 1 of the 32 values are NaN"),
     "empty": (
         lambda root: (root / "latest_checkpointed_iteration.txt").write_text("7"),
         "iter_0000007 has no checkpoint of Megatron-LM",
@@ -287,7 +287,7 @@ REJECTED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.filterwarnings("ignore:Detected pickle")
 def test_damaged_bytes_of_a_file_cause_an_error_that_names_it(tmp_path: Path) -> None:
-    """A file as torch saved it before 1.6, which has no checksums."""
+    """Files in torch's format before 1.6 have no checksums."""
     file, random = tmp_path / "old.pt", Random(1)
     saved = {"model": {"a": torch.ones(4), "b": [1, {"c": torch.zeros(3)}]}, "iteration": 5}
     torch.save(saved, file, _use_new_zipfile_serialization=False)

@@ -49,7 +49,7 @@ TIMED = (
     "step_seconds", "between_seconds", "data_seconds", "validation_seconds", "tokens_per_second",
     "tflops_per_gpu", "memory_gb",
 )  # fmt: skip
-# Changes of the recipe. With an average, every step validates it.
+# Changes of the recipe. With `average`, every step validates the averaged weights.
 VARIANTS: dict[str, dict[str, Any]] = {
     "experts": {
         "model__experts": {
@@ -190,7 +190,7 @@ def soak(
     seed: of the random times and victims
     resumes: number of resumed runs
     fault: one of `FAULTS`, to check that it is detected
-    variants: the names of `VARIANTS` that change the recipe
+    variants: names in `VARIANTS`; the changes of all of them apply
     """
     chance, report = random.Random(seed), Report()
     changes = {key: value for name in variants for key, value in VARIANTS[name].items()}
@@ -365,7 +365,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument("--fault", choices=FAULTS, help="a fault that the soak must detect")
     parser.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=[], help="changes of the recipe"
+        "--variants",
+        nargs="+",
+        choices=VARIANTS,
+        default=[],
+        help="variants of the model or optimizer to combine",
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -969,13 +969,92 @@ def test_a_written_recipe_keeps_the_comments_and_the_order_of_its_file(tmp_path:
 
 def test_every_recipe_can_be_written_with_changes() -> None:
     for path in shipped_recipes():
-        table = load_recipe(path).model_dump(mode="json", exclude_none=True)
-        table["name"], table["layout"]["reduce_every"] = "other", 1
-        wanted = parse_recipe(table, str(path))
-        text = recipe_edits.edited_text(path, wanted)
-        assert parse_recipe(tomllib.loads(text), str(path)) == wanted
-        comments = [line for line in path.read_text("utf-8").splitlines() if line[:1] == "#"]
-        assert comments == [line for line in text.splitlines() if line[:1] == "#"]
+        options = ["name=other", "layout.reduce_every=1", "optimizer.average.decay=0.9"]
+        wanted = load_recipe(path, options)
+        written = recipe_edits.edited_text(path, wanted)
+        assert written and parse_recipe(tomllib.loads(written), str(path)) == wanted
+        lost = set(path.read_text("utf-8").splitlines()) - set(written.splitlines())
+        assert all(line.startswith("name =") for line in lost), lost
+
+
+def dotted(text: str) -> str:
+    """Write a recipe's sections as dotted keys."""
+    lines, prefix = [], ""
+    for line in text.splitlines():
+        if match := re.fullmatch(r"\[(.+)\]", line):
+            prefix = f"{match[1]}."
+        elif line and line[0] != "#":
+            lines.append(prefix + line)
+    return "\n".join([*lines, ""])
+
+
+TINY, PHASES = (
+    (REPOSITORY / "recipes" / name).read_text("utf-8") for name in ("tiny.toml", "tiny-phases.toml")
+)
+SCALING = '{ type = "linear", factor = 2.0 }'
+FORMS = {  # text of a recipe, options, and lines of the copy
+    "comment above a subsection": (
+        TINY.replace("[optimizer.schedule]", "# schedule\n[optimizer.schedule]"),
+        ["optimizer.kind=muon"],
+        'gradient_clipping = 1.0\nkind = "muon"\n\n# schedule\n[optimizer.schedule]\n',
+    ),
+    "comment above a phase": (
+        PHASES.replace('[[phase]]\nname = "decay"', '# decay\n[[phase]]\nname = "decay"'),
+        ["phase.long.layout.pipeline=1"],
+        '\n\n[phase.layout]\npipeline = 1\n\n# decay\n[[phase]]\nname = "decay"\n',
+    ),
+    "list of sections": (
+        TINY.replace('train = [{ path = "data/stdlib/train", weight = 1.0 }]\n', "").replace(
+            "[checkpoint]", '[[data.train]]\npath = "a"\n\n# checkpoints\n[checkpoint]'
+        ),
+        ['data.train=[{path="b"}, {path="c"}]'],
+        "\n\n# checkpoints\n[checkpoint]\n",
+    ),
+    "no phases": (
+        PHASES + "\n# supervision\n[supervision]\nhang_seconds = 100\n",
+        ["phase=[]"],
+        "\n\n# supervision\n[supervision]\n",
+    ),
+    "dotted keys": (
+        dotted(TINY),
+        ["optimizer.average.decay=0.9"],
+        "optimizer.average = {decay = 0.9}\n",
+    ),
+    "dotted keys of a phase": (
+        PHASES.replace(
+            f"model = {{ sequence_length = 512, rope_scaling = {SCALING} }}",
+            "model.sequence_length = 512",
+        ),
+        [f"phase.long.model.rope_scaling={SCALING}"],
+        '= 512\nmodel.rope_scaling = {type = "linear", factor = 2.0}\nbatch =',
+    ),
+    "key that the file lacks": (TINY.replace("seed = 1234\n", ""), ["seed=3"], "seed = 3\n"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_of_a_recipe_are_edited(form: str, tmp_path: Path) -> None:
+    text, options, lines = FORMS[form]
+    file = tmp_path / "form.toml"
+    file.write_text(text, encoding="utf-8")
+    wanted = load_recipe(file, options)
+    written = recipe_edits.edited_text(file, wanted)
+    assert written and lines in written
+    assert parse_recipe(tomllib.loads(written), "written") == wanted
+
+
+def test_a_recipe_that_cannot_be_edited_is_written_without_comments(tmp_path: Path) -> None:
+    recipe = load_recipe(REPOSITORY / "recipes/tiny.toml", ["seed=3"])
+    result, file = search_module.SearchResult(plans=[mock.Mock()]), tmp_path / "tiny.toml"
+    file.write_text(TINY, encoding="utf-8")
+    with (
+        mock.patch.object(recipe_edits, "in_layout", return_value=recipe),
+        mock.patch.object(recipe_edits, "_edit"),  # the text then has another seed
+    ):
+        recipe_edits.write_recipe(recipe, result, tmp_path / "copy.toml", file)
+    copy = (tmp_path / "copy.toml").read_text("utf-8")
+    assert copy.startswith(f"# tiny with layout 1 of plan.py, without the comments of {file}.\n")
+    assert parse_recipe(tomllib.loads(copy), "copy") == recipe
 
 
 def test_the_exit_code_reports_the_fit() -> None:

@@ -1080,7 +1080,7 @@ def test_runs_of_one_size_share_the_cores(
     started = []
 
     class Pool:
-        """A world that has already trained its cases."""
+        """A `RankPool` whose results are ready at once."""
 
         def __init__(self, cases: Sequence[ProofCase], **_: Any):
             started.append(list(cases))
@@ -1102,7 +1102,7 @@ def test_runs_of_one_size_share_the_cores(
     for cases, ranks, relay, worlds in (
         (runs, 1, None, 1),
         ([pair] * 2, 8, None, 1),  # three cores have room for one world of two ranks
-        (runs, 8, tmp_path, 1),  # each case resumes the one before
+        (runs, 8, tmp_path, 1),  # each case resumes from the checkpoint of the one before
         ([*runs, pair], 8, None, 2),
     ):
         started.clear()

@@ -268,7 +268,8 @@ def origin(path: Path, overrides: Sequence[str]) -> str:
     return f"{short(path)}" + "".join(f" --set {override}" for override in overrides)
 
 
-RECORDED_FILE_NAMES = ("recipe.toml", "launched.toml")  # recipes of runs, maybe of an older version
+# Runs record their recipes in these files, maybe with former names of keys.
+RECORDED_FILE_NAMES = ("recipe.toml", "launched.toml")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -294,7 +295,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def current_text(path: Path) -> str:
-    """Return the text of a valid recipe, with the current names of its keys."""
+    """Return the text of a recipe's file, with current names instead of former ones.
+
+    A file with former names loses its comments.
+    """
     text = path.read_text(encoding="utf-8-sig")
     if path.name in RECORDED_FILE_NAMES:
         table = tomllib.loads(text)

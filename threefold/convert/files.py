@@ -274,16 +274,18 @@ AVERAGED = OutputFiles(MANIFEST, f'"{AVERAGED_FROM}": [', recorded_files)
 RESHAPED = OutputFiles(MANIFEST, f'"{RESHAPED_FROM}": ', recorded_files)
 
 
-def require_finite(tensor: Tensor, name: str, source: Path) -> Tensor:
-    """Return a tensor of an imported checkpoint unchanged.
+def require_finite(tensor: Tensor, place: str) -> Tensor:
+    """Reject a tensor with NaN or infinite values; return any other tensor unchanged.
+
+    place: file and name of the tensor in an imported checkpoint
 
     Raises:
-        UserError: it has an infinite value or NaN.
+        UserError: the tensor has such values.
     """
     if not all(torch.isfinite(limit) for limit in torch.aminmax(tensor)):
         count = int((~torch.isfinite(tensor)).sum())
         raise UserError(
-            f"{source}: {count:,} of the {tensor.numel():,} values of {name} are NaN or infinite; "
+            f"{place}: {count:,} of the {tensor.numel():,} values are NaN or infinite; "
             f"copy the files again from their source, or use another checkpoint"
         )
     return tensor

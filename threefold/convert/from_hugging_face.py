@@ -260,10 +260,10 @@ def import_model(folder: Path, output: Path) -> ModelConfig:
         )
 
     def joined(name: str) -> Tensor:
-        parts = table[name].shapes(shapes[name]).items()
+        parts = table[name].shapes(shapes[name])
         expert = table[name].expert
-        tensor = table[name].join(theirs.read(part, shape, expert) for part, shape in parts)
-        return require_finite(tensor, name, folder)
+        tensor = table[name].join(theirs.read(part, shape, expert) for part, shape in parts.items())
+        return require_finite(tensor, f"{folder}: {', '.join(parts)}")
 
     files, tensors = write_weights(output, shapes, joined)
     Manifest(

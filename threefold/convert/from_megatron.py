@@ -271,7 +271,8 @@ def import_checkpoint(
                 for key in own:
                     kind, name = keys[key]
                     kind = MASTER if kind == WEIGHTS else kind
-                    tensor = require_finite(conversion.tensor(kind, name), key, checkpoint.path)
+                    place = f"{checkpoint.where(name)} ({kind})"
+                    tensor = require_finite(conversion.tensor(kind, name), place)
                     writer.write(key, tensor.numpy().data)
             files[file] = writer.record
             tensors |= dict.fromkeys(own, file)

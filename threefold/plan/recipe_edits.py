@@ -1,17 +1,20 @@
 """Edits of a recipe that select a plan's layout, as options or in a copy of the recipe."""
 
 import json
+import tomllib
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import tomlkit
-from tomlkit.items import Table
+from tomlkit import TOMLDocument
+from tomlkit.exceptions import TOMLKitError
+from tomlkit.items import AoT, Item, Key, Null, Table
 
 from models.errors import FULL_DISK_ERRORS, UserError
 from threefold.config.deepspeed_json import read_deepspeed_json, shipped_json, zero_stage
 from threefold.config.layout import Layout
-from threefold.config.loading import current_text, load_recipe, parse_recipe
+from threefold.config.loading import current_text, parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.search import Plan, SearchResult
@@ -94,15 +97,17 @@ def check_file(path: Path) -> None:
 
 
 def write_recipe(recipe: Recipe, result: SearchResult, path: Path, source: Path) -> None:
-    """Write a copy of the recipe with layout 1, which keeps the order and comments of its file.
+    """Write a copy of a recipe's file with layout 1.
+
+    The copy keeps the order and the comments of the file.
 
     Args:
-        recipe: the recipe with all changes, on the cluster of the plans
-        path: of the copy
-        source: the recipe's file
+        recipe: the recipe after --set and the options of the cluster
+        path: file of the copy
+        source: file of the recipe
 
     Raises:
-        UserError: no layout fits, or the file exists or cannot be written.
+        UserError: no layout fits, or the copy exists or cannot be written.
     """
     if not result.plans:
         reasons = "; ".join(
@@ -113,12 +118,13 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path, source: Path)
             f"a larger GPU or a smaller --headroom"
         )
     best = in_layout(recipe, result.plans[0], str(path))
-    # A pipe can be read only once.
-    text = edited_text(source, best) if source.is_file() else best.toml()
+    heading, text = f"# {recipe.name} with layout 1 of plan.py.", edited_text(source, best)
+    if text is None:
+        heading = f"{heading[:-1]}, without the comments of {source}."
+        text = best.toml()
     try:
         with path.open("x", encoding="utf-8") as file:
-            file.write(f"# {recipe.name} with layout 1 of plan.py.\n\n")
-            file.write(text)
+            file.write(f"{heading}\n\n{text}")
     except FileExistsError:
         raise UserError(f"--write {path}: the file exists; use another name") from None
     except OSError as error:
@@ -130,72 +136,110 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path, source: Path)
         ) from None
 
 
-def edited_text(source: Path, recipe: Recipe) -> str:
-    """Return the file's text, changed to express `recipe`; comments and order are kept."""
-    before = load_recipe(source)
-    document = tomlkit.parse(current_text(source))
-    _edit(
-        document,
-        before.model_dump(mode="json", exclude_none=True),
-        recipe.model_dump(mode="json", exclude_none=True),
-        recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
-    )
-    return tomlkit.dumps(document)
+def edited_text(source: Path, recipe: Recipe) -> str | None:
+    """Return the text of a recipe's file, changed to express `recipe`.
+
+    Comments stay, except those in a value or a section that is replaced or removed.
+
+    Returns:
+        None if the file cannot be edited: it is a pipe, which can be read only once, or the edited
+        text would express another recipe. Some forms of TOML, such as sections in an unusual order,
+        lead to this.
+    """
+    if not source.is_file():
+        return None
+    try:
+        document = tomlkit.parse(current_text(source))
+        comments, _ = _cut_comments(document.body, (document.body, 0))
+        _edit(
+            document,
+            recipe.model_dump(mode="json", exclude_none=True),
+            recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True),
+        )
+        for section, lines in comments:
+            section.trivia.indent = lines + section.trivia.indent
+        text = tomlkit.dumps(document)
+        return text if parse_recipe(tomllib.loads(text), str(source)) == recipe else None
+    except (TOMLKitError, ValueError, UserError):
+        return None
 
 
 def _edit(
-    table: MutableMapping[str, Any],
-    before: dict[str, Any],
-    after: dict[str, Any],
-    without_defaults: dict[str, Any],
+    table: MutableMapping[str, Any], wanted: dict[str, Any], without_defaults: dict[str, Any]
 ) -> None:
-    """Apply the differences to a parsed TOML table, in which default values may be absent."""
-    for key in before.keys() - after.keys():
-        table.pop(key, None)
-    for key, value in after.items():
-        former, inner = before.get(key), without_defaults.get(key, {})
-        if value == former:
+    """Give a parsed TOML table the wanted values. Keys with default values are not added."""
+    for key in list(table):
+        value, short = wanted.get(key), without_defaults.get(key, {})
+        if table[key] == value:
             continue
-        if isinstance(value, dict) and isinstance(former, dict):
-            _edit(table.setdefault(key, {}), former, value, inner)
-        elif _are_tables(value) and _are_tables(former) and len(value) == len(former):
-            for pair in zip(table[key], former, value, inner, strict=True):
-                _edit(*pair)
-        elif value == [] and key not in without_defaults:  # [[phase]] in the recipe of a phase
-            table.pop(key, None)
+        if value is None or (value == [] and key not in without_defaults):
+            table.pop(key)
+        elif isinstance(value, dict) and isinstance(table[key], dict):
+            _edit(table[key], value, short)
+        elif _are_tables(value) and _are_tables(table[key]) and len(value) == len(table[key]) > 0:
+            for inner, inner_wanted, inner_short in zip(table[key], value, short, strict=True):
+                _edit(inner, inner_wanted, inner_short)
         else:
-            _set(table, key, inner if isinstance(value, dict) else value)
+            table[key] = _item(value, table)
+    for key in without_defaults.keys() - table.keys():
+        table[key] = _item(without_defaults[key], table)
 
 
 def _are_tables(value: Any) -> TypeGuard[list[dict[str, Any]]]:
-    """Return True for a list of tables."""
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
-def _set(table: MutableMapping[str, Any], key: str, value: Any) -> None:
-    """Set a key of a parsed TOML table; a new one before trailing comments.
+def _item(value: Any, table: MutableMapping[str, Any]) -> Any:
+    """Return a value for a parsed TOML table, in the form that recipes have.
 
-    Such comments usually describe the next section.
+    Lists of tables are written in one line, as in data.train. A table is a section, unless the keys
+    around it are dotted (`optimizer.learning_rate = 1e-4`), which may not follow a section.
     """
-    comments = []
-    if isinstance(table, Table) and key not in table:
-        comments = _cut_trailing_comments(table)
-    if _are_tables(value):  # as in data.train: a list on its line, not sections of its own
-        tables, value = value, tomlkit.array()
-        for item in tables:
-            value.append(tomlkit.inline_table())
-            value[-1].update(item)
-    table[key] = value
-    if isinstance(table, Table):
-        table.value.body.extend(comments)
+    has_header = isinstance(table, TOMLDocument) or (
+        isinstance(table, Table) and not table.is_super_table()
+    )
+    if isinstance(value, dict) and not has_header:
+        item = tomlkit.inline_table()
+        item.update(value)
+        return item
+    if _are_tables(value):
+        array = tomlkit.array()
+        for each in value:
+            array.append(tomlkit.inline_table())
+            array[-1].update(each)
+        return array
+    return value
 
 
-def _cut_trailing_comments(table: Table) -> list[Any]:
-    """Remove the comments and empty lines at the end of a section, and return them."""
-    body = table.value.body
-    end = max((n for n, (name, _) in enumerate(body, 1) if name is not None), default=0)
-    if end == len(body) and body and isinstance(body[-1][1], Table):
-        return _cut_trailing_comments(body[-1][1])
-    comments = body[end:]
-    del body[end:]
-    return comments
+Body = list[tuple[Key | None, Item]]
+
+
+def _cut_comments(body: Body, above: tuple[Body, int]) -> tuple[list[tuple[Table, str]], Body]:
+    """Cut the comments and empty lines above each header.
+
+    tomlkit has them at the end of the section above, where new keys would follow them.
+
+    Args:
+        body: keys and values of a table; those without a key are comments and empty lines
+        above: the body with the lines above the first header, and their end in it
+
+    Returns:
+        each section with the lines above its header, and the body of the last section
+    """
+    cut: list[tuple[Table, str]] = []
+    lines, end = above
+    for index, (key, item) in enumerate(body):
+        if key is None or key.is_dotted() or not isinstance(item, AoT | Table):
+            continue
+        for table in item.body if isinstance(item, AoT) else [item]:
+            end = index if lines is body else end if lines is above[0] else len(lines)
+            if not table.is_super_table():
+                start = end
+                while start > 0 and lines[start - 1][0] is None:
+                    start -= 1
+                cut.append((table, "".join(line.as_string() for _, line in lines[start:end])))
+                lines[start:end] = [(None, Null())] * (end - start)  # positions of keys stay
+                lines, end = table.value.body, 0
+            more, lines = _cut_comments(table.value.body, (lines, end))
+            cut += more
+    return cut, lines

@@ -99,9 +99,9 @@ def run_cases(
 ) -> Iterator[Result]:
     """Yield each case with its outcome, or with the text of its error, in order of completion.
 
-    A case that fails ends its world; the remaining cases continue in a new world. If all cases have
-    the same world size, such as the runs of the reference, several worlds share them, one for each
-    core at most.
+    A case that fails ends its world; the remaining cases continue in a new world. There is one
+    world of each size. But if all cases have one size, as the reference and its perturbed runs do,
+    they are divided among several worlds, with at most one rank per core.
 
     Args:
         ranks: maximum number of processes at a time
@@ -117,9 +117,8 @@ def run_cases(
         raise ValueError(f"a layout of {sizes[0]} ranks does not fit into ranks = {ranks}")
     waiting = [[case for case in cases if case.world_size == n] for n in sizes]
     if len(waiting) == 1 and relay is None:
-        (group,) = waiting
-        worlds = min(ranks, len(os.sched_getaffinity(0))) // sizes[0]
-        waiting = [group[n::worlds] for n in range(min(worlds, len(group)))] or waiting
+        worlds = max(1, min(ranks, len(os.sched_getaffinity(0))) // sizes[0])
+        waiting = [list(cases[n::worlds]) for n in range(min(worlds, len(cases)))]
     running: list[RankPool] = []
     with tempfile.TemporaryDirectory() as name:
         try:
