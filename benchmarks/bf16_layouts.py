@@ -1,11 +1,13 @@
 """Compare the losses of bf16 runs in several layouts with the effect of another seed.
 
-In bf16 every layout rounds differently, so losses cannot be equal; this benchmark tests if they
-differ less than with another seed. It trains recipes/tiny.toml in bf16 with real runs of
-pretrain.py, one process with two seeds and four layouts with the first seed, prints a table, and
-draws the curves.
+In bf16 and in FP8, every layout rounds differently, so losses cannot be equal; this benchmark tests
+if they differ less than with another seed. It trains a recipe in bf16 with real runs of
+pretrain.py: one process with two seeds, and with the first seed one process with micro-batches of
+one sequence, which differ by rounding only, and four layouts. It prints a table, and draws the
+curves.
 
     python benchmarks/bf16_layouts.py --output docs/images/bf16_layouts.svg
+    python benchmarks/bf16_layouts.py recipes/tiny-fp8.toml --set batch.global_sequences=4
 """
 
 import argparse
@@ -14,17 +16,23 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+
+if __name__ == "__main__":  # imports start at the repository, not at this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 from matplotlib import pyplot
 
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
+from threefold.runtime.command_line import add_overrides
 from threefold.runtime.output import stdout_for_json
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 SEED, OTHER_SEED = 1234, 1235
 ONE = ["layout.pipeline=1"]
 LAYOUTS = {  # name -> ranks, overrides
+    "micro-batches of one": (1, [*ONE, "batch.micro_sequences=1"]),
     "pipeline 2, DualPipeV": (2, ["layout.pipeline=2", "layout.schedule=dualpipev"]),
     "tensor 2, sequence-parallel": (
         2,
@@ -39,19 +47,22 @@ WINDOW = 20  # steps that a curve is averaged over
 def main() -> None:
     """Run all trainings, print their distances, and draw the curves."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", nargs="?", type=Path, default=DEFAULT_RECIPE)
+    add_overrides(parser)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output", type=Path, help="a picture of the curves")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with stdout_for_json(options.json):
-        reference = losses(1, ONE, options.steps, SEED)
-        seeds = distances(losses(1, ONE, options.steps, OTHER_SEED), reference)
+        run = partial(losses, options.recipe, [*options.set, f"training.steps={options.steps}"])
+        reference = run(1, ONE, SEED)
+        seeds = distances(run(1, ONE, OTHER_SEED), reference)
         layouts = {
-            name: distances(losses(ranks, overrides, options.steps, SEED), reference)
+            name: distances(run(ranks, overrides, SEED), reference)
             for name, (ranks, overrides) in LAYOUTS.items()
         }
     if options.output:
-        draw(reference, seeds, layouts, options.output)
+        draw(options.recipe, reference, seeds, layouts, options.output)
     rows = {"another seed": seeds, **layouts}
     if options.json:
         print(json.dumps({name: summary(row, seeds) for name, row in rows.items()}))
@@ -62,12 +73,14 @@ def main() -> None:
         print(f"{name:<28} {found['largest']:9.2e} {found['rms']:9.2e} {found['ratio']:16.3f}")
 
 
-def losses(ranks: int, overrides: list[str], steps: int, seed: int) -> np.ndarray:
+def losses(
+    recipe: Path, options: list[str], ranks: int, overrides: list[str], seed: int
+) -> np.ndarray:
     """Return the loss of every step of a run."""
     settings = [
+        *options,
         "deepspeed=ds_configs/zero1_bf16.json",
         f"seed={seed}",
-        f"training.steps={steps}",
         "training.evaluate_every=0",
         "tracking.mode=disabled",
         *overrides,
@@ -76,7 +89,7 @@ def losses(ranks: int, overrides: list[str], steps: int, seed: int) -> np.ndarra
         subprocess.run(
             [
                 *(str(Path(sys.executable).with_name("deepspeed")), "--quiet"),
-                *("--num_gpus", str(ranks), "recipes/pretrain.py", "recipes/tiny.toml"),
+                *("--num_gpus", str(ranks), "recipes/pretrain.py", str(recipe)),
                 *(argument for setting in settings for argument in ("--set", setting)),
                 *("--run-dir", folder),
             ],
@@ -114,7 +127,11 @@ def smooth(row: np.ndarray) -> np.ndarray:
 
 
 def draw(
-    reference: np.ndarray, seeds: np.ndarray, layouts: dict[str, np.ndarray], output: Path
+    recipe: Path,
+    reference: np.ndarray,
+    seeds: np.ndarray,
+    layouts: dict[str, np.ndarray],
+    output: Path,
 ) -> None:
     """Draw the losses and, below, each run's distance from the reference in the seeds' band."""
     figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 6), sharex=True, layout="tight")
@@ -124,7 +141,7 @@ def draw(
         above.plot(steps, reference * (1 + row), linewidth=0.8, label=name)
     above.set_ylabel("loss (nats per token)")
     above.legend(fontsize=8)
-    above.set_title("recipes/tiny.toml in bf16: one loss in every layout", fontsize=10)
+    above.set_title(f"{recipe} in bf16: one loss in every layout", fontsize=10)
     middle = steps[len(steps) - len(smooth(seeds)) :]
     below.fill_between(middle, smooth(seeds), alpha=0.2, color="gray", label="another seed")
     for name, row in layouts.items():

@@ -28,16 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # imports start at the repository, not at this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
-
-from threefold.config.loading import load_recipe
+from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData

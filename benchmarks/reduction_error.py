@@ -12,6 +12,12 @@ of ranks; it is smaller with larger batches.
     python benchmarks/reduction_error.py [--json]
 """
 
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # imports start at the repository, not at this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import argparse
 import json
 from collections.abc import Iterator, Sequence

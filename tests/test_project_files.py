@@ -1,5 +1,7 @@
 """The files around the code: licence, contributing, continuous integration and containers."""
 
+import ast
+import itertools
 import json
 import re
 import signal
@@ -175,3 +177,21 @@ def test_modules_that_the_code_names_exist() -> None:
             named = re.findall(r"(?<![\w./{-])[\w/]+\.py\b", (REPOSITORY / file).read_text())
             missing = set(named) - known - MODULES_OF_OTHERS
             assert not missing, f"{file} names {', '.join(sorted(missing))}"
+
+
+def test_scripts_import_from_the_repository() -> None:
+    """They set this up before they import packages, which could find a module of their folder.
+
+    For example, transformers imports a package `kernels`, which could be benchmarks/kernels.py.
+    """
+    scripts = set()
+    for file in [*REPOSITORY.glob("benchmarks/*.py"), *REPOSITORY.glob("recipes/*.py")]:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        statements = [ast.unparse(node) for node in tree.body]
+        if "__name__ == '__main__'" not in statements[-1]:
+            continue
+        scripts.add(file.name)
+        before = itertools.takewhile(lambda text: "sys.path[0] = " not in text, statements)
+        imports = (re.match(r"(?:from|import) (\w+)", text) for text in before)
+        assert {match[1] for match in imports if match} <= sys.stdlib_module_names, file
+    assert {"published_results.py", "pretrain.py", "reduction_error.py"} <= scripts
