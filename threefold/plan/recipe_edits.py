@@ -160,7 +160,7 @@ def edited_text(source: Path, recipe: Recipe) -> str | None:
             section.trivia.indent = lines + section.trivia.indent
         text = tomlkit.dumps(document)
         return text if parse_recipe(tomllib.loads(text), str(source)) == recipe else None
-    except (TOMLKitError, ValueError, UserError):
+    except (TOMLKitError, tomllib.TOMLDecodeError, UserError):
         return None
 
 
