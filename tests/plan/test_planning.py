@@ -1045,7 +1045,7 @@ def test_other_forms_of_a_recipe_are_edited(form: str, tmp_path: Path) -> None:
 
 def test_a_recipe_that_cannot_be_edited_is_written_without_comments(tmp_path: Path) -> None:
     recipe = load_recipe(REPOSITORY / "recipes/tiny.toml", ["seed=3"])
-    result, file = search_module.SearchResult(plans=[mock.Mock()]), tmp_path / "tiny.toml"
+    result, file = search_module.SearchResult(plans=[mock.Mock()]), tmp_path / "new\nline.toml"
     file.write_text(TINY, encoding="utf-8")
     with (
         mock.patch.object(recipe_edits, "in_layout", return_value=recipe),
@@ -1053,8 +1053,24 @@ def test_a_recipe_that_cannot_be_edited_is_written_without_comments(tmp_path: Pa
     ):
         recipe_edits.write_recipe(recipe, result, tmp_path / "copy.toml", file)
     copy = (tmp_path / "copy.toml").read_text("utf-8")
-    assert copy.startswith(f"# tiny with layout 1 of plan.py, without the comments of {file}.\n")
+    assert copy.startswith("# tiny with layout 1 of plan.py, without the comments of ")
     assert parse_recipe(tomllib.loads(copy), "copy") == recipe
+    file.write_bytes(b"\xff")  # during the search
+    assert recipe_edits.edited_text(file, recipe) is None
+    file.unlink()
+    assert recipe_edits.edited_text(file, recipe) is None
+    with pytest.raises(UserError, match="File name too long; use another name"):
+        recipe_edits.check_file(tmp_path / ("a" * 300))
+
+
+def test_a_recipe_of_an_older_run_is_edited(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    text = PHASES.replace("[[phase]]", "[[stage]]").replace("[phase.", "[stage.")
+    file.write_text(text.replace("[batch]", "# batch\n[batch]"), encoding="utf-8")
+    recipe = load_recipe(file, ["seed=3"])
+    written = recipe_edits.edited_text(file, recipe)
+    assert written and "\n\n# batch\n[batch]\n" in written
+    assert parse_recipe(tomllib.loads(written), "written") == recipe
 
 
 def test_the_exit_code_reports_the_fit() -> None:

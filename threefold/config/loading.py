@@ -13,7 +13,6 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -292,19 +291,6 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         )
     apply_overrides(table, overrides)
     return parse_recipe(table, origin(path, overrides))
-
-
-def current_text(path: Path) -> str:
-    """Return the text of a recipe's file, with current names instead of former ones.
-
-    A file with former names loses its comments.
-    """
-    text = path.read_text(encoding="utf-8-sig")
-    if path.name in RECORDED_FILE_NAMES:
-        table = tomllib.loads(text)
-        renamed = with_current_names(table)
-        return text if renamed == table else tomli_w.dumps(renamed)
-    return text
 
 
 def parse_recipe(table: dict[str, Any], name: str) -> Recipe:

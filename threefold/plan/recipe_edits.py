@@ -1,5 +1,6 @@
 """Edits of a recipe that select a plan's layout, as options or in a copy of the recipe."""
 
+import contextlib
 import json
 import tomllib
 from collections.abc import MutableMapping
@@ -14,7 +15,7 @@ from tomlkit.items import AoT, Item, Key, Null, Table
 from models.errors import FULL_DISK_ERRORS, UserError
 from threefold.config.deepspeed_json import read_deepspeed_json, shipped_json, zero_stage
 from threefold.config.layout import Layout
-from threefold.config.loading import current_text, parse_recipe
+from threefold.config.loading import parse_recipe
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.search import Plan, SearchResult
@@ -88,7 +89,11 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 def check_file(path: Path) -> None:
     """Raise a UserError if a recipe cannot be written to a file because of its name."""
-    if path.exists() or path.is_symlink():
+    try:
+        exists = path.exists() or path.is_symlink()
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"--write {path}: {error.strerror}; use another name") from None
+    if exists:
         raise UserError(f"--write {path}: the file exists; use another name")
     if not path.absolute().parent.is_dir():
         raise UserError(
@@ -120,7 +125,8 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path, source: Path)
     best = in_layout(recipe, result.plans[0], str(path))
     heading, text = f"# {recipe.name} with layout 1 of plan.py.", edited_text(source, best)
     if text is None:
-        heading = f"{heading[:-1]}, without the comments of {source}."
+        name = str(source) if str(source).isprintable() else ascii(str(source))
+        heading = f"{heading[:-1]}, without the comments of {name}."
         text = best.toml()
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -128,7 +134,8 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path, source: Path)
     except FileExistsError:
         raise UserError(f"--write {path}: the file exists; use another name") from None
     except OSError as error:
-        path.unlink(missing_ok=True)  # leaves no incomplete file behind
+        with contextlib.suppress(OSError):  # such as a read-only disk, on which there is no file
+            path.unlink()  # leaves no incomplete file behind
         is_full = error.errno in FULL_DISK_ERRORS
         remedy = "free disk space" if is_full else "make the folder writable"
         raise UserError(
@@ -142,14 +149,14 @@ def edited_text(source: Path, recipe: Recipe) -> str | None:
     Comments stay, except those in a value or a section that is replaced or removed.
 
     Returns:
-        None if the file cannot be edited: it is a pipe, which can be read only once, or the edited
-        text would express another recipe. Some forms of TOML, such as sections in an unusual order,
-        lead to this.
+        None if the file cannot be edited: it is a pipe, which can be read only once, a run has
+        written it with former names of keys, or the edited text would express another recipe. Some
+        forms of TOML, such as sections in an unusual order, lead to this.
     """
     if not source.is_file():
         return None
     try:
-        document = tomlkit.parse(current_text(source))
+        document = tomlkit.parse(source.read_text(encoding="utf-8-sig"))
         comments, _ = _cut_comments(document.body, (document.body, 0))
         _edit(
             document,
@@ -160,7 +167,7 @@ def edited_text(source: Path, recipe: Recipe) -> str | None:
             section.trivia.indent = lines + section.trivia.indent
         text = tomlkit.dumps(document)
         return text if parse_recipe(tomllib.loads(text), str(source)) == recipe else None
-    except (TOMLKitError, tomllib.TOMLDecodeError, UserError):
+    except (TOMLKitError, tomllib.TOMLDecodeError, UserError, OSError, UnicodeDecodeError):
         return None
 
 
@@ -181,8 +188,9 @@ def _edit(
                 _edit(inner, inner_wanted, inner_short)
         else:
             table[key] = _item(value, table)
-    for key in without_defaults.keys() - table.keys():
-        table[key] = _item(without_defaults[key], table)
+    for key, value in without_defaults.items():
+        if key not in table:
+            table[key] = _item(value, table)
 
 
 def _are_tables(value: Any) -> TypeGuard[list[dict[str, Any]]]:
