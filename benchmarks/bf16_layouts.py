@@ -26,6 +26,7 @@ import numpy as np
 from matplotlib import pyplot
 
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
+from threefold.config.sections import short
 from threefold.runtime.command_line import add_overrides
 from threefold.runtime.output import stdout_for_json
 
@@ -141,7 +142,7 @@ def draw(
         above.plot(steps, reference * (1 + row), linewidth=0.8, label=name)
     above.set_ylabel("loss (nats per token)")
     above.legend(fontsize=8)
-    above.set_title(f"{recipe} in bf16: one loss in every layout", fontsize=10)
+    above.set_title(f"{short(recipe)} in bf16: one loss in every layout", fontsize=10)
     middle = steps[len(steps) - len(smooth(seeds)) :]
     below.fill_between(middle, smooth(seeds), alpha=0.2, color="gray", label="another seed")
     for name, row in layouts.items():

@@ -180,9 +180,9 @@ def test_modules_that_the_code_names_exist() -> None:
 
 
 def test_scripts_import_from_the_repository() -> None:
-    """They set this up before they import packages, which could find a module of their folder.
+    """Each script removes its own folder from sys.path before it imports a package.
 
-    For example, transformers imports a package `kernels`, which could be benchmarks/kernels.py.
+    Otherwise transformers, for example, would import benchmarks/kernels.py as a package `kernels`.
     """
     scripts = set()
     for file in [*REPOSITORY.glob("benchmarks/*.py"), *REPOSITORY.glob("recipes/*.py")]:

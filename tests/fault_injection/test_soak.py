@@ -12,6 +12,7 @@ from tests.fault_injection.soak import FAULTS, soak
     "variants",
     [
         pytest.param((), marks=pytest.mark.long, id="dense"),
+        pytest.param(("experts",), marks=pytest.mark.exhaustive, id="experts"),
         pytest.param(("experts", "latent"), marks=pytest.mark.exhaustive, id="experts-latent"),
         pytest.param(("muon",), marks=pytest.mark.long, id="muon"),
         pytest.param(("average",), marks=pytest.mark.exhaustive, id="average"),

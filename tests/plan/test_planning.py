@@ -934,7 +934,7 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
 
 def test_a_written_recipe_keeps_the_comments_and_the_order_of_its_file(tmp_path: Path) -> None:
     file = tmp_path / "commented.toml"
-    text = (REPOSITORY / "recipes/tiny.toml").read_text("utf-8")
+    text = TINY
     for section in ("batch", "training"):
         text = text.replace(f"[{section}]", f"# about the {section}\n[{section}]")
     file.write_text(text, encoding="utf-8")

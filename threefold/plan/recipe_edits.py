@@ -134,8 +134,9 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path, source: Path)
     except FileExistsError:
         raise UserError(f"--write {path}: the file exists; use another name") from None
     except OSError as error:
-        with contextlib.suppress(OSError):  # such as a read-only disk, on which there is no file
-            path.unlink()  # leaves no incomplete file behind
+        # Leave no incomplete file. On a read-only disk, there is none, and unlink fails, too.
+        with contextlib.suppress(OSError):
+            path.unlink()
         is_full = error.errno in FULL_DISK_ERRORS
         remedy = "free disk space" if is_full else "make the folder writable"
         raise UserError(
@@ -149,9 +150,8 @@ def edited_text(source: Path, recipe: Recipe) -> str | None:
     Comments stay, except those in a value or a section that is replaced or removed.
 
     Returns:
-        None if the file cannot be edited: it is a pipe, which can be read only once, a run has
-        written it with former names of keys, or the edited text would express another recipe. Some
-        forms of TOML, such as sections in an unusual order, lead to this.
+        None if the file is a pipe, which can be read only once, or if it cannot be edited so that
+        it expresses `recipe`, for example because of an unusual form of TOML.
     """
     if not source.is_file():
         return None
