@@ -22,6 +22,7 @@ from torch import nn
 from models.experts.layer import expert_layers
 from models.initialization import initialize
 from models.kernels.compile import compile_kernels
+from models.kernels.matmul import multiply_in_fp32
 from models.layer_specs import (
     SequentialModel,
     compute_in_fp8,
@@ -51,7 +52,7 @@ from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.stage import Stage
-from threefold.runtime.processes import quiet, should_compile
+from threefold.runtime.processes import on_gpu, quiet, should_compile
 from threefold.supervision.hang_report import Breadcrumb
 
 # Create the weights of ZeRO-3 as shards, so that no rank ever holds the whole model.
@@ -147,6 +148,8 @@ def build_model(
         A stage of the pipeline under ZeRO-1 and 2; all layers, partitioned, under ZeRO-3. This
         choice decides the kind of engine, too.
     """
+    if precision(config) != "fp32" and not on_gpu():
+        multiply_in_fp32()
     recompute = recipe.layout.recompute
     interval = recipe.layout.recompute_interval if recompute == "full" else 0
     specs = layer_specs(recipe.model, axes, recompute_core=recompute == "selective")
