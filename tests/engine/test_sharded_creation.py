@@ -21,7 +21,7 @@ from tests.ranks import join_world, run_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.engine.axes import build_axes
-from threefold.engine.build import build_model
+from threefold.engine.build import TORCH_LINEAR, build_model
 
 CORPUS = Path("no corpus is read")
 SMALL_CHUNK = 300  # elements; most weights have several chunks
@@ -152,3 +152,19 @@ def test_host_memory_is_less_than_twice_the_part() -> None:
         for line in done.stdout.splitlines()[2:]
     }
     assert 0.9 < ratios["sharded"] < 2 < 6 < ratios["whole"], done.stdout
+
+
+def kinds_of_linear() -> list[bool]:
+    """Return for models with ZeRO-3, ZeRO-1 and ZeRO-3 if `F.linear` is torch's."""
+    world = join_world()
+    kinds = []
+    for stage in (3, 1, 3):
+        recipe = parse_recipe({**table(), "deepspeed": f"ds_configs/zero{stage}_fp32.json"}, "test")
+        dims = recipe.parallel_dims(world)
+        build_model(recipe, build_axes(recipe, dims), config=build_deepspeed_config(recipe, dims))
+        kinds.append(torch.nn.functional.linear is TORCH_LINEAR)
+    return kinds
+
+
+def test_only_models_with_zero3_replace_the_linear_function() -> None:
+    assert run_ranks(1, kinds_of_linear) == [[False, True, False]]

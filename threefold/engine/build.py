@@ -117,6 +117,7 @@ class ShardedCreation:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_LINEAR = nn.functional.linear  # which an earlier model of this process may have replaced
 
 
 def build_from_recipe(
@@ -148,6 +149,7 @@ def build_model(
         A stage of the pipeline under ZeRO-1 and 2; all layers, partitioned, under ZeRO-3. This
         choice decides the kind of engine, too.
     """
+    nn.functional.linear = TORCH_LINEAR
     if precision(config) != "fp32" and not on_gpu():
         multiply_in_fp32()
     recompute = recipe.layout.recompute
