@@ -1168,3 +1168,12 @@ def test_gradients_are_counted_as_the_json_sends_them(
 def test_the_planner_knows_how_many_buckets_are_sent_at_once() -> None:
     """The planner does not import the engine, because that would import torch."""
     assert RUNNING_BUCKETS == MAX_RUNNING
+
+
+def test_a_plan_needs_no_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with `>&-` in a shell."""
+    monkeypatch.setattr(sys, "argv", ["plan.py", "recipes/tiny.toml", "--top", "0"])
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as ended:
+        plan.main()
+    assert ended.value.code == 0
