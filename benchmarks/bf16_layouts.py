@@ -3,8 +3,8 @@
 In bf16 and in FP8, every layout rounds differently, so losses cannot be equal; this benchmark tests
 if they differ less than with another seed. It trains a recipe in bf16 with real runs of
 pretrain.py: one process with two seeds, and with the first seed one process with micro-batches of
-one sequence, which differ by rounding only, and four layouts. It prints a table, and draws the
-curves.
+one sequence, which differ by rounding only, and those of four layouts that the recipe allows. As
+many runs as there are cores train at a time. It prints a table, and draws the curves.
 
     python benchmarks/bf16_layouts.py --output docs/images/bf16_layouts.svg
     python benchmarks/bf16_layouts.py recipes/tiny-fp8.toml --set batch.global_sequences=4
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 if __name__ == "__main__":  # imports start at the repository, not at this folder
@@ -25,9 +25,13 @@ if __name__ == "__main__":  # imports start at the repository, not at this folde
 import numpy as np
 from matplotlib import pyplot
 
-from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
+from models.errors import UserError
+from threefold.config.deepspeed_json import build_deepspeed_config
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.sections import short
 from threefold.runtime.command_line import add_overrides
+from threefold.runtime.launchers import free_port
 from threefold.runtime.output import stdout_for_json
 
 SEED, OTHER_SEED = 1234, 1235
@@ -54,14 +58,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a picture of the curves")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    with stdout_for_json(options.json):
-        run = partial(losses, options.recipe, [*options.set, f"training.steps={options.steps}"])
-        reference = run(1, ONE, SEED)
-        seeds = distances(run(1, ONE, OTHER_SEED), reference)
-        layouts = {
-            name: distances(run(ranks, overrides, SEED), reference)
-            for name, (ranks, overrides) in LAYOUTS.items()
-        }
+    chosen = [*options.set, f"training.steps={options.steps}"]
+    wanted = {  # name -> ranks, settings
+        "one process": (1, settings(chosen, ONE, SEED)),
+        "another seed": (1, settings(chosen, ONE, OTHER_SEED)),
+    } | {name: (ranks, settings(chosen, layout, SEED)) for name, (ranks, layout) in LAYOUTS.items()}
+    allowed = {name: run for name, run in wanted.items() if is_allowed(options.recipe, name, *run)}
+    with stdout_for_json(options.json), ThreadPoolExecutor(os.cpu_count()) as runs:
+        started = {name: runs.submit(losses, options.recipe, *run) for name, run in allowed.items()}
+    found = {name: run.result() for name, run in started.items()}
+    reference = found.pop("one process")
+    layouts = {name: distances(run, reference) for name, run in found.items()}
+    seeds = layouts.pop("another seed")
     if options.output:
         draw(options.recipe, reference, seeds, layouts, options.output)
     rows = {"another seed": seeds, **layouts}
@@ -70,28 +78,52 @@ def main() -> None:
         return
     print(f"{'difference from one process':<28} {'largest':>9} {'rms':>9} {'to another seed':>16}")
     for name, row in rows.items():
-        found = summary(row, seeds)
-        print(f"{name:<28} {found['largest']:9.2e} {found['rms']:9.2e} {found['ratio']:16.3f}")
+        row_summary = summary(row, seeds)
+        print(
+            f"{name:<28} {row_summary['largest']:9.2e} {row_summary['rms']:9.2e} "
+            f"{row_summary['ratio']:16.3f}"
+        )
 
 
-def losses(
-    recipe: Path, options: list[str], ranks: int, overrides: list[str], seed: int
-) -> np.ndarray:
-    """Return the loss of every step of a run."""
-    settings = [
+def settings(options: list[str], layout: list[str], seed: int) -> list[str]:
+    """Return the values of `--set` of a run."""
+    return [
         *options,
         "deepspeed=ds_configs/zero1_bf16.json",
         f"seed={seed}",
         "training.evaluate_every=0",
         "tracking.mode=disabled",
-        *overrides,
+        *layout,
     ]
+
+
+def is_allowed(recipe: Path, name: str, ranks: int, overrides: list[str]) -> bool:
+    """Return True if the recipe allows a layout; otherwise print the reason.
+
+    Raises:
+        UserError: the recipe does not even allow one process.
+    """
+    try:
+        layout = load_recipe(recipe, overrides)
+        dims = layout.parallel_dims(LaunchEnvironment(size=ranks, local_size=ranks))
+        build_deepspeed_config(layout, dims)
+    except UserError as problem:
+        if name not in LAYOUTS:
+            raise
+        print(f"without {name}: {problem}", file=sys.stderr)
+        return False
+    return True
+
+
+def losses(recipe: Path, ranks: int, overrides: list[str]) -> np.ndarray:
+    """Return the loss of every step of a run."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [
                 *(str(Path(sys.executable).with_name("deepspeed")), "--quiet"),
-                *("--num_gpus", str(ranks), "recipes/pretrain.py", str(recipe)),
-                *(argument for setting in settings for argument in ("--set", setting)),
+                *("--num_gpus", str(ranks), "--master_port", str(free_port())),
+                *("recipes/pretrain.py", str(recipe)),
+                *(argument for setting in overrides for argument in ("--set", setting)),
                 *("--run-dir", folder),
             ],
             cwd=REPOSITORY,
