@@ -66,7 +66,7 @@ def explain(
             validator, so it keeps its class and its traceback.
     """
     location, kind = problem["loc"], problem["type"]
-    key = ".".join(str(part) for part in location)
+    key = ".".join(_named(location, table))
     raised = problem.get("ctx", {}).get("error")
     if isinstance(raised, UserError):  # its message names the key
         message = str(raised)
@@ -97,6 +97,15 @@ def explain(
     value = _look_up(table, location)  # a validator may have changed the input
     written = toml_line(key, problem["input"] if value is None else value)
     return f"{written}: {complaint}; for example {works}"
+
+
+def _named(location: Location, table: dict[str, Any]) -> list[str]:
+    """Return the parts of a key, in which a phase has its name instead of its number."""
+    parts = [str(part) for part in location]
+    if location[:1] == ("phase",) and len(location) > 2:
+        name = _look_up(table, (*location[:2], "name"))
+        parts[1] = name if isinstance(name, str) else parts[1]
+    return parts
 
 
 def root_causes(error: ValidationError) -> list[ErrorDetails]:
