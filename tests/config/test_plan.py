@@ -214,7 +214,10 @@ REJECTED = {
         "phase.long.model.hidden_size cannot change during a run; the keys of [phase.model] are "
         "sequence_length, rope_theta, rope_scaling, prediction",
     ),
-    "another section": ([{**LONG, "training": {"steps": 9}}], "unknown section [phase.long.training]"),
+    "another section": (
+        [{**LONG, "training": {"steps": 9}}],
+        "unknown section [phase.long.training]",
+    ),
     "an unknown layout key": (
         [{**LONG, "layout": {"tensr": 2}}],
         'phase "long": unknown key layout.tensr = 2; did you mean layout.tensor?',
