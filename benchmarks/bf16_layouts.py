@@ -2,9 +2,9 @@
 
 In bf16 and in FP8, every layout rounds differently, so losses cannot be equal; this benchmark tests
 if they differ less than with another seed. It trains a recipe in bf16 with real runs of
-pretrain.py: one process with two seeds, and with the first seed one process with micro-batches of
-one sequence, which differ by rounding only, and those of four layouts that the recipe allows. As
-many runs as there are cores train at a time. It prints a table, and draws the curves.
+pretrain.py: one process with two seeds, one process with micro-batches of one sequence, which
+differs by rounding only, and up to four layouts, without those that the recipe rejects. One run per
+core trains at a time. It prints a table, and draws the curves.
 
     python benchmarks/bf16_layouts.py --output docs/images/bf16_layouts.svg
     python benchmarks/bf16_layouts.py recipes/tiny-fp8.toml --set batch.global_sequences=4
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 if __name__ == "__main__":  # imports start at the repository, not at this folder
@@ -58,15 +58,21 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a picture of the curves")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    chosen = [*options.set, f"training.steps={options.steps}"]
-    wanted = {  # name -> ranks, settings
-        "one process": (1, settings(chosen, ONE, SEED)),
-        "another seed": (1, settings(chosen, ONE, OTHER_SEED)),
-    } | {name: (ranks, settings(chosen, layout, SEED)) for name, (ranks, layout) in LAYOUTS.items()}
-    allowed = {name: run for name, run in wanted.items() if is_allowed(options.recipe, name, *run)}
-    with stdout_for_json(options.json), ThreadPoolExecutor(os.cpu_count()) as runs:
-        started = {name: runs.submit(losses, options.recipe, *run) for name, run in allowed.items()}
-    found = {name: run.result() for name, run in started.items()}
+    overrides = [*options.set, f"training.steps={options.steps}"]
+    runs = {  # name -> ranks, overrides
+        "one process": (1, all_overrides(overrides, ONE, SEED)),
+        "another seed": (1, all_overrides(overrides, ONE, OTHER_SEED)),
+    }
+    for name, (ranks, layout) in LAYOUTS.items():
+        run = ranks, all_overrides(overrides, layout, SEED)
+        if reason := rejection(options.recipe, *run):
+            print(f"skipped {name}: {reason}", file=sys.stderr)
+        else:
+            runs[name] = run
+    if reason := rejection(options.recipe, *runs["one process"]):
+        parser.error(reason)
+    with stdout_for_json(options.json):
+        found = losses_of(options.recipe, runs)
     reference = found.pop("one process")
     layouts = {name: distances(run, reference) for name, run in found.items()}
     seeds = layouts.pop("another seed")
@@ -85,10 +91,10 @@ def main() -> None:
         )
 
 
-def settings(options: list[str], layout: list[str], seed: int) -> list[str]:
-    """Return the values of `--set` of a run."""
+def all_overrides(overrides: list[str], layout: list[str], seed: int) -> list[str]:
+    """Return a run's `--set` overrides."""
     return [
-        *options,
+        *overrides,
         "deepspeed=ds_configs/zero1_bf16.json",
         f"seed={seed}",
         "training.evaluate_every=0",
@@ -97,22 +103,28 @@ def settings(options: list[str], layout: list[str], seed: int) -> list[str]:
     ]
 
 
-def is_allowed(recipe: Path, name: str, ranks: int, overrides: list[str]) -> bool:
-    """Return True if the recipe allows a layout; otherwise print the reason.
-
-    Raises:
-        UserError: the recipe does not even allow one process.
-    """
+def rejection(recipe: Path, ranks: int, overrides: list[str]) -> str:
+    """Return the reason why a run would be rejected, or ""."""
     try:
         layout = load_recipe(recipe, overrides)
         dims = layout.parallel_dims(LaunchEnvironment(size=ranks, local_size=ranks))
         build_deepspeed_config(layout, dims)
     except UserError as problem:
-        if name not in LAYOUTS:
+        return str(problem)
+    return ""
+
+
+def losses_of(recipe: Path, runs: dict[str, tuple[int, list[str]]]) -> dict[str, np.ndarray]:
+    """Return the loss of every step of each run. The first failure cancels the runs that wait."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        futures = {name: pool.submit(losses, recipe, *run) for name, run in runs.items()}
+        try:
+            for future in as_completed(futures.values()):
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
-        print(f"without {name}: {problem}", file=sys.stderr)
-        return False
-    return True
+    return {name: future.result() for name, future in futures.items()}
 
 
 def losses(recipe: Path, ranks: int, overrides: list[str]) -> np.ndarray:

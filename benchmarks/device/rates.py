@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from benchmarks.taking_turns import serve
 from models.kernels.attention import causal_attention
-from models.kernels.matmul import multiply_in_fp32, types_without_instructions
 from threefold.engine.build import DTYPES
+from threefold.runtime.cpu_matmuls import dtypes_without_instructions, replace_slow_cpu_matmuls
 from threefold.runtime.processes import driver_name, keep_memory, on_gpu
 from threefold.runtime.timing import Repetitions, matmul_tflops, timed
 
@@ -27,6 +27,7 @@ def play(pipe: Connection) -> None:
     if not on_gpu():
         torch.set_num_threads(1)
         keep_memory()  # as in a run
+        replace_slow_cpu_matmuls()
     serve(pipe, Rates())
 
 
@@ -52,8 +53,8 @@ class Rates:
 
     def large_matmul(self, precision: str) -> dict[str, float]:
         """Return the TFLOP/s of a large square matmul by library."""
-        dtype = self._type(precision)
-        in_fp32 = self.device.type == "cpu" and dtype in types_without_instructions()
+        dtype = DTYPES[precision]
+        in_fp32 = self.device.type == "cpu" and dtype in dtypes_without_instructions()
         size = LARGE[self.device.type]["fp32" if in_fp32 else precision]
         rates = {"torch.mm": matmul_tflops(size, dtype, self.device, choose=min)}
         if self.device.type == "cpu" and not in_fp32:
@@ -77,7 +78,7 @@ class Rates:
     def attention(self, precision: str, heads: int, length: int, head_size: int) -> float:
         """Return the seconds of causal attention, both passes; [1, heads, length, head_size]."""
         shape = (1, heads, length, head_size)
-        dtype, device = self._type(precision), self.device
+        dtype, device = DTYPES[precision], self.device
         q, k, v = (
             torch.randn(shape, dtype=dtype, device=device).requires_grad_() for _ in range(3)
         )
@@ -111,13 +112,7 @@ class Rates:
         return self._fastest(row) / TINY
 
     def _matrix(self, precision: str, rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, device=self.device).to(self._type(precision))
-
-    def _type(self, precision: str) -> torch.dtype:
-        """Return the type of a precision, in which this process then multiplies as in training."""
-        if precision != "fp32" and self.device.type == "cpu":
-            multiply_in_fp32()
-        return DTYPES[precision]
+        return torch.randn(rows, columns, device=self.device).to(DTYPES[precision])
 
     def _fastest(self, call: Callable[[], object]) -> float:
         """Return the fastest of several timings of a call, which other processes disturb least."""

@@ -38,6 +38,7 @@ from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.dataset import MicroBatch
 from threefold.engine.build import build_from_recipe
+from threefold.runtime.cpu_matmuls import replace_slow_cpu_matmuls
 from threefold.runtime.processes import (
     driver_name,
     on_gpu,
@@ -110,6 +111,8 @@ class Contestant:
     def __init__(self, entry: Entry, shape: Shape, precision: str, more: dict):
         if not on_gpu():
             torch.set_num_threads(1)
+            if precision != "fp32":  # for all contestants, so that the rest of the step decides
+                replace_slow_cpu_matmuls()
         world = start(keeps_memory=entry.keeps_memory)
         warm_libraries()
         # On a CPU, torch has no fused attention for values with fewer columns than keys, and would

@@ -17,9 +17,9 @@ from benchmarks.taking_turns import (
     ratio,
     take_turns,
 )
-from models.kernels.matmul import types_without_instructions
 from threefold.engine.build import DTYPES
 from threefold.gpus.datasheet import peak_tflops
+from threefold.runtime.cpu_matmuls import dtypes_without_instructions
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}  # relative difference of the first losses
 IN_PRECISION = 0.9  # minimum share of matmul time in the row's precision
@@ -133,16 +133,16 @@ def start(setting: Setting, entry: Entry, shape: Shape, precision: str) -> Playe
 def about(setting: Setting, player: Player, precision: str) -> dict[str, Any]:
     """Return a contestant's memory, device, matmul libraries and kernels after its steps.
 
-    The libraries report no matmuls in the scalar loops of torch, in which it multiplies 16-bit
-    numbers on a CPU without instructions for them.
-
     Raises:
-        AssertionError: its matrix products are not in the row's precision.
+        AssertionError: its matrix products are not in the row's precision, or in fp32 on a CPU
+            without instructions for it.
     """
     (memory,), (device,) = player.ask("memory"), player.ask("device_name")
     (libraries,) = player.ask("gemm_libraries")
-    if setting.cores and DTYPES[precision] not in types_without_instructions():
-        named = sum(part for name, part in libraries.items() if name.endswith(precision))
+    if setting.cores:
+        in_fp32 = DTYPES[precision] in dtypes_without_instructions()
+        suffix = "fp32" if in_fp32 else precision
+        named = sum(part for name, part in libraries.items() if name.endswith(suffix))
         assert named > IN_PRECISION, libraries
     found = {"memory_gb": memory / 1e9, "device": device, "gemm": libraries}
     if setting.kernels:

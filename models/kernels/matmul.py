@@ -1,11 +1,10 @@
-"""Matmuls in FP8 with tiles and blocks, weight gradients added in a matmul, and 16 bits on CPUs.
+"""Matmuls in FP8 with tiles and blocks, as in DeepSeek-V3, and weight gradients added in a matmul.
 
-The FP8 is that of DeepSeek-V3 (arXiv 2412.19437, section 3.3). Activations and gradients have one
-scale per row and 128 columns (a tile of 1 x 128), weights have one per block of 128 x 128. All
-values are E4M3. All scales are powers of two, as those of the paper's cached activations are: a
-quantized number is then exact in bf16 and fp32, so that the emulated product has the same inputs as
-that of a GPU, and a matrix that is quantized along its rows can be quantized again along its
-columns with little further error.
+Activations and gradients have one scale per row and 128 columns (a tile of 1 x 128), weights have
+one per block of 128 x 128 (arXiv 2412.19437, section 3.3). All values are E4M3. All scales are
+powers of two, as those of the paper's cached activations are: a quantized number is then exact in
+bf16 and fp32, so that the emulated product has the same inputs as that of a GPU, and a matrix that
+is quantized along its rows can be quantized again along its columns with little further error.
 
 Neither tiles nor blocks cross the parts of a joined dimension (q|k|v, gate|up), and the last one of
 a part may be smaller. If 128 divides each rank's share of a part, the quantized values therefore do
@@ -14,10 +13,8 @@ not depend on the layout.
 m rows, such as tokens; n output columns; k summed columns; s sequence, b micro-batch.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -294,74 +291,3 @@ def multiply_into(total: Tensor, first: Tensor, second: Tensor, *, replace: bool
         torch.mm(first, second, out_dtype=torch.float32, out=total)
     else:
         torch.addmm(total, first, second, out_dtype=torch.float32, out=total)
-
-
-# 16-bit matmuls on CPUs without instructions for them, such as AMD's before Zen 4 and most laptops.
-# torch computes them in scalar loops, which take 5 to 30 times as long as matmuls in fp32.
-
-
-_fp32_kernels: list[torch.library.Library] = []  # keeps the kernels of `multiply_in_fp32`
-
-
-def multiply_in_fp32() -> None:
-    """Let 16-bit matmuls and attention on the CPU be computed in fp32 in this process, if faster.
-
-    Results are rounded once, as those of a GPU are, and autograd still keeps 16-bit tensors. A
-    matmul in fp32 takes 5 microseconds longer afterwards.
-    """
-    slow = types_without_instructions()
-    if _fp32_kernels or not slow:
-        return
-    library = torch.library.Library("aten", "IMPL", "CPU")
-    _fp32_kernels.append(library)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that kernels of torch are replaced
-        for name in ("mm", "addmm", "bmm", "baddbmm"):
-            library.impl(name, _rounded(name, slow), with_keyset=True)
-            library.impl(f"{name}.out", _written(f"{name}.out", slow), with_keyset=True)
-        for name in ("addmm_", "baddbmm_"):
-            library.impl(name, _written(name, slow), with_keyset=True)
-        # The forward pass is fast in 16 bits.
-        backward = "_scaled_dot_product_flash_attention_for_cpu_backward"
-        library.impl(backward, _rounded(backward, slow), with_keyset=True)
-
-
-def types_without_instructions() -> set[torch.dtype]:
-    """Return the 16-bit types that this CPU has no instructions for."""
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-    }
-    return {dtype for dtype, fast in supported.items() if not fast}
-
-
-def _rounded(name: str, slow: set[torch.dtype]) -> Callable[..., Any]:
-    """Return a kernel of an operator that returns new tensors."""
-    own = torch.library.get_kernel(f"aten::{name}", "CPU")
-    operator = getattr(torch.ops.aten, name).default
-
-    def kernel(keys: torch.DispatchKeySet, first: Tensor, *rest: Any, **options: Any) -> Any:
-        if first.dtype not in slow:
-            return own.call_boxed(keys, first, *rest, **options)
-        results = operator(*map(_wide, (first, *rest)), **options)
-        return torch.utils._pytree.tree_map(lambda result: result.to(first.dtype), results)
-
-    return kernel
-
-
-def _written(name: str, slow: set[torch.dtype]) -> Callable[..., Any]:
-    """Return a kernel of an operator that writes to its first argument or to `out`."""
-    own = torch.library.get_kernel(f"aten::{name}", "CPU")
-    operator = getattr(torch.ops.aten, name.removesuffix(".out").removesuffix("_")).default
-
-    def kernel(keys: torch.DispatchKeySet, first: Tensor, *rest: Any, **options: Any) -> Tensor:
-        if first.dtype not in slow:
-            return own.call_boxed(keys, first, *rest, **options)
-        out = options.pop("out", first)
-        return out.copy_(operator(*map(_wide, (first, *rest)), **options))
-
-    return kernel
-
-
-def _wide(argument: Any) -> Any:
-    return argument.float() if isinstance(argument, Tensor) else argument

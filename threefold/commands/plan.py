@@ -67,7 +67,7 @@ def main(description: str | None = None) -> None:
     options = parse_subcommand("plan.py", description or "", COMMANDS, MOVED_FLAGS)
     try:
         code = options.command(options)
-        print(end="", flush=True)  # there may be no standard output
+        print(end="", flush=True)  # stdout is None if the shell closed it
     except UserError as problem:
         print(f"plan.py: {problem}", file=sys.stderr)
         code = 2

@@ -22,7 +22,6 @@ from torch import nn
 from models.experts.layer import expert_layers
 from models.initialization import initialize
 from models.kernels.compile import compile_kernels
-from models.kernels.matmul import multiply_in_fp32
 from models.layer_specs import (
     SequentialModel,
     compute_in_fp8,
@@ -52,6 +51,7 @@ from threefold.pipeline.channels import Boundary
 from threefold.pipeline.engine import ScheduledEngine
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.stage import Stage
+from threefold.runtime.cpu_matmuls import replace_slow_cpu_matmuls
 from threefold.runtime.processes import on_gpu, quiet, should_compile
 from threefold.supervision.hang_report import Breadcrumb
 
@@ -117,7 +117,7 @@ class ShardedCreation:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TORCH_LINEAR = nn.functional.linear  # which an earlier model of this process may have replaced
+TORCH_LINEAR = nn.functional.linear  # a model with ZeRO-3 replaces it, the next model restores it
 
 
 def build_from_recipe(
@@ -151,7 +151,7 @@ def build_model(
     """
     nn.functional.linear = TORCH_LINEAR
     if precision(config) != "fp32" and not on_gpu():
-        multiply_in_fp32()
+        replace_slow_cpu_matmuls()
     recompute = recipe.layout.recompute
     interval = recipe.layout.recompute_interval if recompute == "full" else 0
     specs = layer_specs(recipe.model, axes, recompute_core=recompute == "selective")

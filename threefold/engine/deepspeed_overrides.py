@@ -65,9 +65,11 @@ upstream change that would make the override removable.
   name. Gain: no rank draws or sends a whole weight. Removable if Init takes a function that fills a
   part.
 
-- `_enable_mem_efficient_linear`. Upstream: `deepspeed.zero.Init` calls it in its context manager.
-  Ours: called directly. Reason: `ShardedCreation` has no context. Gain: gathered weights are freed
-  before the backward pass. Removable with `ShardedCreation`.
+- `_enable_mem_efficient_linear`. Upstream: `deepspeed.zero.Init` calls it in its context manager,
+  and it replaces `F.linear` for good. Ours: called directly, and `build_model` restores `F.linear`
+  first. Reason: `ShardedCreation` has no context, and the ranks of proofs and sweeps build models
+  with other stages later. Gain: gathered weights are freed before the backward pass. Removable with
+  `ShardedCreation`.
 
 `threefold/engine/engine.py`
 

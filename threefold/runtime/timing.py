@@ -13,8 +13,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from models.kernels.matmul import multiply_in_fp32
-
 MATMULS_PER_REPETITION = 5
 
 
@@ -67,8 +65,6 @@ def matmul_tflops(
         size: rows, columns and inner dimension
         choose: chooses one of the measured times
     """
-    if device.type == "cpu" and dtype != torch.float32:
-        multiply_in_fp32()  # as in training
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
         torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2)

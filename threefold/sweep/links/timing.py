@@ -13,6 +13,7 @@ from models.errors import UserError
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.engine.build import DTYPES
 from threefold.gpus.datasheet import processor_name
+from threefold.runtime.cpu_matmuls import replace_slow_cpu_matmuls
 from threefold.runtime.processes import check_machine, gathered, on_gpu
 from threefold.runtime.timing import (
     Repetitions,
@@ -53,6 +54,8 @@ def measure_links(
             f"--gpu {request['gpu']} is the datasheet of a {request['device']} device, and the "
             f"ranks run on {device.type}; unset DS_ACCELERATOR, or use --gpu cpu"
         )
+    if device.type == "cpu" and request["precision"] != "fp32":  # as in training
+        replace_slow_cpu_matmuls()
     size = request["matmul_size"]
     rate = matmul_tflops(size, DTYPES[request["precision"]], device)
     rates = gathered(RankRate.here(rate), control)
