@@ -54,6 +54,10 @@ LAYOUTS: dict[Key, dict[str, Any]] = {  # -> changes of the recipe
     (4, "latent", "sequence 2, zb-h1"): SEQUENCE2 | ZB_H1,
 }
 LONG_LAYOUTS: dict[Key, dict[str, Any]] = {
+    (8, "dense", "tensor 2, pipeline 2, zero2"): TENSOR2 | PIPELINE2
+    | {"deepspeed": "ds_configs/zero2_fp32.json"},
+    (8, "experts", "sequence 2, pipeline 2, expert 2"): SEQUENCE2 | PIPELINE2
+    | {"layout__expert": 2},
     (8, "dense", "sequence 2, context 2, pipeline 2"): SEQUENCE2 | CONTEXT2 | PIPELINE2,
     (8, "dense", "tensor 2, ulysses, zb-h1"): TENSOR2 | CONTEXT2 | ZB_H1
     | {"layout__context_attention": "ulysses"},
@@ -70,6 +74,8 @@ EXACT = [
     (1, "dense", "micro-batch 2"),
     (4, "dense", "tensor 2, zb-h1"),
     (4, "experts", "sequence 2, expert 2"),
+    (8, "dense", "tensor 2, pipeline 2, zero2"),
+    (8, "experts", "sequence 2, pipeline 2, expert 2"),
 ]
 MAX_SHARE = 0.01
 Tiles = dict[tuple[str, str], np.ndarray]  # layer and kind of matrix -> a number for each tile
