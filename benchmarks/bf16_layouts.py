@@ -26,10 +26,11 @@ import numpy as np
 from matplotlib import pyplot
 
 from models.errors import UserError
-from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
+from threefold.config.phases import PhasePlan
 from threefold.config.sections import short
+from threefold.pretrain.experiment import check_phases
 from threefold.runtime.command_line import add_overrides
 from threefold.runtime.launchers import free_port
 from threefold.runtime.output import stdout_for_json
@@ -72,9 +73,9 @@ def main() -> None:
     if reason := rejection(options.recipe, *runs["one process"]):
         parser.error(reason)
     with stdout_for_json(options.json):
-        found = losses_of(options.recipe, runs)
-    reference = found.pop("one process")
-    layouts = {name: distances(run, reference) for name, run in found.items()}
+        curves = losses_of(options.recipe, runs)
+    reference = curves.pop("one process")
+    layouts = {name: distances(curve, reference) for name, curve in curves.items()}
     seeds = layouts.pop("another seed")
     if options.output:
         draw(options.recipe, reference, seeds, layouts, options.output)
@@ -84,11 +85,8 @@ def main() -> None:
         return
     print(f"{'difference from one process':<28} {'largest':>9} {'rms':>9} {'to another seed':>16}")
     for name, row in rows.items():
-        row_summary = summary(row, seeds)
-        print(
-            f"{name:<28} {row_summary['largest']:9.2e} {row_summary['rms']:9.2e} "
-            f"{row_summary['ratio']:16.3f}"
-        )
+        found = summary(row, seeds)
+        print(f"{name:<28} {found['largest']:9.2e} {found['rms']:9.2e} {found['ratio']:16.3f}")
 
 
 def all_overrides(overrides: list[str], layout: list[str], seed: int) -> list[str]:
@@ -106,9 +104,9 @@ def all_overrides(overrides: list[str], layout: list[str], seed: int) -> list[st
 def rejection(recipe: Path, ranks: int, overrides: list[str]) -> str:
     """Return the reason why a run would be rejected, or ""."""
     try:
-        layout = load_recipe(recipe, overrides)
-        dims = layout.parallel_dims(LaunchEnvironment(size=ranks, local_size=ranks))
-        build_deepspeed_config(layout, dims)
+        plan = PhasePlan(load_recipe(recipe, overrides))
+        world = LaunchEnvironment(size=ranks, local_size=ranks)
+        check_phases(world, plan, recipe.stem, has_gpu=False)
     except UserError as problem:
         return str(problem)
     return ""

@@ -27,7 +27,7 @@ def play(pipe: Connection) -> None:
     if not on_gpu():
         torch.set_num_threads(1)
         keep_memory()  # as in a run
-        replace_slow_cpu_matmuls()
+        replace_slow_cpu_matmuls()  # as in a run with 16-bit weights
     serve(pipe, Rates())
 
 

@@ -50,13 +50,9 @@ def eighths(*shape: int) -> Tensor:
     return torch.randint(-8, 8, shape).float() / 8
 
 
-def arguments_of_operations() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return eighths(2, 9, 10), eighths(2, 9, 33), eighths(2, 33, 10), eighths(2, 9, 10)
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_products_are_rounded_once(name: str, dtype: torch.dtype) -> None:
-    in_fp32 = arguments_of_operations()
+    in_fp32 = eighths(2, 9, 10), eighths(2, 9, 33), eighths(2, 33, 10), eighths(2, 9, 10)
     in_16_bits = [argument.to(dtype) for argument in in_fp32]
     result, expected = OPERATIONS[name](*in_16_bits), OPERATIONS[name](*in_fp32)
     assert result.dtype == dtype

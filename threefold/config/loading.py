@@ -103,7 +103,7 @@ def _named(location: Location, table: dict[str, Any]) -> list[str]:
     """Return the parts of a key, with a phase's name in place of its index if that is clear."""
     parts = [str(part) for part in location]
     if location[:1] == ("phase",) and len(location) > 2 and location[2] != "name":
-        names = [phase.get("name") for phase in table["phase"]]
+        names = [_look_up(phase, ("name",)) for phase in table["phase"]]
         name = names[int(location[1])]
         if isinstance(name, str) and names.count(name) == 1:
             parts[1] = name

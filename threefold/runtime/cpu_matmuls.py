@@ -95,15 +95,13 @@ def _fp32_attention_backward(dtypes: set[torch.dtype]) -> Callable[..., Any]:
     torch_kernel = torch.library.get_kernel(f"aten::{ATTENTION_BACKWARD}", "CPU")
 
     def kernel(keys: torch.DispatchKeySet, grad: Tensor, *rest: Any, **options: Any) -> Any:
-        query, key, value, out, *others = rest
-        tensors = (grad, query, key, value, out)
+        tensors, others = (grad, *rest[:4]), rest[4:]  # others: log-sum-exp in fp32 and options
         if grad.dtype not in dtypes or any(each.dtype != grad.dtype for each in tensors):
             return torch_kernel.call_boxed(keys, grad, *rest, **options)
         mask = options.get("attn_mask")
         if mask is not None and mask.dtype == grad.dtype:
             options["attn_mask"] = mask.float()
-        wide = map(_to_fp32, (*tensors, *others))
-        grads = torch_kernel.call_boxed(keys, *wide, **options)
+        grads = torch_kernel.call_boxed(keys, *map(_to_fp32, tensors), *others, **options)
         return tuple(each.to(grad.dtype) for each in grads)
 
     return kernel
@@ -117,5 +115,5 @@ def _is_slow(dtypes: set[torch.dtype], *operands: Any) -> bool:
     return min(*left.shape[-2:], *right.shape[-2:]) >= MIN_SIZE
 
 
-def _to_fp32(argument: Any) -> Any:
-    return argument.float() if isinstance(argument, Tensor) else argument
+def _to_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float()
