@@ -47,7 +47,6 @@ FORK_SERVER_MODULES = [
     "threefold.convert.to_hugging_face",
     "threefold.convert.from_hugging_face",
     "threefold.trace.trace",
-    "tests.frozen_imports",
 ]
 SECONDS = 420
 core_seconds: list[float] = []  # of each rank that has ended
