@@ -11,9 +11,15 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import gpus_of_name, load_gpu
 from threefold.plan.calibration.fit import Calibration, predict, summary
 from threefold.plan.calibration.published_names import model_of_name, stack_of
-from threefold.plan.calibration.runs_table import MeasuredRow, read_cells, read_row, read_table
+from threefold.plan.calibration.runs_table import (
+    MAX_EXCESS,
+    MeasuredRow,
+    read_cells,
+    read_row,
+    read_table,
+)
 from threefold.plan.job import Job, Machine, PlannedLayout, job_of, recipe_on_cluster
-from threefold.plan.memory.peak import fullest_stage, memory_of_stage
+from threefold.plan.memory.peak import GIB, fullest_stage, memory_of_stage
 from threefold.plan.software import FORMATS, Quantization, load_software, quantization_of
 from threefold.plan.time import block
 from threefold.plan.time.step import step_time
@@ -47,7 +53,7 @@ def test_a_table_that_names_its_models_is_read_as_it_is() -> None:
     assert len(table) == 171 and len(exist) == 146
     assert found["predicted"] >= 0.9 * len(exist)
     assert found["false_alarms"] == 0
-    assert found["mean_absolute_error_percent"] < 8.5
+    assert found["mean_absolute_error_percent"] < 7.5
     skipped = Counter(row.skipped for row in table if row.job is None)
     assert skipped["seq is empty; fill it in"] == 5  # each reason says how to complete the row
     assert sum(map(len, found["skipped_rows"].values())) == 171 - found["predicted"]
@@ -66,8 +72,8 @@ def test_a_name_has_the_shape_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("framework", "release", "stage", "stack", "nearest"),
     [
-        ("Megatron-Bridge (NeMo 26.04.01 container)", "26.04.01", 1, "early-2026", False),
         ("Megatron-Bridge (NeMo 26.08 container)", "26.08", 1, "megatron-bridge", False),
+        ("NeMo/Megatron-Core (DGXC 25.05)", "25.05.05", 1, "nemo-2025", False),
         ("torchtitan", "2025-06", 3, "torchtitan-2025", False),
         ("torchtitan FSDP2", "", 3, "torchtitan", False),
         ("Megatron-LM", "", 1, "megatron-core", True),
@@ -79,11 +85,46 @@ def test_a_name_has_the_shape_of_the_model() -> None:
 def test_a_framework_has_the_nearest_stack(
     framework: str, release: str, stage: int | None, stack: str, nearest: bool
 ) -> None:
-    found, is_nearest = stack_of(framework, release, stage)
-    assert found.name.endswith(stack) and is_nearest is nearest
+    found, is_nearest = stack_of({"framework": framework, "release": release}, stage)
+    assert found.name == stack and is_nearest is nearest
     cells = next(iter(read_cells(TABLE))) | {"framework": framework, "release": release}
     notes = " ".join(read_row(cells).assumed)
     assert (f"framework = {found.name} (nearest to {framework})" in notes) is nearest
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "stack"),
+    [
+        ("N0001", {}, "megatron-bridge-full-graph"),
+        ("N0001", {"precision": "BF16"}, "megatron-bridge-graphs"),
+        ("N0001", {"framework": "Megatron-Bridge (NeMo 26.04)"}, "megatron-bridge-graphs"),
+        ("N0053", {}, "megatron-bridge-graphs"),  # Kimi K2
+        ("N0046", {}, "megatron-bridge"),  # B300
+        ("N0257", {}, "megatron-bridge-token-drop"),
+    ],
+)
+def test_a_stack_can_be_limited_to_some_rows(
+    name: str, changes: dict[str, str], stack: str
+) -> None:
+    cells = next(cells for cells in read_cells(TABLE) if cells["row_id"] == name) | changes
+    assert stack_of(cells, 1)[0].name == stack
+
+
+def test_a_stack_may_usually_overlap_exchanges() -> None:
+    note = "ep_overlap = 1 (usual with megatron-bridge-full-graph)"
+    row = rows()["N0001"]
+    assert job_of_row("N0001").layout.expert_overlap and note in row.assumed
+    assert not job_of_row("N0005").layout.expert_overlap  # without a pipeline
+    cells = next(cells for cells in read_cells(TABLE) if cells["row_id"] == "N0001")
+    stated = read_row(cells | {"ep_overlap": "0"})
+    assert stated.job is not None and not stated.job.layout.expert_overlap
+
+
+def test_a_published_run_has_fitted_although_it_seems_slightly_too_large() -> None:
+    job = job_of_row("N0081")
+    assert job.layout.recompute == "selective"
+    memory = fullest_stage(job).total / GIB / job.machine.gpu.memory_gib
+    assert 1 < memory <= 1 + MAX_EXCESS
 
 
 def test_columns_are_read_as_megatron_core_means_them() -> None:

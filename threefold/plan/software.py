@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
@@ -260,6 +260,8 @@ class Software:
     )  # by precision
     framework: tuple[str, ...] = ()  # prefixes of the framework column of a table
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # of rows with these frameworks
+    # Column -> words. The stack is that of rows whose cell has one of the words, in every column.
+    row_words: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
     kernel_efficiency: float = 1.0
     fused_attention: bool = True  # False: scores are written, with a fused softmax
     # The datasheet's `matmul_depth_cost` and `memory_efficiency` with its kernels, if measured.
@@ -289,6 +291,7 @@ class Software:
     row_moves: float = 1.0  # copies of the rows of experts, relative to a kernel for each of them
     exchange_speed: float = 1.0  # of exchanges of tokens, relative to the datasheet's links
     expert_overlap: float = 0.0  # of what shared experts, weight gradients and pairs could hide
+    usual_expert_overlap: bool = False  # of rows that do not state it
     gathers_quantized: bool = False  # weights are gathered in the format of quantized matmuls
     row_scaling: float = 1.0  # speed of matmuls with a scale per row, relative to other 8-bit ones
     # Of rows of a table that do not state them.
@@ -411,7 +414,7 @@ PUBLISHED_STACKS = REPOSITORY / "benchmarks" / "planner_accuracy" / "stacks.toml
 def stacks() -> tuple[Software, ...]:
     """Return Threefold, the stacks of published runs, and Megatron-Core.
 
-    The order counts: a row of a table has the first stack whose framework begins its own.
+    A row of a table has the first of several stacks that suit it equally well (`stack_of`).
     """
     tables = (
         tomllib.loads(PUBLISHED_STACKS.read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -65,22 +66,27 @@ def model_of_name(name: str) -> ModelConfig:
     return model
 
 
-def stack_of(framework: str, release: str, stage: int | None) -> tuple[Software, bool]:
-    """Return the stack of a framework, and True if it is only the nearest one.
+def stack_of(cells: Mapping[str, str], stage: int | None) -> tuple[Software, bool]:
+    """Return the stack of a row's framework, and True if it is only the nearest one.
+
+    The stack has the longest prefix of the framework's name, then the most columns in `row_words`,
+    and then the first place in `stacks`.
 
     Args:
-        release: a release or date in a column of its own, such as "2026-03"; "" without one
+        cells: of the row; a column "release" has a release or a date, such as "2026-03"
         stage: ZeRO stage of the row; None if it is not stated
     """
+    framework, release = cells["framework"], cells.get("release", "")
     for name in (f"{framework} {release}", framework):
         known = {
-            prefix: stack
+            (len(prefix), len(stack.row_words)): stack
             for stack in reversed(stacks())
             for prefix in stack.framework
             if name.startswith(prefix) and (stage is None or stage in stack.zero_stages)
+            if has_words(cells, stack.row_words)
         }
         if known:
-            return known[max(known, key=len)], False
+            return known[max(known)], False
     words = framework.lower()
     nearest = next(name for pattern, name in NEAREST_STACKS if re.search(pattern, words))
     if nearest == "megatron-core" and stage == 3:
@@ -88,3 +94,11 @@ def stack_of(framework: str, release: str, stage: int | None) -> tuple[Software,
     if nearest == "megatron-deepspeed" and stage == 3:
         nearest = "deepspeed-zero3-2022"
     return load_software(nearest), True
+
+
+def has_words(cells: Mapping[str, str], row_words: Mapping[str, Sequence[str]]) -> bool:
+    """Return True if the row's cell has one of the words in every column; case is ignored."""
+    return all(
+        any(word.lower() in cells.get(column, "").lower() for word in words)
+        for column, words in row_words.items()
+    )

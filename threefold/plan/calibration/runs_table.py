@@ -23,6 +23,9 @@ DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
 MAX_NUMBER = 10**12
 MEMORY_TOLERANCE = 0.05  # relative difference of a GPU's nominal and its reported memory
 REPORTED_MEMORY = 0.985  # share of the nominal memory that CUDA reports
+# A published run has fitted, even if its predicted peak exceeds the GPU's memory by this share,
+# which is about the mean error of predicted peaks.
+MAX_EXCESS = 0.05
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {  # prefix of `arch` -> fields of ModelConfig
     "llama": {
         "norm": "rmsnorm",
@@ -218,10 +221,8 @@ class RowReader:
         framework, kernel = self.cell("framework"), self.cell("attention_kernel")
         if not framework:
             raise UserError("framework is empty; fill it in")
-        if framework == "Megatron-DeepSpeed" and "alibi" in self.cell("arch"):
-            framework += " (BigScience)"  # only this fork of it has ALiBi
         stage = self.zero_stage(0) if self.cell("zero_stage") else None
-        stack, only_nearest = stack_of(framework, self.cell("release"), stage)
+        stack, only_nearest = stack_of(self.cells, stage)
         if only_nearest:
             self.assumed.append(f"framework = {stack.name} (nearest to {framework})")
         if "unfused" in kernel:
@@ -362,7 +363,11 @@ class RowReader:
         if not (is_yes(overlap) or is_no(overlap)):
             raise UserError(f"ep_overlap is {overlap}")
         exchanges = model.experts is not None and expert * tensor > parts
-        if is_yes(overlap) and not (exchanges and schedule in PAIRED_SCHEDULES):
+        can_overlap = exchanges and schedule in PAIRED_SCHEDULES
+        if not overlap and software.usual_expert_overlap and can_overlap:
+            overlap = "1"
+            self.assumed.append(f"ep_overlap = 1 (usual with {software.name})")
+        if is_yes(overlap) and not can_overlap:
             raise UserError(f"ep_overlap = {overlap} with ep = {expert} and schedule = {schedule}")
         return PlannedLayout(
             tensor=tensor,
@@ -488,7 +493,7 @@ class RowReader:
             kind: replace(job, layout=replace(job.layout, recompute=kind))
             for kind in RECOMPUTATIONS
         }
-        memory = job.machine.gpu.memory_gib * GIB
+        memory = (1 + MAX_EXCESS) * job.machine.gpu.memory_gib * GIB
         for kind, choice in choices.items():
             if stated.startswith(kind):
                 kept = choice.footprint.selective
@@ -521,7 +526,7 @@ class RowReader:
             full: the job with recomputation of all blocks
         """
         gpu = full.machine.gpu
-        memory = gpu.memory_gib * GIB
+        memory = (1 + MAX_EXCESS) * gpu.memory_gib * GIB
         if gpu.host_link_gigabytes_per_second:
             for offloading in (replace(modules, offloaded_share=n / 16) for n in range(1, 16)):
                 if fullest_stage(offloading).total <= memory:
@@ -541,7 +546,7 @@ class RowReader:
 #
 #     row_id               a name for the run
 #     framework            begins with a `framework` of `software.py`, such as "Megatron-DeepSpeed"
-#     [release]            of the framework, which may have stacks for some releases
+#     [release]            of the framework; a stack may be limited to some releases, GPUs or models
 #     [model]              a name in shapes.toml, instead of the following sizes
 #     [arch]               begins with "gpt" (GPT-2's switches) or "llama"
 #     layers hidden heads [kv_heads] [head_size] ffn [vocab] seq
