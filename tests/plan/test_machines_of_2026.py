@@ -3,10 +3,12 @@
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from models.cost import parameter_count
+from models.errors import UserError
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import gpus_of_name, load_gpu
 from threefold.plan.calibration.fit import Calibration, predict, summary
@@ -25,6 +27,7 @@ from threefold.plan.time import block
 from threefold.plan.time.step import step_time
 
 TABLE = REPOSITORY / "benchmarks" / "planner_accuracy" / "stacks_2026.csv"
+FULL_GRAPH = "megatron-bridge-full-graph"
 
 
 @cache
@@ -95,9 +98,18 @@ def test_a_framework_has_the_nearest_stack(
 @pytest.mark.parametrize(
     ("name", "changes", "stack"),
     [
-        ("N0001", {}, "megatron-bridge-full-graph"),
+        ("N0001", {}, FULL_GRAPH),
         ("N0001", {"precision": "BF16"}, "megatron-bridge-graphs"),
         ("N0001", {"framework": "Megatron-Bridge (NeMo 26.04)"}, "megatron-bridge-graphs"),
+        (
+            "N0001",
+            {"framework": "Megatron Bridge", "release": "27.01"},
+            "megatron-bridge-full-graph",
+        ),
+        ("N0001", {"framework": "megatron-bridge", "release": ""}, "megatron-bridge-graphs"),
+        ("N0001", {"framework": "Megatron-Bridge", "release": "26.08"}, FULL_GRAPH),
+        ("N0005", {"model": "gpt_oss-120B"}, FULL_GRAPH),
+        ("N0001", {"framework": "NeMo 26.10"}, FULL_GRAPH),
         ("N0053", {}, "megatron-bridge-graphs"),  # Kimi K2
         ("N0046", {}, "megatron-bridge"),  # B300
         ("N0257", {}, "megatron-bridge-token-drop"),
@@ -107,7 +119,46 @@ def test_a_stack_can_be_limited_to_some_rows(
     name: str, changes: dict[str, str], stack: str
 ) -> None:
     cells = next(cells for cells in read_cells(TABLE) if cells["row_id"] == name) | changes
-    assert stack_of(cells, 1)[0].name == stack
+    job = read_row(cells).job
+    assert job is not None and job.software.name == stack
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"ep": ""}, "ep is empty; fill it in (1 if each rank has all experts)"),
+        ({"model": ""}, "model is empty; fill it in"),
+        ({"precision": ""}, "precision is empty; fill it in"),
+        ({"recompute": "some"}, "recompute is some; use none, selective, full or leave it empty"),
+        ({"gpu": "H100 NVL"}, "gpu H100 NVL is another board and has no datasheet"),
+    ],
+)
+def test_a_row_is_skipped_with_what_it_lacks(changes: dict[str, str], reason: str) -> None:
+    cells = next(cells for cells in read_cells(TABLE) if cells["row_id"] == "N0001") | changes
+    assert read_row(cells).skipped == reason
+
+
+def test_cells_are_read_in_usual_spellings() -> None:
+    cells = next(cells for cells in read_cells(TABLE) if cells["row_id"] == "N0001")
+    same = {
+        "gpu": "GB300 NVL72", "precision": "fp8_mx", "model": "DEEPSEEKV3", "recompute": "n/a"
+    }  # fmt: skip
+    job = read_row(cells | same).job
+    assert job is not None and seconds(job) == seconds(job_of_row("N0001"))
+    without = read_row(cells | {"model": "DeepSeekV3 without MTP", "precision": "bfloat16"}).job
+    assert without is not None and without.model.prediction is None
+    assert without.precision == "bf16" and without.quantization is None
+
+
+def test_a_damaged_table_is_rejected(tmp_path: Path) -> None:
+    header, first, *rest = TABLE.read_text("utf-8").splitlines()
+    damaged = tmp_path / "damaged.csv"
+    damaged.write_text("\n".join([header, first.replace(",", ',"', 1), *rest[:3]]), "utf-8")
+    with pytest.raises(UserError, match="this is not valid CSV"):
+        read_table(damaged)
+    damaged.write_text("\n".join([header + ",mbs", first + ",4"]), "utf-8")
+    with pytest.raises(UserError, match="two columns are named mbs; rename or delete one"):
+        read_table(damaged)
 
 
 def test_a_stack_may_usually_overlap_exchanges() -> None:

@@ -314,7 +314,7 @@ def compare_tables(options: argparse.Namespace) -> int:
         print(report.EVALUATION_HEADER)
         for name, result in results.items():
             print(report.evaluation_text(name, result["summary"]))
-    for line in report.skipped_lines(results.values()):
+    for line in report.notes_on_rows(results.values()):
         print(f"plan.py: {line}", file=sys.stderr)
     return 0
 

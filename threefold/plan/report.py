@@ -349,15 +349,22 @@ def calibration_text(fit: Fit) -> str:
     return "\n".join(lines) + "\n"
 
 
-def skipped_lines(results: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each reason why rows are skipped, with their names, the most rows first."""
-    reasons: dict[str, list[str]] = defaultdict(list)
+def notes_on_rows(results: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each reason why rows are skipped, or have the stack of another framework.
+
+    A line has the names of its rows. The reasons of most rows come first.
+    """
+    rows_of: dict[tuple[str, str], list[str]] = defaultdict(list)
     for result in results:
         for reason, rows in result["summary"].get("skipped_rows", {}).items():
-            reasons[reason] += rows
-    for reason, rows in sorted(reasons.items(), key=lambda item: -len(item[1])):
+            rows_of["skipped ", reason] += rows
+        for row in result["rows"]:
+            for note in row["assumed"]:
+                if note.startswith("framework = "):
+                    rows_of["", note].append(row["row_id"])
+    for (verb, reason), rows in sorted(rows_of.items(), key=lambda item: -len(item[1])):
         names = ", ".join(rows[:MAX_ROWS_IN_LINE]) + ", ..." * (len(rows) > MAX_ROWS_IN_LINE)
-        yield f"skipped {len(rows)} row{'s' * (len(rows) > 1)}: {reason} ({names})"
+        yield f"{verb}{counted(len(rows), 'row')}: {reason} ({names})"
 
 
 # Time and memory of each phase of a run, and the totals.

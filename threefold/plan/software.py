@@ -64,7 +64,7 @@ FORMATS: Mapping[str, OperandFormat] = MappingProxyType(
 # Words of a table's precision, in the order in which they are tried.
 WORDS = (
     (r"nvfp4|fp4", "nvfp4"),
-    (r"mxfp8|fp8[- ]mx$|fp8[- ]mx ", "mxfp8"),
+    (r"mx[-_ ]?fp8|fp8[-_ ]?mx\b", "mxfp8"),
     (r"row ?wise", "fp8-row"),
     (r"block|fp8[- ]sc", "fp8-block"),
     (r"fp8|float8", "fp8-tensor"),
@@ -259,6 +259,7 @@ class Software:
         default_factory=lambda: DEEPSPEED, compare=False
     )  # by precision
     framework: tuple[str, ...] = ()  # prefixes of the framework column of a table
+    first_release: str = ""  # of the framework, such as "26.06"; empty: all releases
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)  # of rows with these frameworks
     # Column -> words. The stack is that of rows whose cell has one of the words, in every column.
     row_words: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)

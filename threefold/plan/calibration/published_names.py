@@ -13,7 +13,8 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.plan.software import PUBLISHED_STACKS, Software, load_software, stacks
 
 SHAPES = PUBLISHED_STACKS.with_name("shapes.toml")
-WITHOUT_PREDICTIONS = re.compile(r"\(w/o mtp\)", re.IGNORECASE)
+WITHOUT_PREDICTIONS = re.compile(r"\(?\b(w/o|without|no) mtp\b\)?", re.IGNORECASE)
+RELEASE = re.compile(r"\b(\d\d)\.(\d\d)(?!\d)")
 # Words of a framework's name, and the modelled stack that is nearest: first the most specific ones.
 # The last entry is for all others.
 NEAREST_STACKS = (
@@ -28,7 +29,18 @@ NEAREST_STACKS = (
 
 def simplified(name: str) -> str:
     """Return a model's name in lower case without brackets, underscores and hyphens."""
-    return " ".join(re.sub(r"[_\-\s]+", " ", re.sub(r"\(.*?\)", "", name)).lower().split())
+    name = WITHOUT_PREDICTIONS.sub("", name)
+    return with_spaces(re.sub(r"\(.*?\)", "", name))
+
+
+def with_spaces(text: str) -> str:
+    """Return a text in lower case, with one space for underscores, hyphens and spaces."""
+    return " ".join(re.sub(r"[_\-\s]+", " ", text).lower().split())
+
+
+def without_spaces(text: str) -> str:
+    """Return a text in lower case without underscores, hyphens and spaces."""
+    return with_spaces(text).replace(" ", "")
 
 
 @cache
@@ -69,21 +81,23 @@ def model_of_name(name: str) -> ModelConfig:
 def stack_of(cells: Mapping[str, str], stage: int | None) -> tuple[Software, bool]:
     """Return the stack of a row's framework, and True if it is only the nearest one.
 
-    The stack has the longest prefix of the framework's name, then the most columns in `row_words`,
-    and then the first place in `stacks`.
+    The stack has the longest prefix of the framework's name, then the most conditions
+    (`first_release` and the columns of `row_words`), and then the first place in `stacks`. Case,
+    spaces, hyphens and underscores do not count.
 
     Args:
         cells: of the row; a column "release" has a release or a date, such as "2026-03"
         stage: ZeRO stage of the row; None if it is not stated
     """
     framework, release = cells["framework"], cells.get("release", "")
-    for name in (f"{framework} {release}", framework):
+    whole = f"{framework} {release}"
+    for name in map(without_spaces, (whole, framework)):
         known = {
-            (len(prefix), len(stack.row_words)): stack
+            (len(prefix), len(stack.row_words) + bool(stack.first_release)): stack
             for stack in reversed(stacks())
-            for prefix in stack.framework
+            for prefix in map(without_spaces, stack.framework)
             if name.startswith(prefix) and (stage is None or stage in stack.zero_stages)
-            if has_words(cells, stack.row_words)
+            if has_words(cells, stack.row_words) and is_since(whole, stack.first_release)
         }
         if known:
             return known[max(known)], False
@@ -97,8 +111,16 @@ def stack_of(cells: Mapping[str, str], stage: int | None) -> tuple[Software, boo
 
 
 def has_words(cells: Mapping[str, str], row_words: Mapping[str, Sequence[str]]) -> bool:
-    """Return True if the row's cell has one of the words in every column; case is ignored."""
+    """Return True if the row's cell has one of the words in every column."""
     return all(
-        any(word.lower() in cells.get(column, "").lower() for word in words)
+        any(with_spaces(word) in with_spaces(cells.get(column, "")) for word in words)
         for column, words in row_words.items()
     )
+
+
+def is_since(name: str, first_release: str) -> bool:
+    """Return True if the release in a framework's name, such as "26.08", is not before another."""
+    if not first_release:
+        return True
+    found = RELEASE.search(name)
+    return found is not None and found[0] >= first_release

@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -207,13 +208,21 @@ class RowReader:
             raise UserError(f"{key} is {text}" if text else f"{key} is empty; fill it in")
         return value
 
+    def format_name(self) -> str:
+        """Return the format of matmuls in 8 or 4 bits, such as "mxfp8"; otherwise the cell."""
+        quantization = quantization_of(self.cell("precision"))
+        return quantization.kind if quantization else self.cell("precision")
+
     def precision(self) -> tuple[str, Quantization | None]:
         """Return the precision outside of quantized matmuls, and their quantization."""
-        text = self.cell("precision").lower()
+        if not self.cell("precision"):
+            raise UserError("precision is empty; fill it in")
+        text = re.sub(r"b(rain)?float16", "bf16", self.cell("precision").lower())
         quantization = quantization_of(text)
         precision = next((name for name in ("bf16", "fp16", "fp32") if name in text), None)
         if precision is None and quantization is None:
-            raise UserError(f"precision {self.cell('precision') or 'empty'} is not modelled")
+            stated = self.cell("precision")
+            raise UserError(f"precision {stated} is not modelled; use a name such as bf16 or mxfp8")
         return precision or "bf16", quantization
 
     def software(self) -> Software:
@@ -222,7 +231,7 @@ class RowReader:
         if not framework:
             raise UserError("framework is empty; fill it in")
         stage = self.zero_stage(0) if self.cell("zero_stage") else None
-        stack, only_nearest = stack_of(self.cells, stage)
+        stack, only_nearest = stack_of(self.cells | {"precision": self.format_name()}, stage)
         if only_nearest:
             self.assumed.append(f"framework = {stack.name} (nearest to {framework})")
         if "unfused" in kernel:
@@ -232,7 +241,8 @@ class RowReader:
     def gpu(self) -> Gpu:
         """Return the GPU of the row."""
         name = self.cell("gpu")
-        if any(board.split()[-1].lower() in name.lower() for board in OTHER_BOARDS):
+        boards = (re.escape(board.split()[-1]) for board in OTHER_BOARDS)
+        if any(re.search(rf"{board}\b", name, re.IGNORECASE) for board in boards):
             raise UserError(f"gpu {name} is another board and has no datasheet")
         gpus = gpus_of_name(name)
         size = re.search(r"(\d+) ?gb", name.lower())
@@ -271,6 +281,8 @@ class RowReader:
 
     def model(self) -> ModelConfig:
         """Return the shape of the model, which the row may only name."""
+        if "layers" not in self.cells and not self.cell("model"):
+            raise UserError("model is empty; fill it in")
         if not self.cell("layers") and self.cell("model"):
             named = model_of_name(self.cell("model"))
             return replace(named, sequence_length=self.whole("seq"), dropout=0.0)
@@ -328,7 +340,9 @@ class RowReader:
         if ranks != count:
             raise UserError(f"tp x pp x cp x dp = {ranks} and gpus = {count}")
         parts = self.expert_tensor_ranks(tensor, software)
-        expert = self.expert_ranks(tensor if parts == 1 else 1, software)
+        expert = self.expert_ranks(
+            tensor if parts == 1 else 1, software, has_experts=model.experts is not None
+        )
         if data * context % expert:
             raise UserError(f"ep = {expert} does not divide cp x dp = {context * data}")
         if expert > 1 and zero_stage == 0:
@@ -403,9 +417,12 @@ class RowReader:
             return tensor if divides else 1
         return self.whole("etp")
 
-    def expert_ranks(self, tensor: int, software: Software) -> int:
+    def expert_ranks(self, tensor: int, software: Software, *, has_experts: bool) -> int:
         """Return the ranks that divide the experts, without the tensor ranks."""
         if self.cell("ep").lower() in STATES_NOTHING:
+            if has_experts:
+                stated = self.cell("ep") or "empty"
+                raise UserError(f"ep is {stated}; fill it in (1 if each rank has all experts)")
             return 1
         ranks = self.whole("ep")
         counts_tensor = software.megatron_columns and not self.cell("etp") and ranks % tensor == 0
@@ -501,8 +518,9 @@ class RowReader:
                     self.assumed.append(f"selective recomputation keeps {kept / 2:.0%} (to fit)")
                     return with_selective_share(choice, kept / 2)
                 return choice
-        if stated and "unstated" not in stated:
-            raise UserError(f"recompute is {self.cell('recompute')}")
+        if stated not in STATES_NOTHING and "unstated" not in stated:
+            words = ", ".join(RECOMPUTATIONS)
+            raise UserError(f"recompute is {self.cell('recompute')}; use {words} or leave it empty")
         if usual := job.software.usual_recompute:
             self.assumed.append(f"recompute = {usual} (usual with {job.software.name})")
             return choices[usual]
@@ -531,6 +549,7 @@ class RowReader:
             for offloading in (replace(modules, offloaded_share=n / 16) for n in range(1, 16)):
                 if fullest_stage(offloading).total <= memory:
                     share = offloading.offloaded_share
+                    self.assumed.append("recompute = selective (to fit)")
                     self.assumed.append(f"the host holds {share:.0%} of the activations (to fit)")
                     return offloading
         shares = (replace(full, recomputed_share=n / 16) for n in range(1, 17))
@@ -642,7 +661,7 @@ def read_cells(path: Path) -> list[dict[str, str]]:
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return list(csv.DictReader(file, restval=""))
+            return list(csv.DictReader(file, restval="", strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: this is not valid CSV: {reason_of(error)}") from None
 
@@ -671,7 +690,11 @@ def columns_of(path: Path) -> set[str]:
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return set(next(csv.reader(file), []))
+            names = next(csv.reader(file), [])
+            twice = [name for name, count in Counter(names).items() if name and count > 1]
+            if twice:
+                raise UserError(f"{path}: two columns are named {twice[0]}; rename or delete one")
+            return set(names)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; use a .csv file") from None
     except (UnicodeDecodeError, csv.Error) as error:
