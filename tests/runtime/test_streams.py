@@ -132,7 +132,9 @@ output.end_process(0)
     process.stderr.close()
     assert process.wait(timeout=60) == 0
     assert text.endswith("the last line\n") and "bytes of output were dropped" in text
-    assert "line 19999 " in text and "line 15000 " not in text
+    assert "line 19999 " in text
+    # Which lines are dropped depends on how often the thread runs while the socket has room.
+    assert len(text) < 1_000_000  # of 2.3 MB
 
 
 @pytest.mark.parametrize("grows", [True, False])
