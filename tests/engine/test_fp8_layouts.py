@@ -1,4 +1,4 @@
-"""Matmuls in FP8: every layout quantizes the same logical tiles and blocks to the same values.
+"""Matmuls in FP8: every layout quantizes the same logical tiles and blocks in the same way.
 
 The layouts are compared by the sets of their tiles in the first step, without regard to the rank or
 the micro-batch that has quantized one. The weights are in fp32, so that the sums of most layouts

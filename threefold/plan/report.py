@@ -350,21 +350,21 @@ def calibration_text(fit: Fit) -> str:
 
 
 def notes_on_rows(results: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a line for each reason why rows are skipped, or have the stack of another framework.
+    """Yield a line for each reason why rows are skipped, and for each stack of another framework.
 
-    A line has the names of its rows. The reasons of most rows come first.
+    A line names its rows. Those with the most rows come first.
     """
     rows_of: dict[tuple[str, str], list[str]] = defaultdict(list)
     for result in results:
         for reason, rows in result["summary"].get("skipped_rows", {}).items():
-            rows_of["skipped ", reason] += rows
+            rows_of["skipped", reason] += rows
         for row in result["rows"]:
             for note in row["assumed"]:
                 if note.startswith("framework = "):
-                    rows_of["", note].append(row["row_id"])
+                    rows_of["predicted", note].append(row["row_id"])
     for (verb, reason), rows in sorted(rows_of.items(), key=lambda item: -len(item[1])):
         names = ", ".join(rows[:MAX_ROWS_IN_LINE]) + ", ..." * (len(rows) > MAX_ROWS_IN_LINE)
-        yield f"{verb}{counted(len(rows), 'row')}: {reason} ({names})"
+        yield f"{verb} {counted(len(rows), 'row')}: {reason} ({names})"
 
 
 # Time and memory of each phase of a run, and the totals.

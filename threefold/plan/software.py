@@ -63,10 +63,10 @@ FORMATS: Mapping[str, OperandFormat] = MappingProxyType(
 )
 # Words of a table's precision, in the order in which they are tried.
 WORDS = (
-    (r"nvfp4|fp4", "nvfp4"),
-    (r"mx[-_ ]?fp8|fp8[-_ ]?mx\b", "mxfp8"),
-    (r"row ?wise", "fp8-row"),
-    (r"block|fp8[- ]sc", "fp8-block"),
+    (r"nvfp4|(?<!mx)(?<!mx[-_ ])fp4", "nvfp4"),
+    (r"mx[-_ ]?(fp8|float8)|(fp8|float8)[-_ ]?mx(?![a-z])", "mxfp8"),
+    (r"row[-_ ]?wise", "fp8-row"),
+    (r"block|fp8[-_ ]?sc(?![a-z])", "fp8-block"),
     (r"fp8|float8", "fp8-tensor"),
 )
 

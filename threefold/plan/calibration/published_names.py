@@ -13,8 +13,8 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.plan.software import PUBLISHED_STACKS, Software, load_software, stacks
 
 SHAPES = PUBLISHED_STACKS.with_name("shapes.toml")
-WITHOUT_PREDICTIONS = re.compile(r"\(?\b(w/o|without|no) mtp\b\)?", re.IGNORECASE)
-RELEASE = re.compile(r"\b(\d\d)\.(\d\d)(?!\d)")
+WITHOUT_PREDICTIONS = re.compile(r"(?<![a-z])(w/o|without|no)[\s_-]*mtp(?![a-z])", re.IGNORECASE)
+RELEASE = re.compile(r"(?<![\d.])(?:20)?(\d\d)[.-](\d\d)(?!\d)")
 # Words of a framework's name, and the modelled stack that is nearest: first the most specific ones.
 # The last entry is for all others.
 NEAREST_STACKS = (
@@ -28,9 +28,8 @@ NEAREST_STACKS = (
 
 
 def simplified(name: str) -> str:
-    """Return a model's name in lower case without brackets, underscores and hyphens."""
-    name = WITHOUT_PREDICTIONS.sub("", name)
-    return with_spaces(re.sub(r"\(.*?\)", "", name))
+    """Return a model's name in lower case, without words in brackets and without "w/o MTP"."""
+    return with_spaces(WITHOUT_PREDICTIONS.sub("", re.sub(r"\(.*?\)", "", name)))
 
 
 def with_spaces(text: str) -> str:
@@ -86,22 +85,21 @@ def stack_of(cells: Mapping[str, str], stage: int | None) -> tuple[Software, boo
     spaces, hyphens and underscores do not count.
 
     Args:
-        cells: of the row; a column "release" has a release or a date, such as "2026-03"
+        cells: by column; "release" may be a release or a date, such as "2026-03"
         stage: ZeRO stage of the row; None if it is not stated
     """
-    framework, release = cells["framework"], cells.get("release", "")
-    whole = f"{framework} {release}"
-    for name in map(without_spaces, (whole, framework)):
-        known = {
-            (len(prefix), len(stack.row_words) + bool(stack.first_release)): stack
-            for stack in reversed(stacks())
-            for prefix in map(without_spaces, stack.framework)
-            if name.startswith(prefix) and (stage is None or stage in stack.zero_stages)
-            if has_words(cells, stack.row_words) and is_since(whole, stack.first_release)
-        }
-        if known:
-            return known[max(known)], False
-    words = framework.lower()
+    name = f"{cells['framework']} {cells.get('release', '')}"
+    known = {
+        (len(prefix), len(stack.row_words) + bool(stack.first_release)): stack
+        for stack in reversed(stacks())
+        for prefix in map(without_spaces, stack.framework)
+        if without_spaces(name).startswith(prefix)
+        if stage is None or stage in stack.zero_stages
+        if has_words(cells, stack.row_words) and has_release(name, stack.first_release)
+    }
+    if known:
+        return known[max(known)], False
+    words = cells["framework"].lower()
     nearest = next(name for pattern, name in NEAREST_STACKS if re.search(pattern, words))
     if nearest == "megatron-core" and stage == 3:
         nearest = "torchtitan"
@@ -113,14 +111,15 @@ def stack_of(cells: Mapping[str, str], stage: int | None) -> tuple[Software, boo
 def has_words(cells: Mapping[str, str], row_words: Mapping[str, Sequence[str]]) -> bool:
     """Return True if the row's cell has one of the words in every column."""
     return all(
-        any(with_spaces(word) in with_spaces(cells.get(column, "")) for word in words)
+        any(without_spaces(word) in without_spaces(cells.get(column, "")) for word in words)
         for column, words in row_words.items()
     )
 
 
-def is_since(name: str, first_release: str) -> bool:
-    """Return True if the release in a framework's name, such as "26.08", is not before another."""
-    if not first_release:
-        return True
-    found = RELEASE.search(name)
-    return found is not None and found[0] >= first_release
+def has_release(name: str, first_release: str) -> bool:
+    """Return True if a name has a release, such as "26.08", that is `first_release` or later.
+
+    If `first_release` is empty, every name has.
+    """
+    releases = [f"{match[1]}.{match[2]}" for match in RELEASE.finditer(name)]
+    return not first_release or any(release >= first_release for release in releases)

@@ -24,9 +24,9 @@ DEFAULT_VOCABULARY = 51200  # Megatron's padded GPT-2 vocabulary
 MAX_NUMBER = 10**12
 MEMORY_TOLERANCE = 0.05  # relative difference of a GPU's nominal and its reported memory
 REPORTED_MEMORY = 0.985  # share of the nominal memory that CUDA reports
-# A published run has fitted, even if its predicted peak exceeds the GPU's memory by this share,
-# which is about the mean error of predicted peaks.
-MAX_EXCESS = 0.05
+# A published run did fit, so that its predicted peak may exceed the GPU's memory by this share. It
+# is about the mean error of predicted peaks.
+MAX_MEMORY_EXCESS = 0.05
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {  # prefix of `arch` -> fields of ModelConfig
     "llama": {
         "norm": "rmsnorm",
@@ -241,8 +241,8 @@ class RowReader:
     def gpu(self) -> Gpu:
         """Return the GPU of the row."""
         name = self.cell("gpu")
-        boards = (re.escape(board.split()[-1]) for board in OTHER_BOARDS)
-        if any(re.search(rf"{board}\b", name, re.IGNORECASE) for board in boards):
+        without_rack = re.sub(r"NVL[ _-]?\d{2,3}\b", "", name, flags=re.IGNORECASE).lower()
+        if any(board.split()[-1].lower() in without_rack for board in OTHER_BOARDS):
             raise UserError(f"gpu {name} is another board and has no datasheet")
         gpus = gpus_of_name(name)
         size = re.search(r"(\d+) ?gb", name.lower())
@@ -500,6 +500,8 @@ class RowReader:
     def with_recomputation(self, job: Job) -> Job:
         """Return the job with the row's recomputation; if unstated, with the least that fits.
 
+        A predicted peak fits if it exceeds the memory by at most MAX_MEMORY_EXCESS.
+
         With FSDP, the share that "selective" keeps is a setting of the user. If the usual share
         does not fit, half of it is assumed.
         """
@@ -510,7 +512,7 @@ class RowReader:
             kind: replace(job, layout=replace(job.layout, recompute=kind))
             for kind in RECOMPUTATIONS
         }
-        memory = (1 + MAX_EXCESS) * job.machine.gpu.memory_gib * GIB
+        memory = (1 + MAX_MEMORY_EXCESS) * job.machine.gpu.memory_gib * GIB
         for kind, choice in choices.items():
             if stated.startswith(kind):
                 kept = choice.footprint.selective
@@ -519,8 +521,10 @@ class RowReader:
                     return with_selective_share(choice, kept / 2)
                 return choice
         if stated not in STATES_NOTHING and "unstated" not in stated:
-            words = ", ".join(RECOMPUTATIONS)
-            raise UserError(f"recompute is {self.cell('recompute')}; use {words} or leave it empty")
+            stated = self.cell("recompute")
+            raise UserError(
+                f"recompute is {stated}; use none, selective or full, or leave it empty"
+            )
         if usual := job.software.usual_recompute:
             self.assumed.append(f"recompute = {usual} (usual with {job.software.name})")
             return choices[usual]
@@ -544,7 +548,7 @@ class RowReader:
             full: the job with recomputation of all blocks
         """
         gpu = full.machine.gpu
-        memory = (1 + MAX_EXCESS) * gpu.memory_gib * GIB
+        memory = (1 + MAX_MEMORY_EXCESS) * gpu.memory_gib * GIB
         if gpu.host_link_gigabytes_per_second:
             for offloading in (replace(modules, offloaded_share=n / 16) for n in range(1, 16)):
                 if fullest_stage(offloading).total <= memory:
@@ -645,11 +649,14 @@ def read_table(path: Path) -> list[MeasuredRow]:
     """Read all rows of a table.
 
     Raises:
-        UserError: the file is not a table, or lacks a column.
+        UserError: the file is not a table, lacks a column, or has two of the same name.
     """
     if missing := missing_columns(path):
         columns = ", ".join(sorted(missing))
         raise UserError(f"{path}: missing columns: {columns}; it is not a table of runs")
+    twice = [name for name, count in Counter(columns_of(path)).items() if name and count > 1]
+    if twice:
+        raise UserError(f"{path}: two columns are named {twice[0]}; rename or delete one")
     return [read_row(cells) for cells in read_cells(path)]
 
 
@@ -662,7 +669,11 @@ def read_cells(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             return list(csv.DictReader(file, restval="", strict=True))
-    except (UnicodeDecodeError, csv.Error) as error:
+    except csv.Error as error:
+        raise UserError(
+            f"{path}: this is not valid CSV: {reason_of(error)}; check its quotation marks"
+        ) from None
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: this is not valid CSV: {reason_of(error)}") from None
 
 
@@ -677,12 +688,12 @@ def missing_columns(path: Path) -> set[str]:
     Raises:
         UserError: the file cannot be read.
     """
-    columns = columns_of(path)
+    columns = set(columns_of(path))
     shape = set() if "model" in columns and not SHAPE_COLUMNS & columns else SHAPE_COLUMNS
     return (REQUIRED_COLUMNS | shape) - columns
 
 
-def columns_of(path: Path) -> set[str]:
+def columns_of(path: Path) -> list[str]:
     """Return the columns of a CSV file.
 
     Raises:
@@ -690,11 +701,7 @@ def columns_of(path: Path) -> set[str]:
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            names = next(csv.reader(file), [])
-            twice = [name for name, count in Counter(names).items() if name and count > 1]
-            if twice:
-                raise UserError(f"{path}: two columns are named {twice[0]}; rename or delete one")
-            return set(names)
+            return next(csv.reader(file), [])
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; use a .csv file") from None
     except (UnicodeDecodeError, csv.Error) as error:
