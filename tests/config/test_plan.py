@@ -218,7 +218,10 @@ REJECTED = {
         [{**LONG, "training": {"steps": 9}}],
         "unknown section [phase.long.training]",
     ),
-    "a phase that is no table": ([1, {**LONG, "start_step": "x"}], 'phase.long.start_step = "x"'),
+    "a number in place of a phase": (
+        [1, {**LONG, "start_step": "x"}],
+        'phase.long.start_step = "x"',
+    ),
     "an unknown layout key": (
         [{**LONG, "layout": {"tensr": 2}}],
         'phase "long": unknown key layout.tensr = 2; did you mean layout.tensor?',

@@ -35,6 +35,10 @@ def rows() -> dict[str, MeasuredRow]:
     return {row.row_id: row for row in read_table(TABLE)}
 
 
+def cells_of(name: str) -> dict[str, str]:
+    return next(cells for cells in read_cells(TABLE) if cells["row_id"] == name)
+
+
 def job_of_row(name: str) -> Job:
     job = rows()[name].job
     assert job is not None, rows()[name].skipped
@@ -101,11 +105,7 @@ def test_a_framework_has_the_nearest_stack(
         ("N0001", {}, FULL_GRAPH),
         ("N0001", {"precision": "BF16"}, "megatron-bridge-graphs"),
         ("N0001", {"framework": "Megatron-Bridge", "release": "26.04"}, "megatron-bridge-graphs"),
-        (
-            "N0001",
-            {"framework": "Megatron Bridge", "release": "27.01"},
-            "megatron-bridge-full-graph",
-        ),
+        ("N0001", {"framework": "Megatron Bridge", "release": "27.01"}, FULL_GRAPH),
         ("N0001", {"framework": "megatron-bridge", "release": ""}, "megatron-bridge-graphs"),
         ("N0001", {"framework": "Megatron-Bridge", "release": "26.08"}, FULL_GRAPH),
         ("N0005", {"model": "gpt_oss-120B"}, FULL_GRAPH),
@@ -119,7 +119,7 @@ def test_a_framework_has_the_nearest_stack(
 def test_a_stack_can_be_limited_to_some_rows(
     name: str, changes: dict[str, str], stack: str
 ) -> None:
-    cells = next(cells for cells in read_cells(TABLE) if cells["row_id"] == name) | changes
+    cells = cells_of(name) | changes
     job = read_row(cells).job
     assert job is not None and job.software.name == stack
 
@@ -139,12 +139,12 @@ def test_a_stack_can_be_limited_to_some_rows(
     ],
 )
 def test_a_row_is_skipped_with_what_it_lacks(changes: dict[str, str], reason: str) -> None:
-    cells = next(cells for cells in read_cells(TABLE) if cells["row_id"] == "N0001") | changes
+    cells = cells_of("N0001") | changes
     assert read_row(cells).skipped == reason
 
 
 def test_cells_are_read_in_usual_spellings() -> None:
-    cells = next(cells for cells in read_cells(TABLE) if cells["row_id"] == "N0001")
+    cells = cells_of("N0001")
     same = {
         "gpu": "GB300 NVL72", "precision": "fp8_mx", "model": "DEEPSEEKV3", "recompute": "n/a"
     }  # fmt: skip
@@ -174,7 +174,7 @@ def test_a_stack_may_usually_overlap_exchanges() -> None:
     row = rows()["N0001"]
     assert job_of_row("N0001").layout.expert_overlap and note in row.assumed
     assert not job_of_row("N0005").layout.expert_overlap  # without a pipeline
-    cells = next(cells for cells in read_cells(TABLE) if cells["row_id"] == "N0001")
+    cells = cells_of("N0001")
     stated = read_row(cells | {"ep_overlap": "0"})
     assert stated.job is not None and not stated.job.layout.expert_overlap
 

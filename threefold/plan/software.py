@@ -292,12 +292,12 @@ class Software:
     row_moves: float = 1.0  # copies of the rows of experts, relative to a kernel for each of them
     exchange_speed: float = 1.0  # of exchanges of tokens, relative to the datasheet's links
     expert_overlap: float = 0.0  # of what shared experts, weight gradients and pairs could hide
-    usual_expert_overlap: bool = False  # of rows that do not state it
     gathers_quantized: bool = False  # weights are gathered in the format of quantized matmuls
     row_scaling: float = 1.0  # speed of matmuls with a scale per row, relative to other 8-bit ones
     # Of rows of a table that do not state them.
     usual_zero_stage: int = 0
     usual_recompute: str = ""  # empty: the least that fits
+    usual_expert_overlap: bool = False
     divides_local_batch: bool = False  # a pipeline divides `mbs` into micro-batches of a sequence
     sequence_parallel: bool = False
     # Columns as in Megatron-Core's options: `ep` counts the tensor ranks, and the embedding and the

@@ -88,14 +88,14 @@ def stack_of(cells: Mapping[str, str], stage: int | None) -> tuple[Software, boo
         cells: by column; "release" may be a release or a date, such as "2026-03"
         stage: ZeRO stage of the row; None if it is not stated
     """
-    name = f"{cells['framework']} {cells.get('release', '')}"
+    stated = f"{cells['framework']} {cells.get('release', '')}"
+    name = without_spaces(stated)
     known = {
         (len(prefix), len(stack.row_words) + bool(stack.first_release)): stack
         for stack in reversed(stacks())
         for prefix in map(without_spaces, stack.framework)
-        if without_spaces(name).startswith(prefix)
-        if stage is None or stage in stack.zero_stages
-        if has_words(cells, stack.row_words) and has_release(name, stack.first_release)
+        if name.startswith(prefix) and (stage is None or stage in stack.zero_stages)
+        if has_words(cells, stack.row_words) and has_release(stated, stack.first_release)
     }
     if known:
         return known[max(known)], False

@@ -122,6 +122,12 @@ def with_memory(gpu: Gpu, stated: float) -> Gpu:
     return replace(gpu, memory_gib=REPORTED_MEMORY * stated)
 
 
+def may_have_fitted(job: Job) -> bool:
+    """Return True if the predicted peak of a published run exceeds the memory by little or not."""
+    memory = job.machine.gpu.memory_gib * GIB
+    return fullest_stage(job).total <= (1 + MAX_MEMORY_EXCESS) * memory
+
+
 def with_selective_share(job: Job, share: float) -> Job:
     """Return the job with another share of activations kept by selective recomputation."""
     footprint = replace(job.footprint, selective=share)
@@ -500,8 +506,6 @@ class RowReader:
     def with_recomputation(self, job: Job) -> Job:
         """Return the job with the row's recomputation; if unstated, with the least that fits.
 
-        A predicted peak fits if it exceeds the memory by at most MAX_MEMORY_EXCESS.
-
         With FSDP, the share that "selective" keeps is a setting of the user. If the usual share
         does not fit, half of it is assumed.
         """
@@ -512,11 +516,10 @@ class RowReader:
             kind: replace(job, layout=replace(job.layout, recompute=kind))
             for kind in RECOMPUTATIONS
         }
-        memory = (1 + MAX_MEMORY_EXCESS) * job.machine.gpu.memory_gib * GIB
         for kind, choice in choices.items():
             if stated.startswith(kind):
                 kept = choice.footprint.selective
-                if kind == "selective" and kept and fullest_stage(choice).total > memory:
+                if kind == "selective" and kept and not may_have_fitted(choice):
                     self.assumed.append(f"selective recomputation keeps {kept / 2:.0%} (to fit)")
                     return with_selective_share(choice, kept / 2)
                 return choice
@@ -529,7 +532,7 @@ class RowReader:
             self.assumed.append(f"recompute = {usual} (usual with {job.software.name})")
             return choices[usual]
         for kind in ("none", "selective"):
-            if fullest_stage(choices[kind]).total <= memory:
+            if may_have_fitted(choices[kind]):
                 self.assumed.append(f"recompute = {kind} (the least that fits)")
                 return choices[kind]
         if job.software.megatron_columns:
@@ -547,17 +550,15 @@ class RowReader:
             modules: the job with recomputation of modules, which does not fit
             full: the job with recomputation of all blocks
         """
-        gpu = full.machine.gpu
-        memory = (1 + MAX_MEMORY_EXCESS) * gpu.memory_gib * GIB
-        if gpu.host_link_gigabytes_per_second:
+        if full.machine.gpu.host_link_gigabytes_per_second:
             for offloading in (replace(modules, offloaded_share=n / 16) for n in range(1, 16)):
-                if fullest_stage(offloading).total <= memory:
+                if may_have_fitted(offloading):
                     share = offloading.offloaded_share
                     self.assumed.append("recompute = selective (to fit)")
                     self.assumed.append(f"the host holds {share:.0%} of the activations (to fit)")
                     return offloading
         shares = (replace(full, recomputed_share=n / 16) for n in range(1, 17))
-        job = next((j for j in shares if fullest_stage(j).total <= memory), full)
+        job = next(filter(may_have_fitted, shares), full)
         self.assumed.append(f"recompute = {job.recomputed_share:.0%} (the least that fits)")
         return job
 
@@ -654,9 +655,6 @@ def read_table(path: Path) -> list[MeasuredRow]:
     if missing := missing_columns(path):
         columns = ", ".join(sorted(missing))
         raise UserError(f"{path}: missing columns: {columns}; it is not a table of runs")
-    twice = [name for name, count in Counter(columns_of(path)).items() if name and count > 1]
-    if twice:
-        raise UserError(f"{path}: two columns are named {twice[0]}; rename or delete one")
     return [read_row(cells) for cells in read_cells(path)]
 
 
@@ -664,11 +662,15 @@ def read_cells(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file as dictionaries column -> cell; missing cells are empty.
 
     Raises:
-        UserError: the file is not valid CSV.
+        UserError: the file is not valid CSV, or two columns have the same name.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return list(csv.DictReader(file, restval="", strict=True))
+            reader = csv.DictReader(file, restval="", strict=True)
+            for name, count in Counter(reader.fieldnames).items():
+                if name and count > 1:
+                    raise UserError(f"{path}: two columns are named {name}; rename or delete one")
+            return list(reader)
     except csv.Error as error:
         raise UserError(
             f"{path}: this is not valid CSV: {reason_of(error)}; check its quotation marks"
@@ -688,12 +690,12 @@ def missing_columns(path: Path) -> set[str]:
     Raises:
         UserError: the file cannot be read.
     """
-    columns = set(columns_of(path))
+    columns = columns_of(path)
     shape = set() if "model" in columns and not SHAPE_COLUMNS & columns else SHAPE_COLUMNS
     return (REQUIRED_COLUMNS | shape) - columns
 
 
-def columns_of(path: Path) -> list[str]:
+def columns_of(path: Path) -> set[str]:
     """Return the columns of a CSV file.
 
     Raises:
@@ -701,7 +703,7 @@ def columns_of(path: Path) -> list[str]:
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return next(csv.reader(file), [])
+            return set(next(csv.reader(file), []))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; use a .csv file") from None
     except (UnicodeDecodeError, csv.Error) as error:
