@@ -16,7 +16,7 @@ from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY
 from threefold.prove.shrink import write_corpus
 
 TESTS = Path(__file__).resolve().parent
-DAYS = 3  # in which `make long` and `make cluster` run all tests that take turns
+DAYS = 6  # in which `make long` and `make cluster` run all tests that take turns
 TODAY = int(time.time()) // 86400
 USER_FOLDERS = ("recipes", "ds_configs")  # in which users put files of their own
 

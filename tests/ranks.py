@@ -98,7 +98,7 @@ def start_ranks(
     """
     deadline = time.monotonic() + seconds
     if forked:
-        with _forked(world_size, _run_program, arguments, folder=folder) as ranks:
+        with program_on_ranks(world_size, arguments, folder=folder) as ranks:
             for process in ranks.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
             codes = [process.exitcode for process in ranks.processes]
@@ -113,6 +113,13 @@ def start_ranks(
     if None in codes:
         raise subprocess.TimeoutExpired(arguments, seconds, "\n".join(outputs))
     return codes, outputs
+
+
+def program_on_ranks(
+    world_size: int, arguments: list[str], *, folder: Path
+) -> AbstractContextManager[ForkedRanks]:
+    """Run `python ARGUMENTS` on forked ranks, as `start_ranks`; they are killed at the end."""
+    return _forked(world_size, _run_program, arguments, folder=folder)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ import tomli_w
 
 from models.errors import UserError
 from tests.conftest import changed, in_turn, small_recipe
-from tests.ranks import run_ranks, start_ranks
+from tests.ranks import program_on_ranks, run_ranks, start_ranks
 from threefold.checkpoint.compatibility import check_same_run
 from threefold.checkpoint.format import Manifest
 from threefold.checkpoint.resume import ResumePoint, _at
@@ -114,62 +115,15 @@ def run_forked(folder: Path, *words: object) -> None:
     assert codes == [0], outputs
 
 
-class Ranks:
-    """The ranks of a run, in processes of their own, as `srun` or `torchrun` would start them."""
-
-    def __init__(self, folder: Path, recipe: Path, *options: str, ranks: int = 1):
-        folder.mkdir(exist_ok=True)
-        self.folder = folder
-        port = str(free_port())
-        self.processes = []
-        for rank in range(ranks):
-            variables = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": "1",
-                "DS_ACCELERATOR": "cpu",
-            }
-            command = [sys.executable, "recipes/pretrain.py", str(recipe)]
-            command += ["--run-dir", str(folder), *options]
-            with (folder / f"rank{rank}.log").open("ab") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=REPOSITORY,
-                        env=os.environ | variables,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-
-    def finish(self) -> list[int]:
-        """Wait for the ranks, and return their exit codes."""
-        try:
-            return [process.wait(SECONDS) for process in self.processes]
-        finally:
-            self.kill()
-
-    def kill(self) -> None:
-        """Kill the ranks, and wait until they are gone."""
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def wait_for_step(self, step: int) -> bool:
-        """Wait until a step is done; return False if the run ends before."""
-        for _ in range(100 * SECONDS):
-            if any(line["step"] >= step for line in RunFolder(self.folder).read_metrics()):
-                return True
-            if self.processes[0].poll() is not None:
-                return False
-            time.sleep(0.01)
-        raise TimeoutError(f"step {step} of {self.folder}")
+def wait_for_step(folder: Path, step: int, rank: BaseProcess) -> bool:
+    """Wait until a step is done; return False if the run ends before."""
+    for _ in range(100 * SECONDS):
+        if any(line["step"] >= step for line in RunFolder(folder).read_metrics()):
+            return True
+        if not rank.is_alive():
+            return False
+        time.sleep(0.01)
+    raise TimeoutError(f"step {step} of {folder}")
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -260,7 +214,7 @@ def test_a_new_engine_changes_no_number(table: dict[str, Any], tmp_path: Path) -
         file = tmp_path / f"{name}.toml"
         short = changed(table, training__steps=6, phase=phases)
         file.write_text(tomli_w.dumps(short))
-        assert Ranks(tmp_path / name, file).finish() == [0]
+        run_forked(tmp_path / name, file)
     assert "boundary" in names(tmp_path / "two")
     assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
 
@@ -279,15 +233,18 @@ def test_a_run_handed_through_layouts_is_equal(
     undisturbed: Path, recipe_file: Path, tmp_path: Path
 ) -> None:
     """Each layout is killed at a random instant; pipeline stages pass a boundary in theirs."""
-    folder, chance = tmp_path / "handed", random.Random(2)
+    folder, logs, chance = tmp_path / "handed", tmp_path / "logs", random.Random(2)
+    logs.mkdir()
     for (count, settings), step in zip(LAYOUTS, (3, 7, 9, 12, STEPS), strict=True):
-        options = [word for setting in settings for word in ("--set", setting)]
-        ranks = Ranks(folder, recipe_file, *options, ranks=count)
+        command = ["recipes/pretrain.py", str(recipe_file), "--run-dir", str(folder)]
+        command += [word for setting in settings for word in ("--set", setting)]
         if step == STEPS:
-            assert ranks.finish() == [0] * count, (folder / "rank0.log").read_text()
-        elif ranks.wait_for_step(step):
-            time.sleep(chance.uniform(0, 0.3))
-        ranks.kill()
+            codes, outputs = start_ranks(count, command, folder=logs, seconds=SECONDS)
+            assert codes == [0] * count, outputs
+            continue
+        with program_on_ranks(count, command, folder=logs) as ranks:
+            if wait_for_step(folder, step, ranks.processes[0]):
+                time.sleep(chance.uniform(0, 0.3))
     assert largest_difference(folder, undisturbed) < 1e-6
 
 

@@ -11,7 +11,7 @@ from tests.conftest import TODAY
 from threefold.config.loading import REPOSITORY
 
 TRITON = REPOSITORY / ".venv" / "triton"  # for a torch without it: `make long` installs it there
-DAYS = 9  # in which the tests compile all calls
+DAYS = 18  # in which the tests compile all calls
 UNSIGNED_CONSTANT = (
     "from models.kernels import elementwise as kernels; "
     "kernels.GOLDEN_32_ON_GPU = kernels.GOLDEN_32_ON_CPU; "
