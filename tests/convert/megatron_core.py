@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,13 @@ def _write(rank: int, ranks: int, kind: str, output: Path) -> None:
     torch.cuda.synchronize = lambda *device: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda tensor, *device: tensor  # type: ignore[method-assign]
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.tensor_parallel.random import (
-        get_cuda_rng_tracker,
-    )
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.enums import AttnBackend
 
     get_cuda_rng_tracker().fork = lambda *name: nullcontext()
+    # megatron-core would start a new interpreter for the queue, which imports torch again.
+    filesystem_async._results_queue = get_context("fork").Manager().Queue()
     store = dist.FileStore(str(output / f"store{ranks}"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     tensor, stages = (1, 1) if ranks == 1 else (2, ranks // 2)
