@@ -775,7 +775,7 @@ def test_rejected_layouts_are_counted_by_reason() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "any_fits"), [(8, False), (16, True)])
-def test_skipping_layouts_with_too_much_state_changes_nothing(
+def test_skipping_layouts_that_cannot_fit_changes_nothing(
     gpus: int, any_fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, job = planned("llama/13b", "deepspeed=ds_configs/zero1_fp16.json")
@@ -792,7 +792,17 @@ def test_skipping_layouts_with_too_much_state_changes_nothing(
     computed.clear()
     monkeypatch.setattr(search_module, "state_exceeds", lambda job, limit: False)
     assert search(job, 3) == found
-    assert len(computed) > with_skipping
+    without_skipping = len(computed)
+    assert without_skipping > with_skipping
+    computed.clear()
+    recomputed = search_module.with_full_recomputation
+    monkeypatch.setattr(
+        search_module,
+        "with_full_recomputation",
+        lambda job, limit, least: recomputed(job, limit, least=True),  # tries all intervals
+    )
+    assert search(job, 3) == found
+    assert (len(computed) > without_skipping) == any_fits
 
 
 def test_a_layout_is_skipped_only_if_its_state_is_too_large_with_any_recomputation() -> None:

@@ -108,7 +108,9 @@ def search(job: Job, top: int, *, headroom: float = DEFAULT_HEADROOM) -> SearchR
             memory = memory_within(candidate, limit)
             fits = memory.total <= limit
             if not fits:
-                recomputed, recomputed_memory = with_full_recomputation(candidate, limit)
+                recomputed, recomputed_memory = with_full_recomputation(
+                    candidate, limit, least=not fitting
+                )
                 hopeless = recomputed_memory.total > limit
                 excess = (recomputed_memory.total - limit) / GIB
                 nearest = result.nearest[1] if result.nearest else math.inf
@@ -179,11 +181,13 @@ def simplicity(layout: PlannedLayout) -> tuple[int, ...]:
     )
 
 
-def with_full_recomputation(job: Job, limit: float) -> tuple[Job, StageMemory]:
+def with_full_recomputation(job: Job, limit: float, *, least: bool) -> tuple[Job, StageMemory]:
     """Return the job with full recomputation, and its memory.
 
     Of the recomputation intervals, choose the first that fits, or else the one with the least
     memory.
+
+    least: False: if none fits, any of them will do
     """
     tried = []
     for interval in RECOMPUTE_INTERVALS:
@@ -193,7 +197,12 @@ def with_full_recomputation(job: Job, limit: float) -> tuple[Job, StageMemory]:
         if memory.total <= limit:
             return candidate, memory
         tried.append((candidate, memory))
-        if memory.state > limit:  # the state does not depend on the interval
+        if least:
+            lowest = memory.state  # which does not depend on the interval
+        else:  # an interval of N keeps at least 1 / N of the activations, and everything else
+            saved = memory.activations * (1 - 1 / RECOMPUTE_INTERVALS[-1])
+            lowest = memory.total - (1 + candidate.footprint.fragmentation) * saved
+        if lowest > limit:
             break
     return min(tried, key=lambda pair: pair[1].total)
 
