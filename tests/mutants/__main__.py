@@ -84,11 +84,6 @@ class Mutant:
         """Folder of the changed file."""
         return str(Path(self.file).parent)
 
-    @property
-    def test_file(self) -> str:
-        """File of the test."""
-        return self.test.partition("::")[0]
-
     def applied(self, repository: Path) -> str:
         """Return the content of the file with the fault.
 

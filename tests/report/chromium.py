@@ -1,6 +1,5 @@
 """Headless Chromium, driven through its DevTools protocol over two pipes."""
 
-import base64
 import json
 import os
 import select
@@ -128,16 +127,6 @@ class Chromium:
         """Set the size of the window."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height,
                   deviceScaleFactor=1, mobile=False)  # fmt: skip
-
-    def screenshot(self, file: Path, *, height: int | None = None) -> None:
-        """Save a picture of the page from its top; `height` in pixels, None for the window."""
-        options: dict[str, Any] = {}
-        if height is not None:
-            width = self.value("innerWidth")
-            clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-            options = {"clip": clip, "captureBeyondViewport": True}
-        found = self.send("Page.captureScreenshot", format="png", **options)
-        file.write_bytes(base64.b64decode(found["data"]))
 
     def _receive(self, end: float) -> dict[str, Any]:
         while b"\0" not in self._received:
