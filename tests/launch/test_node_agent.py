@@ -154,11 +154,14 @@ def test_a_torn_command_is_ignored(agents: list[Agent]) -> None:
 
 
 STANDBY = """
-import json, os, sys
+import fcntl, json, os, sys, termios, time
 report = os.dup(1)
 os.dup2(2, 1)
 print("a library prints during its import")
 os.write(report, b"ready\\n")
+while any(fcntl.ioctl(report, termios.FIONREAD, bytes(4))):  # until the agent has read it
+    time.sleep(0.01)
+open(os.environ["FILE"], "x").close()
 rank = json.loads(sys.stdin.readline())
 os.environ.update(rank["variables"])
 open(os.environ["FILE"], "w").write(json.dumps([rank["words"], os.environ["RANK"], os.getpid()]))
@@ -172,17 +175,18 @@ def test_a_standby_process_becomes_a_rank(agents: list[Agent], tmp_path: Path) -
     (folder / "standby.py").write_text(STANDBY)
     agents.append(agent := Agent(standby=1, script=folder / "node_agent.py"))
     children = Path(f"/proc/{agent.process.pid}/task/{agent.process.pid}/children")
-    time.sleep(1)
+    agent.send({"do": "beat"})
+    assert agent.read() == {"is": "beat"}
     assert not children.read_text()  # no standby process before its environment is known
-    agent.send({"do": "prepare", "variables": {"FILE": str(tmp_path / "out")}})
+    output = tmp_path / "out"
+    agent.send({"do": "prepare", "variables": {"FILE": str(output)}})
     deadline = time.monotonic() + 30
-    while not children.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while not output.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
     standby = int(children.read_text())
-    time.sleep(1)  # until the agent knows that it is ready
     agent.start(["python", "-u", "pretrain.py", "recipe.toml"])
     assert agent.read() == {"is": "exit", "attempt": 1, "rank": 0, "code": 0}
-    words, rank, process = json.loads((tmp_path / "out").read_text())
+    words, rank, process = json.loads(output.read_text())
     assert words == ["pretrain.py", "recipe.toml", "--lease", "run.1"]
     assert (rank, process) == ("0", standby)
 
