@@ -29,9 +29,10 @@ TIMED = (
     "tflops_per_gpu", "memory_gb",
 )  # fmt: skip
 SECONDS_OF_A_JOB = 180
-TWO_NODES = {
+TWO_NODES = {  # of one rank
+    "layout__tensor": 1,
     "layout__pipeline": 2,
-    "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "H100"},
+    "cluster": {"nodes": 2, "gpus_per_node": 1, "gpu": "H100"},
 }
 
 
@@ -231,7 +232,7 @@ def test_a_rejected_recipe_is_not_requeued(submit, tmp_path: Path) -> None:
     job = submit("--set", "layout.pipeline=3", **TWO_NODES)
     facts = job.wait("FAILED", "COMPLETED")
     assert facts["ExitCode"] == "2:0" and facts["Restarts"] == "0"
-    assert "ranks, not 4;" in job.words(facts)
+    assert "ranks, not 2;" in job.words(facts)
 
 
 def test_jobs_follow_each_other(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
@@ -287,7 +288,7 @@ def test_a_key_appears_nowhere(submit, cluster: Cluster, corpus: Path, tmp_path:
     (tmp_path / "key").chmod(0o600)
     offline = {"WANDB_BASE_URL": "http://127.0.0.1:9"}  # no server listens there
     secrets = [{"WANDB_API_KEY": CANARY}, {"WANDB_API_KEY_FILE": str(tmp_path / "key")}]
-    (tmp_path / "hosts").write_text("".join(f"{host} slots=2\n" for host in cluster.hosts[:2]))
+    (tmp_path / "hosts").write_text("".join(f"{host} slots=1\n" for host in cluster.hosts[:2]))
     settings = TWO_NODES | {"training__steps": 60, "tracking__mode": "auto"}
     job = submit(environment=secrets[0] | offline, **settings)
     wait_for_step(tmp_path / "run", 3)

@@ -59,11 +59,10 @@ def test_an_elastic_job_continues_without_a_dead_host(
     recipe, folder = tmp_path / "recipe.toml", tmp_path / "run"
     settings = {
         "name": "elastic",
-        "layout__tensor": 2,
         "training": {"steps": 120, "evaluate_every": 0},
         "checkpoint": {"every": 5},
         "supervision": {"node_seconds": 3},
-        "cluster": {"nodes": 2, "gpus_per_node": 2, "gpu": "H100", "spare_nodes": 1},
+        "cluster": {"nodes": 2, "gpus_per_node": 1, "gpu": "H100", "spare_nodes": 1},
     }
     recipe.write_text(tomli_w.dumps(changed(small_recipe(corpus), **settings)))
     command = f"SBATCH_TIMELIMIT=10 SBATCH_OUTPUT={tmp_path}/job.log slurm/submit.sh --elastic"

@@ -36,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    machine = {"nodes": 2, "gpus_per_node": 2, "gpu": "cpu"}
+    machine = {"nodes": 2, "gpus_per_node": 1, "gpu": "cpu"}
     path = tmp_path / "small.toml"
     table = changed(small_recipe(Path("absent")), model__layers=4, cluster=machine)
     path.write_text(tomli_w.dumps(table))
@@ -72,21 +72,21 @@ def test_deepspeed_measures_on_several_hosts(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
     hosts, folder = tmp_path / "hosts", tmp_path / "sweep"
-    hosts.write_text("".join(f"{host} slots=2\n" for host in cluster.hosts[:2]))
+    hosts.write_text("".join(f"{host} slots=1\n" for host in cluster.hosts[:2]))
     command = f"python recipes/sweep.py {recipe} --hostfile {hosts} --sweep-dir {folder} --top 3"
     process = subprocess.Popen(
         cluster.command(f"exec {command}"), env=cluster.environment | CPU, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     wait_for_results(folder, 1)
-    assert len(cluster.processes("--rank-of")) >= 4
+    assert len(cluster.processes("--rank-of")) >= 2
     cluster.run("pkill -9 -f -- recipes/sweep.py.*--hostfile")
     process.communicate(timeout=30)
     wait_for_end_of_ranks(cluster)
     done = cluster.run(command, env=CPU, timeout=SECONDS_OF_A_SWEEP)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["outcome"] for row in rows(folder)] == ["ok"] * 3
-    assert {(row["gpus"], row["gpus_per_node"]) for row in rows(folder)} == {("4", "2")}
+    assert {(row["gpus"], row["gpus_per_node"]) for row in rows(folder)} == {("2", "1")}
     wait_for_end_of_ranks(cluster)
 
 
@@ -118,7 +118,7 @@ def test_a_job_continues_after_the_death_of_a_node(
 ) -> None:
     folder, log = tmp_path / "sweep", tmp_path / "job.log"
     options = f"--sweep-dir {folder} --top 4 --steps 20"
-    resources = "--time=10 --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=2"
+    resources = "--time=10 --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=2"
     submitted = cluster.run(
         f"sbatch {resources} --output={log} slurm/sweep.slurm {recipe} {options}", env=CPU
     )
@@ -149,7 +149,7 @@ def test_a_job_continues_after_the_death_of_a_node(
 def test_an_array_measures_several_sizes(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     words = shlex.join([str(recipe), "--sweep-dir", str(folder), "--top", "2", "--steps", "2"])
-    resources = "--time=10 --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --cpus-per-task=2"
+    resources = "--time=10 --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=2"
     submitted = cluster.run(
         f"sbatch --wait {resources} --array=1,2 --output={tmp_path}/%a.log slurm/sweep.slurm "
         f"{words}",
@@ -158,5 +158,5 @@ def test_an_array_measures_several_sizes(cluster: Cluster, recipe: Path, tmp_pat
     )
     logs = "".join(file.read_text() for file in tmp_path.glob("*.log"))
     assert submitted.returncode == 0, submitted.stderr + logs
-    assert sorted(row["gpus"] for row in rows(folder)) == ["2", "2", "4", "4"], logs
+    assert sorted(row["gpus"] for row in rows(folder)) == ["1", "1", "2", "2"], logs
     assert {row["outcome"] for row in rows(folder)} == {"ok"}, logs
