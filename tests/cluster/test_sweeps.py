@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"no cluster here: {missing()}"),
 ]
 CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+RESOURCES = "--time=10 --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=2"
 SECONDS_OF_A_SWEEP = 300
 SECONDS_FOR_RANKS_TO_END = 45  # their watch waits 30 seconds for the scheduler's heartbeat
 
@@ -118,9 +119,8 @@ def test_a_job_continues_after_the_death_of_a_node(
 ) -> None:
     folder, log = tmp_path / "sweep", tmp_path / "job.log"
     options = f"--sweep-dir {folder} --top 4 --steps 20"
-    resources = "--time=10 --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=2"
     submitted = cluster.run(
-        f"sbatch {resources} --output={log} slurm/sweep.slurm {recipe} {options}", env=CPU
+        f"sbatch {RESOURCES} --output={log} slurm/sweep.slurm {recipe} {options}", env=CPU
     )
     assert submitted.returncode == 0, submitted.stderr
     number = re.search(r"\d+", submitted.stdout)[0]
@@ -149,9 +149,8 @@ def test_a_job_continues_after_the_death_of_a_node(
 def test_an_array_measures_several_sizes(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     words = shlex.join([str(recipe), "--sweep-dir", str(folder), "--top", "2", "--steps", "2"])
-    resources = "--time=10 --nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --cpus-per-task=2"
     submitted = cluster.run(
-        f"sbatch --wait {resources} --array=1,2 --output={tmp_path}/%a.log slurm/sweep.slurm "
+        f"sbatch --wait {RESOURCES} --array=1,2 --output={tmp_path}/%a.log slurm/sweep.slurm "
         f"{words}",
         env=CPU,
         timeout=SECONDS_OF_A_SWEEP,
