@@ -58,13 +58,16 @@ help: ## list these commands
 
 setup: $(READY) ## install the pinned packages into .venv; the other commands do it when needed
 
+# Modules that few programs import. Python compiles each when it is first imported.
+RARELY_USED := /tests?/|/testing/|/transformers/models/
+
 $(READY): requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else \
 	  f"Threefold needs Python 3.11 or newer, {sys.executable} is {sys.version.split()[0]}; use make PYTHON=python3.11")'
 	@echo "setting up .venv (a few minutes, once)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --requirement requirements.txt
-	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # on all cores; pip would use one
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARELY_USED)' .venv/lib || true # on all cores; pip would use one
 	@touch $@
 
 data/stdlib/manifest.json: | $(READY)

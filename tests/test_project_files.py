@@ -99,8 +99,8 @@ def test_contributing_names_files_and_commands_that_exist(text: str) -> None:
 
 def test_ci_runs_every_part() -> None:
     script = (REPOSITORY / ".ci" / "run").read_text()
-    (groups,) = re.findall(r"^groups=\((.*)\)", script, re.MULTILINE)
-    parts = re.sub('["+]', " ", groups).split()
+    (chains,) = re.findall(r"^chains=\((.*)\)", script, re.MULTILINE)
+    parts = re.sub('["+]', " ", chains).split()
     assert WORKFLOW["jobs"]["ci"]["strategy"]["matrix"]["part"] == parts
     assert set(parts) <= make_targets()
     assert set(re.findall(r"^    (\w+)\)", script, re.MULTILINE)) == set(parts)
