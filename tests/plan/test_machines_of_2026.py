@@ -136,6 +136,7 @@ def test_a_stack_can_be_limited_to_some_rows(
         ),
         ({"gpu": "H100 NVL"}, "gpu H100 NVL is another board and has no datasheet"),
         ({"gpu": "A100_PCIE"}, "gpu A100_PCIE is another board and has no datasheet"),
+        ({"gpu": "H100"}, "precision mxfp8: H100 has no matmuls of this format"),
     ],
 )
 def test_a_row_is_skipped_with_what_it_lacks(changes: dict[str, str], reason: str) -> None:
@@ -167,6 +168,11 @@ def test_a_damaged_table_is_rejected(tmp_path: Path) -> None:
     damaged.write_text("\n".join([header + ",mbs", first + ",4"]), "utf-8")
     with pytest.raises(UserError, match="two columns are named mbs; rename or delete one"):
         read_table(damaged)
+    damaged.write_text("\n".join([header, first + ",,", first + ',"",4']), "utf-8")
+    with pytest.raises(UserError, match="line 3 has more cells than there are columns"):
+        read_table(damaged)
+    damaged.write_text("\n".join([header, first + ",,"]), "utf-8")
+    assert len(read_table(damaged)) == 1
 
 
 def test_a_stack_may_usually_overlap_exchanges() -> None:

@@ -357,6 +357,16 @@ def test_a_row_whose_time_cannot_be_read_is_skipped(time: str, tmp_path: Path) -
         fit_table(table)
 
 
+@pytest.mark.parametrize("column", ["mfu_pct", "mem_gb", "gpu_peak_tflops", "params_b"])
+def test_a_row_whose_measurements_cannot_be_read_is_skipped(column: str) -> None:
+    with (PUBLISHED / "narayanan2021.csv").open(encoding="utf-8") as file:
+        cells = next(csv.DictReader(file))
+    for text in ("much", "41.2%", "80GB", "-5"):
+        assert read_row(cells | {column: text}).skipped == f"{column} is {text}"
+    for text in ("", "N/A", "unstated", "41.2 (mean)"):
+        assert read_row(cells | {column: text}).job is not None
+
+
 @pytest.mark.usefixtures("fitted_once")
 def test_calibration_of_threefold_may_go_far(tmp_path: Path) -> None:
     """A table that is 20 times slower than planned is fitted, and the plan uses the fit."""

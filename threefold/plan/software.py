@@ -26,12 +26,14 @@ class OperandFormat:
         cast_bytes: bytes that a cast reads and writes per element: an operand of 16 bits becomes a
             copy for the matmul along its rows and one for the matmul along its columns
         casts_weights: True if every pass casts the weights again
+        needs: another key of `Gpu.peak_tflops` that all GPUs with such matmuls have
     """
 
     peak: str
     bytes_per_element: float
     cast_bytes: float
     casts_weights: bool = False
+    needs: str = ""
 
 
 # A scale for a whole tensor or for a row needs the maximum, and thus a second read, before the
@@ -44,7 +46,9 @@ FORMATS: Mapping[str, OperandFormat] = MappingProxyType(
         "fp8-tensor": OperandFormat(peak="fp8", bytes_per_element=1, cast_bytes=2 + 2 + 2 * 1),
         "fp8-row": OperandFormat(peak="fp8", bytes_per_element=1, cast_bytes=2 * (2 + 2 + 1)),
         "fp8-block": OperandFormat(peak="fp8", bytes_per_element=1 + 4 / 128, cast_bytes=2 + 2 * 1),
-        "mxfp8": OperandFormat(peak="fp8", bytes_per_element=1 + 1 / 32, cast_bytes=2 + 2 * 1),
+        "mxfp8": OperandFormat(
+            peak="fp8", bytes_per_element=1 + 1 / 32, cast_bytes=2 + 2 * 1, needs="fp4"
+        ),
         # Those of Threefold (models/kernels/matmul.py). It casts along rows and along columns in
         # separate kernels, and dequantizes both copies where no matmul takes scales of blocks.
         "fp8-tiles": OperandFormat(

@@ -165,6 +165,9 @@ class RowReader:
         for name in (precision, narrow):
             if name not in peaks:
                 raise UserError(f"precision {name} is not modelled on {machine.gpu.name}")
+        if quantization and quantization.format.needs not in ("", *peaks):
+            kind = quantization.kind
+            raise UserError(f"precision {kind}: {machine.gpu.name} has no matmuls of this format")
         if software.megatron_columns and (model.prediction or self.divides_unevenly(model)):
             software = replace(software, balances_stages=True)
         job = Job(
@@ -610,6 +613,9 @@ REQUIRED_COLUMNS = {
 }  # fmt: skip
 
 
+MEASUREMENTS = ("step_time_s", "mfu_pct", "mem_gb", "gpu_peak_tflops", "params_b")
+
+
 @dataclass(frozen=True)
 class MeasuredRow:
     """A row of a table and its job.
@@ -662,7 +668,8 @@ def read_cells(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file as dictionaries column -> cell; missing cells are empty.
 
     Raises:
-        UserError: the file is not valid CSV, or two columns have the same name.
+        UserError: the file is not valid CSV, two columns have the same name, or a row has more
+            cells than there are columns.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -670,7 +677,15 @@ def read_cells(path: Path) -> list[dict[str, str]]:
             for name, count in Counter(reader.fieldnames).items():
                 if name and count > 1:
                     raise UserError(f"{path}: two columns are named {name}; rename or delete one")
-            return list(reader)
+            rows = []
+            for row in reader:
+                if any(row.pop(None, [])):
+                    raise UserError(
+                        f"{path}: line {reader.line_num} has more cells than there are columns; "
+                        f"put a cell that contains a comma in quotation marks"
+                    )
+                rows.append(row)
+            return rows
     except csv.Error as error:
         raise UserError(
             f"{path}: this is not valid CSV: {reason_of(error)}; check its quotation marks"
@@ -723,11 +738,13 @@ def read_row(cells: dict[str, str]) -> MeasuredRow:
             seconds for each in cells.get("round_times_s", "").split() if (seconds := number(each))
         ),
     )
-    stated = reader.cell("step_time_s")
     try:
         job = reader.job()
-        if stated and "unstated" not in stated and not number(stated):
-            raise UserError(f"step_time_s is {stated}")
+        for name in MEASUREMENTS:
+            stated = reader.cell(name)
+            nothing = stated.lower() in STATES_NOTHING or "unstated" in stated
+            if not nothing and not number(stated):
+                raise UserError(f"{name} is {stated}")
     except UserError as error:
         return MeasuredRow(reader.cell("row_id"), measured, None, tuple(reader.assumed), str(error))
     if usable and measured.step_seconds is None:
