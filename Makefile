@@ -121,7 +121,7 @@ $(TRITON): requirements-triton.txt | $(READY)
 long: $(READY) $(TRITON) $(MKDOCS) ## run the tests that take minutes, such as kills of a run at random instants
 	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m tests.parallel --processes 4 -m long $(ARGS)
 
-# CI runs a few of these tests, chosen by the date: --portion. Run all of them after a change to the
+# CI runs a few of these tests for each commit: --portion. Run all of them after a change to the
 # pipeline or to supervision.
 exhaustive: $(READY) ## run all other tests, which take hours: every layout, recipe and fault
 	@$(BIN)/python -m pytest -m exhaustive -rs $(ARGS)

@@ -67,6 +67,17 @@ def in_turn(number: int, *today: pytest.MarkDecorator) -> list[pytest.MarkDecora
     return [pytest.mark.exhaustive, pytest.mark.in_turn]
 
 
+def long_in_turn(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for an expensive long test, numbered among those of other files."""
+
+    def mark(test: Callable[..., None]) -> Callable[..., None]:
+        for each in in_turn(number, pytest.mark.long):
+            test = each(test)
+        return test
+
+    return mark
+
+
 def in_turn_or_exhaustive(
     name: str, names: Sequence[str], *today: pytest.MarkDecorator
 ) -> list[pytest.MarkDecorator]:
@@ -92,7 +103,7 @@ VOCAB_SIZE = 250  # divisible by neither 64 nor any tensor size in the tests: pa
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --portion: CI runs some of the exhaustive tests each day, other ones on other days."""
+    """Add --portion: CI runs some of the exhaustive tests for each commit."""
     parser.addoption("--portion", metavar="I/N", help="run every Nth of the tests, from number I")
 
 

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import memory_growth
 from benchmarks.memory_growth import MAX_GROWTH, Sample, growth, table_cell, train
 from models.errors import UserError
+from tests.conftest import long_in_turn
 
 
 def samples_of(slope: float, *, steps: int = 1000, start: float = 400.0) -> list[Sample]:
@@ -53,7 +54,7 @@ def test_the_table_shows_the_first_and_the_last_sample() -> None:
     assert cell.startswith("310: 310, ") and cell.endswith(", 990: 990")
 
 
-@pytest.mark.long
+@long_in_turn(0)
 def test_the_memory_of_a_pipeline_does_not_grow() -> None:
     """With torch's flight recorder it grows by far more than the limit."""
     ranks = train("2 ranks, pipeline", steps=300)

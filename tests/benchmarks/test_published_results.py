@@ -11,6 +11,7 @@ import torch
 from benchmarks import published_results
 from benchmarks.published_results import differences, plain, relative_difference
 from tests.commands import run_here
+from tests.conftest import long_in_turn
 from threefold.commands import convert
 from threefold.run_folder.folder import RunFolder
 
@@ -22,7 +23,7 @@ def convert_here(_: str, *words: str) -> str:
     return run_here(convert.main, *words).stdout
 
 
-@pytest.mark.long
+@long_in_turn(2)
 def test_a_run_equals_a_plain_loop_and_another_rate_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from models.initialization import NormalRows, initial_std, initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel.collectives import TensorAxis
 from models.sharding import place_of, sharding_of
-from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.conftest import GPT_SWITCHES, changed, long_in_turn, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.deepspeed_json import build_deepspeed_config
 from threefold.config.loading import REPOSITORY, parse_recipe
@@ -136,7 +136,7 @@ def test_a_tensor_of_one_chunk_is_drawn_at_once() -> None:
     assert float(rows(0, 6)[0, 0]) == pytest.approx(FIRST_VALUE, abs=1e-6)
 
 
-@pytest.mark.long
+@long_in_turn(1)
 def test_host_memory_is_less_than_twice_the_part() -> None:
     command = [sys.executable, "benchmarks/zero3_start.py", "recipes/llama/7b.toml"]
     done = subprocess.run(

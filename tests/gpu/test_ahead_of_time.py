@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.conftest import TODAY
+from tests.conftest import TODAY, long_in_turn
 from threefold.config.loading import REPOSITORY
 
 TRITON = REPOSITORY / ".venv" / "triton"  # for a torch without it: `make long` installs it there
@@ -17,13 +17,10 @@ UNSIGNED_CONSTANT = (
     "kernels.GOLDEN_32_ON_GPU = kernels.GOLDEN_32_ON_CPU; "
 )
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(
-        not TRITON.exists() and importlib.util.find_spec("triton") is None,
-        reason="Triton is not installed: make long",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not TRITON.exists() and importlib.util.find_spec("triton") is None,
+    reason="Triton is not installed: make long",
+)
 
 
 def compile_all(before: str = "", *options: str) -> subprocess.CompletedProcess:
@@ -44,6 +41,7 @@ def compile_all(before: str = "", *options: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.long
 def test_every_fused_function_compiles() -> None:
     """A portion of the calls each day; tests.gpu.ahead_of_time compiles all of them."""
     done = compile_all("", "--portion", f"{TODAY % DAYS}/{DAYS}")
@@ -52,12 +50,14 @@ def test_every_fused_function_compiles() -> None:
     assert "every fused function of models/ compiles for sm_90" in done.stdout
 
 
+@long_in_turn(3)
 def test_a_constant_that_does_not_fit_fails() -> None:
     done = compile_all(UNSIGNED_CONSTANT, "--only", "_drop_out", "--recipe", "GPT, bf16")
     assert done.returncode == 1
     assert "2654435769 is out of range for type int32" in done.stdout
 
 
+@long_in_turn(4)
 def test_a_function_that_no_recipe_reaches_fails() -> None:
     done = compile_all("", "--only", "no function", "--recipe", "mup")
     assert done.returncode == 1

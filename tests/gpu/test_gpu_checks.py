@@ -25,6 +25,7 @@ from benchmarks.one_step.shapes import can_compile, cpu_shape
 from models.cost import parameter_count
 from models.kernels.attention import causal_attention
 from models.parallel import cross_entropy
+from tests.conftest import in_turn, long_in_turn
 from tests.gpu import kernels, nanogpt, training
 from tests.gpu.__main__ import main, publish
 from tests.gpu.environment import driver
@@ -80,8 +81,13 @@ def run(name: str, setting: Setting) -> Outcome:
 # The parts
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["losses", "resume", "export", "environment", "step-2x8"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=in_turn(number, pytest.mark.long))
+        for number, name in enumerate(("losses", "resume", "export", "environment", "step-2x8"))
+    ],
+)
 def test_a_part_passes_on_the_cpu(name: str, setting: Setting) -> None:
     outcome = run(name, setting)
     claims = {"environment": 0, "losses": 2, "resume": 3, "export": 1, "step-2x8": 1}
@@ -693,7 +699,7 @@ def processes_in(folder: Path) -> list[int]:
     return found
 
 
-@pytest.mark.long
+@long_in_turn(5)
 def test_a_killed_command_keeps_its_results_and_continues(tmp_path: Path) -> None:
     names = ["nanogpt", "step-2x8", "step-4x4"]
     options = [word for name in names for word in ("--only", name)]
