@@ -99,7 +99,7 @@ test long: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 # So is bytecode: without it, each of the hundreds of processes would compile all modules.
 test long: export PYTHONDONTWRITEBYTECODE :=
 
-test: $(READY) ## run the fast tests, five minutes on two cores
+test: $(READY) ## run the fast tests, five to ten minutes on two cores
 	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m tests.parallel $(ARGS)
 
 fuzz: $(READY) ## fuzz every parser of files and options for five minutes
