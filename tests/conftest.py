@@ -1,6 +1,7 @@
 """Fixtures for several test files: a small corpus, a small recipe and the shipped files."""
 
 import functools
+import re
 import signal
 import time
 import tomllib
@@ -105,6 +106,14 @@ VOCAB_SIZE = 250  # divisible by neither 64 nor any tensor size in the tests: pa
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --portion: CI runs some of the exhaustive tests for each commit."""
     parser.addoption("--portion", metavar="I/N", help="run every Nth of the tests, from number I")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Ignore files without exhaustive tests if only these are selected: imports take minutes."""
+    if config.option.markexpr != "exhaustive" or not collection_path.is_file():
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if re.search("exhaustive|in_turn", text) else True
 
 
 @pytest.hookimpl(trylast=True)  # after the selection by markers
