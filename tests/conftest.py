@@ -110,7 +110,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore files without exhaustive tests if only these are selected: imports take minutes."""
-    if config.option.markexpr != "exhaustive" or not collection_path.is_file():
+    if config.option.markexpr != "exhaustive" or collection_path.suffix != ".py":
         return None
     text = collection_path.read_text(encoding="utf-8")
     return None if re.search("exhaustive|in_turn", text) else True
