@@ -83,6 +83,28 @@ def test_a_phase_with_its_own_layout_fits(
     assert 'Phase "long":' in output and "context 8" in output
 
 
+@pytest.mark.parametrize(
+    ("phase", "expected"), [("first", [1, 1, 1]), ("long", [2, 1, 1]), ("decay", [2, 2, 1])]
+)
+def test_a_written_recipe_keeps_all_phases(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, phase: str, expected: list[int]
+) -> None:
+    """The copy has layout 1 in the phase that was planned, as have the printed options."""
+    source, copy = REPOSITORY / "recipes/tiny-phases.toml", tmp_path / "copy.toml"
+    words = [source, "--phase", phase, "--write", copy, "--top", "1"]
+    monkeypatch.setattr("sys.argv", ["plan.py", *map(str, words)])
+    with pytest.raises(SystemExit):
+        plan.main()
+    printed = capsys.readouterr().out.partition("To use layout 1: ")[2].split()[1::2]
+    cluster = ["cluster.nodes=1", "cluster.gpus_per_node=2", "cluster.gpu=cpu"]
+    written = load_recipe(copy)
+    assert written == load_recipe(source, [*printed, *cluster])
+    pipelines = {each.phase: each.recipe.layout.pipeline for each in PhasePlan(written).phases}
+    assert list(pipelines) == ["first", "long", "decay"]
+    assert list(pipelines.values()) == expected
+    assert "docs/phases.md explains the tables" in copy.read_text()
+
+
 def test_a_ramp_is_planned_batch_by_batch(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from threefold.config.layout import Cluster
 from threefold.config.loading import DEFAULT_RECIPE
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
+from threefold.config.sections import FIRST_PHASE
 from threefold.data.manifest import unused_rows
 from threefold.plan import catalogue, recipe_edits, report
 from threefold.plan.calibration.fit import Fit, compare, fit_table
@@ -100,6 +101,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.top < 0:
         raise UserError(f"invalid --top {options.top}: expected 0 or more, for example 5")
     whole, recipe, cluster = read_recipe(options)
+    phase = options.phase or FIRST_PHASE
     if options.write:  # before the search, which takes seconds
         recipe_edits.check_file(options.write)
     machine = Machine.of_cluster(cluster, links_of(options))
@@ -116,17 +118,17 @@ def plan(options: argparse.Namespace) -> int:
     own = adjust(own) if own else None
     count = max(options.top, 1 if options.write else 0)
     result = search(job, count, headroom=options.headroom) if count else SearchResult()
-    steps = len(whole.steps_of(options.phase or whole.names[0]))
+    steps = len(whole.steps_of(phase))
     segments = whole.segments if len(whole.segments) > 1 else ()
     phases = [phase_row(segment, machine, software, adjust) for segment in segments]
     if options.json:
         table: dict[str, Any] = {"cluster": cluster.model_dump()}
         table |= {"links": report.links_table(machine)}
-        table |= report.search_table(recipe, result)
+        table |= report.search_table(recipe, result, phase)
         own_table = report.job_table(own, steps) if own else None
         table |= {"own": own_table, "own_rejected": problem, "calibration": fit.table()}
         if phases:
-            table |= {"phase": options.phase or whole.names[0], "phases": phases_table(phases)}
+            table |= {"phase": phase, "phases": phases_table(phases)}
         if own and options.failures_per_day:
             table["goodput"] = goodput_table(goodput_case(recipe, own, options))
         print(json.dumps(table))
@@ -135,7 +137,7 @@ def plan(options: argparse.Namespace) -> int:
             print(report.calibration_text(fit))
         print(report.heading(whole.recipe, own or job), end="\n\n")
         if phases:
-            print(f'Phase "{options.phase or whole.names[0]}":')
+            print(f'Phase "{phase}":')
         print_plan(recipe, own, problem, steps=steps)
         if phases:
             print("\n".join(["", *phases_lines(phases)]))
@@ -144,13 +146,14 @@ def plan(options: argparse.Namespace) -> int:
         if options.top:
             print()
             print("\n".join(report.search_lines(result, step_time(own) if own else None)))
-            if result.plans and (changes := recipe_edits.changes(recipe, result.plans[0])):
+            if result.plans and (changes := recipe_edits.changes(recipe, result.plans[0], phase)):
                 print(f"To use layout 1: {changes}")
     if options.write:
-        recipe_edits.write_recipe(recipe, result, options.write, options.recipe)
+        recipe_edits.write_recipe(whole.recipe, result, options.write, options.recipe, phase=phase)
+        where = "" if phase == FIRST_PHASE else f' from phase "{phase}" on'
         print(
-            f"wrote {options.write} with layout 1; its run folder is that of {recipe.name} unless "
-            f"you change the key `name`",
+            f"wrote {options.write} with layout 1{where}; its run folder is that of {recipe.name} "
+            f"unless you change the key `name`",
             file=sys.stderr,
         )
     if own is None and result.plans and (options.timeline or options.heatmap):

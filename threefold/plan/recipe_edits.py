@@ -15,8 +15,10 @@ from tomlkit.items import AoT, Item, Key, Null, Table
 from models.errors import FULL_DISK_ERRORS, UserError
 from threefold.config.deepspeed_json import read_deepspeed_json, shipped_json, zero_stage
 from threefold.config.layout import Layout
-from threefold.config.loading import parse_recipe
+from threefold.config.loading import apply_overrides, parse_recipe
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
+from threefold.config.sections import FIRST_PHASE
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.search import Plan, SearchResult
 
@@ -53,31 +55,48 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
     }
 
 
-def changes(recipe: Recipe, plan: Plan) -> str:
-    """Return the options of pretrain.py that change the recipe's layout to a plan's."""
-    return " ".join(f"--set {option}" for option in options_of(recipe, plan))
+def edits_in_phase(recipe: Recipe, plan: Plan, phase: str) -> dict[str, Any]:
+    """Return the keys of `edits` in the form of --set that changes only a phase and those after it.
+
+    The DeepSpeed JSON is that of the whole run.
+
+    Args:
+        recipe: the plain recipe of the phase
+    """
+    prefix = "" if phase == FIRST_PHASE else f"phase.{phase}."
+    return {
+        f"{prefix}{key}" if "." in key else key: value for key, value in edits(recipe, plan).items()
+    }
 
 
-def options_of(recipe: Recipe, plan: Plan) -> list[str]:
-    """Return the values of --set that change the recipe's layout to a plan's."""
+def changes(recipe: Recipe, plan: Plan, phase: str = FIRST_PHASE) -> str:
+    """Return the options of pretrain.py that change the layout of a phase to a plan's."""
+    return " ".join(f"--set {option}" for option in options_of(recipe, plan, phase))
+
+
+def options_of(recipe: Recipe, plan: Plan, phase: str = FIRST_PHASE) -> list[str]:
+    """Return the values of --set that change the layout of a phase to a plan's.
+
+    Args:
+        recipe: the plain recipe of the phase
+    """
     options = []
-    for key, value in edits(recipe, plan).items():
-        if value_of(recipe, key) != value:
+    for key, value in edits_in_phase(recipe, plan, phase).items():
+        if value_of(recipe, key.removeprefix(f"phase.{phase}.")) != value:
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
             options.append(f"{key}={text}")
     return options
 
 
-def in_layout(recipe: Recipe, plan: Plan, origin: str) -> Recipe:
-    """Return a copy of the recipe in a plan's layout.
+def in_layout(recipe: Recipe, plan: Plan, origin: str, phase: str = FIRST_PHASE) -> Recipe:
+    """Return a copy of the recipe in which a phase and those after it have a plan's layout.
 
     Args:
         origin: name for error messages
     """
     table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    for key, value in edits(recipe, plan).items():
-        section, _, name = key.rpartition(".")
-        (table.setdefault(section, {}) if section else table)[name] = value
+    plain = recipe if phase == FIRST_PHASE else PhasePlan(recipe).recipe_of(phase)
+    apply_overrides(table, options_of(plain, plan, phase))
     return parse_recipe(table, origin)
 
 
@@ -101,13 +120,20 @@ def check_file(path: Path) -> None:
         )
 
 
-def write_recipe(recipe: Recipe, result: SearchResult, path: Path, source: Path) -> None:
-    """Write a copy of a recipe's file with layout 1.
+def write_recipe(
+    recipe: Recipe,
+    result: SearchResult,
+    path: Path,
+    source: Path,
+    *,
+    phase: str = FIRST_PHASE,
+) -> None:
+    """Write a copy of a recipe's file with layout 1 in a phase and those after it.
 
     The copy keeps the order and the comments of the file.
 
     Args:
-        recipe: the recipe after --set and the options of the cluster
+        recipe: the whole recipe after --set and the options of the cluster
         path: file of the copy
         source: file of the recipe
 
@@ -122,7 +148,7 @@ def write_recipe(recipe: Recipe, result: SearchResult, path: Path, source: Path)
             f"--write {path}: no layout is left; rejected: {reasons}; use another number of nodes, "
             f"a larger GPU or a smaller --headroom"
         )
-    best = in_layout(recipe, result.plans[0], str(path))
+    best = in_layout(recipe, result.plans[0], str(path), phase)
     heading, text = f"# {recipe.name} with layout 1 of plan.py.", edited_text(source, best)
     if text is None:
         name = str(source) if str(source).isprintable() else ascii(str(source))

@@ -16,6 +16,7 @@ from models.cost import (
 from models.errors import UserError, counted
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
+from threefold.config.sections import FIRST_PHASE
 from threefold.pipeline.schedules import schedule_name
 from threefold.plan.calibration.fit import Fit, errors_by_group
 from threefold.plan.job import Job, Machine, PlannedLayout, job_of, links_text, own_job
@@ -29,7 +30,7 @@ from threefold.plan.memory.peak import (
     host_bytes,
     stage_memory,
 )
-from threefold.plan.recipe_edits import edits
+from threefold.plan.recipe_edits import edits_in_phase
 from threefold.plan.search import (
     DEFAULT_HEADROOM,
     NEAR_TIE,
@@ -516,20 +517,21 @@ def links_table(machine: Machine) -> dict[str, float]:
     }
 
 
-def plan_table(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+def plan_table(recipe: Recipe, plan: Plan, phase: str = FIRST_PHASE) -> dict[str, Any]:
     """Return a layout of the search, with the edits that select it."""
-    return job_table(plan.job, recipe.training.steps) | {"edits": edits(recipe, plan)}
+    edits = edits_in_phase(recipe, plan, phase)
+    return job_table(plan.job, recipe.training.steps) | {"edits": edits}
 
 
-def search_table(recipe: Recipe, result: SearchResult) -> dict[str, Any]:
-    """Return the recipe's sizes and the fastest layouts."""
+def search_table(recipe: Recipe, result: SearchResult, phase: str) -> dict[str, Any]:
+    """Return the sizes of a phase's recipe and its fastest layouts."""
     return {
         "name": recipe.name,
         "parameters": parameter_count(recipe.model),
         "tokens_per_step": recipe.tokens_per_step,
         "steps": recipe.training.steps,
         "tried": result.tried,
-        "best": [plan_table(recipe, plan) for plan in result.plans],
+        "best": [plan_table(recipe, plan, phase) for plan in result.plans],
         "rejected": dict(result.rejected),
     }
 
