@@ -1,7 +1,9 @@
 """The plan of a run with phases: time and memory per phase, and the totals."""
 
 import json
+import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ from threefold.commands import plan
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.phases import PhasePlan
 from threefold.launch.replanning import Replanner
-from threefold.plan.job import Machine, job_of
+from threefold.plan.job import Machine, job_of, recipe_on_cluster
 from threefold.plan.memory.peak import stage_memory
 from threefold.plan.report import predicted_metrics, predicted_metrics_of_run
+from threefold.plan.search import INVALID_LATER
 from threefold.prove.shrink import shrink
+from threefold.sweep.choice import TrialRequest, choose
 
 LONG = {
     "name": "long",
@@ -115,6 +119,49 @@ def test_a_ramp_is_planned_batch_by_batch(
     rows = json.loads(output)["phases"]["rows"]
     assert [row["global_sequences"] for row in rows] == [size // 4 * n for n in range(1, 5)]
     assert [row["step_seconds"] for row in rows] == sorted(row["step_seconds"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": {"ramp": {"start_sequences": 12, "increment": 4, "samples": 400}}},
+        {"phase": [{"name": "later", "start_step": 101, "batch": {"global_sequences": 20}}]},
+    ],
+)
+def test_chosen_layouts_are_valid_in_every_step(
+    tmp_path: Path, changes: dict[str, Any], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 data ranks, which are the fastest, a batch of 12 or 20 sequences leaves 4."""
+    table = tomllib.loads((REPOSITORY / "recipes/tiny.toml").read_text())
+    batch = {"global_sequences": 32, "micro_sequences": 1} | changes.get("batch", {})
+    table |= changes | {"batch": batch, "cluster": {"nodes": 8, "gpus_per_node": 1, "gpu": "cpu"}}
+    file, copy = tmp_path / "own.toml", tmp_path / "copy.toml"
+    file.write_text(tomli_w.dumps(table))
+
+    def check(overrides: Sequence[str]) -> None:
+        recipe, cluster = recipe_on_cluster(file, overrides)
+        segments = PhasePlan(recipe).segments
+        assert len(segments) > 1
+        for segment in segments:
+            job = job_of(segment.recipe, Machine.of_cluster(cluster))
+            assert job.layout.data == 4
+
+    monkeypatch.setattr("sys.argv", ["plan.py", str(file), "--write", str(copy)])
+    with pytest.raises(SystemExit):
+        plan.main()
+    output = capsys.readouterr().out
+    left_out = int(re.findall(rf"{INVALID_LATER} \((\d+)\)", output)[0])
+    assert 0 < left_out < int(re.findall(r"Best of (\d+) layouts", output)[0])
+    check(output.partition("To use layout 1: ")[2].split()[1::2])
+    assert len(PhasePlan(load_recipe(copy)).segments) > 1
+
+    choice = choose(TrialRequest(recipes=[file], top=3))
+    assert [trial.job.layout.data for trial in choice.trials] == [4] * 3
+    assert choice.ruled_out[INVALID_LATER] > 0
+
+    placement = Replanner(file, ["cluster.nodes=9"]).placement_on(8)
+    assert placement is not None
+    check(placement.overrides)
 
 
 def test_an_unknown_phase_is_rejected(

@@ -122,23 +122,30 @@ class Replanner:
             return replace(_placement(whole, overrides, own), chosen=False)
         limit = min(self._limit_bytes, machine.gpu.memory_gib * GIB)
         headroom = max(DEFAULT_HEADROOM, 1 - limit / (machine.gpu.memory_gib * GIB))
-        plans = search(job_without_layout(recipe, machine, software), 1, headroom=headroom).plans
+
+        def overrides_for(plan: Plan) -> list[str]:
+            return [*overrides, *options_of(whole, plan), *_options_of_phases(whole, plan)]
+
+        def accepts(plan: Plan) -> bool:
+            try:
+                changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides_for(plan)])
+            except UserError:
+                return False
+            segments = PhasePlan(changed).segments
+            jobs = [own_job(segment.recipe, machine, software)[0] for segment in segments]
+            return all(job and fits(job) for job in jobs)
+
+        plans = search(
+            job_without_layout(recipe, machine, software), 1, headroom=headroom, accepts=accepts
+        ).plans
         if not all(job and fits(job) and fullest_stage(job).total <= limit for job in jobs):
             own = None
         if own and (not plans or is_near_tie(step_time(own).total, plans[0].time.total)):
             return _placement(whole, overrides, own)
         if not plans:
             return None
-        chosen = [*options_of(whole, plans[0]), *_options_of_phases(whole, plans[0])]
-        overrides = [*overrides, *chosen]
-        try:
-            changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides])
-        except UserError:  # another phase cannot use the layout
-            return None
-        for segment in PhasePlan(changed).phases:
-            job, _ = own_job(segment.recipe, machine, software)
-            if not job or not fits(job):
-                return None
+        overrides = overrides_for(plans[0])
+        changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides])
         return _placement(changed, overrides, plans[0].job)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import tomllib
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,7 +20,9 @@ from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import FIRST_PHASE
 from threefold.pipeline.schedules import SCHEDULES
+from threefold.plan.job import Machine, own_job
 from threefold.plan.search import Plan, SearchResult
+from threefold.plan.software import Software
 
 
 def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
@@ -98,6 +100,27 @@ def in_layout(recipe: Recipe, plan: Plan, origin: str, phase: str = FIRST_PHASE)
     plain = recipe if phase == FIRST_PHASE else PhasePlan(recipe).recipe_of(phase)
     apply_overrides(table, options_of(plain, plan, phase))
     return parse_recipe(table, origin)
+
+
+def accepted_in_every_step(
+    recipe: Recipe, machine: Machine, software: Software, phase: str = FIRST_PHASE
+) -> Callable[[Plan], bool] | None:
+    """Return a function that tells whether a run is valid if a phase has a plan's layout.
+
+    Returns:
+        None if all steps of the recipe have the same batch, sequence length and layout
+    """
+    if len(PhasePlan(recipe).segments) == 1:
+        return None
+
+    def accepts(plan: Plan) -> bool:
+        try:
+            whole = PhasePlan(in_layout(recipe, plan, recipe.name, phase))
+        except UserError:
+            return False
+        return all(own_job(segment.recipe, machine, software)[0] for segment in whole.segments)
+
+    return accepts
 
 
 def value_of(recipe: Recipe, key: str) -> Any:

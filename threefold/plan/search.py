@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import nsmallest
-from itertools import product
+from itertools import dropwhile, product
 from math import gcd
 from pathlib import Path
 
@@ -46,6 +46,7 @@ INTERLEAVED_VIRTUAL_STAGES = (2, 4, 8)  # virtual stages per pipeline stage
 DEFAULT_HEADROOM = 0.08
 TOO_LARGE_FOR_GPU = "too large for a GPU"  # reasons of rejected layouts
 TOO_LARGE_FOR_HOST = "too large for the host that builds them"
+INVALID_LATER = "faster but invalid in batch.ramp or another phase"
 NEAR_TIE = 0.02  # relative difference of predicted times that is within the prediction error
 
 
@@ -77,10 +78,18 @@ class SearchResult:
     nearest: tuple[PlannedLayout, float] | None = None
 
 
-def search(job: Job, top: int, *, headroom: float = DEFAULT_HEADROOM) -> SearchResult:
+def search(
+    job: Job,
+    top: int,
+    *,
+    headroom: float = DEFAULT_HEADROOM,
+    accepts: Callable[[Plan], bool] | None = None,
+) -> SearchResult:
     """Find the `top` fastest layouts that fit for a job's model, batch and machine.
 
     A layout fits if it leaves the share `headroom` of a GPU's memory free.
+
+    accepts: returns False for a layout that another step of the run rejects
 
     This is the procedure of the Ultra-Scale Playbook (Hugging Face 2025: fit a step in memory,
     reach the global batch, maximise throughput), with predictions instead of runs. Recomputation
@@ -130,8 +139,33 @@ def search(job: Job, top: int, *, headroom: float = DEFAULT_HEADROOM) -> SearchR
             state_limit, result.nearest = limit, None
         else:
             result.rejected[TOO_LARGE_FOR_GPU] += 1
-    result.plans = nsmallest(top, fitting, key=order_of_plans(fitting))
+    if accepts:
+        result.plans = accepted_plans(fitting, top, accepts, result.rejected)
+    else:
+        result.plans = nsmallest(top, fitting, key=order_of_plans(fitting))
     return result
+
+
+def accepted_plans(
+    plans: Sequence[Plan], top: int, accepts: Callable[[Plan], bool], rejected: Counter[str]
+) -> list[Plan]:
+    """Return the first `top` accepted plans, and count the faster ones that are rejected.
+
+    `accepts` takes milliseconds, so it is not called for all plans.
+    """
+    by_time = sorted(plans, key=lambda plan: plan.time.total)
+    left = list(dropwhile(lambda plan: not accepts(plan), by_time))
+    accepted: list[Plan] = []
+    faster = len(plans) - len(left)
+    for plan in sorted(left, key=order_of_plans(left)):
+        if len(accepted) == top:
+            break
+        if accepts(plan):
+            accepted.append(plan)
+        else:
+            faster += 1
+    rejected += Counter({INVALID_LATER: faster})  # which adds no count of zero
+    return accepted
 
 
 def state_exceeds(job: Job, limit: float) -> bool:

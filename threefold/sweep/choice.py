@@ -17,13 +17,15 @@ from threefold.config.recipe import Recipe
 from threefold.config.sections import short
 from threefold.plan.job import Machine, job_without_layout, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, fits, host_bytes
-from threefold.plan.recipe_edits import edits, in_layout, value_of
+from threefold.plan.recipe_edits import accepted_in_every_step, edits, in_layout, value_of
 from threefold.plan.search import (
+    INVALID_LATER,
     TOO_LARGE_FOR_GPU,
     TOO_LARGE_FOR_HOST,
     Plan,
     search,
 )
+from threefold.plan.software import THREEFOLD
 from threefold.sweep.trial import Rejection, Trial
 
 ALL = 10**9  # more layouts than a search finds
@@ -90,13 +92,13 @@ class Combination:
         return ", ".join(parts) or "unchanged"
 
     def recipe(self) -> Recipe:
-        """Return the recipe of the first phase, with a [cluster] section.
+        """Return the recipe with all phases and a [cluster] section.
 
         Raises:
             UserError: the recipe or a setting is not valid.
         """
         recipe, _ = recipe_on_cluster(self.path, self.overrides, **self.cluster)
-        return PhasePlan(recipe).phases[0].recipe
+        return recipe
 
 
 def choose(request: TrialRequest) -> Choice:
@@ -209,27 +211,38 @@ def values_of_setting(setting: str) -> list[str]:
 def recipes_of(
     combination: Combination, layouts: str, top: int, ruled_out: Counter[str]
 ) -> Iterator[Recipe]:
-    """Yield the recipes of a combination, one for each layout to measure.
+    """Yield the recipes of a combination's first phase, one for each layout to measure.
 
     Layout keys that the settings name keep their values; the planner chooses the other keys.
 
     Raises:
         UserError: the combination is not valid.
     """
-    recipe = combination.recipe()
+    whole = combination.recipe()
+    recipe = PhasePlan(whole).phases[0].recipe
     if layouts == "own":
         yield recipe
         return
     assert recipe.cluster is not None
     require_auto(recipe, "the sweep tries other layouts")
-    result = search(job_without_layout(recipe, Machine.of_cluster(recipe.cluster)), ALL)
+    machine = Machine.of_cluster(recipe.cluster)
+    result = search(job_without_layout(recipe, machine), ALL)
+    accepts = accepted_in_every_step(whole, machine, THREEFOLD)
     for reason, count in result.rejected.items():
         if reason in (TOO_LARGE_FOR_GPU, TOO_LARGE_FOR_HOST):
             ruled_out[reason] += count
     named = [override.partition("=")[0].strip() for override in combination.overrides]
-    plans = (plan for plan in result.plans if agrees(recipe, plan, named))
-    for plan in itertools.islice(plans, ALL if layouts == "all" else top):
+    found = 0
+    for plan in result.plans:
+        if not agrees(recipe, plan, named):
+            continue
+        if accepts and not accepts(plan):
+            ruled_out[INVALID_LATER] += 1
+            continue
         yield in_layout(recipe, plan, recipe.name)
+        found += 1
+        if layouts == "best" and found == top:
+            break
 
 
 def agrees(recipe: Recipe, plan: Plan, keys: Sequence[str]) -> bool:
