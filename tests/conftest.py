@@ -5,7 +5,7 @@ import re
 import signal
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,12 @@ def long_in_turn(number: int) -> Callable[[Callable[..., None]], Callable[..., N
         return test
 
     return mark
+
+
+def each_in_turn(values: Iterable[Any], quick: Container[Any] = ()) -> list[Any]:
+    """Return the values of a parameter: those that are not quick are long tests that take turns."""
+    marks = ([] if v in quick else in_turn(n, pytest.mark.long) for n, v in enumerate(values))
+    return [pytest.param(value, marks=mark) for value, mark in zip(values, marks, strict=True)]
 
 
 def in_turn_or_exhaustive(

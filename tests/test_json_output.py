@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.conftest import long_in_turn
 from threefold.config.loading import REPOSITORY
 
 TINY = str(REPOSITORY / "recipes" / "tiny.toml")
@@ -135,7 +136,7 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.long
+@long_in_turn(1)
 def test_nothing_is_printed_while_a_command_is_imported() -> None:
     """DeepSpeed logs the kind of device when it is imported, unless DS_ACCELERATOR is set."""
     variables = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}

@@ -13,7 +13,7 @@ from models.attention import Frequencies, rotary_table
 from models.cost import parameter_count
 from models.errors import UserError
 from models.transformer import Block
-from tests.conftest import GPT_SWITCHES, changed, quick_and_long
+from tests.conftest import GPT_SWITCHES, changed, each_in_turn, quick_and_long
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.recipe import Recipe
@@ -113,18 +113,9 @@ WAYS = {
         {"layout": {"pipeline": 2, "schedule": "zb-v"}, "model__layers": 4},
     ),
 }
-MARKS = {
-    "interleaved": [],
-    "zero2": [pytest.mark.long],
-    "muon": [pytest.mark.long],
-    "stages": [pytest.mark.long],
-}
 
 
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(way, marks=MARKS.get(way, [pytest.mark.exhaustive])) for way in WAYS],
-)
+@pytest.mark.parametrize("way", each_in_turn(WAYS, ["interleaved"]))
 def test_a_trace_agrees_with_a_real_run(way: str, small: dict[str, Any]) -> None:
     world_size, changes = WAYS[way]
     recipe = parse_recipe(changed(small, **changes), "test")
@@ -212,16 +203,7 @@ def test_the_traced_micro_batches_reach_the_peak(stage: int, small: dict[str, An
         assert all_of_them == replace(few, activations=few.activations + more)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("zb-h1", "zb-v")),
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("interleaved", "dualpipev")
-        ),
-    ],
-)
+@pytest.mark.parametrize("schedule", each_in_turn(["zb-h1", "zb-v", "interleaved", "dualpipev"]))
 def test_the_traced_micro_batches_reach_the_peak_in_every_schedule(
     schedule: str, small: dict[str, Any]
 ) -> None:

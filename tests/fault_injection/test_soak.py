@@ -5,18 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import each_in_turn
 from tests.fault_injection.soak import FAULTS, soak
 
 
 @pytest.mark.parametrize(
     "variants",
-    [
-        pytest.param((), marks=pytest.mark.long, id="dense"),
-        pytest.param(("experts",), marks=pytest.mark.exhaustive, id="experts"),
-        pytest.param(("experts", "latent"), marks=pytest.mark.exhaustive, id="experts-latent"),
-        pytest.param(("muon",), marks=pytest.mark.long, id="muon"),
-        pytest.param(("average",), marks=pytest.mark.exhaustive, id="average"),
-    ],
+    each_in_turn([(), ("experts",), ("experts", "latent"), ("muon",), ("average",)]),
+    ids=lambda variants: "-".join(variants) or "dense",
 )
 def test_nothing_is_lost_under_kills(variants: Sequence[str], tmp_path: Path) -> None:
     # The faults below show that some kills hit a save: "publish early" is detected in no other way.
@@ -25,13 +21,7 @@ def test_nothing_is_lost_under_kills(variants: Sequence[str], tmp_path: Path) ->
     assert report.kills.total() >= 5 and report.resumes >= 2
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=pytest.mark.long if number == 0 else pytest.mark.exhaustive)
-        for number, fault in enumerate(FAULTS)
-    ],
-)
+@pytest.mark.parametrize("fault", each_in_turn(FAULTS))
 def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
     report = soak(tmp_path, kills=30, seed=2, fault=fault)
     wrong = "\n".join(report.wrong)

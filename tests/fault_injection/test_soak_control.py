@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import each_in_turn
 from tests.fault_injection.soak_control import left_over, soak
 from tests.fault_injection.soak_faults import FAULTS
 from threefold.supervision.supervisor import WATCHDOG
@@ -48,13 +49,7 @@ NOTICED = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=pytest.mark.long if number == 0 else pytest.mark.exhaustive)
-        for number, fault in enumerate(FAULTS)
-    ],
-)
+@pytest.mark.parametrize("fault", each_in_turn(FAULTS))
 def test_a_fault_is_noticed(fault: str, tmp_path: Path) -> None:
     # It ends when the fault shows, which depends on the instants of the kills.
     report = soak(tmp_path, rounds=150, seed=2, fault=fault)

@@ -25,7 +25,7 @@ from benchmarks.one_step.shapes import can_compile, cpu_shape
 from models.cost import parameter_count
 from models.kernels.attention import causal_attention
 from models.parallel import cross_entropy
-from tests.conftest import in_turn, long_in_turn
+from tests.conftest import each_in_turn, long_in_turn
 from tests.gpu import kernels, nanogpt, training
 from tests.gpu.__main__ import main, publish
 from tests.gpu.environment import driver
@@ -82,11 +82,7 @@ def run(name: str, setting: Setting) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=in_turn(number, pytest.mark.long))
-        for number, name in enumerate(("losses", "resume", "export", "environment", "step-2x8"))
-    ],
+    "name", each_in_turn(["losses", "resume", "export", "environment", "step-2x8"])
 )
 def test_a_part_passes_on_the_cpu(name: str, setting: Setting) -> None:
     outcome = run(name, setting)

@@ -28,7 +28,7 @@ from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
 from models.parallel.collectives import TensorAxis
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo, dropout
-from tests.conftest import in_turn
+from tests.conftest import each_in_turn
 from tests.models.test_transformer import KEY, SHAPES, SPECIAL, WITH_DROPOUT
 from threefold.runtime.processes import compiler, has_compiler, should_compile
 from threefold.trace.fake_cluster import one_kernel
@@ -478,10 +478,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=in_turn(n, pytest.mark.long)) for n, name in enumerate(COMPILED)],
-)
+@pytest.mark.parametrize("name", each_in_turn(COMPILED))
 def test_compiled_kernels_compute_the_same(name: str, compiled_everywhere: None) -> None:
     expected = model_outcome(*COMPILED[name], compile=False)
     assert difference(model_outcome(*COMPILED[name], compile=True), expected) < 1e-5

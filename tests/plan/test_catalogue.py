@@ -14,7 +14,7 @@ import pytest
 
 from models.cost import parameter_count
 from tests.commands import run_here
-from tests.conftest import quick_and_long, shipped_recipes
+from tests.conftest import DAYS, each_in_turn, shipped_recipes
 from tests.ranks import run_ranks
 from threefold.commands import plan
 from threefold.config.deepspeed_json import (
@@ -48,6 +48,7 @@ COPIES = (  # recipes that have all features of the catalogue
     "llama-8b-128k", "megatron-1.7b", "mistral-7b", "mixtral-8x7b", "olmo3-7b", "olmoe-1b-7b",
     "qwen2.5-7b", "qwen3-0.6b", "qwen3-32b", "qwen3-4b-128k", "smollm3-3b",
 )  # fmt: skip
+OTHERS = [name for name in NAMES if name not in COPIES]
 
 
 @dataclass(frozen=True)
@@ -369,8 +370,8 @@ def test_the_trained_copies_have_all_features_of_the_catalogue() -> None:
 
 @pytest.mark.parametrize(
     "names",
-    [COPIES, pytest.param([name for name in NAMES if name not in COPIES], marks=pytest.mark.long)],
-    ids=["all features", "the other recipes"],
+    each_in_turn([COPIES, *(OTHERS[part::DAYS] for part in range(DAYS))], [COPIES]),
+    ids=lambda names: names[0],
 )
 def test_a_small_copy_trains(names: Sequence[str], tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus", VOCAB_SIZE)
@@ -384,8 +385,7 @@ def test_a_small_copy_trains(names: Sequence[str], tmp_path: Path) -> None:
         assert training.untouched == [], name
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["llama/13b", "llama/70b", "gpt/175b"])
+@pytest.mark.parametrize("name", each_in_turn(["llama/13b", "llama/70b", "gpt/175b"]))
 def test_a_comment_states_how_much_less_time_the_planners_layout_takes(name: str) -> None:
     path = REPOSITORY / "recipes" / f"{name}.toml"
     comment = " ".join(line.strip("# ") for line in path.read_text().splitlines() if "#" in line)
@@ -394,7 +394,7 @@ def test_a_comment_states_how_much_less_time_the_planners_layout_takes(name: str
     assert int(stated) == round(100 * (1 - best / own))
 
 
-@pytest.mark.parametrize("name", quick_and_long(["llama/8b"], ["gpt/13b", "llama/8b", "qwen3/32b"]))
+@pytest.mark.parametrize("name", each_in_turn(["gpt/13b", "llama/8b", "qwen3/32b"], ["llama/8b"]))
 def test_a_layout_that_is_said_to_be_the_planners_is_within_its_error(name: str) -> None:
     path = REPOSITORY / "recipes" / f"{name}.toml"
     assert "the planner's fastest layout" in path.read_text()

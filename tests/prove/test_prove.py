@@ -35,7 +35,7 @@ from models.parallel.collectives import TensorAxis
 from models.parallel.layers import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
 from models.sharding import MatrixPart, Sharding
-from tests.conftest import GPT_SWITCHES, changed, in_turn, shipped_recipes, small_recipe
+from tests.conftest import GPT_SWITCHES, changed, each_in_turn, shipped_recipes, small_recipe
 from tests.ranks import run_ranks
 from threefold.commands import prove
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
@@ -1004,15 +1004,7 @@ def mutants(
     return {fault: (expected[fault], *outcomes[fault]) for fault in faults}
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(
-            fault, marks=[] if fault in QUICK_FAULTS else in_turn(number, pytest.mark.long)
-        )
-        for number, fault in enumerate(MUTANTS)
-    ],
-)
+@pytest.mark.parametrize("fault", each_in_turn(MUTANTS, QUICK_FAULTS))
 def test_a_seeded_fault_fails_the_proof(
     fault: str,
     mutants: dict[str, tuple[TrainingResult, TrainingResult, TrainingResult]],
